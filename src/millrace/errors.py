@@ -1,0 +1,186 @@
+"""Every exception that Millrace raises, in one tree, grouped by what the caller can do about it.
+
+========================  ==========================================================
+`UsageError`              Change the call or the configuration.
+`MissingError`            The thing named does not exist; check the name.
+`DeniedError`             Credentials are missing, wrong or insufficient.
+`ChangedError`            Somebody else changed the thing; open it again.
+`RetryableError`          A service is down or slow; the same call may succeed later.
+`StorageError`            A local disk is full, read-only or failing; free or replace it.
+`DamagedError`            Bytes are wrong and nothing intact is left to read instead.
+========================  ==========================================================
+
+All of them are picklable (they cross Ray processes), carry a stable `code`, and are also the builtin
+exception (`FileNotFoundError`, `PermissionError`, `OSError`, `ValueError`) that code written against
+fsspec or pyarrow expects. A dependency's own exception never leaves Millrace: it is the `__cause__`.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import Any, ClassVar
+
+
+def _rebuild(cls: type[MillraceError], message: str, next_step: str, fields: dict[str, Any]) -> MillraceError:
+    error = cls(message, next_step=next_step)
+    error.__dict__.update(fields)
+    return error
+
+
+class MillraceError(Exception):
+    """Base of every Millrace error.
+
+    `message` names the thing (object, node, file); `next_step` says what to do. `str(error)` is one line.
+    """
+
+    code: ClassVar[str] = "error"
+    _errno: ClassVar[int] = errno.EIO
+
+    def __init__(self, message: str, *, next_step: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.next_step = next_step
+        if isinstance(self, OSError):
+            self.errno, self.strerror = self._errno, message
+
+    def __str__(self) -> str:
+        text = f"{self.message}: {self.next_step}" if self.next_step else self.message
+        return " ".join(text.split())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = {name: value for name, value in self.__dict__.items() if name not in ("message", "next_step")}
+        return _rebuild, (type(self), self.message, self.next_step, fields)
+
+
+# --- change the call or the configuration ---------------------------------------------------------
+
+
+class UsageError(MillraceError, ValueError):
+    """The call cannot work as it stands."""
+
+    code = "usage"
+
+
+class ConfigurationError(UsageError):
+    """An option, environment variable or configuration file has a value that cannot be used."""
+
+    code = "configuration"
+
+
+class MissingDependencyError(UsageError, ImportError):
+    """An optional library is needed for this call; the next step names the extra to install."""
+
+    code = "missing-dependency"
+
+
+class UnsupportedObjectError(UsageError):
+    """A value cannot be stored safely; the message names its key."""
+
+    code = "unsupported-object"
+
+
+class UnsupportedFormatError(UsageError):
+    """A directory or file was written by a newer or a foreign program; it is left untouched."""
+
+    code = "unsupported-format"
+
+
+# --- the thing is not there -----------------------------------------------------------------------
+
+
+class MissingError(MillraceError, FileNotFoundError):
+    """The object, prefix or checkpoint does not exist."""
+
+    code = "missing"
+    _errno = errno.ENOENT
+
+
+class ObjectNotFoundError(MissingError):
+    """The origin has no object of this name."""
+
+    code = "object-not-found"
+
+
+class CheckpointNotFoundError(MissingError):
+    """No complete checkpoint lies at this place."""
+
+    code = "checkpoint-not-found"
+
+
+# --- not allowed ----------------------------------------------------------------------------------
+
+
+class DeniedError(MillraceError, PermissionError):
+    """The origin refused the credentials, or they do not suffice."""
+
+    code = "denied"
+    _errno = errno.EACCES
+
+
+# --- somebody else changed it ---------------------------------------------------------------------
+
+
+class ChangedError(MillraceError, OSError):
+    """The thing is no longer what it was when this operation began."""
+
+    code = "changed"
+    _errno = errno.ESTALE
+
+
+class ObjectChangedError(ChangedError):
+    """The object was overwritten after it was opened; a read would mix two versions."""
+
+    code = "object-changed"
+
+
+class ObjectExistsError(ChangedError, FileExistsError):
+    """A conditional write found that the object already exists."""
+
+    code = "object-exists"
+    _errno = errno.EEXIST
+
+
+# --- try again later ------------------------------------------------------------------------------
+
+
+class RetryableError(MillraceError, OSError):
+    """A service did not answer as it should; retries inside Millrace are already used up."""
+
+    code = "retryable"
+
+
+class OriginUnavailableError(RetryableError):
+    """The origin cannot be reached, or keeps failing."""
+
+    code = "origin-unavailable"
+
+
+# --- the local disk -------------------------------------------------------------------------------
+
+
+class StorageError(MillraceError, OSError):
+    """A local disk cannot be written or read."""
+
+    code = "storage"
+
+
+class DiskFullError(StorageError):
+    """A local disk has no room left."""
+
+    code = "disk-full"
+    _errno = errno.ENOSPC
+
+
+# --- wrong bytes ----------------------------------------------------------------------------------
+
+
+class DamagedError(MillraceError, OSError):
+    """Stored bytes do not match their checksum and no intact copy is left."""
+
+    code = "damaged"
+
+
+class CorruptCheckpointError(DamagedError):
+    """A checkpoint's manifest or data is not what was written."""
+
+    code = "corrupt-checkpoint"

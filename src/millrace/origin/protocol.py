@@ -1,0 +1,114 @@
+"""What Millrace requires of remote storage: one narrow Protocol per use, and nothing more.
+
+Keys are `bucket/path/of/object` without a scheme. Byte ranges are half-open. Every call blocks, may be made
+from any thread, and raises only `millrace.errors`. Implementations are picklable, and after a fork the child
+uses fresh connections of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self, runtime_checkable
+
+from typing_extensions import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One version of one object.
+
+    `version` is opaque: an ETag, a version id, or whatever else the origin changes when the bytes change.
+    It is sent back in `read` as a precondition. `modified` is in Unix seconds.
+    """
+
+    key: str
+    size: int
+    version: str
+    modified: float
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """One level of a key space: the objects directly below a prefix, and the deeper prefixes (no trailing slash)."""
+
+    objects: Sequence[ObjectInfo]
+    prefixes: Sequence[str]
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """Reads whole objects and ranges of them."""
+
+    @property
+    def identity(self) -> str:
+        """Names the storage (scheme and endpoint) without any secret: equal means the same bytes under the same key."""
+        ...
+
+    def head(self, key: str) -> ObjectInfo:
+        """Describe the newest version of `key`. Raises `ObjectNotFoundError`."""
+        ...
+
+    def read(self, key: str, start: int, stop: int, *, version: str | None = None) -> Buffer:
+        """Return exactly the bytes `[start, stop)` of `key`, which must lie inside the object.
+
+        With `version`, the bytes are of that version or `ObjectChangedError` is raised.
+        """
+        ...
+
+
+@runtime_checkable
+class Listable(Protocol):
+    """Enumerates keys."""
+
+    def list_level(self, prefix: str) -> Listing:
+        """List what lies directly below `prefix` (a directory, with or without the trailing slash)."""
+        ...
+
+    def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
+        """Yield every object below the directory `prefix`, in pages, in bounded memory."""
+        ...
+
+
+class ObjectWriter(AbstractContextManager["ObjectWriter"], Protocol):
+    """Streams one object out. Leaving the `with` block normally publishes it; by an exception, aborts it."""
+
+    def write(self, data: Buffer, /) -> int: ...
+
+    def close(self) -> None:
+        """Publish the object; returns when the origin has acknowledged all of it. Idempotent."""
+        ...
+
+    def abort(self) -> None:
+        """Discard everything written so far; nothing becomes visible. Idempotent, never raises."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+
+@runtime_checkable
+class Writable(Protocol):
+    """Creates and removes objects."""
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        """Write one object in one request. With `if_absent`, raises `ObjectExistsError` when `key` exists."""
+        ...
+
+    def open_writer(self, key: str) -> ObjectWriter:
+        """Open `key` for a streaming (multipart) upload in bounded memory. Invisible until closed."""
+        ...
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects. A key that does not exist is no error."""
+        ...
+
+
+@runtime_checkable
+class Origin(Readable, Listable, Writable, Protocol):
+    """Everything at once: what the file system needs."""
