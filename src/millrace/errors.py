@@ -40,8 +40,9 @@ class MillraceError(Exception):
         super().__init__(message)
         self.message = message
         self.next_step = next_step
-        if isinstance(self, OSError):
-            self.errno, self.strerror = self._errno, message
+        if issubclass(type(self), OSError):
+            as_os_error: Any = self
+            as_os_error.errno, as_os_error.strerror = self._errno, message
 
     def __str__(self) -> str:
         text = f"{self.message}: {self.next_step}" if self.next_step else self.message

@@ -49,5 +49,5 @@ def emit(event: Event) -> None:
     for hook in _hooks:
         try:
             hook(event)
-        except Exception:
+        except Exception:  # noqa: BLE001 - a listener's fault, of any kind, must not break a read
             _log.exception("event hook %r failed on %s", hook, event.name)

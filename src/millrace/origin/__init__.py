@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from millrace.origin.object_store import ObjectStoreOrigin
 
 __all__ = [
+    "SCHEMES",
     "Listable",
     "Listing",
     "ObjectInfo",
     "ObjectWriter",
     "Origin",
     "Readable",
-    "SCHEMES",
     "Writable",
     "open_origin",
     "origin_for_url",

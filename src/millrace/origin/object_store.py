@@ -201,7 +201,7 @@ class ObjectStoreOrigin:
         return S3Store(
             bucket,
             config=dict(options.config),  # type: ignore[arg-type]
-            client_options={**_CLIENT, **options.client_options},  # type: ignore[typeddict-item]
+            client_options={**_CLIENT, **options.client_options},  # type: ignore[arg-type]
             retry_config=_RETRY,  # type: ignore[arg-type]
         )
 
@@ -242,7 +242,7 @@ def _first_line(error: BaseException) -> str:
     return lines[0][:200]
 
 
-class _AbortUpload(Exception):
+class _AbortUploadError(Exception):
     """Raised into obstore's part iterator so that it aborts the multipart upload."""
 
 
@@ -302,7 +302,7 @@ class ObjectUpload:
         if self._thread is not None:
             while self._thread.is_alive():
                 with contextlib.suppress(queue.Full):
-                    self._parts.put(_AbortUpload(), timeout=0.1)
+                    self._parts.put(_AbortUploadError(), timeout=0.1)
                     break
             self._thread.join()
 
@@ -334,7 +334,7 @@ class ObjectUpload:
     def _run(self) -> None:
         try:
             self._upload(self._pull())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again in the writer's thread
             self._error = error
 
     def _pull(self) -> Iterator[Buffer]:

@@ -1,0 +1,76 @@
+"""Pure arithmetic of blocks: identity, ranges, coalescing, read-ahead. No I/O, no state outside the arguments."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+BLOCK_BYTES = 4 << 20
+"""Unit of caching and checksumming: large enough that a request's overhead is small, small enough for a footer."""
+
+RUN_BLOCKS = 4
+"""At most so many neighbouring blocks are fetched with one request (16 MiB)."""
+
+READ_AHEAD_BLOCKS = 16
+"""A sequential reader is kept at most so far ahead of (64 MiB)."""
+
+
+def object_id(origin_identity: str, key: str, version: str, size: int) -> bytes:
+    """Name one version of one object by 16 bytes, equal in every process and on every node.
+
+    The version is part of the name, so an overwritten object is a different one and two versions never share a block.
+    """
+    parts = (origin_identity, key, version, str(size))
+    # Length-prefixed, so that no two different tuples run together into the same text.
+    text = "".join(f"{len(part)}:{part}" for part in parts)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def block_count(size: int, block_bytes: int) -> int:
+    """How many blocks an object of `size` bytes has (0 for an empty one)."""
+    return -(-size // block_bytes)
+
+
+def blocks_of(start: int, stop: int, block_bytes: int) -> range:
+    """The blocks that the byte range `[start, stop)` touches."""
+    return range(start // block_bytes, -(-stop // block_bytes)) if stop > start else range(0)
+
+
+def span_of(first: int, stop: int, size: int, block_bytes: int) -> tuple[int, int]:
+    """The byte range `[start, stop)` of the blocks `[first, stop)` in an object of `size` bytes."""
+    return first * block_bytes, min(stop * block_bytes, size)
+
+
+def coalesce(blocks: Iterable[int], max_run: int) -> list[range]:
+    """Group block numbers into runs of neighbours, each at most `max_run` long, in order."""
+    runs: list[range] = []
+    for block in sorted(set(blocks)):
+        if runs and runs[-1].stop == block and len(runs[-1]) < max_run:
+            runs[-1] = range(runs[-1].start, block + 1)
+        else:
+            runs.append(range(block, block + 1))
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAhead:
+    """How far to fetch ahead of one reader, as a value: `after(start, stop)` gives the next one.
+
+    A read that continues where the last one ended doubles the window, up to `READ_AHEAD_BLOCKS`; any other read closes
+    it. A reader that is known to want everything starts with the whole window open (`ReadAhead(window=...)`).
+    """
+
+    expected: int = 0
+    window: int = 0
+
+    def after(self, start: int, stop: int) -> ReadAhead:
+        """The state after the bytes `[start, stop)` were read."""
+        sequential = start == self.expected and stop > start
+        window = min(max(1, self.window * 2), READ_AHEAD_BLOCKS) if sequential else 0
+        return ReadAhead(expected=stop, window=window)
+
+    def wanted(self, size: int, block_bytes: int) -> range:
+        """The blocks that should be on their way, none past the end of an object of `size` bytes."""
+        first = -(-self.expected // block_bytes)
+        return range(first, min(first + self.window, block_count(size, block_bytes)))

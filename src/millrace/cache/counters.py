@@ -1,0 +1,126 @@
+"""What the cache did, summed over every process that used a store.
+
+Each process counts in a small memory-mapped file of its own, so counting takes no lock that another process could hold
+and a killed process loses nothing. `totals` adds the files up. The files of processes that ended are folded into one, so
+their number stays that of the live processes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import uuid
+from pathlib import Path
+
+NAMES = (
+    "origin_requests",
+    "origin_bytes",
+    "cache_bytes",
+    "native_opens",
+    "uncached_bytes",
+    "corrupt_blocks",
+)
+"""The counters, in the order in which they lie in a file. New ones are appended.
+
+`origin_bytes` left the origin; `cache_bytes` were served from this disk (a natively opened file counts once, with its
+size, whatever part of it is read); `uncached_bytes` came from the origin and were not kept, for want of room.
+"""
+
+_FILE_BYTES = 4096
+_U64 = struct.Struct("<Q")
+_RETIRED = "retired"
+
+
+class Counters:
+    """The counters of this process in a store, and the sums over all. Thread-safe; not usable after a fork."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = directory / f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        with _directory_lock(directory, fcntl.LOCK_EX):
+            self._fold()
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.ftruncate(self._descriptor, _FILE_BYTES)
+            # The lock says that this process lives; the kernel drops it when it ends, however it ends.
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            self._map = mmap.mmap(self._descriptor, _FILE_BYTES)
+        self._values = [0] * len(NAMES)
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Stop counting; the file is folded by the next process that opens the store."""
+        self._map.close()
+        os.close(self._descriptor)
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Add to one counter."""
+        slot = NAMES.index(name)
+        with self._lock:
+            self._values[slot] += amount
+            _U64.pack_into(self._map, slot * _U64.size, self._values[slot])
+
+    def totals(self) -> dict[str, int]:
+        """The sums over every process, dead or alive, since the store was made."""
+        return totals(self._directory)
+
+    def _fold(self) -> None:
+        """Add the files of ended processes to the retired sums. Runs under the directory's exclusive lock."""
+        sums = _read(self._directory / _RETIRED)
+        ended: list[Path] = []
+        for path in _live_files(self._directory):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            finally:
+                os.close(descriptor)
+            sums = [a + b for a, b in zip(sums, _read(path), strict=True)]
+            ended.append(path)
+        if ended:
+            temporary = self._directory / f"{_RETIRED}.new"
+            temporary.write_bytes(b"".join(_U64.pack(value) for value in sums).ljust(_FILE_BYTES, b"\0"))
+            os.replace(temporary, self._directory / _RETIRED)
+            for path in ended:
+                path.unlink()
+
+
+def totals(directory: Path) -> dict[str, int]:
+    """The sums over every process that used the store of this counters directory."""
+    sums = [0] * len(NAMES)
+    if directory.is_dir():
+        with _directory_lock(directory, fcntl.LOCK_SH):
+            for path in [directory / _RETIRED, *_live_files(directory)]:
+                sums = [a + b for a, b in zip(sums, _read(path), strict=True)]
+    return dict(zip(NAMES, sums, strict=True))
+
+
+class _directory_lock:  # noqa: N801
+    """Holds a lock on a directory for a `with` block."""
+
+    def __init__(self, directory: Path, kind: int) -> None:
+        self._directory, self._kind = directory, kind
+
+    def __enter__(self) -> None:
+        self._descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._descriptor, self._kind)
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+
+def _live_files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.iterdir() if not path.name.startswith(_RETIRED))
+
+
+def _read(path: Path) -> list[int]:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        data = b""
+    data = data.ljust(_FILE_BYTES, b"\0")
+    return [_U64.unpack_from(data, slot * _U64.size)[0] for slot in range(len(NAMES))]

@@ -1,0 +1,101 @@
+"""One fetch a block at a time, over the threads of a process and the processes of a node.
+
+Inside a process a table of futures; between processes a byte-range lock on one file of the store, at an offset computed
+from the block. The kernel releases such a lock when its holder dies, however it dies, so there is nobody to elect, nothing
+to time out in the usual case and nothing to clean up. A holder that is alive but silent (SIGSTOP) is waited for
+`PATIENCE_SECONDS` and then overtaken: a second fetch of the same bytes costs a request and does no harm.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import struct
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+
+from typing_extensions import Buffer
+
+from millrace.cache.store import disk_errors
+
+PATIENCE_SECONDS = 30.0
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, pid
+
+BlockKey = tuple[bytes, int]
+"""An object id and a block number."""
+
+
+class ProcessLocks:
+    """Byte-range locks that any process on this machine respects. Thread-safe for different blocks."""
+
+    def __init__(self, path: Path) -> None:
+        with disk_errors(path):
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def close(self) -> None:
+        """Release everything."""
+        os.close(self._descriptor)
+
+    def try_acquire(self, key: BlockKey) -> bool:
+        """Take the lock of a block unless another process has it."""
+        try:
+            self._set(key, fcntl.F_WRLCK)
+        except (BlockingIOError, PermissionError):  # EAGAIN or, as POSIX allows, EACCES: held by another process
+            return False
+        return True
+
+    def release(self, key: BlockKey) -> None:
+        """Give the lock of a block back."""
+        self._set(key, fcntl.F_UNLCK)
+
+    def _set(self, key: BlockKey, kind: int) -> None:
+        object_id, block = key
+        digest = hashlib.blake2b(object_id + block.to_bytes(8, "big"), digest_size=8).digest()
+        offset = int.from_bytes(digest, "big") >> 2
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0))
+
+
+class Flights:
+    """The fetches under way in this process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._futures: dict[BlockKey, Future[Buffer]] = {}
+        self._lock = threading.Lock()
+
+    def board(
+        self, object_id: bytes, blocks: Iterable[int]
+    ) -> tuple[dict[int, Future[Buffer]], dict[int, Future[Buffer]]]:
+        """Split `blocks` into those that the caller must fetch and those that are on their way already.
+
+        The caller must land every one of the first kind, by `land` or `fail`.
+        """
+        mine: dict[int, Future[Buffer]] = {}
+        theirs: dict[int, Future[Buffer]] = {}
+        with self._lock:
+            for block in blocks:
+                future = self._futures.get((object_id, block))
+                if future is None:
+                    self._futures[object_id, block] = mine[block] = Future()
+                else:
+                    theirs[block] = future
+        return mine, theirs
+
+    def land(self, object_id: bytes, block: int, data: Buffer) -> None:
+        """Give a fetched block to everyone who waits for it."""
+        self._take(object_id, block).set_result(data)
+
+    def fail(self, object_id: bytes, blocks: Iterable[int], error: BaseException) -> None:
+        """Give `error` to everyone who waits for those of `blocks` that have not landed."""
+        for block in blocks:
+            with self._lock:
+                future = self._futures.pop((object_id, block), None)
+            if future is not None:
+                future.set_exception(error)
+
+    def _take(self, object_id: bytes, block: int) -> Future[Buffer]:
+        with self._lock:
+            return self._futures.pop((object_id, block))

@@ -1,0 +1,204 @@
+"""Options of the file system and of a node: from arguments, `MILLRACE_*` variables, `millrace.toml`, and defaults.
+
+The order is argument, environment, file, default. Parsing is pure; only `load_file` touches the disk. Arguments travel in
+a file system's pickle; environment and file are read again by the receiver, since paths and disks differ per node.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millrace.errors import ConfigurationError
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SECONDS = {"": 1.0, "MS": 1e-3, "S": 1.0, "M": 60.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z%]*)\s*")
+
+DEFAULT_CAPACITY = "80%"
+DEFAULT_MIN_FREE = "10%"
+DEFAULT_CONSISTENCY = "60s"
+
+# The keyword arguments of the face that are options of the cache, in the order of the documentation.
+OPTION_NAMES = ("cache_dir", "capacity", "min_free", "members", "consistency", "native", "etcd_host", "etcd_port")
+
+
+@dataclass(frozen=True)
+class Amount:
+    """So many bytes, or such a share of the disk's size. Exactly one of the two is set."""
+
+    nbytes: int | None = None
+    share: float | None = None
+
+    def of(self, disk_bytes: int) -> int:
+        """The amount in bytes on a disk of `disk_bytes`."""
+        return self.nbytes if self.nbytes is not None else int((self.share or 0.0) * disk_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """Everything that a node's cache is built from. Hashable: equal options share one cache in a process.
+
+    `max_age_seconds` is how long metadata is believed: `inf` for ever (`"immutable"`), 0 never (`"always"`).
+    `native=False` reads by `pread` with a checksum every time instead of through memory maps.
+    """
+
+    cache_dirs: tuple[Path, ...]
+    capacity: Amount
+    min_free: Amount
+    max_age_seconds: float
+    native: bool
+    members: str
+
+
+def parse_amount(value: str | int, *, option: str) -> Amount:
+    """Parse `"200GB"`, `"64MiB"`, `123` or `"80%"`. Raises `ConfigurationError` naming `option`."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return Amount(nbytes=value)
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if match:
+        number, unit = float(match[1]), match[2].upper()
+        if unit == "%" and number <= 100:
+            return Amount(share=number / 100)
+        if unit in _UNITS:
+            return Amount(nbytes=int(number * _UNITS[unit]))
+    raise ConfigurationError(
+        f"{option}={value!r} is no size", next_step="write bytes, a size such as '200GB', or a share such as '80%'"
+    )
+
+
+def parse_consistency(value: str | float) -> float:
+    """Parse `"immutable"`, `"always"` or a time such as `"60s"` into the seconds that metadata is believed."""
+    if value == "immutable":
+        return math.inf
+    if value == "always":
+        return 0.0
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+        return float(value)
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if match and match[2].upper() in _SECONDS:
+        return float(match[1]) * _SECONDS[match[2].upper()]
+    raise ConfigurationError(
+        f"consistency={value!r} is not known", next_step="write 'immutable', 'always' or a time such as '60s'"
+    )
+
+
+def _parse_members(settings: Mapping[str, Any]) -> str:
+    members = settings.get("members")
+    if settings.get("etcd_host"):
+        if members not in (None, "auto"):
+            raise ConfigurationError("etcd_host and members exclude each other", next_step="give one of them")
+        members = f"etcd://{settings['etcd_host']}:{settings.get('etcd_port') or 2379}"
+    members = str(members or "auto")
+    if members in ("auto", "none"):
+        return members
+    if members == "ray" or members.startswith(("etcd://", "static://")):
+        raise ConfigurationError(
+            f"members={members!r} needs the cluster cache, which this version does not have",
+            next_step="use members='none': every node caches for itself",
+        )
+    raise ConfigurationError(
+        f"members={members!r} is not known",
+        next_step="use 'auto', 'none', 'ray', 'etcd://host:port' or 'static://host:port'",
+    )
+
+
+def _parse_cache_dirs(value: Any, environ: Mapping[str, str]) -> tuple[Path, ...]:
+    if value is None:
+        base = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".cache")
+        return (Path(base, "millrace"),)
+    parts: Iterable[Any] = [value] if isinstance(value, str | os.PathLike) else value
+    paths = tuple(Path(os.path.abspath(os.path.expanduser(part))) for part in parts if str(part))
+    if not paths:
+        raise ConfigurationError("cache_dir is empty", next_step="name a directory, or leave it out")
+    return paths
+
+
+def _parse_bool(value: Any, *, option: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off"):
+        return False
+    raise ConfigurationError(f"{option}={value!r} is neither true nor false", next_step="write true or false")
+
+
+def load_file(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Read the configuration file: `$MILLRACE_CONFIG`, else `millrace.toml` here, else the user's; `{}` where none is.
+
+    Raises `ConfigurationError` when the file named does not exist, is no TOML, or has an unknown key.
+    """
+    named = environ.get("MILLRACE_CONFIG")
+    home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".config")
+    candidates = [named] if named else ["millrace.toml", os.path.join(home, "millrace", "millrace.toml")]
+    for path in candidates:
+        try:
+            with open(path, "rb") as file:
+                settings = tomllib.load(file)
+        except FileNotFoundError:
+            if named:
+                raise ConfigurationError(
+                    f"MILLRACE_CONFIG={named} does not exist", next_step="correct or unset it"
+                ) from None
+            continue
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigurationError(f"{path}: {error}", next_step="correct the file") from error
+        unknown = sorted(set(settings) - set(OPTION_NAMES))
+        if unknown:
+            raise ConfigurationError(
+                f"{path}: unknown option {', '.join(map(repr, unknown))}",
+                next_step=f"known ones are {', '.join(OPTION_NAMES)}",
+            )
+        return settings
+    return {}
+
+
+def resolve(
+    arguments: Mapping[str, Any], *, environ: Mapping[str, str] | None = None, file: Mapping[str, Any] | None = None
+) -> CacheOptions:
+    """Combine `arguments` (None means not given), environment, file and defaults into `CacheOptions`.
+
+    Raises `ConfigurationError` for a value that cannot be used. `environ` and `file` default to the real ones.
+    """
+    environ = os.environ if environ is None else environ
+    file = load_file(environ) if file is None else file
+    settings: dict[str, Any] = {name: file[name] for name in OPTION_NAMES if name in file}
+    for name in OPTION_NAMES:
+        variable = environ.get(f"MILLRACE_{name.upper()}")
+        if variable:
+            # Several disks in one variable are separated like PATH; an argument or the file gives a list.
+            settings[name] = variable.split(os.pathsep) if name == "cache_dir" else variable
+    settings.update({name: value for name, value in arguments.items() if value is not None})
+    unknown = sorted(set(settings) - set(OPTION_NAMES))
+    if unknown:
+        raise ConfigurationError(
+            f"unknown option {', '.join(map(repr, unknown))}",
+            next_step=f"known ones are {', '.join((*OPTION_NAMES, 'target_protocol', 'target_options'))}",
+        )
+    return CacheOptions(
+        cache_dirs=_parse_cache_dirs(settings.get("cache_dir"), environ),
+        capacity=parse_amount(settings.get("capacity", DEFAULT_CAPACITY), option="capacity"),
+        min_free=parse_amount(settings.get("min_free", DEFAULT_MIN_FREE), option="min_free"),
+        max_age_seconds=parse_consistency(settings.get("consistency", DEFAULT_CONSISTENCY)),
+        native=_parse_bool(settings.get("native", True), option="native"),
+        members=_parse_members(settings),
+    )
