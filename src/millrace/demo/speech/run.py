@@ -1,0 +1,226 @@
+"""One call that runs it all: Ray, the data, the training with its restart, and what is left in storage."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow.fs
+
+from millrace.demo.place import Place
+from millrace.demo.speech.data import Clip, clip_dataset, read_split
+from millrace.demo.speech.log import EpochRecord, final_epochs, read_events
+from millrace.demo.speech.settings import SpeechSettings
+from millrace.demo.speech.train import KILL_MARKER, METRICS_NAME, Counters, SpeechJob, no_counters, train_loop
+
+_POLL_SECONDS = 1.0
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechResult:
+    """What a run did. `events` is the whole training log, `metrics` what `metrics.json` has."""
+
+    settings: SpeechSettings
+    epochs: list[EpochRecord]
+    events: list[dict[str, Any]]
+    metrics: dict[str, Any]
+    restarts: int
+
+    @property
+    def dev_cer(self) -> float | None:
+        """The character error rate on the dev split after the last epoch."""
+        return self.epochs[-1].dev_cer
+
+
+def run_speech(
+    settings: SpeechSettings,
+    fs: pyarrow.fs.FileSystem,
+    *,
+    run_fs: pyarrow.fs.FileSystem | None = None,
+    counters: Counters = no_counters,
+    checkpoint_options: dict[str, Any] | None = None,
+    progress: Progress = print,
+) -> SpeechResult:
+    """Fine-tune as `settings` say, reading the data set through `fs`. Blocks until the run has ended.
+
+    `run_fs` is for what changes while the run lasts (log, metrics, model): a file system that shows a new version at
+    once; default is `fs`. The checkpoints go to `settings.run_url` by Millrace's own writer, with
+    `checkpoint_options` as its `target_options`. A folder `run_url` that has checkpoints is resumed, so give every
+    new run its own. Uses the Ray cluster that this process is connected to, else starts one on the loopback
+    interface and stops it in the end, whatever happens. `progress` gets a line of text now and then.
+
+    Raises `RuntimeError` with Ray's reason as its cause when the training fails for good.
+    """
+    data = Place(fs=fs, url=settings.data_url)
+    run = Place(fs=run_fs or fs, url=settings.run_url)
+    splits = {
+        "train": read_split(data, "train", limit=settings.train_clips),
+        "dev": read_split(data, "dev", limit=settings.dev_clips),
+        "test": read_split(data, "test", limit=settings.test_clips),
+    }
+    job = SpeechJob(
+        settings=settings,
+        run=run,
+        train_rows=len(splits["train"]),
+        counters=counters,
+        checkpoint_options=checkpoint_options,
+    )
+    with local_ray(settings, progress):
+        follower = _Follower(run, progress)
+        _fit(job, data, splits, follower)
+        follower.look()
+    metrics = json.loads(run.read(METRICS_NAME))
+    events = read_events(run)
+    starts = sum(event["event"] == "start" for event in events)
+    return SpeechResult(
+        settings=settings, epochs=final_epochs(events), events=events, metrics=metrics, restarts=max(0, starts - 1)
+    )
+
+
+@contextmanager
+def local_ray(settings: SpeechSettings, progress: Progress) -> Iterator[None]:
+    """A Ray cluster of this process alone, on loopback, quiet, and gone afterwards; or the one that is connected."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    progress("starting Ray on this machine")
+    # Ray may ask for a token that it found from another cluster. This one serves the loopback interface only.
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    quiet = {
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        ray.init(
+            address="local",
+            # One slot beside the training workers, or Ray Data would wait for a slot that never comes free.
+            num_cpus=max(os.cpu_count() or 1, settings.num_workers + 1),
+            object_store_memory=256 * 2**20,
+            include_dashboard=False,
+            configure_logging=True,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            runtime_env={"env_vars": quiet},
+            _node_ip_address="127.0.0.1",
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _fit(job: SpeechJob, data: Place, splits: dict[str, list[Clip]], follower: _Follower) -> None:
+    """Run Ray Train to its end in a thread of its own, while this one follows the log and hears Ctrl-C."""
+    failure: list[BaseException] = []
+
+    def fit() -> None:
+        try:
+            _trainer(job, data, splits).fit()
+        except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+            failure.append(error)
+
+    # Ray Train would take over Ctrl-C in the main thread. In this one it does not, and the daemon flag lets the
+    # process end although the thread still waits for a cluster that is being shut down.
+    thread = threading.Thread(target=fit, name="ray-train", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_POLL_SECONDS)
+        follower.look()
+    if failure:
+        raise RuntimeError(f"the training of {job.settings.run_url} failed") from failure[0]
+
+
+def _trainer(job: SpeechJob, data: Place, splits: dict[str, list[Clip]]) -> Any:
+    """The Ray Train trainer of a job."""
+    import ray.data
+    from ray.train import DataConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    from millrace.demo.speech.model import features_for
+
+    settings = job.settings
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    heard = {clip.speaker for clip in splits["train"]}
+    features = features_for(settings)
+    datasets = {
+        split: clip_dataset(
+            data,
+            clips,
+            heard=heard,
+            max_seconds=settings.max_seconds,
+            shuffle_seed=settings.seed if split == "train" else None,
+            features=features,
+        )
+        for split, clips in splits.items()
+    }
+    return TorchTrainer(
+        train_loop,
+        train_loop_config={"job": job},
+        datasets=datasets,
+        # Only the training split is shared out; the first worker evaluates on its own.
+        dataset_config=DataConfig(datasets_to_split=["train"]),
+        scaling_config=ScalingConfig(num_workers=settings.num_workers, use_gpu=settings.use_gpu),
+        run_config=RunConfig(
+            name=f"ray-{uuid.uuid4().hex[:8]}",
+            storage_path=job.run.at("ray").path,
+            storage_filesystem=job.run.fs,
+            failure_config=FailureConfig(max_failures=settings.max_failures),
+        ),
+    )
+
+
+class _Follower:
+    """Tells what is new in a run's log. The log in storage is all it knows, so it works from any machine."""
+
+    def __init__(self, run: Place, progress: Progress) -> None:
+        self._run = run
+        self._progress = progress
+        self._told = len(read_events(run))
+        self._killed = run.read_if_there(KILL_MARKER) is not None
+
+    def look(self) -> None:
+        """Pass on a line for every event since the last look."""
+        if not self._killed and (marker := self._run.read_if_there(KILL_MARKER)) is not None:
+            self._killed = True
+            kill = json.loads(marker)
+            self._progress(f"         killed training process {kill['pid']} on purpose in epoch {kill['epoch']}")
+        events = read_events(self._run)
+        for event in events[self._told :]:
+            if (line := describe(event)) is not None:
+                self._progress(line)
+        self._told = len(events)
+
+
+def describe(event: dict[str, Any]) -> str | None:
+    """One line of text for an event of the training log, or None where there is nothing to tell."""
+    if event["event"] == "start":
+        if event["resumed_after"]:
+            return f"         resumed from the checkpoint of epoch {event['resumed_after']}"
+        return f"training {event['parameters'] / 1e6:.2f} M parameters on {event['workers']} worker(s)"
+    if event["event"] == "epoch":
+        record = EpochRecord.of(event)
+        cer = "   -  " if record.dev_cer is None else f"{record.dev_cer:6.1%}"
+        return (
+            f"epoch {record.epoch:3d}  loss {record.train_loss:6.3f}  dev CER {cer}  {record.seconds:5.1f} s  "
+            f"{record.origin_bytes / 1e6:6.2f} MB from origin  {record.cache_bytes / 1e6:6.2f} MB from cache"
+        )
+    return None
