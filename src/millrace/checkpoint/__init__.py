@@ -1,0 +1,38 @@
+"""Compressed, verified checkpoints for `torch.distributed.checkpoint`.
+
+Torch is loaded on the first use of a name that needs it: the codec and the format can be used without.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from millrace.checkpoint.manifests import CheckpointSummary, describe
+
+if TYPE_CHECKING:
+    from millrace.checkpoint.reader import CheckpointReader
+    from millrace.checkpoint.writer import CheckpointWriter, SaveStats
+
+__all__ = ["CheckpointReader", "CheckpointSummary", "CheckpointWriter", "SaveStats", "describe"]
+
+_LAZY = {
+    "CheckpointReader": "millrace.checkpoint.reader",
+    "CheckpointWriter": "millrace.checkpoint.writer",
+    "SaveStats": "millrace.checkpoint.writer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    try:
+        module = importlib.import_module(_LAZY[name])
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "torch":
+            raise
+        from millrace.errors import MissingDependencyError
+
+        raise MissingDependencyError(f"{name} needs torch", next_step="pip install 'millrace[torch]'") from error
+    return getattr(module, name)

@@ -1,0 +1,398 @@
+"""The manifest: what a checkpoint contains and where each byte of it lies. Pure; no torch, no I/O, never a pickle.
+
+`docs/reference/checkpoint-format.md` describes it byte by byte. A manifest read from outside is treated as hostile: the
+checksum is verified first, then every length, index and name, before anything is allocated by them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import zstandard
+from typing_extensions import Buffer
+
+from millrace.checkpoint.planes import MAX_CHUNK_BYTES, OPAQUE, Kind, checksum
+from millrace.checkpoint.values import pack_value, unpack_value
+from millrace.errors import CorruptCheckpointError, UnsupportedFormatError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.millrace"
+MAX_MANIFEST_BYTES = 256 << 20
+"""A stored manifest is no longer than this; its body decompresses to at most four times as much."""
+NO_BASE = 0xFFFF_FFFF
+"""In the column `base`: the chunk is no delta."""
+
+_MAGIC = b"\x89MILLRC\n"
+_HEADER = struct.Struct("<8sIIQQ")
+_SECTION = struct.Struct("<4sQ")
+_CHECKSUM = struct.Struct("<Q")
+_KNOWN_FEATURES = frozenset({"delta"})
+# A data file of this checkpoint, or of a sibling directory: a hostile name must not reach anything else.
+_FILE_NAME = re.compile(r"(?:\.\./(?!\.{1,2}/)[^/\0]{1,255}/)?data-[0-9a-z-]{1,100}\.millrace", re.ASCII)
+
+_ITEM_COLUMNS = {"chunk": "<u4", "start": "<u4", "nbytes": "<u8"}
+_CHUNK_COLUMNS = {
+    "kind": "u1",
+    "file": "<u4",
+    "base": "<u4",
+    "raw_bytes": "<u4",
+    "stored_bytes": "<u4",
+    "offset": "<u8",
+    "stored_checksum": "<u8",
+    "raw_checksum": "<u8",
+}
+
+Column = np.ndarray[Any, Any]
+
+_FLOATS = {2: ("bfloat16", "float16"), 4: ("float32",), 8: ("float64",)}
+_FLOATS8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
+
+DTYPES: Mapping[str, tuple[int, Kind]] = {
+    **{name: (width, Kind(width, True)) for width, names in _FLOATS.items() for name in names},
+    **{name: (1, Kind(1, True)) for name in _FLOATS8},
+    **{f"int{8 * width}": (width, Kind(width, False)) for width in (1, 2, 4, 8)},
+    **{f"uint{8 * width}": (width, Kind(width, False)) for width in (1, 2, 4, 8)},
+    "bool": (1, OPAQUE),
+    "complex32": (4, Kind(2, True)),
+    "complex64": (8, Kind(4, True)),
+    "complex128": (16, Kind(8, True)),
+}
+"""Every element type that can be stored: bytes an element, and how the codec sees it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file of packed chunks, beside the manifest or (`../name/...`) in a sibling checkpoint. `size` in bytes."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A box of a tensor that is stored as one item: where it begins and how long it is, in elements per dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Properties:
+    """What torch keeps about a tensor besides its values; names as in torch, without `torch.`."""
+
+    layout: str = "strided"
+    requires_grad: bool = False
+    memory_format: str = "contiguous_format"
+    pin_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor: its key in the flattened state dict, element type, global shape, and the shards that hold it."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[Shard, ...]
+    properties: Properties = Properties()
+
+
+class Table:
+    """Columns of equal length, one numpy array each."""
+
+    def __init__(self, columns: Mapping[str, str], values: Mapping[str, Any] | None = None) -> None:
+        given = values or {}
+        self.columns: dict[str, Column] = {
+            name: np.asarray(given.get(name, ()), dtype=dtype) for name, dtype in columns.items()
+        }
+        if len({len(column) for column in self.columns.values()}) > 1:
+            raise ValueError("columns of a table are equally long")
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, name: str) -> Column:
+        return self.columns[name]
+
+    def to_bytes(self) -> bytes:
+        return b"".join([_CHECKSUM.pack(len(self)), *(column.tobytes() for column in self.columns.values())])
+
+    @classmethod
+    def from_bytes(cls, columns: Mapping[str, str], data: memoryview) -> Table:
+        (count,) = _CHECKSUM.unpack_from(data)
+        widths = [np.dtype(dtype).itemsize for dtype in columns.values()]
+        if _CHECKSUM.size + count * sum(widths) != len(data):
+            raise CorruptCheckpointError("a table's length does not match its number of rows")
+        values, position = {}, _CHECKSUM.size
+        for (name, dtype), width in zip(columns.items(), widths, strict=True):
+            values[name] = np.frombuffer(data, dtype=dtype, count=count, offset=position)
+            position += count * width
+        return cls(columns, values)
+
+
+def item_table(values: Mapping[str, Any] | None = None) -> Table:
+    """Where each item lies: its first row in the chunk table, the byte inside that chunk, and its length in bytes."""
+    return Table(_ITEM_COLUMNS, values)
+
+
+def chunk_table(values: Mapping[str, Any] | None = None) -> Table:
+    """Where each chunk lies (`file`, `offset`, `stored_bytes`), what it decodes to (`kind`, `raw_bytes`, `base`: the
+    row of the chunk that it is a delta to, always an earlier one), and both its checksums.
+    """
+    return Table(_CHUNK_COLUMNS, values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A whole checkpoint. Items are numbered through the shards of `tensors` in order, then `blobs`.
+
+    `created` is in Unix seconds. `planner_data` is made of JSON values, tuples and bytes. `user` is the caller's own.
+    """
+
+    created: float
+    writer: str
+    files: tuple[DataFile, ...]
+    tensors: tuple[TensorEntry, ...]
+    blobs: tuple[str, ...]
+    items: Table
+    chunks: Table
+    planner_data: Any = None
+    user: Mapping[str, Any] = field(default_factory=dict)
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Serialise. Raises `UnsupportedObjectError` for planner or user data that is not plain."""
+    dtypes = sorted({entry.dtype for entry in manifest.tensors})
+    properties = list(dict.fromkeys(entry.properties for entry in manifest.tensors))
+    dtype_numbers = {name: number for number, name in enumerate(dtypes)}
+    property_numbers = {value: number for number, value in enumerate(properties)}
+    features = ["delta"] if (manifest.chunks["base"] != NO_BASE).any() else []
+    meta = {
+        "created": manifest.created,
+        "writer": manifest.writer,
+        "features": features,
+        "files": [[file.name, file.size] for file in manifest.files],
+        "dtypes": dtypes,
+        "properties": [[p.layout, p.requires_grad, p.memory_format, p.pin_memory] for p in properties],
+        "tensors": [
+            [
+                entry.key,
+                dtype_numbers[entry.dtype],
+                entry.shape,
+                property_numbers[entry.properties],
+                None if _is_whole(entry) else [[shard.offsets, shard.sizes] for shard in entry.shards],
+            ]
+            for entry in manifest.tensors
+        ],
+        "blobs": manifest.blobs,
+        "planner": pack_value(manifest.planner_data, "the planner's data"),
+        "user": pack_value(dict(manifest.user), "user metadata"),
+    }
+    sections = {
+        b"META": json.dumps(meta, separators=(",", ":")).encode("ascii"),
+        b"ITEM": manifest.items.to_bytes(),
+        b"CHNK": manifest.chunks.to_bytes(),
+    }
+    body = b"".join(part for tag, data in sections.items() for part in (_SECTION.pack(tag, len(data)), data))
+    stored = zstandard.ZstdCompressor(level=3).compress(body)
+    head = _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, len(stored), len(body))
+    return head + stored + _CHECKSUM.pack(checksum(head + stored))
+
+
+def _is_whole(entry: TensorEntry) -> bool:
+    return entry.shards == (Shard((0,) * len(entry.shape), entry.shape),)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def decode_manifest(data: Buffer) -> Manifest:
+    """Read a manifest, checking all of it.
+
+    Raises `UnsupportedFormatError` for an intact manifest of a newer version, `CorruptCheckpointError` otherwise.
+    """
+    view = memoryview(data).cast("B")
+    if len(view) < _HEADER.size + _CHECKSUM.size or bytes(view[:8]) != _MAGIC:
+        raise CorruptCheckpointError("not a manifest")
+    content = view[: -_CHECKSUM.size]
+    # The checksum comes first, so that a damaged version number is not mistaken for a newer format.
+    if _CHECKSUM.unpack(view[-_CHECKSUM.size :])[0] != checksum(content):
+        raise CorruptCheckpointError("the manifest's checksum does not match")
+    _, version, _, stored_bytes, body_bytes = _HEADER.unpack_from(content)
+    if version != FORMAT_VERSION:
+        raise UnsupportedFormatError(
+            f"the checkpoint has format version {version}, and this Millrace reads version {FORMAT_VERSION}",
+            next_step="install a newer Millrace",
+        )
+    if stored_bytes != len(content) - _HEADER.size or body_bytes > 4 * MAX_MANIFEST_BYTES:
+        raise CorruptCheckpointError("the manifest's lengths are wrong")
+    try:
+        return _decode_body(_decompress(content[_HEADER.size :], body_bytes))
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error) as error:
+        raise CorruptCheckpointError(f"the manifest's body is malformed ({type(error).__name__})") from error
+
+
+def _decompress(stored: memoryview, nbytes: int) -> memoryview:
+    try:
+        # The decompressor allocates what the frame declares, so the declaration is checked first.
+        if zstandard.frame_content_size(stored) == nbytes:
+            return memoryview(zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False))
+    except zstandard.ZstdError as error:
+        raise CorruptCheckpointError("the manifest's body does not decompress") from error
+    raise CorruptCheckpointError("the manifest's body has another length than declared")
+
+
+def _decode_body(body: memoryview) -> Manifest:
+    sections: dict[bytes, memoryview] = {}
+    position = 0
+    while position < len(body):
+        tag, nbytes = _SECTION.unpack_from(body, position)
+        position += _SECTION.size
+        if nbytes > len(body) - position:
+            raise CorruptCheckpointError("a section of the manifest is cut off")
+        sections[tag] = body[position : position + nbytes]
+        position += nbytes
+    meta = json.loads(bytes(sections[b"META"]))
+    unknown = sorted(set(meta["features"]) - _KNOWN_FEATURES)
+    if unknown:
+        raise UnsupportedFormatError(
+            f"the checkpoint uses features that this Millrace does not know: {', '.join(unknown)}",
+            next_step="install a newer Millrace",
+        )
+    properties = [_read_properties(*row) for row in meta["properties"]]
+    dtypes = meta["dtypes"]
+    manifest = Manifest(
+        created=float(meta["created"]),
+        writer=str(meta["writer"]),
+        files=tuple(DataFile(str(name), _natural(size)) for name, size in meta["files"]),
+        tensors=tuple(
+            _read_tensor(key, dtypes[_natural(dtype)], shape, properties[_natural(number)], shards)
+            for key, dtype, shape, number, shards in meta["tensors"]
+        ),
+        blobs=tuple(_text(key) for key in meta["blobs"]),
+        items=Table.from_bytes(_ITEM_COLUMNS, sections[b"ITEM"]),
+        chunks=Table.from_bytes(_CHUNK_COLUMNS, sections[b"CHNK"]),
+        planner_data=unpack_value(meta["planner"]),
+        user=unpack_value(meta["user"]),
+    )
+    _check_keys_and_files(manifest)
+    _check_chunks(manifest)
+    _check_items(manifest)
+    return manifest
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise CorruptCheckpointError(f"{value!r:.40} is no size")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise CorruptCheckpointError(f"{value!r:.40} is no key")
+    return value
+
+
+def _box(values: Sequence[Any], rank: int) -> tuple[int, ...]:
+    if len(values) != rank:
+        raise CorruptCheckpointError("a shard has another number of dimensions than its tensor")
+    return tuple(_natural(value) for value in values)
+
+
+def _read_properties(layout: Any, requires_grad: Any, memory_format: Any, pin_memory: Any) -> Properties:
+    return Properties(_text(layout), bool(requires_grad), _text(memory_format), bool(pin_memory))
+
+
+def _read_tensor(key: Any, dtype: Any, shape: Any, properties: Properties, shards: Any) -> TensorEntry:
+    rank = len(shape)
+    size = _box(shape, rank)
+    boxes: tuple[Shard, ...]
+    if shards is None:
+        boxes = (Shard((0,) * rank, size),)
+    else:
+        boxes = tuple(Shard(_box(offsets, rank), _box(sizes, rank)) for offsets, sizes in shards)
+    for box in boxes:
+        if any(offset + length > whole for offset, length, whole in zip(box.offsets, box.sizes, size, strict=True)):
+            raise CorruptCheckpointError(f"a shard of {key!r:.100} lies outside its tensor")
+    if dtype not in DTYPES:
+        raise CorruptCheckpointError(f"unknown element type {dtype!r:.40}")
+    return TensorEntry(_text(key), dtype, size, boxes, properties)
+
+
+def _check_keys_and_files(manifest: Manifest) -> None:
+    keys = [entry.key for entry in manifest.tensors] + list(manifest.blobs)
+    if len(set(keys)) != len(keys):
+        raise CorruptCheckpointError("a key appears twice")
+    for file in manifest.files:
+        if not _FILE_NAME.fullmatch(file.name):
+            raise CorruptCheckpointError(f"{file.name!r:.100} is no name of a data file")
+
+
+def _check_chunks(manifest: Manifest) -> None:
+    chunks, rows = manifest.chunks, np.arange(len(manifest.chunks), dtype=np.uint32)
+    if not len(chunks):
+        return
+    if chunks["file"].max() >= len(manifest.files):
+        raise CorruptCheckpointError("a chunk lies in a file that the manifest does not list")
+    sizes = np.array([file.size for file in manifest.files], dtype=np.uint64)[chunks["file"]]
+    stored = chunks["stored_bytes"].astype(np.uint64)
+    if (stored > sizes).any() or (chunks["offset"] > sizes - np.minimum(stored, sizes)).any():
+        raise CorruptCheckpointError("a chunk lies outside its file")
+    kinds = [Kind.from_code(int(code)) for code in np.unique(chunks["kind"])]
+    widths = np.zeros(256, dtype=np.uint32)
+    for kind in kinds:
+        widths[kind.code] = kind.width
+    raw = chunks["raw_bytes"]
+    # No encoder makes a chunk longer than its header and the plain bytes.
+    if (raw > MAX_CHUNK_BYTES).any() or (raw % widths[chunks["kind"]]).any() or (stored > raw + np.uint64(64)).any():
+        raise CorruptCheckpointError("a chunk has an impossible length")
+    delta = chunks["base"] != NO_BASE
+    base = chunks["base"][delta]
+    if (base >= rows[delta]).any() or (raw[base] != raw[delta]).any():
+        raise CorruptCheckpointError("a delta chunk has an impossible base")
+    if (chunks["kind"][base] != chunks["kind"][delta]).any():
+        raise CorruptCheckpointError("a delta chunk has a base of another kind")
+
+
+def _check_items(manifest: Manifest) -> None:
+    """Every item must lie inside consecutive chunks of its own kind, and be as long as its shape says."""
+    expected_bytes: list[int] = []
+    expected_kind: list[int] = []
+    for entry in manifest.tensors:
+        itemsize, kind = DTYPES[entry.dtype]
+        for shard in entry.shards:
+            expected_bytes.append(math.prod(shard.sizes) * itemsize)
+            expected_kind.append(kind.code)
+    items, chunks = manifest.items, manifest.chunks
+    tensor_items = len(expected_bytes)
+    if len(items) != tensor_items + len(manifest.blobs):
+        raise CorruptCheckpointError("the number of items does not match the keys")
+    if (items["nbytes"][:tensor_items] != np.array(expected_bytes, dtype=np.uint64)).any():
+        raise CorruptCheckpointError("an item's length does not match its shape")
+    used = items["nbytes"] > 0
+    if not used.any():
+        return
+    first = items["chunk"][used].astype(np.int64)
+    if first.max() >= len(chunks):
+        raise CorruptCheckpointError("an item begins in a chunk that does not exist")
+    ends = np.cumsum(chunks["raw_bytes"], dtype=np.uint64)
+    start = items["start"][used].astype(np.uint64)
+    begin = ends[first] - chunks["raw_bytes"][first] + start
+    if (start >= chunks["raw_bytes"][first]).any() or (items["nbytes"][used] > ends[-1] - begin).any():
+        raise CorruptCheckpointError("an item lies outside its chunks")
+    last = np.searchsorted(ends, begin + items["nbytes"][used])
+    kind_column = chunks["kind"]
+    changes = np.concatenate([[0], np.cumsum(kind_column[1:] != kind_column[:-1])])
+    kinds = np.array(expected_kind + [OPAQUE.code] * len(manifest.blobs), dtype=np.uint8)[used]
+    if (kind_column[first] != kinds).any() or (changes[first] != changes[last]).any():
+        raise CorruptCheckpointError("an item lies in chunks of another kind")

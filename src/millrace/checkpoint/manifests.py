@@ -1,0 +1,121 @@
+"""Manifests in a checkpoint's directory: their names, reading them, and what they say in short. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.checkpoint.format import FORMAT_VERSION, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from millrace.checkpoint.storage import CheckpointStorage, open_storage
+from millrace.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MissingError,
+    ObjectExistsError,
+    UnsupportedFormatError,
+)
+from millrace.origin import Readable
+
+STOCK_METADATA_NAME = ".metadata"
+"""What torch's own writer calls its metadata."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSummary:
+    """A checkpoint in short. Sizes in bytes; `created` in Unix seconds.
+
+    `raw_bytes` counts the values of every tensor and object; `stored_bytes` the checkpoint's own files, manifest
+    included.
+    """
+
+    url: str
+    raw_bytes: int
+    stored_bytes: int
+    tensors: int
+    objects: int
+    created: float
+    format_version: int
+    user: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedManifest:
+    """A manifest with its stored length in bytes and the version of its file, which changes with every save."""
+
+    manifest: Manifest
+    nbytes: int
+    version: str
+
+
+def manifest_name(rank: int | None = None) -> str:
+    """The checkpoint's manifest, or that of one rank of a save without collectives."""
+    return MANIFEST_NAME if rank is None else f"rank-{rank}.{MANIFEST_NAME}"
+
+
+def read_manifest(storage: CheckpointStorage, rank: int | None = None) -> LoadedManifest:
+    """Read and check a manifest.
+
+    Raises `CheckpointNotFoundError` (naming what lies there instead, where that is known), `CorruptCheckpointError`,
+    or `UnsupportedFormatError`.
+    """
+    name = manifest_name(rank)
+    try:
+        file = storage.stat(name)
+    except MissingError as error:
+        raise CheckpointNotFoundError(
+            f"no complete checkpoint at {storage.url}", next_step="check the name, or load an earlier checkpoint"
+        ) from error
+    if file.size > MAX_MANIFEST_BYTES:
+        raise CorruptCheckpointError(f"the manifest of {storage.url} is impossibly long ({file.size} bytes)")
+    data = storage.read(file, 0, file.size)
+    try:
+        return LoadedManifest(decode_manifest(data), file.size, file.version)
+    except UnsupportedFormatError as error:
+        raise UnsupportedFormatError(f"{storage.url}: {error.message}", next_step=error.next_step) from error
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(
+            f"{storage.url}: {error.message}", next_step="load another checkpoint, or restore this one from a copy"
+        ) from error
+
+
+def refuse_existing(storage: CheckpointStorage, rank: int | None) -> None:
+    """Raise `ObjectExistsError` when a manifest of this name exists, whatever is in it."""
+    try:
+        storage.stat(manifest_name(rank))
+    except MissingError:
+        return
+    raise ObjectExistsError(
+        f"a checkpoint exists already at {storage.url}", next_step="choose another name, or pass overwrite=True"
+    )
+
+
+def summarize(storage: CheckpointStorage, loaded: LoadedManifest) -> CheckpointSummary:
+    """Add up a manifest."""
+    manifest = loaded.manifest
+    own_bytes = sum(file.size for file in manifest.files if not file.name.startswith("../"))
+    return CheckpointSummary(
+        url=storage.url,
+        raw_bytes=int(manifest.items["nbytes"].sum()),
+        stored_bytes=own_bytes + loaded.nbytes,
+        tensors=len(manifest.tensors),
+        objects=len(manifest.blobs),
+        created=manifest.created,
+        format_version=FORMAT_VERSION,
+        user=manifest.user,
+    )
+
+
+def describe(
+    url: str | os.PathLike[str],
+    target_options: Mapping[str, Any] | None = None,
+    *,
+    origin: Readable | None = None,
+) -> CheckpointSummary:
+    """Read a checkpoint's manifest and say in short what it holds; its data is not read.
+
+    Raises as `read_manifest`, and as every origin.
+    """
+    storage = open_storage(url, target_options, origin=origin)
+    return summarize(storage, read_manifest(storage))

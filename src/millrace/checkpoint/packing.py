@@ -1,0 +1,180 @@
+"""Turns a stream of items into data files of encoded chunks: threads encode, the caller's thread appends in order."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from typing_extensions import Buffer
+
+from millrace.checkpoint.format import NO_BASE, DataFile, Table, chunk_table
+from millrace.checkpoint.layout import ChunkPlan, Packer
+from millrace.checkpoint.pipeline import run_in_order
+from millrace.checkpoint.planes import Kind, PlaneCodec, as_bytes, checksum
+from millrace.checkpoint.storage import CheckpointStorage
+from millrace.errors import MillraceError
+from millrace.events import Event, emit
+from millrace.origin import ObjectWriter
+
+# A new data file is begun after this much: object stores bound the number of parts, and so the length, of an upload.
+_FILE_BYTES = 64 << 30
+
+
+class Source(Protocol):
+    """The bytes of one item. `read` is called from several threads, for ranges that do not overlap."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def kind(self) -> Kind: ...
+
+    def read(self, start: int, stop: int) -> Buffer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankData:
+    """What one rank wrote: its data files, and the chunks in them in the order in which they lie there. Picklable."""
+
+    files: tuple[DataFile, ...]
+    chunks: Table
+
+
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    """Where one item of a rank lies: first row in `data.chunks`, byte inside that chunk, length in bytes.
+
+    All items of a rank share one `data`, which pickle then carries once.
+    """
+
+    data: RankData
+    chunk: int
+    start: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Job:
+    plan: ChunkPlan
+    sources: tuple[Source, ...]
+
+
+@dataclass(slots=True)
+class _Encoded:
+    stored: bytes
+    row: dict[str, int]
+
+
+@dataclass(slots=True)
+class _OpenFile:
+    name: str
+    writer: ObjectWriter
+    size: int = 0
+
+
+# Without slots: those would be shared by all threads.
+@dataclass
+class _Codecs(threading.local):
+    """One codec a thread."""
+
+    codec: PlaneCodec = field(default_factory=PlaneCodec)
+
+
+def write_items(storage: CheckpointStorage, stem: str, sources: Iterable[Source], threads: int) -> list[StoredItem]:
+    """Write every source, in order, to data files named after `stem`; returns where each lies.
+
+    Everything is durable and visible on return. On any error nothing is left behind and the error is raised.
+    """
+    files: list[DataFile] = []
+    current: _OpenFile | None = None
+    rows: list[dict[str, int]] = []
+    places: list[tuple[int, int, int]] = []
+    codecs = _Codecs()
+
+    def encode(job: _Job) -> _Encoded:
+        return _encode(job, codecs.codec)
+
+    try:
+        with contextlib.closing(run_in_order(_jobs(sources, places), encode, threads)) as encoded_chunks:
+            for encoded in encoded_chunks:
+                if current is None or current.size >= _FILE_BYTES:
+                    if current is not None:
+                        current.writer.close()
+                        files.append(DataFile(current.name, current.size))
+                    name = f"data-{stem}-{len(files)}.millrace"
+                    current = _OpenFile(name, storage.open_writer(name))
+                rows.append({**encoded.row, "file": len(files), "offset": current.size})
+                current.writer.write(encoded.stored)
+                current.size += len(encoded.stored)
+        if current is not None:
+            current.writer.close()
+            files.append(DataFile(current.name, current.size))
+    except BaseException:
+        if current is not None:
+            current.writer.abort()
+        discard(storage, [file.name for file in files])
+        raise
+    columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+    data = RankData(tuple(files), chunk_table(columns))
+    return [StoredItem(data, *place) for place in places]
+
+
+def discard(storage: CheckpointStorage, names: list[str]) -> None:
+    """Remove data files that nothing refers to. A failure leaves them where they are, and is an event."""
+    try:
+        storage.delete(names)
+    except MillraceError as error:
+        emit(Event(name="checkpoint.discard.failed", subject=storage.url, detail=str(error)))
+
+
+def _jobs(sources: Iterable[Source], places: list[tuple[int, int, int]]) -> Iterator[_Job]:
+    """Lay out the sources as chunks, noting in `places` the first chunk, the byte in it, and the length of each."""
+    packer = Packer()
+    held: dict[int, Source] = {}
+    row = 0
+
+    def job(plan: ChunkPlan) -> _Job:
+        nonlocal row
+        position = 0
+        for part in plan.parts:
+            if part.start == 0:
+                places[part.item] = (row, position, held[part.item].nbytes)
+            position += part.nbytes
+        made = _Job(plan, tuple(held[part.item] for part in plan.parts))
+        for part in plan.parts:
+            if part.stop == held[part.item].nbytes:
+                del held[part.item]
+        row += 1
+        return made
+
+    for number, source in enumerate(sources):
+        places.append((0, 0, 0))
+        if source.nbytes:
+            held[number] = source
+        for plan in packer.add(number, source.nbytes, source.kind):
+            yield job(plan)
+    for plan in packer.flush():
+        yield job(plan)
+
+
+def _encode(job: _Job, codec: PlaneCodec) -> _Encoded:
+    pieces = [source.read(part.start, part.stop) for part, source in zip(job.plan.parts, job.sources, strict=True)]
+    if len(pieces) == 1:
+        raw = as_bytes(pieces[0]).data
+    else:
+        raw = np.concatenate([as_bytes(piece) for piece in pieces]).data
+    kind = job.plan.kind
+    stored = b"".join(codec.encode(raw, kind))
+    row = {
+        "kind": kind.code,
+        "base": NO_BASE,
+        "raw_bytes": len(raw),
+        "stored_bytes": len(stored),
+        "stored_checksum": checksum(stored),
+        "raw_checksum": checksum(raw),
+    }
+    return _Encoded(stored, row)

@@ -1,0 +1,295 @@
+"""The reading side of `torch.distributed.checkpoint`: `CheckpointReader`.
+
+Torch calls, on every rank: `reset` (only with a checkpoint id), `read_metadata`, `set_up_storage_reader`,
+`prepare_local_plan`; `prepare_global_plan` on the coordinator; `read_data`. When `read_metadata()` fails torch calls it
+again with the rank, for a save made without collectives.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.storage import StorageReader
+
+from millrace.checkpoint.fetching import ChunkFetcher, Request
+from millrace.checkpoint.format import DTYPES, Shard
+from millrace.checkpoint.manifests import (
+    CheckpointSummary,
+    LoadedManifest,
+    read_manifest,
+    summarize,
+)
+from millrace.checkpoint.pipeline import default_threads
+from millrace.checkpoint.slices import Runs, box_runs
+from millrace.checkpoint.stock import StockReader
+from millrace.checkpoint.storage import CheckpointStorage, open_storage
+from millrace.checkpoint.tensors import check_blob, metadata_of, torch_dtype
+from millrace.errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    MillraceError,
+    UsageError,
+)
+from millrace.origin import Readable
+
+# Tensors that cannot be decoded in place (on a device, not contiguous) are filled through host memory in waves of this.
+_STAGING_BYTES = 512 << 20
+
+
+class CheckpointReader(StorageReader):  # type: ignore[misc]
+    """Reads a checkpoint from a URL or local path: `dcp.load(state, storage_reader=CheckpointReader(url))`.
+
+    Reads what `CheckpointWriter` wrote, and what torch's own writer wrote (for which `_extension_registry` is, as in
+    `FileSystemReader`). Every byte is verified; damage is a `CorruptCheckpointError`.
+
+    - `target_options`: for the storage, as s3fs takes them.
+    - `origin`: read through this instead (a cache); `path` then names the key in it.
+    - `trusted_types`: classes that stored objects may have beside those that torch trusts.
+    - `thread_count`: threads that read and decompress; by default one a core, up to eight.
+
+    One object serves one load at a time, and any number in a row. It pickles, `target_options` included.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        _extension_registry: Any = None,
+        *,
+        target_options: Mapping[str, Any] | None = None,
+        origin: Readable | None = None,
+        trusted_types: Sequence[type] = (),
+        thread_count: int | None = None,
+    ) -> None:
+        if thread_count is not None and thread_count < 1:
+            raise ConfigurationError(f"thread_count={thread_count}", next_step="give a positive number")
+        self._path = os.fspath(path)
+        self._extension_registry = _extension_registry
+        self._target_options = dict(target_options or {})
+        self._origin = origin
+        self._trusted_types = tuple(trusted_types)
+        self._threads = thread_count or default_threads()
+        self.reset()
+
+    def __repr__(self) -> str:
+        return f"CheckpointReader({self._path!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None, "_loaded": None, "_stock": None, "_failure": None}
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The URL or path that is read from."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this reader can read from a place of this name."""
+        try:
+            open_storage(checkpoint_id)
+        except MillraceError:
+            return False
+        return True
+
+    def summary(self) -> CheckpointSummary:
+        """What the checkpoint holds, in short. Raises as `describe`."""
+        return summarize(self._storage(), read_manifest(self._storage()))
+
+    # --- the calls of a load, in order ------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget what was read, and go to another place when `checkpoint_id` is given."""
+        if checkpoint_id:
+            self._path = os.fspath(checkpoint_id)
+        self._load_id = uuid.uuid4().hex
+        self._opened: CheckpointStorage | None = None
+        self._loaded: LoadedManifest | None = None
+        self._stock: StockReader | None = None
+        self._failure: MillraceError | None = None
+
+    # Torch asks for one rank's metadata only where a parameter is called `kwargs`.
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """The metadata of the checkpoint, or of one `rank` of a save without collectives.
+
+        Raises `CheckpointNotFoundError`, `CorruptCheckpointError` or `UnsupportedFormatError`. After a failure the call
+        for a rank that wrote nothing returns an object that raises the first error on use: torch would replace an
+        exception by one that says less.
+        """
+        rank: int | None = kwargs.get("rank")
+        try:
+            metadata = self._read_metadata(rank)
+        except CheckpointNotFoundError as error:
+            if rank is not None and self._failure is not None:
+                return _Unreadable(self._failure)
+            self._failure = error
+            raise
+        except MillraceError as error:
+            self._failure = error
+            raise
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if isinstance(metadata, _Unreadable):
+            metadata.fail()
+        if self._stock is not None:
+            self._stock.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        if self._stock is not None:
+            return self._stock.read_data(plan, planner)
+        if self._loaded is None:
+            raise UsageError("read_data before read_metadata", next_step="use torch.distributed.checkpoint.load")
+        index = _ItemIndex(self._loaded)
+        fetcher = ChunkFetcher(self._storage(), self._loaded.manifest, self._threads)
+        for wave in _waves(_Load(item, planner, index) for item in plan.items):
+            fetcher.fetch([load.request for load in wave if load.request is not None])
+            for load in wave:
+                load.commit(self._trusted_types)
+        future: Any = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _storage(self) -> CheckpointStorage:
+        if self._opened is None:
+            self._opened = open_storage(self._path, self._target_options, origin=self._origin)
+        return self._opened
+
+    def _read_metadata(self, rank: int | None) -> Any:
+        storage = self._storage()
+        try:
+            self._loaded = read_manifest(storage, rank)
+        except CheckpointNotFoundError:
+            if not StockReader.finds(storage, rank):
+                raise
+            self._stock = StockReader(storage, self._extension_registry, self._trusted_types)
+            return self._stock.read_metadata(rank=rank)
+        self._stock = None
+        return metadata_of(self._loaded.manifest)
+
+
+class _Unreadable:
+    """Stands for metadata that could not be read: raises why, whatever is asked of it."""
+
+    def __init__(self, failure: MillraceError) -> None:
+        self.__dict__["_failure"] = failure
+
+    def fail(self) -> None:
+        raise self.__dict__["_failure"]
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.__dict__["_failure"]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise self.__dict__["_failure"]
+
+
+class _ItemIndex:
+    """Finds the item of a shard or blob by its key and offsets."""
+
+    def __init__(self, loaded: LoadedManifest) -> None:
+        self.manifest = loaded.manifest
+        self._numbers: dict[Any, tuple[int, Shard | None, str]] = {}
+        number = 0
+        for entry in self.manifest.tensors:
+            for shard in entry.shards:
+                self._numbers[MetadataIndex(entry.key, shard.offsets)] = (number, shard, entry.dtype)
+                number += 1
+        for key in self.manifest.blobs:
+            self._numbers[MetadataIndex(key)] = (number, None, "uint8")
+            number += 1
+
+    def find(self, index: Any) -> tuple[int, Shard | None, str]:
+        try:
+            return self._numbers[index]
+        except KeyError as error:
+            raise UsageError(
+                f"the load plan asks for {index.fqn!r} at {index.offset}, which the checkpoint does not have",
+                next_step="check the load planner",
+            ) from error
+
+
+class _Load:
+    """One read item of a plan: where its bytes go, and what happens when they are there."""
+
+    def __init__(self, item: Any, planner: Any, index: _ItemIndex) -> None:
+        self._item, self._planner = item, planner
+        self.request: Request | None = None
+        self.staging_bytes = 0
+        number, shard, dtype = index.find(item.storage_index)
+        if item.type == LoadItemType.BYTE_IO:
+            nbytes = int(index.manifest.items["nbytes"][number])
+            self._target = np.empty(nbytes, dtype=np.uint8)
+            runs = Runs(0, nbytes, (), ()) if nbytes else None
+        elif shard is None:
+            raise UsageError(
+                f"{item.storage_index.fqn!r} is an object in the checkpoint", next_step="load it into an object"
+            )
+        else:
+            itemsize, _ = DTYPES[dtype]
+            runs = box_runs(shard.sizes, item.storage_offsets, item.lengths, itemsize)
+            self._target = self._prepare_tensor(torch_dtype(dtype))
+        if runs is not None:
+            self.request = Request(number, runs, self._target)
+
+    def _prepare_tensor(self, dtype: Any) -> np.ndarray[Any, Any]:
+        self._tensor = self._planner.resolve_tensor(self._item).detach()
+        lengths = tuple(self._item.lengths)
+        if tuple(self._tensor.shape) != lengths:
+            raise UsageError(
+                f"{self._item.dest_index.fqn!r} has shape {tuple(self._tensor.shape)} where the plan says {lengths}",
+                next_step="check the load planner",
+            )
+        direct = (
+            self._tensor.device.type == "cpu"
+            and self._tensor.layout == torch.strided
+            and self._tensor.dtype == dtype
+            and self._tensor.is_contiguous()
+            and not self._tensor.is_conj()
+            and not self._tensor.is_neg()
+        )
+        self._staged = self._tensor if direct else torch.empty(lengths, dtype=dtype)
+        values: np.ndarray[Any, Any] = self._staged.reshape(-1).view(torch.uint8).numpy()
+        self.staging_bytes = 0 if direct else values.size
+        return values
+
+    def commit(self, trusted_types: Sequence[type]) -> None:
+        """Give the planner what was read."""
+        if self._item.type == LoadItemType.BYTE_IO:
+            data = self._target.tobytes()
+            # The stock planner unpickles without restrictions: only what the safe loader accepts gets that far.
+            check_blob(data, self._item.storage_index.fqn, trusted_types)
+            self._planner.load_bytes(self._item, io.BytesIO(data))
+            return
+        if self._staged is not self._tensor:
+            self._tensor.copy_(self._staged)
+        self._planner.commit_tensor(self._item, self._tensor)
+
+
+def _waves(loads: Iterator[_Load]) -> Iterator[list[_Load]]:
+    """Group loads so that one group needs a bounded amount of staging memory (or is a single large tensor)."""
+    wave: list[_Load] = []
+    staged = 0
+    for load in loads:
+        wave.append(load)
+        staged += load.staging_bytes
+        if staged >= _STAGING_BYTES:
+            yield wave
+            wave, staged = [], 0
+    if wave:
+        yield wave

@@ -1,0 +1,367 @@
+"""Where a checkpoint's files go: a local directory, or a prefix of an object store behind `millrace.origin`.
+
+Names are relative to the checkpoint; `../sibling/name` reaches into a checkpoint beside it, for reading only. A file
+becomes visible under its name only when all of it is durable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import posixpath
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from typing_extensions import Buffer
+
+from millrace.errors import (
+    ConfigurationError,
+    DeniedError,
+    DiskFullError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageError,
+)
+from millrace.origin import ObjectWriter, Origin, Readable, open_origin, split_url
+
+# Writing back begins after this much, so that the disk works while the codec does and the last fsync is short.
+_WRITEBACK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One version of one file. `version` is opaque and pins later reads; `size` in bytes."""
+
+    name: str
+    size: int
+    version: str
+
+
+class CheckpointStorage(Protocol):
+    """One checkpoint's directory. Thread-safe. Raises only `millrace.errors`."""
+
+    @property
+    def url(self) -> str:
+        """Names the directory for people, without secrets."""
+        ...
+
+    def prepare(self) -> None:
+        """Make the directory ready for writing."""
+        ...
+
+    def open_writer(self, name: str) -> ObjectWriter:
+        """Stream out a new file. Closing makes it durable, then visible; aborting leaves nothing."""
+        ...
+
+    def publish(self, name: str, data: Buffer, *, replace: bool) -> None:
+        """Make a small file durable and visible in one atomic step.
+
+        Without `replace`, raises `ObjectExistsError` when the name is taken.
+        """
+        ...
+
+    def stat(self, name: str) -> StoredFile:
+        """Describe a file. Raises `ObjectNotFoundError`."""
+        ...
+
+    def read(self, file: StoredFile, start: int, stop: int) -> Buffer:
+        """Return the bytes `[start, stop)` of this version of the file."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """The files in the directory; empty when it does not exist."""
+        ...
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove files. A name that does not exist is no error."""
+        ...
+
+
+def open_storage(
+    location: str | os.PathLike[str],
+    target_options: Mapping[str, Any] | None = None,
+    *,
+    origin: Readable | None = None,
+    sync: bool = True,
+) -> CheckpointStorage:
+    """Open the directory that a URL or local path names. No request is made.
+
+    `origin` replaces the storage that is read from (a cache, say) and makes the result read-only in practice. `sync`:
+    whether local files are forced to the disk before they become visible.
+    """
+    url = os.fspath(location)
+    scheme, key = split_url(url)
+    if not key.strip("/"):
+        raise ConfigurationError(f"{url!r} names no checkpoint", next_step="give a directory or scheme://bucket/path")
+    if origin is not None:
+        return ObjectStorage(url, origin, key)
+    if scheme in ("file", "local"):
+        if target_options:
+            raise ConfigurationError("local files take no target_options", next_step="leave them out")
+        return LocalStorage(key, sync=sync)
+    return ObjectStorage(url, open_origin(scheme, target_options), key)
+
+
+# --- object store ---------------------------------------------------------------------------------
+
+
+class ObjectStorage:
+    """A prefix of an object store. Writing and listing need an `Origin`; reading alone needs only a `Readable`."""
+
+    def __init__(self, url: str, origin: Readable, prefix: str) -> None:
+        self._url = url.rstrip("/")
+        self._origin = origin
+        self._prefix = prefix.rstrip("/")
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def prepare(self) -> None:
+        self._whole()
+
+    def open_writer(self, name: str) -> ObjectWriter:
+        return self._whole().open_writer(self._key(name))
+
+    def publish(self, name: str, data: Buffer, *, replace: bool) -> None:
+        self._whole().put(self._key(name), data, if_absent=not replace)
+
+    def stat(self, name: str) -> StoredFile:
+        info = self._origin.head(self._key(name))
+        return StoredFile(name, info.size, info.version)
+
+    def read(self, file: StoredFile, start: int, stop: int) -> Buffer:
+        return self._origin.read(self._key(file.name), start, stop, version=file.version)
+
+    def names(self) -> Sequence[str]:
+        listing = self._whole().list_level(self._prefix)
+        return [posixpath.basename(info.key) for info in listing.objects]
+
+    def delete(self, names: Sequence[str]) -> None:
+        self._whole().delete([self._key(name) for name in names])
+
+    def _key(self, name: str) -> str:
+        if name.startswith("../"):
+            return posixpath.join(posixpath.dirname(self._prefix), name[3:])
+        return f"{self._prefix}/{name}"
+
+    def _whole(self) -> Origin:
+        if not isinstance(self._origin, Origin):
+            raise ConfigurationError(
+                f"{self._origin.identity} can only be read from", next_step="write without `origin=`"
+            )
+        return self._origin
+
+
+# --- local directory ------------------------------------------------------------------------------
+
+
+class LocalStorage:
+    """A directory of a local or mounted file system."""
+
+    def __init__(self, path: str, *, sync: bool = True) -> None:
+        self._path = os.path.abspath(path)
+        self._sync = sync
+
+    @property
+    def url(self) -> str:
+        return self._path
+
+    def prepare(self) -> None:
+        with _translated(self._path):
+            os.makedirs(self._path, exist_ok=True)
+
+    def open_writer(self, name: str) -> LocalWriter:
+        return LocalWriter(self._path, name, sync=self._sync)
+
+    def publish(self, name: str, data: Buffer, *, replace: bool) -> None:
+        with LocalWriter(self._path, name, sync=self._sync, replace=replace) as writer:
+            writer.write(data)
+
+    def stat(self, name: str) -> StoredFile:
+        path = self._file(name)
+        with _translated(path):
+            info = os.stat(path)
+            if not os.path.isfile(path):
+                raise FileNotFoundError(path)
+            return StoredFile(name, info.st_size, f"{info.st_ino}-{info.st_mtime_ns}")
+
+    def read(self, file: StoredFile, start: int, stop: int) -> Buffer:
+        path = self._file(file.name)
+        with _translated(path), open(path, "rb", buffering=0) as stream:
+            data = bytearray(stop - start)
+            view, position = memoryview(data), 0
+            while position < len(data):
+                count = os.preadv(stream.fileno(), [view[position:]], start + position)
+                if count == 0:
+                    raise StorageError(f"{path} is shorter than it was", next_step="load again")
+                position += count
+            return data
+
+    def names(self) -> Sequence[str]:
+        with _translated(self._path):
+            try:
+                return sorted(entry.name for entry in os.scandir(self._path) if entry.is_file())
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            path = self._file(name)
+            with _translated(path), contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def _file(self, name: str) -> str:
+        return os.path.normpath(os.path.join(self._path, name))
+
+
+class LocalWriter:
+    """Writes a file under a temporary name; `close` syncs it, gives it its name, and syncs the directory.
+
+    Not thread-safe. With `replace` an existing file of that name is replaced, else `ObjectExistsError` is raised.
+    """
+
+    def __init__(self, directory: str, name: str, *, sync: bool, replace: bool = True) -> None:
+        self._directory = directory
+        self._path = os.path.join(directory, name)
+        self._temporary = os.path.join(directory, f".{name}.{uuid.uuid4().hex[:8]}.tmp")
+        self._replace = replace
+        self._finished = False
+        with _translated(self._path):
+            self._file = open(self._temporary, "xb", buffering=0)  # noqa: SIM115 - closed by close or abort
+        self._writeback = _Writeback(self._file.fileno()) if sync else None
+
+    def write(self, data: Buffer, /) -> int:
+        view = memoryview(data).cast("B")
+        with _translated(self._path):
+            position = 0
+            while position < len(view):
+                position += self._file.write(view[position:])
+        if self._writeback is not None:
+            self._writeback.add(len(view))
+        return len(view)
+
+    def close(self) -> None:
+        if self._finished:
+            return
+        try:
+            with _translated(self._path):
+                if self._writeback is not None:
+                    self._writeback.stop()
+                    os.fsync(self._file.fileno())
+                self._file.close()
+                if self._replace:
+                    os.replace(self._temporary, self._path)
+                else:
+                    # A hard link fails when the name is taken; a rename would replace it.
+                    os.link(self._temporary, self._path)
+                    os.unlink(self._temporary)
+                if self._writeback is not None:
+                    _sync_directory(self._directory)
+            self._finished = True
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        with contextlib.suppress(OSError):
+            if self._writeback is not None:
+                self._writeback.stop()
+        with contextlib.suppress(OSError):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._temporary)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if exc_type is None:
+            self.close()
+        else:
+            self.abort()
+
+
+class _Writeback:
+    """Flushes a growing file from a thread of its own, every so many bytes, and remembers the first error.
+
+    The kernel reports a failed write-back once: an error seen here would be missing from the last fsync.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._pending_bytes = 0
+        self._wake = threading.Semaphore(0)
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+
+    def add(self, nbytes: int) -> None:
+        """Count written bytes. Raises the error of an earlier flush."""
+        if self._error is not None:
+            raise StorageError("a local disk failed to write") from self._error
+        self._pending_bytes += nbytes
+        if self._pending_bytes >= _WRITEBACK_BYTES:
+            self._pending_bytes = 0
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="millrace-writeback", daemon=True)
+                self._thread.start()
+            self._wake.release()
+
+    def stop(self) -> None:
+        """End the thread. Raises the error of an earlier flush. Idempotent."""
+        self._stopping = True
+        if self._thread is not None:
+            self._wake.release()
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while True:
+            self._wake.acquire()
+            if self._stopping:
+                return
+            try:
+                os.fdatasync(self._fd)
+            except OSError as error:
+                self._error = error
+                return
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _translated(path: str) -> Iterator[None]:
+    """Turn the operating system's errors into ours, naming the file."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ObjectNotFoundError(f"{path} does not exist", next_step="check the name") from error
+    except FileExistsError as error:
+        raise ObjectExistsError(f"{path} exists already", next_step="choose another name") from error
+    except PermissionError as error:
+        raise DeniedError(f"access to {path} was denied", next_step="check its owner and mode") from error
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DiskFullError(
+                f"no room to write {path}", next_step="free space, or raise the quota or file size limit"
+            ) from error
+        raise StorageError(f"{path} failed ({error.strerror})", next_step="check the disk") from error

@@ -1,0 +1,126 @@
+"""Between torch's objects and the manifest's: element types, flat bytes of a tensor, metadata, safe blobs."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from millrace.checkpoint.format import DTYPES, Manifest, Properties, Shard, TensorEntry
+from millrace.errors import CorruptCheckpointError, UnsupportedObjectError
+
+# `torch.serialization.safe_globals` changes state of the whole process; two threads must not undo each other's.
+_SAFE_GLOBALS_LOCK = threading.Lock()
+
+
+def _name(value: Any) -> str:
+    """`torch.float32` -> `float32`; layouts and memory formats likewise."""
+    return str(value).removeprefix("torch.")
+
+
+def dtype_name(dtype: Any, key: str) -> str:
+    """The manifest's name of a torch dtype. Raises `UnsupportedObjectError`, naming `key`."""
+    name = _name(dtype)
+    if name not in DTYPES:
+        raise UnsupportedObjectError(
+            f"{key!r} is a tensor of {dtype}, which a checkpoint cannot hold",
+            next_step="convert it to an ordinary dtype before saving",
+        )
+    return name
+
+
+def flat_bytes(tensor: Any, key: str) -> Any:
+    """The tensor's values in row-major order as a 1-D uint8 tensor on its own device; a view where that is possible.
+
+    Raises `UnsupportedObjectError` for a tensor without plain values (sparse, meta).
+    """
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise UnsupportedObjectError(
+            f"{key!r} is a {_name(tensor.layout)} tensor on {tensor.device}, which a checkpoint cannot hold",
+            next_step="make it a dense tensor with values before saving",
+        )
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def check_blob(data: bytes | memoryview, key: str, trusted_types: Sequence[type]) -> None:
+    """Make sure that `torch.load` reads `data` without running foreign code.
+
+    Raises `UnsupportedObjectError`, naming `key`, when the safe loader refuses it.
+    """
+    try:
+        with _SAFE_GLOBALS_LOCK, torch.serialization.safe_globals(list(trusted_types)):
+            torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise UnsupportedObjectError(
+            f"{key!r} is an object that torch's safe loader refuses",
+            next_step="store tensors and plain values, or admit its class with trusted_types=[...]",
+        ) from error
+
+
+def entries_of(metadata: Any) -> tuple[tuple[TensorEntry, ...], tuple[str, ...]]:
+    """The manifest's tensors and blobs for a planner's `Metadata`, which is left as it is."""
+    tensors, blobs = [], []
+    for key, value in metadata.state_dict_metadata.items():
+        if isinstance(value, BytesStorageMetadata):
+            blobs.append(key)
+            continue
+        properties = Properties(
+            layout=_name(value.properties.layout),
+            requires_grad=bool(value.properties.requires_grad),
+            memory_format=_name(value.properties.memory_format),
+            pin_memory=bool(value.properties.pin_memory),
+        )
+        shards = tuple(Shard(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.chunks)
+        dtype = dtype_name(value.properties.dtype, key)
+        tensors.append(TensorEntry(key, dtype, tuple(value.size), shards, properties))
+    return tuple(tensors), tuple(blobs)
+
+
+def metadata_of(manifest: Manifest) -> Any:
+    """The `Metadata` that a load planner works with."""
+    described: dict[str, Any] = {}
+    for entry in manifest.tensors:
+        properties = TensorProperties(
+            dtype=torch_dtype(entry.dtype),
+            layout=_attribute(entry.properties.layout, torch.layout),
+            requires_grad=entry.properties.requires_grad,
+            memory_format=_attribute(entry.properties.memory_format, torch.memory_format),
+            pin_memory=entry.properties.pin_memory,
+        )
+        described[entry.key] = TensorStorageMetadata(
+            properties=properties,
+            size=torch.Size(entry.shape),
+            chunks=[ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in entry.shards],
+        )
+    for key in manifest.blobs:
+        described[key] = BytesStorageMetadata()
+    return Metadata(state_dict_metadata=described, planner_data=manifest.planner_data)
+
+
+def torch_dtype(name: str) -> Any:
+    """Raises `UnsupportedObjectError` when this torch does not know a dtype that the format does."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedObjectError(
+            f"the checkpoint holds tensors of {name}, which torch {torch.__version__} lacks",
+            next_step="install a newer torch",
+        )
+    return dtype
+
+
+def _attribute(name: str, kind: type) -> Any:
+    value = getattr(torch, name, None)
+    if not isinstance(value, kind):
+        raise CorruptCheckpointError(f"torch has no {kind.__name__} named {name!r:.40}")
+    return value

@@ -1,0 +1,52 @@
+"""Plain Python values (planner data, user metadata) as JSON that comes back as the same object graph. Pure.
+
+JSON has no tuples, no bytes and only text keys; those are written as an object with one key: `{"t": [...]}` a tuple,
+`{"b": "..."}` bytes in base64, `{"d": [[key, value], ...]}` a dict. Everything else is JSON's own.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+from millrace.errors import CorruptCheckpointError, UnsupportedObjectError
+
+
+def pack_value(value: Any, what: str) -> Any:
+    """Make `value` fit for `json.dumps`. Subclasses of the plain types come back as the plain type.
+
+    Raises `UnsupportedObjectError`, naming `what` and the type, for a value that is not plain.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return value + 0
+    if isinstance(value, tuple):
+        return {"t": [pack_value(member, what) for member in value]}
+    if isinstance(value, list):
+        return [pack_value(member, what) for member in value]
+    if isinstance(value, bytes):
+        return {"b": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, dict):
+        return {"d": [[pack_value(key, what), pack_value(member, what)] for key, member in value.items()]}
+    raise UnsupportedObjectError(
+        f"{what} contains a {type(value).__qualname__}, which cannot be stored without a pickle",
+        next_step="use None, bool, int, float, str, bytes, list, tuple and dict",
+    )
+
+
+def unpack_value(packed: Any) -> Any:
+    """The inverse of `pack_value`. Raises `CorruptCheckpointError` for what it never returns."""
+    if isinstance(packed, list):
+        return [unpack_value(member) for member in packed]
+    if not isinstance(packed, dict):
+        return packed
+    if len(packed) == 1:
+        ((tag, content),) = packed.items()
+        if tag == "t":
+            return tuple(unpack_value(member) for member in content)
+        if tag == "b":
+            return base64.b64decode(content, validate=True)
+        if tag == "d":
+            return {unpack_value(key): unpack_value(member) for key, member in content}
+    raise CorruptCheckpointError("the manifest holds a value of an unknown type")

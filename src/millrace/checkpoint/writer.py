@@ -1,0 +1,338 @@
+"""The writing side of `torch.distributed.checkpoint`: `CheckpointWriter`.
+
+Torch calls, in this order: `reset` (only with a checkpoint id), `storage_meta`, `set_up_storage_writer`,
+`prepare_local_plan` on every rank; `prepare_global_plan` on the coordinator; `write_data` on every rank; `finish` on
+the coordinator. Without collectives every rank makes all the calls, for a manifest of its own.
+
+A save writes data files under names that no other save uses, and the manifest last; until that one atomic step the
+previous checkpoint is untouched, and only after it are the previous data files removed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from typing_extensions import Buffer
+
+from millrace._version import __version__
+from millrace.checkpoint.format import DTYPES, NO_BASE, Manifest, Table, chunk_table, encode_manifest, item_table
+from millrace.checkpoint.manifests import manifest_name, read_manifest, refuse_existing
+from millrace.checkpoint.packing import RankData, Source, StoredItem, discard, write_items
+from millrace.checkpoint.pipeline import default_threads
+from millrace.checkpoint.planes import OPAQUE, Kind, checksum
+from millrace.checkpoint.storage import CheckpointStorage, open_storage
+from millrace.checkpoint.tensors import check_blob, dtype_name, entries_of, flat_bytes
+from millrace.errors import ConfigurationError, MillraceError, MissingError, ObjectExistsError, UsageError
+from millrace.events import Event, emit
+
+_STOCK_COPY_AHEAD_BYTES = 10_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveStats:
+    """What one rank wrote in one save: bytes before and after the codec, chunks, and seconds from first to last."""
+
+    raw_bytes: int
+    stored_bytes: int
+    chunks: int
+    seconds: float
+
+
+class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc]
+    """Writes a checkpoint to a URL or local path: `dcp.save(state, storage_writer=CheckpointWriter(url))`.
+
+    The arguments up to `serialization_format` are those of torch's `FileSystemWriter`; one that has no meaning here
+    warns. Others:
+
+    - `thread_count`: threads that compress; by default one a core, up to eight.
+    - `overwrite`: when False, an existing checkpoint is an `ObjectExistsError`. When True it is replaced in one step.
+    - `target_options`: for the storage, as s3fs takes them.
+    - `trusted_types`: classes that objects in the state dict may have beside those that torch trusts.
+    - `user_metadata`: plain values to keep with the checkpoint.
+
+    One object saves one checkpoint at a time, and any number in a row. It pickles, `target_options` included.
+    `stats` holds what this rank wrote in its last save.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int | None = None,
+        per_thread_copy_ahead: int = _STOCK_COPY_AHEAD_BYTES,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: Any = SerializationFormat.TORCH_SAVE,
+        *,
+        target_options: Mapping[str, Any] | None = None,
+        trusted_types: Sequence[type] = (),
+        user_metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
+        meaningless = {
+            "single_file_per_rank": not single_file_per_rank,
+            "per_thread_copy_ahead": per_thread_copy_ahead != _STOCK_COPY_AHEAD_BYTES,
+            "_extensions": bool(_extensions),
+            "serialization_format": serialization_format != SerializationFormat.TORCH_SAVE,
+        }
+        for name in (name for name, given in meaningless.items() if given):
+            warnings.warn(f"{name} has no effect in Millrace's checkpoint format", stacklevel=2)
+        if thread_count is not None and thread_count < 1:
+            raise ConfigurationError(f"thread_count={thread_count}", next_step="give a positive number")
+        self._path = os.fspath(path)
+        self._sync = sync_files
+        self._threads = thread_count or default_threads()
+        self._overwrite = overwrite
+        self._target_options = dict(target_options or {})
+        self._trusted_types = tuple(trusted_types)
+        self._user_metadata = dict(user_metadata or {})
+        self._save_id = uuid.uuid4().hex
+        self._rank = 0
+        # The rank in the manifest's name, when each rank writes a manifest of its own.
+        self._manifest_rank: int | None = None
+        self._is_coordinator = True
+        self._opened: CheckpointStorage | None = None
+        self.stats: SaveStats | None = None
+
+    def __repr__(self) -> str:
+        return f"CheckpointWriter({self._path!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The URL or path that is written to."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this writer can write to a place of this name."""
+        try:
+            open_storage(checkpoint_id)
+        except MillraceError:
+            return False
+        return True
+
+    # --- the calls of a save, in order ------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another checkpoint, at another place when `checkpoint_id` is given."""
+        if checkpoint_id:
+            self._path, self._opened = os.fspath(checkpoint_id), None
+        self._save_id = uuid.uuid4().hex
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+
+    # Torch passes `rank` and `use_collectives` only where a parameter is called `kwargs`.
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._is_coordinator = is_coordinator
+        self._rank = kwargs.get("rank", 0)
+        self._manifest_rank = None if kwargs.get("use_collectives", True) else self._rank
+        self.stats = None
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        storage = self._storage()
+        storage.prepare()
+        alone = self._manifest_rank is not None
+        if alone:
+            # A reader prefers the whole checkpoint's manifest, and no rank alone can say when all are done.
+            try:
+                refuse_existing(storage, None)
+            except ObjectExistsError as error:
+                raise UsageError(
+                    f"a checkpoint saved with collectives lies at {storage.url}",
+                    next_step="choose another place for a save without collectives",
+                ) from error
+        if not self._overwrite and (alone or self._is_coordinator):
+            refuse_existing(storage, self._manifest_rank)
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        # Nothing of this save goes into a plan: torch replays cached plans in later saves.
+        return plans
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        began = time.monotonic()
+        stem = f"{uuid.uuid4().hex}-{self._rank}"
+        stored = write_items(self._storage(), stem, self._sources(plan, planner), self._threads)
+        results = [
+            WriteResult(index=item.index, size_in_bytes=place.nbytes, storage_data=place)
+            for item, place in zip(plan.items, stored, strict=True)
+        ]
+        data = stored[0].data if stored else RankData((), chunk_table())
+        self.stats = SaveStats(
+            raw_bytes=sum(place.nbytes for place in stored),
+            stored_bytes=sum(file.size for file in data.files),
+            chunks=len(data.chunks),
+            seconds=time.monotonic() - began,
+        )
+        future: Any = torch.futures.Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+        storage = self._storage()
+        previous = self._previous_files(storage)
+        manifest = build_manifest(metadata, results, self._user_metadata)
+        storage.publish(manifest_name(self._manifest_rank), encode_manifest(manifest), replace=self._overwrite)
+        current = {file.name for file in manifest.files}
+        discard(storage, [name for name in previous if name not in current])
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _storage(self) -> CheckpointStorage:
+        if self._opened is None:
+            self._opened = open_storage(self._path, self._target_options, sync=self._sync)
+        return self._opened
+
+    def _sources(self, plan: Any, planner: Any) -> Iterator[Source]:
+        checked: set[int] = set()
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                yield self._blob_source(planner.resolve_data(item).getbuffer(), item.index.fqn, checked)
+            else:
+                yield TensorSource(planner, item)
+
+    def _blob_source(self, data: memoryview, key: str, checked: set[int]) -> Source:
+        # Equal objects (hyperparameters of many groups, say) need checking once.
+        digest = checksum(data)
+        if digest not in checked:
+            check_blob(data, key, self._trusted_types)
+            checked.add(digest)
+        return BlobSource(data)
+
+    def _previous_files(self, storage: CheckpointStorage) -> list[str]:
+        """Data files of the checkpoint that this save replaces, as far as its manifest can be read."""
+        try:
+            files = read_manifest(storage, self._manifest_rank).manifest.files
+        except MissingError:
+            return []
+        except MillraceError as error:
+            emit(Event(name="checkpoint.previous.unreadable", subject=storage.url, detail=str(error)))
+            return []
+        return [file.name for file in files if not file.name.startswith("../")]
+
+
+class BlobSource:
+    """An object as `torch.save` wrote it."""
+
+    kind = OPAQUE
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self.nbytes = len(data)
+
+    def read(self, start: int, stop: int) -> Buffer:
+        return self._data[start:stop]
+
+
+class TensorSource:
+    """A tensor, or one rank's part of it: looked up when its first byte is read, copied to the CPU piece by piece."""
+
+    def __init__(self, planner: Any, item: Any) -> None:
+        self._planner, self._item = planner, item
+        self._lock = threading.Lock()
+        self._flat: Any = None
+        described = item.tensor_data
+        self._dtype = dtype_name(described.properties.dtype, item.index.fqn)
+        itemsize, self.kind = DTYPES[self._dtype]
+        self.nbytes: int = described.chunk.sizes.numel() * itemsize
+
+    kind: Kind
+
+    def read(self, start: int, stop: int) -> Buffer:
+        with self._lock:
+            if self._flat is None:
+                self._flat = self._resolve()
+        values: Buffer = self._flat[start:stop].cpu().numpy()
+        return values
+
+    def _resolve(self) -> Any:
+        key = self._item.index.fqn
+        tensor = self._planner.resolve_data(self._item)
+        sizes = tuple(self._item.tensor_data.chunk.sizes)
+        if dtype_name(tensor.dtype, key) != self._dtype or tuple(tensor.shape) != sizes:
+            raise UsageError(
+                f"the planner announced {key!r} as {self._dtype} {sizes} and gave {tensor.dtype} {tuple(tensor.shape)}",
+                next_step="make its plan say what its resolve_data returns",
+            )
+        return flat_bytes(tensor, key)
+
+
+def build_manifest(metadata: Any, results: Sequence[Sequence[Any]], user: Mapping[str, Any]) -> Manifest:
+    """Join what all ranks wrote with what the planner says about it. Changes neither.
+
+    Raises `UsageError` when a tensor or object of the plan was written by no rank.
+    """
+    tensors, blobs = entries_of(metadata)
+    written: dict[Any, StoredItem] = {}
+    bases: dict[int, int] = {}
+    ranks: list[RankData] = []
+    chunk_count = 0
+    for result in (result for rank_results in results for result in rank_results):
+        stored: StoredItem = result.storage_data
+        written[result.index] = stored
+        if id(stored.data) not in bases:
+            bases[id(stored.data)] = chunk_count
+            ranks.append(stored.data)
+            chunk_count += len(stored.data.chunks)
+    indices = [MetadataIndex(entry.key, shard.offsets) for entry in tensors for shard in entry.shards]
+    indices += [MetadataIndex(key) for key in blobs]
+    missing = [index.fqn for index in indices if index not in written]
+    if missing:
+        raise UsageError(
+            f"no rank wrote {missing[0]!r} ({len(missing)} of {len(indices)} items are missing)",
+            next_step="check the save planner",
+        )
+    items = [written[index] for index in indices]
+    places = item_table(
+        {
+            "chunk": [item.chunk + (bases[id(item.data)] if item.nbytes else 0) for item in items],
+            "start": [item.start for item in items],
+            "nbytes": [item.nbytes for item in items],
+        }
+    )
+    return Manifest(
+        created=time.time(),
+        writer=f"millrace {__version__}",
+        files=tuple(file for data in ranks for file in data.files),
+        tensors=tensors,
+        blobs=blobs,
+        items=places,
+        chunks=_join_chunks(ranks),
+        planner_data=metadata.planner_data,
+        user=user,
+    )
+
+
+def _join_chunks(ranks: Sequence[RankData]) -> Table:
+    """One chunk table of all ranks', with file and row numbers moved accordingly."""
+    if not ranks:
+        return chunk_table()
+    columns = {name: [data.chunks[name] for data in ranks] for name in ranks[0].chunks.columns}
+    files = rows = 0
+    for number, data in enumerate(ranks):
+        columns["file"][number] = data.chunks["file"] + np.uint32(files)
+        base = data.chunks["base"]
+        columns["base"][number] = np.where(base == NO_BASE, base, base + np.uint32(rows))
+        files += len(data.files)
+        rows += len(data.chunks)
+    return chunk_table({name: np.concatenate(parts) for name, parts in columns.items()})
