@@ -1,0 +1,172 @@
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from millrace.cache.counters import Counters, totals
+from millrace.cache.store import Store
+from millrace.config import Amount
+from millrace.errors import ConfigurationError, StorageError, UnsupportedFormatError
+from millrace.events import Event, add_hook
+
+BLOCK = 64 << 10
+NAME = bytes(range(16))
+
+
+def make_store(directory: Path, capacity: Amount = Amount(nbytes=1 << 30)) -> Store:
+    return Store(directory, capacity=capacity, min_free=Amount(nbytes=0))
+
+
+def write(store: Store, name: bytes, data: bytes) -> None:
+    entry = store.index.create(name, len(data), BLOCK)
+    descriptor = store.open_data(entry)
+    for block in range(-(-len(data) // BLOCK)):
+        assert store.write_block(entry, descriptor, block, data[block * BLOCK : (block + 1) * BLOCK])
+    os.close(descriptor)
+
+
+def test_blocks_come_back_after_reopening(tmp_path: Path) -> None:
+    data = os.urandom(BLOCK * 3 + 17)
+    store = make_store(tmp_path / "s")
+    write(store, NAME, data)
+    store.close()
+
+    store = make_store(tmp_path / "s")
+    entry = store.index.get(NAME)
+    assert entry is not None
+    assert entry.complete
+    assert store.index.used_bytes() == len(data)
+    assert Path(store.path(entry)).read_bytes() == data
+    store.close()
+
+
+def test_an_object_is_complete_only_with_its_last_block(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s")
+    entry = store.index.create(NAME, BLOCK + 1, BLOCK)
+    descriptor = store.open_data(entry)
+    assert os.fstat(descriptor).st_size == BLOCK + 1  # the size proves nothing
+    store.write_block(entry, descriptor, 1, b"x")
+    store.write_block(entry, descriptor, 1, b"x")  # twice is the same as once
+    assert not store.index.get(NAME).complete  # type: ignore[union-attr]
+    assert store.missing(entry, [0, 1]) == [0]
+    store.write_block(entry, descriptor, 0, bytes(BLOCK))
+    assert store.index.get(NAME).complete  # type: ignore[union-attr]
+    assert store.index.used_bytes() == BLOCK + 1
+    os.close(descriptor)
+    store.close()
+
+
+def test_an_empty_object_is_complete(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s")
+    assert store.index.create(NAME, 0, BLOCK).complete
+    store.close()
+
+
+def test_a_corrupt_block_is_forgotten_and_reported(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s")
+    write(store, NAME, bytes(BLOCK * 2))
+    entry = store.index.get(NAME)
+    assert entry is not None
+    descriptor = store.open_data(entry)
+    os.pwrite(descriptor, b"!", BLOCK + 5)
+    events: list[Event] = []
+    remove = add_hook(events.append)
+    assert store.read_block(entry, descriptor, 0) == bytes(BLOCK)
+    assert store.read_block(entry, descriptor, 1) is None
+    remove()
+    assert [event.name for event in events] == ["cache.block.corrupt"]
+    assert store.missing(entry, [0, 1]) == [1]
+    assert store.index.used_bytes() == BLOCK
+    os.close(descriptor)
+    store.close()
+
+
+def test_removal_frees_the_bytes_but_not_under_a_reader(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s")
+    write(store, NAME, b"a" * BLOCK)
+    entry = store.index.get(NAME)
+    assert entry is not None
+    descriptor = store.open_data(entry)
+    store.remove(NAME)
+    assert store.index.get(NAME) is None
+    assert store.index.used_bytes() == 0
+    assert not Path(store.path(entry)).exists()
+    assert os.pread(descriptor, 3, 0) == b"aaa"
+    # A fetch that began before the removal must not bring the object back.
+    assert not store.write_block(entry, descriptor, 0, b"a" * BLOCK)
+    assert store.index.get(NAME) is None
+    again = store.index.create(NAME, BLOCK, BLOCK)
+    assert store.path(again) != store.path(entry)
+    os.close(descriptor)
+    store.close()
+
+
+def test_directory_is_private(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s")
+    write(store, NAME, b"abc")
+    assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o700
+    store.close()
+
+
+def test_foreign_and_newer_directories_are_refused_untouched(tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("precious")
+    with pytest.raises(ConfigurationError, match=r"thesis\.tex"):
+        make_store(foreign)
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    (newer / "FORMAT").write_text("millrace-store 99\nboot\n")
+    with pytest.raises(UnsupportedFormatError, match="millrace-store 99"):
+        make_store(newer)
+    assert (foreign / "thesis.tex").read_text() == "precious"
+
+
+def test_a_store_of_an_earlier_boot_is_discarded(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s")
+    write(store, NAME, b"perhaps zeros by now")
+    store.close()
+    (tmp_path / "s" / "FORMAT").write_text("millrace-store 1\nanother-boot\n")
+    store = make_store(tmp_path / "s")
+    assert store.index.get(NAME) is None
+    assert store.index.used_bytes() == 0
+    store.close()
+
+
+def test_a_directory_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="check the disk"):
+        make_store(tmp_path / "file" / "s")
+
+
+def test_room(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", capacity=Amount(nbytes=BLOCK * 2))
+    assert store.has_room(BLOCK * 2)
+    write(store, NAME, bytes(BLOCK))
+    assert store.has_room(BLOCK)
+    assert not store.has_room(BLOCK + 1)
+    store.set_limits(capacity=Amount(nbytes=1 << 40), min_free=Amount(share=1.0))
+    assert not store.has_room(1)
+    store.close()
+
+
+def test_counters_outlive_their_process_and_are_folded(tmp_path: Path) -> None:
+    first = Counters(tmp_path)
+    first.add("origin_bytes", 5)
+    pid = os.fork()
+    if pid == 0:
+        child = Counters(tmp_path)
+        child.add("origin_bytes", 7)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert first.totals()["origin_bytes"] == 12
+    assert len(list(tmp_path.iterdir())) == 2
+    second = Counters(tmp_path)
+    second.add("origin_bytes", 1)
+    names = sorted(path.name.split("-")[0] for path in tmp_path.iterdir())
+    assert names == [str(os.getpid()), str(os.getpid()), "retired"]
+    assert totals(tmp_path)["origin_bytes"] == 13
+    first.close()
+    second.close()
+    assert totals(tmp_path / "nowhere")["origin_bytes"] == 0

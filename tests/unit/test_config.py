@@ -1,0 +1,97 @@
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.config import Amount, load_file, parse_amount, parse_consistency, resolve
+from millrace.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        ("200GB", Amount(nbytes=200 * 10**9)),
+        ("64 MiB", Amount(nbytes=64 << 20)),
+        ("1.5kb", Amount(nbytes=1500)),
+        ("80%", Amount(share=0.8)),
+        (123, Amount(nbytes=123)),
+        ("123", Amount(nbytes=123)),
+    ],
+)
+def test_amounts(text: str | int, amount: Amount) -> None:
+    assert parse_amount(text, option="capacity") == amount
+
+
+@pytest.mark.parametrize("text", ["", "many", "5 parsecs", "-1", "120%", -1, True, None])
+def test_bad_amounts_name_the_option(text: Any) -> None:
+    with pytest.raises(ConfigurationError, match="capacity="):
+        parse_amount(text, option="capacity")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("immutable", math.inf), ("always", 0.0), ("60s", 60.0), ("5 min", 300.0), (2, 2.0), ("1h", 3600.0)]
+)
+def test_consistency(text: Any, seconds: float) -> None:
+    assert parse_consistency(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["sometimes", "", "5 parsecs", -1])
+def test_bad_consistency(text: Any) -> None:
+    with pytest.raises(ConfigurationError, match="consistency"):
+        parse_consistency(text)
+
+
+def test_order_is_argument_environment_file_default() -> None:
+    file = {"capacity": "1GB", "min_free": "1GB", "consistency": "1s"}
+    environ = {"MILLRACE_CAPACITY": "2GB", "MILLRACE_MIN_FREE": "2GB", "HOME": "/home/u"}
+    options = resolve({"capacity": "3GB", "min_free": None}, environ=environ, file=file)
+    assert options.capacity == Amount(nbytes=3 * 10**9)
+    assert options.min_free == Amount(nbytes=2 * 10**9)
+    assert options.max_age_seconds == 1
+    assert options.native is True
+    assert options.cache_dirs == (Path("/home/u/.cache/millrace"),)
+
+
+def test_several_disks() -> None:
+    environ = {"MILLRACE_CACHE_DIR": "/a:/b"}
+    assert resolve({}, environ=environ, file={}).cache_dirs == (Path("/a"), Path("/b"))
+    assert resolve({"cache_dir": ["/c", "/d"]}, environ=environ, file={}).cache_dirs == (Path("/c"), Path("/d"))
+    assert resolve({"cache_dir": "/with:colon"}, environ={}, file={}).cache_dirs == (Path("/with:colon"),)
+
+
+def test_unknown_options_are_errors_that_list_the_known() -> None:
+    with pytest.raises(ConfigurationError, match="capacty.*known ones are.*capacity"):
+        resolve({"capacty": "1GB"}, environ={}, file={})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"members": "everyone"}, "not known"),
+        ({"members": "ray"}, "needs the cluster cache"),
+        ({"etcd_host": "10.0.0.5"}, "etcd://10.0.0.5:2379"),
+        ({"etcd_host": "10.0.0.5", "members": "none"}, "exclude each other"),
+        ({"native": "perhaps"}, "neither true nor false"),
+        ({"cache_dir": ""}, "cache_dir is empty"),
+    ],
+)
+def test_values_that_cannot_be_used(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        resolve(arguments, environ={}, file={})
+
+
+def test_file_is_found_read_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    environ = {"HOME": str(tmp_path)}
+    assert load_file(environ) == {}
+    (tmp_path / "millrace.toml").write_text('capacity = "5GB"\n')
+    assert load_file(environ) == {"capacity": "5GB"}
+    (tmp_path / "millrace.toml").write_text("capacty = 1\n")
+    with pytest.raises(ConfigurationError, match="unknown option 'capacty'"):
+        load_file(environ)
+    (tmp_path / "millrace.toml").write_text("capacity = \n")
+    with pytest.raises(ConfigurationError, match="correct the file"):
+        load_file(environ)
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        load_file({"MILLRACE_CONFIG": str(tmp_path / "nowhere.toml")})

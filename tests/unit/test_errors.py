@@ -1,0 +1,34 @@
+import inspect
+import pickle
+
+import pytest
+
+from millrace import errors
+from millrace.errors import MillraceError, ObjectExistsError, ObjectNotFoundError
+
+ALL = [
+    value for _, value in inspect.getmembers(errors, inspect.isclass) if issubclass(value, MillraceError)
+]
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_every_error_survives_a_pickle_and_is_one_line(cls: type[MillraceError]) -> None:
+    error = cls("s3://b/k\nis broken", next_step="mend it")
+    error.extra = 7  # type: ignore[attr-defined]
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is cls
+    assert str(copy) == "s3://b/k is broken: mend it"
+    assert copy.extra == 7
+    assert getattr(copy, "errno", None) == getattr(error, "errno", None)
+
+
+def test_codes_are_unique() -> None:
+    codes = [cls.code for cls in ALL]
+    assert len(codes) == len(set(codes))
+
+
+def test_errors_are_what_fsspec_and_pyarrow_expect() -> None:
+    assert issubclass(ObjectNotFoundError, FileNotFoundError)
+    assert issubclass(errors.DeniedError, PermissionError)
+    assert issubclass(ObjectExistsError, FileExistsError)
+    assert ObjectNotFoundError("x").errno == 2
