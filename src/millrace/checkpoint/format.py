@@ -20,7 +20,7 @@ from typing_extensions import Buffer
 
 from millrace.checkpoint.planes import MAX_CHUNK_BYTES, OPAQUE, Kind, checksum
 from millrace.checkpoint.values import pack_value, unpack_value
-from millrace.errors import CorruptCheckpointError, UnsupportedFormatError
+from millrace.errors import CorruptCheckpointError, MillraceError, UnsupportedFormatError
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.millrace"
@@ -238,6 +238,8 @@ def decode_manifest(data: Buffer) -> Manifest:
         raise CorruptCheckpointError("the manifest's lengths are wrong")
     try:
         return _decode_body(_decompress(content[_HEADER.size :], body_bytes))
+    except MillraceError:
+        raise
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error) as error:
         raise CorruptCheckpointError(f"the manifest's body is malformed ({type(error).__name__})") from error
 
@@ -283,7 +285,7 @@ def _decode_body(body: memoryview) -> Manifest:
         items=Table.from_bytes(_ITEM_COLUMNS, sections[b"ITEM"]),
         chunks=Table.from_bytes(_CHUNK_COLUMNS, sections[b"CHNK"]),
         planner_data=unpack_value(meta["planner"]),
-        user=unpack_value(meta["user"]),
+        user=_mapping(unpack_value(meta["user"])),
     )
     _check_keys_and_files(manifest)
     _check_chunks(manifest)
@@ -300,6 +302,12 @@ def _natural(value: Any) -> int:
 def _text(value: Any) -> str:
     if type(value) is not str:
         raise CorruptCheckpointError(f"{value!r:.40} is no key")
+    return value
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise CorruptCheckpointError("the manifest's user metadata is no mapping")
     return value
 
 

@@ -100,7 +100,8 @@ OPAQUE = Kind(1, False)
 def as_bytes(data: Buffer) -> Array:
     """`data` as a 1-D uint8 array on the same memory. `data` is contiguous."""
     view = memoryview(data)
-    return np.frombuffer(view.cast("B") if view.nbytes else b"", dtype=np.uint8)
+    # memoryview refuses to cast an empty view.
+    return np.frombuffer(view.cast("B"), dtype=np.uint8) if view.nbytes else np.empty(0, dtype=np.uint8)
 
 
 def checksum(data: Buffer) -> int:

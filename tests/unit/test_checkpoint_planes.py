@@ -1,0 +1,209 @@
+"""The typed codec: bit for bit, small, and never fooled by a hostile chunk."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import zstandard
+
+from millrace.checkpoint.planes import CHUNK_BYTES, MAX_CHUNK_BYTES, OPAQUE, Kind, Mode, PlaneCodec, checksum
+from millrace.errors import CorruptCheckpointError
+
+KINDS = [Kind(width, is_float) for width in (1, 2, 4, 8) for is_float in (False, True)]
+BF16, FP32 = Kind(2, True), Kind(4, True)
+
+
+def weights(count: int, seed: int = 0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(count) * 0.02).astype(np.float32)
+
+
+def bf16(values: np.ndarray) -> np.ndarray:
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def stored(raw: np.ndarray, kind: Kind, base: np.ndarray | None = None) -> bytes:
+    return b"".join(PlaneCodec().encode(raw.data, kind, None if base is None else base.data))
+
+
+def decoded(chunk: bytes, kind: Kind, nbytes: int, base: np.ndarray | None = None) -> np.ndarray:
+    out = np.full(nbytes, 0xA5, dtype=np.uint8)
+    PlaneCodec().decode(chunk, kind, out.data, None if base is None else base.data)
+    return out
+
+
+def modes(chunk: bytes, kind: Kind) -> list[int]:
+    return list(chunk[1 : 1 + kind.width])
+
+
+CONTENTS = {
+    "empty": lambda count: np.zeros(0, np.uint8),
+    "one": lambda count: np.arange(8, dtype=np.uint8),
+    "zeros": lambda count: np.zeros(count, np.uint8),
+    "noise": lambda count: np.random.default_rng(1).integers(0, 256, count, np.uint8),
+    "counting": lambda count: np.arange(count // 8, dtype=np.uint64).view(np.uint8),
+    "weights": lambda count: weights(count // 4).view(np.uint8),
+    "late change": lambda count: np.r_[np.zeros(count - 8, np.uint8), np.arange(8, dtype=np.uint8)],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("nbytes", [4096, 300 * 1024 - 8, CHUNK_BYTES])
+def test_every_kind_comes_back_bit_for_bit(kind, content, nbytes):
+    raw = CONTENTS[content](nbytes)
+    assert np.array_equal(decoded(stored(raw, kind), kind, raw.size), raw)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_delta_chunk_comes_back_bit_for_bit(kind):
+    generator = np.random.default_rng(2)
+    raw, base = generator.integers(0, 256, (2, 64 * 1024), np.uint8)
+    assert np.array_equal(decoded(stored(raw, kind, base), kind, raw.size, base), raw)
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_special_floats_keep_their_bits(width):
+    unsigned = {2: np.uint16, 4: np.uint32, 8: np.uint64}[width]
+    top = 1 << (8 * width - 1)
+    # Zeros, infinities, quiet and signalling NaNs with payloads, denormals: of both signs, whatever the exponent width.
+    patterns = [0, 1, top - 1, top // 2, top // 2 - 1, top // 2 + 1] + [0x7C00, 0x7C01, 0x7E55, 0x7F80, 0x7F81]
+    raw = np.array([p ^ sign for p in patterns for sign in (0, top)] * 100, dtype=np.uint64).astype(unsigned)
+    kind, raw = Kind(width, True), raw.view(np.uint8)
+    assert np.array_equal(decoded(stored(raw, kind), kind, raw.size), raw)
+    base = np.roll(raw, width)
+    assert np.array_equal(decoded(stored(raw, kind, base), kind, raw.size, base), raw)
+
+
+def test_the_target_may_be_unaligned():
+    raw = bf16(weights(5000)).view(np.uint8)
+    memory = np.zeros(raw.size + 1, np.uint8)
+    PlaneCodec().decode(stored(raw, BF16), BF16, memory[1:].data)
+    assert np.array_equal(memory[1:], raw)
+
+
+@pytest.mark.parametrize(("kind", "limit"), [(BF16, 0.67), (FP32, 0.84)], ids=["bf16", "fp32"])
+def test_weights_become_small(kind, limit):
+    values = weights(CHUNK_BYTES // kind.width)
+    raw = (bf16(values) if kind is BF16 else values).view(np.uint8)
+    assert len(stored(raw, kind)) <= limit * raw.size
+
+
+def test_a_small_step_makes_a_small_delta():
+    before = weights(CHUNK_BYTES // 2)
+    after = before + weights(before.size, seed=1) * np.float32(1e-3)
+    base, raw = bf16(before).view(np.uint8), bf16(after).view(np.uint8)
+    assert len(stored(raw, BF16, base)) < 0.2 * raw.size
+
+
+def test_modes_are_chosen_by_trial():
+    noise = np.random.default_rng(3).integers(0, 256, 64 * 1024, np.uint8)
+    text = np.frombuffer(b"the mill wheel turns and turns; " * 2048, np.uint8)
+    skewed = np.random.default_rng(4).binomial(20, 0.5, 64 * 1024).astype(np.uint8)
+    assert modes(stored(noise, OPAQUE), OPAQUE) == [Mode.RAW]
+    assert modes(stored(text, OPAQUE), OPAQUE) == [Mode.ZSTD]
+    assert modes(stored(skewed, OPAQUE), OPAQUE) == [Mode.HUFFMAN]
+    assert modes(stored(np.zeros(999, np.uint8), OPAQUE), OPAQUE) == [Mode.CONSTANT]
+
+
+def test_a_chunk_never_grows_by_more_than_its_header():
+    for kind in KINDS:
+        noise = np.random.default_rng(5).integers(0, 256, 32 * 1024, np.uint8)
+        assert len(stored(noise, kind)) <= noise.size + 1 + 5 * kind.width
+
+
+def test_encode_refuses_what_is_no_chunk():
+    with pytest.raises(ValueError, match="no chunk"):
+        stored(np.zeros(3, np.uint8), BF16)
+    with pytest.raises(ValueError, match="no chunk"):
+        stored(np.zeros(MAX_CHUNK_BYTES + 1, np.uint8), OPAQUE)
+    with pytest.raises(ValueError, match="as long as"):
+        stored(np.zeros(4, np.uint8), OPAQUE, np.zeros(5, np.uint8))
+    with pytest.raises(ValueError, match="bytes wide"):
+        Kind(3, False)
+
+
+def chunk_of(mode: int, body: bytes, code: int = 0) -> bytes:
+    return bytes([code, mode]) + struct.pack("<I", len(body)) + body
+
+
+BOMB = zstandard.ZstdCompressor().compress(bytes(256 << 20))
+HOSTILE = {
+    "nothing": b"",
+    "header cut off": b"\0\1",
+    "unknown mode": chunk_of(9, b"abcdefgh"),
+    "raw of another length": chunk_of(Mode.RAW, b"abc"),
+    "constant of two": chunk_of(Mode.CONSTANT, b"ab"),
+    "not zstd": chunk_of(Mode.ZSTD, b"abcdefgh"),
+    "a bomb": chunk_of(Mode.ZSTD, BOMB),
+    "a frame without length": chunk_of(
+        Mode.HUFFMAN, zstandard.ZstdCompressor(write_content_size=False).compress(b"abcdefgh")
+    ),
+    "bytes after the frame": chunk_of(Mode.ZSTD, zstandard.ZstdCompressor().compress(b"abcdefgh") + b"x"),
+    "a frame cut off": chunk_of(Mode.ZSTD, zstandard.ZstdCompressor().compress(b"abcdefgh")[:-2]),
+    "length beyond the chunk": bytes([0, 0]) + struct.pack("<I", 0xFFFFFFFF) + b"abcdefgh",
+    "another kind": chunk_of(Mode.RAW, b"abcdefgh", code=0x10),
+    "a delta without base": chunk_of(Mode.RAW, b"abcdefgh", code=0x20),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_chunk_is_refused(name):
+    with pytest.raises(CorruptCheckpointError):
+        decoded(HOSTILE[name], OPAQUE, 8)
+
+
+def test_lengths_must_fit_the_target():
+    chunk = stored(np.arange(250, dtype=np.uint32).view(np.uint8), BF16)
+    for nbytes in (0, 998, 999, 1001, 1002):
+        with pytest.raises(CorruptCheckpointError):
+            decoded(chunk, BF16, nbytes)
+    with pytest.raises(CorruptCheckpointError):
+        PlaneCodec().decode(chunk_of(0, b""), OPAQUE, np.zeros(MAX_CHUNK_BYTES + 1, np.uint8).data)
+    with pytest.raises(CorruptCheckpointError, match="as long"):
+        decoded(stored(np.zeros(8, np.uint8), OPAQUE, np.ones(8, np.uint8)), OPAQUE, 8, np.ones(7, np.uint8))
+
+
+def test_unknown_kind_codes_are_refused():
+    for kind in KINDS:
+        assert Kind.from_code(kind.code) == kind
+    for code in (4, 0x14, 0x20, 0x80, 255):
+        with pytest.raises(CorruptCheckpointError):
+            Kind.from_code(code)
+
+
+def test_one_codec_a_thread_is_enough():
+    raw = [bf16(weights(CHUNK_BYTES // 2, seed)).view(np.uint8) for seed in range(4)]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        codec = PlaneCodec()
+        for _ in range(5):
+            out = np.empty_like(raw[number])
+            codec.decode(b"".join(codec.encode(raw[number].data, BF16)), BF16, out.data)
+            if not np.array_equal(out, raw[number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_checksum_is_xxh3():
+    assert checksum(b"") == 0x2D06800538D394C2
+    assert checksum(np.zeros((2, 3), np.uint16)) == checksum(bytes(12))
+
+
+def test_codec_and_format_load_without_torch():
+    program = (
+        "import sys, millrace.checkpoint.planes, millrace.checkpoint.format, millrace.checkpoint as c;"
+        "c.describe; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
