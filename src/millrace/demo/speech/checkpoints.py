@@ -70,7 +70,7 @@ class EpochCheckpoints:
             state = self._state(model, optimizer, found[0])
             dcp.load(state, storage_reader=reader(found[0]))
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        return int(found[0])
+        return found[0]
 
     @staticmethod
     def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class EpochCheckpoints:
 
 def _tensor_bytes(state: Any) -> int:
     if isinstance(state, torch.Tensor):
-        return state.numel() * state.element_size()
+        return int(state.numel() * state.element_size())
     if isinstance(state, dict):
         return sum(_tensor_bytes(value) for value in state.values())
     if isinstance(state, list | tuple):

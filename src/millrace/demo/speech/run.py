@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import sys
 import threading
 import uuid
@@ -18,9 +19,9 @@ import pyarrow.fs
 
 from millrace.demo.place import Place
 from millrace.demo.speech.data import Clip, clip_dataset, read_split
+from millrace.demo.speech.job import KILL_MARKER, METRICS_NAME, Counters, SpeechJob, no_counters
 from millrace.demo.speech.log import EpochRecord, final_epochs, read_events
 from millrace.demo.speech.settings import SpeechSettings
-from millrace.demo.speech.train import KILL_MARKER, METRICS_NAME, Counters, SpeechJob, no_counters, train_loop
 
 _POLL_SECONDS = 1.0
 
@@ -29,13 +30,25 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechResult:
-    """What a run did. `events` is the whole training log, `metrics` what `metrics.json` has."""
+    """What a run did. `events` is the whole training log, `metrics` what `metrics.json` has.
+
+    `kill` tells of the process that was killed on purpose (epoch, pid, time), if one was.
+    """
 
     settings: SpeechSettings
     epochs: list[EpochRecord]
     events: list[dict[str, Any]]
     metrics: dict[str, Any]
     restarts: int
+    kill: dict[str, Any] | None = None
+
+    @property
+    def recovery_seconds(self) -> float | None:
+        """From the kill to the moment at which a new process had the last checkpoint; None without a kill."""
+        if self.kill is None:
+            return None
+        starts = [event["time"] for event in self.events if event["event"] == "start"]
+        return next((time - self.kill["time"] for time in starts if time > self.kill["time"]), None)
 
     @property
     def dev_cer(self) -> float | None:
@@ -83,31 +96,50 @@ def run_speech(
     metrics = json.loads(run.read(METRICS_NAME))
     events = read_events(run)
     starts = sum(event["event"] == "start" for event in events)
+    marker = run.read_if_there(KILL_MARKER)
     return SpeechResult(
-        settings=settings, epochs=final_epochs(events), events=events, metrics=metrics, restarts=max(0, starts - 1)
+        settings=settings,
+        epochs=final_epochs(events),
+        events=events,
+        metrics=metrics,
+        restarts=max(0, starts - 1),
+        kill=None if marker is None else json.loads(marker),
     )
+
+
+_WORKER_ENVIRONMENT = {
+    # Gloo would look for the address of the host's name, which need not be reachable from the host itself.
+    "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+def _ray_environment() -> dict[str, str]:
+    """What a cluster of this process alone needs to stay private and quiet."""
+    return {
+        # Any user of the machine could connect otherwise, and run code as this one.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        # On Linux, Ray makes a loopback address into that of the network card, unless told that there is no cluster.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # The run kills a process on purpose and says so itself.
+        "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",
+    }
 
 
 @contextmanager
 def local_ray(settings: SpeechSettings, progress: Progress) -> Iterator[None]:
     """A Ray cluster of this process alone, on loopback, quiet, and gone afterwards; or the one that is connected."""
+    # Ray reads these once, when it is imported. Who imported it before has decided already.
+    if "ray" not in sys.modules:
+        os.environ.update(_ray_environment())
     import ray
 
     if ray.is_initialized():
         yield
         return
     progress("starting Ray on this machine")
-    # Ray may ask for a token that it found from another cluster. This one serves the loopback interface only.
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    quiet = {
-        "RAY_DEDUP_LOGS": "0",
-        "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-        "GLOO_SOCKET_IFNAME": loopback,
-        "TRANSFORMERS_VERBOSITY": "error",
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         ray.init(
@@ -116,10 +148,9 @@ def local_ray(settings: SpeechSettings, progress: Progress) -> Iterator[None]:
             num_cpus=max(os.cpu_count() or 1, settings.num_workers + 1),
             object_store_memory=256 * 2**20,
             include_dashboard=False,
-            configure_logging=True,
             logging_level=logging.ERROR,
             log_to_driver=False,
-            runtime_env={"env_vars": quiet},
+            runtime_env={"env_vars": _WORKER_ENVIRONMENT},
             _node_ip_address="127.0.0.1",
         )
     try:
@@ -156,6 +187,7 @@ def _trainer(job: SpeechJob, data: Place, splits: dict[str, list[Clip]]) -> Any:
     from ray.train.torch import TorchTrainer
 
     from millrace.demo.speech.model import features_for
+    from millrace.demo.speech.train import train_loop
 
     settings = job.settings
     ray.data.DataContext.get_current().enable_progress_bars = False

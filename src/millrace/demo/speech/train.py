@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,41 +19,16 @@ import ray.train
 import ray.train.torch
 import torch
 
-from millrace.demo.place import Place
 from millrace.demo.speech.checkpoints import EpochCheckpoints
 from millrace.demo.speech.data import collate
+from millrace.demo.speech.job import KILL_MARKER, METRICS_NAME, SpeechJob
 from millrace.demo.speech.log import EpochRecord, TrainingLog
 from millrace.demo.speech.model import build_model, forward, save_model, transcribe
-from millrace.demo.speech.settings import SpeechSettings
 from millrace.errors import UsageError
 
-METRICS_NAME = "metrics.json"
-KILL_MARKER = "chaos/killed.json"
 MAX_GRADIENT_NORM = 1.0
 EVALUATION_BATCH = 16
 TRANSCRIPTS = 8
-
-Counters = Callable[[], dict[str, int]]
-
-
-def no_counters() -> dict[str, int]:
-    """Counters for a file system that counts nothing."""
-    return {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeechJob:
-    """What travels to the workers. `run` is where everything lands; `train_rows` is the size of the whole split.
-
-    `counters` gives running totals of `origin_bytes` and `cache_bytes` of the data set's file system, over all
-    processes. `checkpoint_options` may hold secrets; they travel in the pickle only.
-    """
-
-    settings: SpeechSettings
-    run: Place
-    train_rows: int
-    counters: Counters = no_counters
-    checkpoint_options: dict[str, Any] | None = field(default=None, repr=False)
 
 
 @dataclass
