@@ -82,9 +82,7 @@ def test_a_manifest_comes_back():
 
 
 def test_an_empty_checkpoint_comes_back():
-    empty = Manifest(
-        created=0.0, writer="", files=(), tensors=(), blobs=(), items=item_table(), chunks=chunk_table()
-    )
+    empty = Manifest(created=0.0, writer="", files=(), tensors=(), blobs=(), items=item_table(), chunks=chunk_table())
     assert list(parts(decode_manifest(encode_manifest(empty)))) == list(parts(empty))
 
 

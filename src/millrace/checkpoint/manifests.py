@@ -12,6 +12,7 @@ from millrace.checkpoint.storage import CheckpointStorage, open_storage
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    MillraceError,
     MissingError,
     ObjectExistsError,
     UnsupportedFormatError,
@@ -64,9 +65,7 @@ def read_manifest(storage: CheckpointStorage, rank: int | None = None) -> Loaded
     try:
         file = storage.stat(name)
     except MissingError as error:
-        raise CheckpointNotFoundError(
-            f"no complete checkpoint at {storage.url}", next_step="check the name, or load an earlier checkpoint"
-        ) from error
+        raise _nothing_complete(storage, rank) from error
     if file.size > MAX_MANIFEST_BYTES:
         raise CorruptCheckpointError(f"the manifest of {storage.url} is impossibly long ({file.size} bytes)")
     data = storage.read(file, 0, file.size)
@@ -78,6 +77,22 @@ def read_manifest(storage: CheckpointStorage, rank: int | None = None) -> Loaded
         raise CorruptCheckpointError(
             f"{storage.url}: {error.message}", next_step="load another checkpoint, or restore this one from a copy"
         ) from error
+
+
+def _nothing_complete(storage: CheckpointStorage, rank: int | None) -> CheckpointNotFoundError:
+    """Say what lies in place of the manifest, where the storage can tell."""
+    try:
+        names = storage.names()
+    except MillraceError:
+        # A cache cannot list, and credentials may not suffice to; the answer is right without it.
+        names = []
+    if rank is None and any(name.endswith(f".{MANIFEST_NAME}") for name in names):
+        next_step = "it was saved without collectives: load it with as many ranks as saved it"
+    elif any(name.startswith("data-") for name in names):
+        next_step = "a save began there and did not finish: load an earlier checkpoint, or save again"
+    else:
+        next_step = "check the name, or load an earlier checkpoint"
+    return CheckpointNotFoundError(f"no complete checkpoint at {storage.url}", next_step=next_step)
 
 
 def refuse_existing(storage: CheckpointStorage, rank: int | None) -> None:
