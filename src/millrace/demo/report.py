@@ -139,12 +139,12 @@ def _restarts(result: SpeechResult) -> dict[int, str]:
         if event["event"] != "start" or event["attempt"] == 0:
             continue
         after = event["resumed_after"]
-        origin = f"resumed from the checkpoint of epoch {after}" if after else "began again: there was no checkpoint"
-        why = ""
+        note = f"resumed from the checkpoint of epoch {after}" if after else "began again: there was no checkpoint"
         if result.kill is not None and result.kill["epoch"] == after + 1 and result.recovery_seconds is not None:
-            why = f"training process killed on purpose in epoch {after + 1}; "
-            origin += f" {result.recovery_seconds:.0f} s later"
-        notes[after + 1] = f"{why}{origin}"
+            note = (
+                f"training process killed on purpose in epoch {after + 1}; {result.recovery_seconds:.0f} s later {note}"
+            )
+        notes[after + 1] = note
     return notes
 
 
@@ -184,7 +184,7 @@ def _pair(*sections: str) -> str:
 def _epoch_table(result: SpeechResult, restarts: Mapping[int, str]) -> str:
     heads = (
         "epoch", "loss", "dev CER", "clips", "seconds", "training", "waiting", "evaluating", "saving",
-        "from origin", "from cache", "checkpoint", "raw",
+        "from origin", "from cache", "checkpoint",
     )  # fmt: skip
     rows = []
     for epoch in result.epochs:
@@ -196,7 +196,7 @@ def _epoch_table(result: SpeechResult, restarts: Mapping[int, str]) -> str:
             str(epoch.epoch), f"{epoch.train_loss:.3f}", _percent(epoch.dev_cer), f"{epoch.clips:,}",
             f"{epoch.seconds:.1f}", f"{epoch.compute_seconds:.1f}", f"{epoch.wait_seconds:.1f}",
             f"{epoch.evaluate_seconds:.1f}", f"{epoch.checkpoint_seconds:.2f}", _megabytes(epoch.origin_bytes),
-            _megabytes(epoch.cache_bytes), _megabytes(epoch.checkpoint_bytes), _megabytes(epoch.raw_bytes),
+            _megabytes(epoch.cache_bytes), _megabytes(epoch.checkpoint_bytes),
         )  # fmt: skip
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     head = "".join(f"<th>{name}</th>" for name in heads)
@@ -283,7 +283,7 @@ def _plot(draw: Callable[[Sequence[Axes]], None], *, panels: int = 1) -> str:
     return svg[svg.index("<svg") :]
 
 
-def _mark_restarts(axes: Axes, restarts: Mapping[int, str], *, label: bool) -> None:
+def _mark_restarts(axes: Axes, restarts: Mapping[int, str], *, label: bool = False) -> None:
     for epoch in restarts:
         axes.axvline(epoch - 0.5, color=_RED, linewidth=1, linestyle=(0, (3, 3)))
         if label:
@@ -323,7 +323,7 @@ def _draw_sources(axes: Axes, epochs: Sequence[EpochRecord], restarts: Mapping[i
     axes.bar(numbers, cache, width=0.7, bottom=origin, color=_CACHE, label="from the cache")
     _finish(axes, epochs, "MB read")
     _with_legend(axes, 2)
-    _mark_restarts(axes, restarts, label=True)
+    _mark_restarts(axes, restarts)
 
 
 def _draw_time(axes: Axes, epochs: Sequence[EpochRecord], restarts: Mapping[int, str]) -> None:
@@ -335,7 +335,7 @@ def _draw_time(axes: Axes, epochs: Sequence[EpochRecord], restarts: Mapping[int,
         base = [below + height for below, height in zip(base, heights, strict=True)]
     _finish(axes, epochs, "seconds")
     _with_legend(axes, 4)
-    _mark_restarts(axes, restarts, label=True)
+    _mark_restarts(axes, restarts)
 
 
 def _draw_checkpoints(axes: Axes, epochs: Sequence[EpochRecord], restarts: Mapping[int, str]) -> None:
@@ -345,7 +345,7 @@ def _draw_checkpoints(axes: Axes, epochs: Sequence[EpochRecord], restarts: Mappi
     axes.bar(numbers, stored, width=0.7, color="#5c4d7d", label="stored")
     _finish(axes, epochs, "MB a checkpoint")
     _with_legend(axes, 2)
-    _mark_restarts(axes, restarts, label=False)
+    _mark_restarts(axes, restarts)
 
 
 def _with_legend(axes: Axes, columns: int) -> None:

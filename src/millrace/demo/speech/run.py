@@ -6,10 +6,10 @@ import json
 import logging
 import os
 import secrets
+import signal
 import sys
 import threading
 import uuid
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -140,23 +140,39 @@ def local_ray(settings: SpeechSettings, progress: Progress) -> Iterator[None]:
         yield
         return
     progress("starting Ray on this machine")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        ray.init(
-            address="local",
-            # One slot beside the training workers, or Ray Data would wait for a slot that never comes free.
-            num_cpus=max(os.cpu_count() or 1, settings.num_workers + 1),
-            object_store_memory=256 * 2**20,
-            include_dashboard=False,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            runtime_env={"env_vars": _WORKER_ENVIRONMENT},
-            _node_ip_address="127.0.0.1",
-        )
+    try:
+        with _interrupt_later():
+            ray.init(
+                address="local",
+                # One slot beside the training workers, or Ray Data would wait for a slot that never comes free.
+                num_cpus=max(os.cpu_count() or 1, settings.num_workers + 1),
+                object_store_memory=256 * 2**20,
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                runtime_env={"env_vars": _WORKER_ENVIRONMENT},
+                _node_ip_address="127.0.0.1",
+            )
+        yield
+    finally:
+        with _interrupt_later():
+            ray.shutdown()
+
+
+@contextmanager
+def _interrupt_later() -> Iterator[None]:
+    """Hold Ctrl-C back for the few seconds in which Ray starts or ends processes, or some would be left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: interrupts.append(number))
     try:
         yield
     finally:
-        ray.shutdown()
+        signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt
 
 
 def _fit(job: SpeechJob, data: Place, splits: dict[str, list[Clip]], follower: _Follower) -> None:
