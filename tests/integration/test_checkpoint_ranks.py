@@ -134,7 +134,7 @@ def main(rank: str, port: str, root: str) -> None:
     dist.init_process_group("gloo")
     try:
         run_rank(pathlib.Path(root))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - printed, and the process ends
         traceback.print_exc()
         # Not waiting for the other rank, which waits for this one.
         os._exit(1)

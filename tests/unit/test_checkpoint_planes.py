@@ -71,7 +71,7 @@ def test_special_floats_keep_their_bits(width):
     unsigned = {2: np.uint16, 4: np.uint32, 8: np.uint64}[width]
     top = 1 << (8 * width - 1)
     # Zeros, infinities, quiet and signalling NaNs with payloads, denormals: of both signs, whatever the exponent width.
-    patterns = [0, 1, top - 1, top // 2, top // 2 - 1, top // 2 + 1] + [0x7C00, 0x7C01, 0x7E55, 0x7F80, 0x7F81]
+    patterns = [0, 1, top - 1, top // 2, top // 2 - 1, top // 2 + 1, 0x7C00, 0x7C01, 0x7E55, 0x7F80, 0x7F81]
     raw = np.array([p ^ sign for p in patterns for sign in (0, top)] * 100, dtype=np.uint64).astype(unsigned)
     kind, raw = Kind(width, True), raw.view(np.uint8)
     assert np.array_equal(decoded(stored(raw, kind), kind, raw.size), raw)

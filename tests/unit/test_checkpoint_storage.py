@@ -45,10 +45,21 @@ def test_a_written_file_is_read(storage):
     assert list(storage.names()) == ["data"]
 
 
+def write(storage, pieces):
+    with storage.open_writer("data") as writer:
+        for piece in pieces:
+            writer.write(piece)
+
+
 def test_an_aborted_file_leaves_nothing(storage):
-    with pytest.raises(RuntimeError), storage.open_writer("data") as writer:
-        writer.write(b"x" * 100)
+    def pieces():
+        yield b"x" * 100
         raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write(storage, pieces())
+    writer = storage.open_writer("data")
+    writer.abort()
     writer.abort()
     assert list(storage.names()) == []
 
@@ -129,9 +140,8 @@ def test_a_full_disk_is_a_disk_full_error(tmp_path):
     storage = LocalStorage(str(tmp_path))
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-        with pytest.raises(DiskFullError), storage.open_writer("data") as writer:
-            for _ in range(10):
-                writer.write(bytes(200_000))
+        with pytest.raises(DiskFullError):
+            write(storage, [bytes(200_000)] * 10)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(storage.names()) == []
@@ -143,9 +153,8 @@ def test_an_error_of_an_earlier_flush_is_not_lost(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fdatasync", broken)
     storage = LocalStorage(str(tmp_path))
-    with pytest.raises(StorageError), storage.open_writer("data") as writer:
-        for _ in range(40):
-            writer.write(bytes(1 << 20))
+    with pytest.raises(StorageError):
+        write(storage, [bytes(1 << 20)] * 40)
     assert list(storage.names()) == []
 
 
@@ -190,6 +199,5 @@ def test_an_error_ends_the_work():
 
     seen = []
     with pytest.raises(KeyError):
-        for result in run_in_order(range(1000), work, threads=2):
-            seen.append(result)
+        seen.extend(run_in_order(range(1000), work, threads=2))
     assert seen == [0, 1, 2, 3, 4]
