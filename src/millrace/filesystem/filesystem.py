@@ -25,6 +25,9 @@ from millrace.origin import SCHEMES, Listing, ObjectInfo, open_origin
 
 _OWN_SCHEME = "millrace"
 
+# Protocols whose keys are absolute paths rather than bucket/key.
+_ROOTED = frozenset(scheme for scheme, served in SCHEMES.items() if served == "file")
+
 
 def filesystem(protocol: str, target_options: Mapping[str, Any] | None = None, **options: Any) -> MillraceFileSystem:
     """The file system over `protocol` (`"s3"`, `"file"`) with a cache beneath.
@@ -133,15 +136,15 @@ class MillraceFileSystem(ChainedFileSystem, PyFileSystem):  # type: ignore[misc]
 
     def stat(self, path: str) -> ObjectInfo:
         """Describe one object. Raises `ObjectNotFoundError`."""
-        return self.node.metadata.stat(self._origin, self._key(path))
+        return self.node.metadata.stat(self._origin, self.key_of(path))
 
     def list_level(self, path: str) -> Listing:
         """What lies directly below a directory; empty where there is nothing."""
-        return self.node.metadata.list_level(self._origin, self._key(path))
+        return self.node.metadata.list_level(self._origin, self.key_of(path))
 
     def list_all(self, path: str) -> Iterator[Sequence[ObjectInfo]]:
         """Every object below a directory, in pages."""
-        return self.node.metadata.list_all(self._origin, self._key(path))
+        return self.node.metadata.list_all(self._origin, self.key_of(path))
 
     # --- opening ----------------------------------------------------------------------------------
 
@@ -158,7 +161,7 @@ class MillraceFileSystem(ChainedFileSystem, PyFileSystem):  # type: ignore[misc]
         reader = node.open_reader(self._origin, info)
         if info.size <= reader.block_bytes:
             return pa.BufferReader(pa.py_buffer(self._read_whole(reader, info)))
-        return python_file(CachedFile(reader, path=self._key(path), sequential=sequential))
+        return python_file(CachedFile(reader, path=self.key_of(path), sequential=sequential))
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Override of pyarrow's, which would go through C++ and back."""
@@ -172,22 +175,22 @@ class MillraceFileSystem(ChainedFileSystem, PyFileSystem):  # type: ignore[misc]
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
         if mode == "wb":
-            key = self._key(path)
+            key = self.key_of(path)
             return UploadFile(self._origin.open_writer(key), path=key, on_published=lambda: self._changed(key))
         if mode != "rb":
             raise ConfigurationError(f"cannot open {path} with mode {mode!r}", next_step="use 'rb' or 'wb'")
         info = self.stat(path)
-        return CachedFile(self.node.open_reader(self._origin, info), path=self._key(path), sequential=False)
+        return CachedFile(self.node.open_reader(self._origin, info), path=self.key_of(path), sequential=False)
 
     # --- fsspec's reading half --------------------------------------------------------------------
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        key = self._key(path)
+        key = self.key_of(path)
         metadata = self.node.metadata
         known = metadata.known(self._origin, key)
         if known is not None:
             return _file_entry(known)
-        if not key or metadata.known_directory(self._origin, key):
+        if not key.strip("/") or metadata.known_directory(self._origin, key):
             return _directory_entry(key)
         try:
             return _file_entry(metadata.stat(self._origin, key))
@@ -198,7 +201,7 @@ class MillraceFileSystem(ChainedFileSystem, PyFileSystem):  # type: ignore[misc]
             return _directory_entry(key)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
-        key = self._key(path)
+        key = self.key_of(path)
         listing = self.list_level(key)
         entries = [_directory_entry(prefix) for prefix in listing.prefixes]
         entries += [_file_entry(info) for info in listing.objects if not info.key.endswith("/")]
@@ -232,12 +235,12 @@ class MillraceFileSystem(ChainedFileSystem, PyFileSystem):  # type: ignore[misc]
     # --- fsspec's writing half --------------------------------------------------------------------
 
     def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **_: Any) -> None:
-        key = self._key(path)
+        key = self.key_of(path)
         self._origin.put(key, value, if_absent=mode == "create")
         self._changed(key)
 
     def rm_file(self, path: str) -> None:
-        key = self._key(path)
+        key = self.key_of(path)
         self.stat(key)  # object stores do not say whether there was something to remove
         self._origin.delete([key])
         self._changed(key)
@@ -253,8 +256,10 @@ class MillraceFileSystem(ChainedFileSystem, PyFileSystem):  # type: ignore[misc]
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _key(self, path: str) -> str:
-        return str(self._strip_protocol(path)).strip("/")
+    def key_of(self, path: str) -> str:
+        """The origin's name of what a user calls `path`."""
+        key = str(self._strip_protocol(path)).strip("/")
+        return f"/{key}" if self._target_protocol in _ROOTED else key
 
     def _changed(self, key: str) -> None:
         self.node.metadata.forget(self._origin, key)
@@ -310,5 +315,5 @@ def _looks_compressed(path: str) -> bool:
     """Whether pyarrow would decompress a stream of this name by itself."""
     try:
         return pa.Codec.detect(path) is not None
-    except ValueError:
+    except (TypeError, ValueError):  # pyarrow answers an unknown ending with one or the other
         return False

@@ -27,7 +27,7 @@ class MillraceHandler(FSSpecHandler):  # type: ignore[misc]
         super().__init__(fs)
 
     def normalize_path(self, path: str) -> str:
-        return str(self.fs._strip_protocol(path))
+        return self.fs.key_of(path)
 
     def get_file_info(self, paths: list[str]) -> list[FileInfo]:
         return [self._info(path) for path in paths]

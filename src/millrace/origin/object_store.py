@@ -1,7 +1,7 @@
 """Origins that obstore speaks to: S3 and everything with its interface, and local files.
 
-obstore is the fastest client that was measured, releases the GIL, and sends `If-Match`; it hangs in a forked child once
-it was used in the parent, so clients are made per process and thrown away after a fork.
+obstore is the fastest client that was measured, releases the GIL, and sends `If-Match`. Clients are made per process: what
+a forked child inherits would hang (`obstore_library.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
-import obstore
-from obstore import exceptions as obstore_errors
-from obstore.store import LocalStore, S3Store
 from typing_extensions import Buffer
 
 from millrace.errors import (
@@ -29,6 +26,7 @@ from millrace.errors import (
     ObjectNotFoundError,
     OriginUnavailableError,
 )
+from millrace.origin.obstore_library import obstore_library
 from millrace.origin.options import s3_options
 from millrace.origin.protocol import Listing, ObjectInfo
 
@@ -48,6 +46,10 @@ _CLIENT = {
     "timeout": timedelta(seconds=120),
     "read_timeout": timedelta(seconds=20),
 }
+
+
+# Clients of a parent process: never destroyed, since that could wait for its threads.
+_inherited: list[dict[str, Any]] = []
 
 
 class ObjectStoreOrigin:
@@ -89,7 +91,7 @@ class ObjectStoreOrigin:
         with self._translated(key):
             if self._scheme == "file" and os.path.isdir("/" + path):
                 raise FileNotFoundError(key)
-            return self._info(key, obstore.head(client, path))
+            return self._info(key, obstore_library().head(client, path))
 
     def read(self, key: str, start: int, stop: int, *, version: str | None = None) -> Buffer:
         if not 0 <= start <= stop:
@@ -101,7 +103,7 @@ class ObjectStoreOrigin:
             options: dict[str, Any] = {"range": (start, stop)}
             if version:
                 options["if_match"] = version
-            data: Buffer = obstore.get(client, path, options=options).bytes()  # type: ignore[arg-type]
+            data: Buffer = obstore_library().get(client, path, options=options).bytes()
         if len(memoryview(data)) != stop - start:
             raise OriginUnavailableError(
                 f"{self._scheme}://{key} answered {len(memoryview(data))} bytes for the range [{start}, {stop})",
@@ -116,7 +118,7 @@ class ObjectStoreOrigin:
         client, path = self._locate(prefix)
         bucket = self._bucket(prefix)
         with self._translated(prefix):
-            result = obstore.list_with_delimiter(client, path or None)
+            result = obstore_library().list_with_delimiter(client, path or None)
             objects = [self._info(bucket + meta["path"], meta) for meta in result["objects"]]
             return Listing(objects=objects, prefixes=[bucket + name for name in result["common_prefixes"]])
 
@@ -125,7 +127,7 @@ class ObjectStoreOrigin:
         client, path = self._locate(prefix)
         bucket = self._bucket(prefix)
         with self._translated(prefix):
-            for page in obstore.list(client, path or None, chunk_size=_LIST_PAGE):
+            for page in obstore_library().list(client, path or None, chunk_size=_LIST_PAGE):
                 yield [self._info(bucket + meta["path"], meta) for meta in page]
 
     # --- writing ----------------------------------------------------------------------------------
@@ -135,14 +137,14 @@ class ObjectStoreOrigin:
         with self._translated(key):
             # A view as plain bytes: obstore takes one-dimensional uint8 buffers only.
             body = memoryview(data).cast("B")
-            obstore.put(client, path, body, mode="create" if if_absent else "overwrite", use_multipart=False)
+            obstore_library().put(client, path, body, mode="create" if if_absent else "overwrite", use_multipart=False)
 
     def open_writer(self, key: str) -> ObjectUpload:
         client, path = self._locate(key)
 
         def upload(parts: Iterator[Buffer]) -> None:
             with self._translated(key):
-                obstore.put(
+                obstore_library().put(
                     client,
                     path,
                     parts,
@@ -163,15 +165,15 @@ class ObjectStoreOrigin:
                 if self._scheme == "file":
                     for _, path in located:
                         with contextlib.suppress(FileNotFoundError):
-                            obstore.delete(located[0][0], path)
+                            obstore_library().delete(located[0][0], path)
                 else:
-                    obstore.delete(located[0][0], [path for _, path in located])
+                    obstore_library().delete(located[0][0], [path for _, path in located])
 
     # --- clients and errors -----------------------------------------------------------------------
 
     def _bucket(self, key: str) -> str:
         """The part of a key that obstore's answers lack, with its slash."""
-        return "" if self._scheme == "file" else key.split("/", 1)[0] + "/"
+        return "/" if self._scheme == "file" else key.split("/", 1)[0] + "/"
 
     def _locate(self, key: str) -> tuple[Any, str]:
         """Split `key` into the client of its bucket and the path inside."""
@@ -184,7 +186,8 @@ class ObjectStoreOrigin:
                     f"{self._scheme}:// without a bucket", next_step=f"write {self._scheme}://bucket/key"
                 )
         if self._pid != os.getpid():
-            # The parent's clients own threads that do not exist here: drop them without touching them.
+            # The parent's clients belong to threads that do not exist here: neither use nor destroy them.
+            _inherited.append(self._clients)
             self._clients, self._lock, self._pid = {}, threading.Lock(), os.getpid()
         client = self._clients.get(bucket)
         if client is None:
@@ -196,13 +199,13 @@ class ObjectStoreOrigin:
 
     def _make_client(self, bucket: str) -> Any:
         if self._scheme == "file":
-            return LocalStore("/")
+            return obstore_library().store.LocalStore("/")
         options = s3_options(self._target_options, os.environ)
-        return S3Store(
+        return obstore_library().store.S3Store(
             bucket,
-            config=dict(options.config),  # type: ignore[arg-type]
-            client_options={**_CLIENT, **options.client_options},  # type: ignore[arg-type]
-            retry_config=_RETRY,  # type: ignore[arg-type]
+            config=dict(options.config),
+            client_options={**_CLIENT, **options.client_options},
+            retry_config=_RETRY,
         )
 
     def _info(self, key: str, meta: Mapping[str, Any]) -> ObjectInfo:
@@ -217,23 +220,34 @@ class ObjectStoreOrigin:
             yield
         except MillraceError:
             raise
-        except FileNotFoundError as error:
-            raise ObjectNotFoundError(f"{url} does not exist", next_step="check the name and the endpoint") from error
-        except obstore_errors.PreconditionError as error:
-            raise ObjectChangedError(f"{url} was overwritten while it was read", next_step="open it again") from error
-        except obstore_errors.AlreadyExistsError as error:
-            raise ObjectExistsError(f"{url} exists already", next_step="choose another name") from error
-        except (obstore_errors.PermissionDeniedError, obstore_errors.UnauthenticatedError, PermissionError) as error:
-            raise DeniedError(
-                f"access to {url} was denied", next_step="check the credentials and their rights on this bucket"
-            ) from error
-        except obstore_errors.InvalidPathError as error:
-            raise ObjectNotFoundError(f"{url} is no valid object name", next_step="check the name") from error
-        except (obstore_errors.BaseError, OSError, ValueError) as error:
-            raise OriginUnavailableError(
-                f"{url}: {self._identity} failed ({_first_line(error)})",
-                next_step="check that the endpoint is up and reachable from this machine",
-            ) from error
+        except Exception as error:
+            translated = _translate(error, url, self._identity)
+            if translated is None:
+                raise
+            raise translated from error
+
+
+def _translate(error: Exception, url: str, identity: str) -> MillraceError | None:
+    """Our error for one of obstore's; None for what is a fault of our own."""
+    library = obstore_library().exceptions
+    if isinstance(error, FileNotFoundError):
+        return ObjectNotFoundError(f"{url} does not exist", next_step="check the name and the endpoint")
+    if isinstance(error, library.PreconditionError):
+        return ObjectChangedError(f"{url} was overwritten while it was read", next_step="open it again")
+    if isinstance(error, library.AlreadyExistsError):
+        return ObjectExistsError(f"{url} exists already", next_step="choose another name")
+    if isinstance(error, library.PermissionDeniedError | library.UnauthenticatedError | PermissionError):
+        return DeniedError(
+            f"access to {url} was denied", next_step="check the credentials and their rights on this bucket"
+        )
+    if isinstance(error, library.InvalidPathError):
+        return ObjectNotFoundError(f"{url} is no valid object name", next_step="check the name")
+    if isinstance(error, library.BaseError | OSError | ValueError):
+        return OriginUnavailableError(
+            f"{url}: {identity} failed ({_first_line(error)})",
+            next_step="check that the endpoint is up and reachable from this machine",
+        )
+    return None
 
 
 def _first_line(error: BaseException) -> str:
