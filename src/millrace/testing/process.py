@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import IO
 
 from millrace.errors import UsageError
 
@@ -96,7 +97,8 @@ def _end(popen: subprocess.Popen[bytes], owner_pid: int, grace_seconds: float) -
     popen.wait()
     for pipe in (popen.stdin, popen.stdout):
         if pipe is not None:
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # what was not written yet has no reader any more
+                pipe.close()
 
 
 class ChildProcess:
@@ -141,18 +143,19 @@ class ChildProcess:
         return self._popen.pid
 
     @property
-    def stdin(self) -> int:
-        """File descriptor that the helper reads as its standard input; only with `pipes=True`."""
-        if self._popen.stdin is None:
-            raise UsageError("the helper process has no pipes", next_step="start it with pipes=True")
-        return self._popen.stdin.fileno()
+    def stdin(self) -> IO[bytes]:
+        """What the helper reads as its standard input; only with `pipes=True`."""
+        return self._pipe(self._popen.stdin)
 
     @property
-    def stdout(self) -> int:
-        """File descriptor of the helper's standard output; only with `pipes=True`."""
-        if self._popen.stdout is None:
+    def stdout(self) -> IO[bytes]:
+        """The helper's standard output; only with `pipes=True`."""
+        return self._pipe(self._popen.stdout)
+
+    def _pipe(self, pipe: IO[bytes] | None) -> IO[bytes]:
+        if pipe is None:
             raise UsageError("the helper process has no pipes", next_step="start it with pipes=True")
-        return self._popen.stdout.fileno()
+        return pipe
 
     def exit_status(self) -> int | None:
         """The exit status (negative: the signal that ended it), or None while it runs."""

@@ -408,7 +408,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, help="port of the S3 endpoint (default: a free one)")
     parser.add_argument("--bucket", action="append", default=[], help="create this bucket; may be given several times")
     given = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with S3Server(given.dir, port=given.port) as server:
             for bucket in given.bucket:
@@ -428,4 +427,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())
