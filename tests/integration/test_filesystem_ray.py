@@ -1,0 +1,63 @@
+"""Ray Data over the file system, on a real local Ray."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+import millrace
+
+ray = pytest.importorskip("ray")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    import ray.data
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _node_ip_address="127.0.0.1")
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    yield
+    ray.shutdown()
+
+
+def test_read_parquet_reads_the_origin_in_the_first_epoch_only(
+    cluster: None, bucket: str, s3_options: dict[str, Any]
+) -> None:
+    fs = millrace.filesystem("s3", consistency="immutable", **s3_options)
+    for number in range(4):
+        with fs.open_output_stream(f"{bucket}/train/{number}.parquet") as out:
+            values = np.arange(50_000) + number * 50_000
+            pq.write_table(pa.table({"a": values, "b": values * 0.5}), out, row_group_size=10_000)
+    origin_bytes = []
+    for _ in range(3):
+        dataset = ray.data.read_parquet(f"s3://{bucket}/train", filesystem=fs)
+        assert dataset.sum("a") == sum(range(200_000))
+        origin_bytes.append(fs.cache_counters()["origin_bytes"])
+    size = sum(fs.info(f"{bucket}/train/{number}.parquet")["size"] for number in range(4))
+    assert origin_bytes == [size] * 3
+
+
+def test_read_images(cluster: None, bucket: str, s3_options: dict[str, Any]) -> None:
+    fs = millrace.filesystem("s3", consistency="immutable", **s3_options)
+    for number in range(12):
+        out = io.BytesIO()
+        Image.new("RGB", (16, 16), (number * 10, 0, 0)).save(out, "PNG")
+        fs.pipe_file(f"{bucket}/images/{number:02}.png", out.getvalue())
+    for _ in range(2):
+        dataset = ray.data.read_images(f"s3://{bucket}/images", filesystem=fs)
+        reds = sorted(int(row["image"][0, 0, 0]) for row in dataset.iter_rows())
+        assert reds == [number * 10 for number in range(12)]
+        origin_requests = fs.cache_counters()["origin_requests"]
+    assert origin_requests == 12
