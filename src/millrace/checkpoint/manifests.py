@@ -88,6 +88,8 @@ def _nothing_complete(storage: CheckpointStorage, rank: int | None) -> Checkpoin
         names = []
     if rank is None and any(name.endswith(f".{MANIFEST_NAME}") for name in names):
         next_step = "it was saved without collectives: load it with as many ranks as saved it"
+    elif STOCK_METADATA_NAME in names:
+        next_step = "torch's own writer saved this one: CheckpointReader loads it, and knows no more about it"
     elif any(name.startswith("data-") for name in names):
         next_step = "a save began there and did not finish: load an earlier checkpoint, or save again"
     else:
