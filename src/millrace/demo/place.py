@@ -30,7 +30,7 @@ class Place:
 
     def read(self, name: str) -> bytes:
         """The content of a file; `FileNotFoundError` if there is none."""
-        with self.fs.open_input_stream(posixpath.join(self.path, name)) as stream:
+        with self.fs.open_input_stream(posixpath.join(self.path, name), compression=None) as stream:
             return bytes(stream.read())
 
     def read_if_there(self, name: str) -> bytes | None:
@@ -46,11 +46,11 @@ class Place:
         if isinstance(self.fs, pyarrow.fs.LocalFileSystem):
             # An object store makes the object visible when it is complete and knows no folders; a disk needs both.
             self.fs.create_dir(posixpath.dirname(target), recursive=True)
-            with self.fs.open_output_stream(target + ".part") as stream:
+            with self.fs.open_output_stream(target + ".part", compression=None) as stream:
                 stream.write(content)
             self.fs.move(target + ".part", target)
             return
-        with self.fs.open_output_stream(target) as stream:
+        with self.fs.open_output_stream(target, compression=None) as stream:
             stream.write(content)
 
     def sizes(self) -> dict[str, int]:

@@ -229,7 +229,7 @@ def _trainer(job: SpeechJob, data: Place, splits: dict[str, list[Clip]]) -> Any:
         scaling_config=ScalingConfig(num_workers=settings.num_workers, use_gpu=settings.use_gpu),
         run_config=RunConfig(
             name=f"ray-{uuid.uuid4().hex[:8]}",
-            storage_path=job.run.at("ray").path,
+            storage_path=job.run.at(".ray").path,
             storage_filesystem=job.run.fs,
             failure_config=FailureConfig(max_failures=settings.max_failures),
         ),
@@ -246,16 +246,16 @@ class _Follower:
         self._killed = run.read_if_there(KILL_MARKER) is not None
 
     def look(self) -> None:
-        """Pass on a line for every event since the last look."""
+        """Pass on a line for everything that happened since the last look, in order."""
+        events = read_events(self._run)
+        news = events[self._told :]
+        self._told = len(events)
         if not self._killed and (marker := self._run.read_if_there(KILL_MARKER)) is not None:
             self._killed = True
-            kill = json.loads(marker)
-            self._progress(f"         killed training process {kill['pid']} on purpose in epoch {kill['epoch']}")
-        events = read_events(self._run)
-        for event in events[self._told :]:
+            news.append({"event": "kill", **json.loads(marker)})
+        for event in sorted(news, key=lambda event: float(event["time"])):
             if (line := describe(event)) is not None:
                 self._progress(line)
-        self._told = len(events)
 
 
 def describe(event: dict[str, Any]) -> str | None:
@@ -264,6 +264,8 @@ def describe(event: dict[str, Any]) -> str | None:
         if event["resumed_after"]:
             return f"         resumed from the checkpoint of epoch {event['resumed_after']}"
         return f"training {event['parameters'] / 1e6:.2f} M parameters on {event['workers']} worker(s)"
+    if event["event"] == "kill":
+        return f"         killed training process {event['pid']} on purpose in epoch {event['epoch']}"
     if event["event"] == "epoch":
         record = EpochRecord.of(event)
         cer = "   -  " if record.dev_cer is None else f"{record.dev_cer:6.1%}"
