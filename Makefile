@@ -1,0 +1,33 @@
+# `make demo`, `make test`, `make check`, `make bench` work from a clean clone: each first makes .venv, which needs only
+# Python 3.11 and a network. Everything that they make lies in the clone; `make clean` removes it.
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean venv
+
+help:
+	@echo "make demo    speech data from S3 through the cache into training, and checkpoints back: the whole way"
+	@echo "make test    all checks and all tests"
+	@echo "make check   only the quick checks: ruff, mypy, import-linter"
+	@echo "make bench   all benchmarks; results in benchmarks/results"
+	@echo "make clean   remove everything that the others made"
+
+venv:
+	@tools/bootstrap.sh
+
+demo: venv
+	@.venv/bin/millrace demo $(ARGS)
+
+check: venv
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+test: check
+	@tools/test.sh $(ARGS)
+
+bench: venv
+	.venv/bin/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf .venv .deps .demo build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Gets Debian packages that tests need: tools/debian-packages.sh NAME...
+#
+# Prints the folder below which their files lie. For root that is / (they are installed), for others a folder of the clone
+# (they and what they depend on are downloaded and unpacked there): add its usr/bin and usr/sbin to PATH, and its
+# usr/lib/*-linux-gnu to LD_LIBRARY_PATH. Package sources are those of the machine.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+(($#)) || { echo "usage: tools/debian-packages.sh NAME..." >&2; exit 2; }
+
+installed() {
+  [[ $(dpkg-query -W -f '${db:Status-Status}\n' "$@" 2>/dev/null | grep -c -x installed) == $# ]]
+}
+if installed "$@"; then
+  echo /
+  exit 0
+fi
+
+options=(-qq)
+# Whatever goes wrong is one line, with apt's own words in it.
+quietly() {
+  local output
+  if ! output=$("$@" 2>&1); then
+    echo "debian-packages: $1 failed: $(grep -v '^ *$' <<<"$output" | tail -n 1)" >&2
+    exit 1
+  fi
+}
+
+if ((EUID == 0)); then
+  export DEBIAN_FRONTEND=noninteractive
+  install=(apt-get "${options[@]}" -y --no-install-recommends install "$@")
+  # The lists of a fresh machine are empty, those of an old one name files that are gone.
+  if ! "${install[@]}" >/dev/null 2>&1; then
+    quietly apt-get "${options[@]}" update
+    quietly "${install[@]}"
+  fi
+  echo /
+  exit 0
+fi
+
+root=$PWD/.deps/debian
+if [[ -f $root/.names ]] && ! grep -v -x -F -f "$root/.names" <(printf '%s\n' "$@") >/dev/null; then
+  echo "$root"
+  exit 0
+fi
+state=$PWD/.deps/apt
+mkdir -p "$root" "$state/lists/partial" "$state/archives/partial"
+options+=(
+  -o "Dir::State::lists=$state/lists" -o "Dir::Cache=$state" -o "Dir::Cache::archives=$state/archives"
+  -o Debug::NoLocking=true
+)
+quietly apt-get "${options[@]}" update
+wanted=$(apt-get "${options[@]}" -q --simulate --no-install-recommends install "$@" | awk '$1 == "Inst" { print $2 }') || {
+  echo "debian-packages: no such package, or not for this Debian: $*" >&2
+  exit 1
+}
+cd "$state/archives"
+# shellcheck disable=SC2086 # one word a package
+quietly apt-get "${options[@]}" download $wanted
+for archive in *.deb; do
+  quietly dpkg-deb -x "$archive" "$root"
+done
+rm -rf "$state"
+printf '%s\n' "$@" >>"$root/.names"
+echo "$root"
