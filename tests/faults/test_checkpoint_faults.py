@@ -188,7 +188,7 @@ def test_old_files_that_cannot_be_removed_are_an_event(kept, monkeypatch):
 
 
 def test_an_unreadable_previous_manifest_is_an_event_and_is_replaced(kept):
-    place, _, names = kept
+    place, _, _ = kept
     (pathlib.Path(place) / "manifest.millrace").write_bytes(b"not a manifest")
     seen = []
     remove = add_hook(seen.append)

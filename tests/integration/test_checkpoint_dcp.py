@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import io
+import pathlib
 import pickle
 import random
+import shutil
 import warnings
 
 import pytest
@@ -33,6 +35,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is .*single process:UserWarning"),
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
 ]
+
+
+FIXTURE = pathlib.Path(__file__).parent.parent / "fixtures" / "checkpoint-v1"
 
 
 def save(state, path, planner=None, **options):
@@ -468,3 +473,41 @@ def test_a_stock_checkpoint_runs_no_foreign_code(tmp_path):
     (tmp_path / "meta").mkdir()
     (tmp_path / "meta" / ".metadata").write_bytes(pickle.dumps(Trap()))
     assert isinstance(failure_of(load, {"x": torch.zeros(1)}, tmp_path / "meta"), UnsupportedObjectError)
+
+
+# --- format version 1, as it was written ----------------------------------------------------------
+
+
+def fixture_state() -> dict:
+    # Only arithmetic that every machine rounds alike.
+    counting = torch.arange(2000, dtype=torch.float32)
+    return {
+        "model": {
+            "weight": counting.reshape(40, 50) * 0.0123,
+            "half": (counting * -0.37).bfloat16(),
+            "long": counting.long() * 12345,
+            "mask": counting % 3 == 0,
+            "phase": torch.complex(counting[:9], -counting[:9]),
+            "empty": torch.empty(0, 3),
+            "scalar": torch.tensor(-0.0),
+        },
+        "step": 41,
+        "history": [1, None, "ü", 2.5, torch.ones(2, dtype=torch.float16)],
+    }
+
+
+def test_the_fixture_of_version_1_is_read(tmp_path):
+    shutil.copytree(FIXTURE, tmp_path / "copy")
+    state, expected = fixture_state(), fixture_state()
+    for tensor in [*state["model"].values(), state["history"][4]]:
+        tensor.zero_()
+    state["step"], state["history"][:4] = 0, [0, 0, 0, 0]
+    load(state, tmp_path / "copy")
+    assert state["step"] == 41
+    assert state["history"][:4] == expected["history"][:4]
+    for name, tensor in expected["model"].items():
+        assert torch.equal(state["model"][name], tensor), name
+    assert torch.signbit(state["model"]["scalar"])
+    assert torch.equal(state["history"][4], expected["history"][4])
+    summary = describe(FIXTURE)
+    assert (summary.format_version, summary.user) == (1, {"fixture": True})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import warnings
 
@@ -65,8 +66,8 @@ def grid(draw, shape):
     boxes = [([], [])]
     for size in shape:
         cuts = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))})
-        pieces = list(zip(cuts, cuts[1:], strict=False)) or [(0, 0)]
-        boxes = [(off + [low], sizes + [high - low]) for off, sizes in boxes for low, high in pieces]
+        pieces = list(itertools.pairwise(cuts)) or [(0, 0)]
+        boxes = [([*off, low], [*sizes, high - low]) for off, sizes in boxes for low, high in pieces]
     return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import shutil
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from millrace.checkpoint.format import (
     encode_manifest,
     item_table,
 )
-from millrace.checkpoint.manifests import describe, read_manifest
+from millrace.checkpoint.manifests import read_manifest
 from millrace.checkpoint.planes import Kind, PlaneCodec, checksum
 from millrace.checkpoint.slices import box_runs
 from millrace.checkpoint.storage import LocalStorage, open_storage
@@ -157,48 +156,6 @@ def test_a_chunk_is_read_and_decoded_once_for_all_who_want_some(tmp_path, monkey
 
 
 # --- format version 1, as it was written ----------------------------------------------------------
-
-
-def fixture_state() -> dict:
-    import torch
-
-    counting = torch.arange(2000, dtype=torch.float32)
-    return {
-        "model": {
-            "weight": (counting.reshape(40, 50) / 1000 - 1).sin(),
-            "half": (counting / 77).cos().bfloat16(),
-            "long": counting.long() * 12345,
-            "mask": counting % 3 == 0,
-            "phase": torch.complex(counting[:9], -counting[:9]),
-            "empty": torch.empty(0, 3),
-            "scalar": torch.tensor(-0.0),
-        },
-        "step": 41,
-        "history": [1, None, "ü", 2.5, torch.ones(2, dtype=torch.float16)],
-    }
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is .*single process:UserWarning")
-def test_the_fixture_of_version_1_is_read(tmp_path):
-    import torch
-    import torch.distributed.checkpoint as dcp
-
-    from millrace.checkpoint import CheckpointReader
-
-    shutil.copytree(FIXTURE, tmp_path / "copy")
-    state, expected = fixture_state(), fixture_state()
-    for tensor in [*state["model"].values(), state["history"][4]]:
-        tensor.zero_()
-    state["step"], state["history"][:4] = 0, [0, 0, 0, 0]
-    dcp.load(state, storage_reader=CheckpointReader(tmp_path / "copy"))
-    assert state["step"] == 41
-    assert state["history"][:4] == expected["history"][:4]
-    for name, tensor in expected["model"].items():
-        assert torch.equal(state["model"][name], tensor), name
-    assert torch.signbit(state["model"]["scalar"])
-    assert torch.equal(state["history"][4], expected["history"][4])
-    summary = describe(FIXTURE)
-    assert (summary.format_version, summary.user) == (1, {"fixture": True})
 
 
 def test_the_manifest_of_version_1_is_laid_out_as_documented():

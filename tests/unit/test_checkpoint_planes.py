@@ -53,10 +53,10 @@ CONTENTS = {
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("content", CONTENTS)
-@pytest.mark.parametrize("nbytes", [4096, 300 * 1024 - 8, CHUNK_BYTES])
-def test_every_kind_comes_back_bit_for_bit(kind, content, nbytes):
-    raw = CONTENTS[content](nbytes)
-    assert np.array_equal(decoded(stored(raw, kind), kind, raw.size), raw)
+def test_every_kind_comes_back_bit_for_bit(kind, content):
+    for nbytes in (4096, 300 * 1024 - 8, CHUNK_BYTES):
+        raw = CONTENTS[content](nbytes)
+        assert np.array_equal(decoded(stored(raw, kind), kind, raw.size), raw)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
