@@ -148,6 +148,11 @@ def cache_node(options: CacheOptions) -> CacheNode:
     return node
 
 
+def store_exists(options: CacheOptions) -> bool:
+    """Whether any of the cache directories has been used before. Makes nothing."""
+    return any((directory / _NODE_FOLDER / "FORMAT").exists() for directory in options.cache_dirs)
+
+
 def close_nodes() -> None:
     """Close every cache of this process; the next use opens them again. For tests."""
     with _process.lock:

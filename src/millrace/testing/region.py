@@ -117,12 +117,17 @@ class EmulatedRegion:
     """A proxy before `upstream_url` (plain HTTP) that adds a round trip and limits the bandwidth.
 
     `round_trip_seconds` is added to every request, and once more to a connection's first one for its handshake.
-    `bytes_per_second` holds in each direction for all connections together; None is no limit. A context manager; the
-    process dies with this one. Methods may be called from any thread.
+    `bytes_per_second` holds in each direction for all connections together; None is no limit. `port` is a free one unless
+    given. A context manager; the process dies with this one. Methods may be called from any thread.
     """
 
     def __init__(
-        self, upstream_url: str, *, round_trip_seconds: float = 0.015, bytes_per_second: float | None = 200e6
+        self,
+        upstream_url: str,
+        *,
+        round_trip_seconds: float = 0.015,
+        bytes_per_second: float | None = 200e6,
+        port: int | None = None,
     ) -> None:
         url = urllib.parse.urlsplit(upstream_url)
         if url.scheme != "http" or not url.hostname:
@@ -133,6 +138,7 @@ class EmulatedRegion:
             )
         self.round_trip_seconds = round_trip_seconds
         self.bytes_per_second = bytes_per_second
+        self._listen_port = port or 0
         self._upstream = (url.hostname, url.port or 80)
         self._lock = threading.Lock()
         self._process: ChildProcess | None = None
@@ -153,7 +159,7 @@ class EmulatedRegion:
             ChildProcess(command, log=self._log, pipes=True, grace_seconds=1.0)
         )
         host, port = self._upstream
-        settings = {"host": host, "port": port, **self._shape()}
+        settings = {"host": host, "port": port, "listen_port": self._listen_port, **self._shape()}
         try:
             self._port = self._ask(settings)["port"]
         except BaseException:

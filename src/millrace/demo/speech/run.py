@@ -6,8 +6,10 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -140,6 +142,10 @@ def local_ray(settings: SpeechSettings, progress: Progress) -> Iterator[None]:
         yield
         return
     progress("starting Ray on this machine")
+    # Ray's own folder goes with the run. Its sockets lie in there, whose paths may have 107 characters: a long TMPDIR will
+    # not do.
+    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 30 else "/tmp"
+    scratch = tempfile.mkdtemp(prefix="millrace-", dir=parent)
     try:
         with _interrupt_later():
             ray.init(
@@ -152,11 +158,14 @@ def local_ray(settings: SpeechSettings, progress: Progress) -> Iterator[None]:
                 log_to_driver=False,
                 runtime_env={"env_vars": _WORKER_ENVIRONMENT},
                 _node_ip_address="127.0.0.1",
+                _temp_dir=scratch,
             )
         yield
     finally:
         with _interrupt_later():
             ray.shutdown()
+            # A process of Ray's may write its last line of log meanwhile, which would make this fail.
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager

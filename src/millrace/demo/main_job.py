@@ -1,0 +1,277 @@
+"""The main job, as `millrace demo` runs it: speech from S3 through the cache into training, and out as checkpoints.
+
+Everything lies in one folder: the S3 server's data, the cache, the data set, the report. A second run there finds the data
+set uploaded and cached. The data set is read through an emulated region, which makes the server seem 15 ms away, and which
+counts every byte on its own: the table's "from origin" can be held against a witness that is no part of the cache.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import millrace
+from millrace.demo.speech.log import EpochRecord
+from millrace.demo.speech.settings import SpeechSettings
+from millrace.demo.speech_data import write_common_voice
+from millrace.errors import ConfigurationError, DiskFullError, MissingDependencyError, StorageError
+from millrace.testing.region import EmulatedRegion
+from millrace.testing.s3 import S3Server
+
+if TYPE_CHECKING:
+    from millrace.demo.speech.run import SpeechResult
+
+DATA_BUCKET = "datasets"
+RUN_BUCKET = "runs"
+DATA_PREFIX = "common-voice-11-de"
+
+_NEEDED_BYTES = 1_500_000_000
+_NEEDED_MODULES = ("ray", "torch", "transformers", "soundfile", "soxr", "jiwer", "matplotlib")
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings:
+    """What a user may choose. `directory` holds everything; `model` is a local folder or a hub name, None builds one."""
+
+    directory: Path
+    epochs: int | None = None
+    workers: int = 1
+    chaos: bool = True
+    model: str | None = None
+    quick: bool = False
+    port: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    """What a demo run did. `witness_bytes` is what the emulated region counted of the data set, a look at each epoch."""
+
+    speech: SpeechResult
+    run_url: str
+    report: Path
+    model_url: str
+    server_directory: Path
+    witness_bytes: int
+    origin_bytes: int
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        """The result as plain values."""
+        return {
+            "run_url": self.run_url,
+            "report": str(self.report),
+            "model_url": self.model_url,
+            "server_directory": str(self.server_directory),
+            "epochs": [asdict(epoch) for epoch in self.speech.epochs],
+            "metrics": self.speech.metrics,
+            "restarts": self.speech.restarts,
+            "kill": self.speech.kill,
+            "recovery_seconds": self.speech.recovery_seconds,
+            "origin_bytes": self.origin_bytes,
+            "witness_bytes": self.witness_bytes,
+            "seconds": self.seconds,
+        }
+
+
+def run_demo(settings: DemoSettings, progress: Progress) -> DemoResult:
+    """Run the whole job; `progress` gets one line of text at a time.
+
+    Raises `MillraceError` with the next step when something that it needs is missing. Whatever happens, no process that it
+    started is left.
+    """
+    started = time.monotonic()
+    _check_modules()
+    directory = _prepare_directory(settings.directory)
+    with ExitStack() as stack:
+        server = stack.enter_context(S3Server(directory / "s3", port=settings.port))
+        region = stack.enter_context(_region(server, directory / "region-port"))
+        progress(f"S3 server on {server.endpoint_url}, read through an emulated region on {region.endpoint_url}")
+
+        fs = millrace.filesystem(
+            "s3",
+            target_options={**server.target_options, "endpoint_url": region.endpoint_url},
+            cache_dir=str(directory / "cache"),
+            consistency="immutable",
+            members="none",
+            min_free="2%",
+        )
+        # What changes while the run lasts (log, metrics, model) is read past the cache's memory of it.
+        run_fs = millrace.filesystem(
+            "s3",
+            target_options=server.target_options,
+            cache_dir=str(directory / "cache-runs"),
+            consistency="always",
+            members="none",
+            min_free="2%",
+        )
+        _upload_data_set(server, run_fs, directory / "common-voice", progress)
+
+        run_url = f"s3://{RUN_BUCKET}/{time.strftime('%Y%m%d-%H%M%S')}"
+        speech = _speech_settings(settings, run_url)
+        region.reset()
+        before = fs.cache_counters()["origin_bytes"]
+        from millrace.demo.report import render_report
+        from millrace.demo.speech.run import run_speech
+
+        result = run_speech(
+            speech,
+            fs,
+            run_fs=run_fs,
+            counters=fs.cache_counters,
+            checkpoint_options=server.target_options,
+            progress=progress,
+        )
+        witness = region.stats(prefix=f"/{DATA_BUCKET}/{DATA_PREFIX}/").by_method.get("GET")
+        places = {
+            "S3 server's data": str(directory / "s3"),
+            "Cache": str(directory / "cache"),
+            "Data set on disk": str(directory / "common-voice"),
+        }
+        page = render_report(result, places=places)
+        run_fs.pipe_file(f"{run_url}/report.html", page.encode("utf-8"))
+        report = directory / "report.html"
+        report.write_text(page, encoding="utf-8")
+        return DemoResult(
+            speech=result,
+            run_url=run_url,
+            report=report,
+            model_url=f"{run_url}/model",
+            server_directory=directory / "s3",
+            witness_bytes=witness.bytes_down if witness else 0,
+            origin_bytes=fs.cache_counters()["origin_bytes"] - before,
+            seconds=time.monotonic() - started,
+        )
+
+
+def summary_table(result: DemoResult) -> str:
+    """The closing table, for a terminal."""
+    speech = result.speech
+    lines = ["", " epoch   loss   dev CER   seconds   from origin    from cache   checkpoint (of raw)"]
+    attempt = speech.epochs[0].attempt
+    for epoch in speech.epochs:
+        if epoch.attempt != attempt:
+            attempt = epoch.attempt
+            waited = speech.recovery_seconds
+            lines.append(
+                "        --- worker killed, resumed from the checkpoint"
+                + (f" {waited:.0f} s later ---" if waited is not None else " ---")
+            )
+        lines.append(_epoch_line(epoch))
+    metrics = speech.metrics
+    lines += [
+        "",
+        f"test CER {_rate(metrics.get('test_cer'))}, of speakers not in train {_rate(metrics.get('test_cer_held_out_speakers'))}",
+        f"origin: {_mb(result.origin_bytes)} by the cache's own count, {_mb(result.witness_bytes)} by the region's",
+        "",
+        f"report        {result.report}",
+        f"in the bucket {result.run_url}/  (model/, checkpoints/, training.jsonl, metrics.json, report.html)",
+        f"look inside   python -m millrace.testing.s3 --dir {result.server_directory}",
+        f"done in {result.seconds:.0f} s",
+    ]
+    return "\n".join(lines)
+
+
+def _epoch_line(epoch: EpochRecord) -> str:
+    share = epoch.checkpoint_bytes / epoch.raw_bytes if epoch.raw_bytes else 1.0
+    return (
+        f" {epoch.epoch:5d}  {epoch.train_loss:5.3f}  {_rate(epoch.dev_cer):>8s}  {epoch.seconds:8.1f}"
+        f"  {_mb(epoch.origin_bytes):>12s}  {_mb(epoch.cache_bytes):>12s}   {_mb(epoch.checkpoint_bytes)} ({share:.0%})"
+    )
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes} B" if nbytes < 1000 else f"{nbytes / 1e6:.2f} MB"
+
+
+def _check_modules() -> None:
+    missing = [name for name in _NEEDED_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"the demo needs {', '.join(missing)}", next_step="pip install 'millrace[demo]', or use 'make demo'"
+        )
+
+
+def _prepare_directory(directory: Path) -> Path:
+    directory = directory.absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise StorageError(f"{directory}: {error.strerror}", next_step="choose another --directory") from error
+    if not os.access(directory, os.W_OK):
+        raise StorageError(f"{directory} cannot be written", next_step="choose another --directory")
+    if free < _NEEDED_BYTES:
+        raise DiskFullError(
+            f"{directory} has {free / 1e9:.1f} GB free, the demo needs {_NEEDED_BYTES / 1e9:.1f} GB",
+            next_step="free some, or choose another --directory",
+        )
+    return directory
+
+
+def _region(server: S3Server, memory: Path) -> EmulatedRegion:
+    """An emulated region on the port of the last run, where that is free: the cache knows an origin by its address."""
+    try:
+        port = int(memory.read_text())
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+    except (OSError, OverflowError, ValueError):
+        port = None  # the first run here, or somebody else has the port by now: what is cached is not used then
+    region = EmulatedRegion(server.endpoint_url, port=port).start()
+    memory.write_text(region.endpoint_url.rpartition(":")[2])
+    return region
+
+
+def _upload_data_set(server: S3Server, fs: millrace.MillraceFileSystem, directory: Path, progress: Progress) -> None:
+    """Write the data set to disk and put what is not yet there into the bucket."""
+    written = write_common_voice(directory)
+    clips = ", ".join(f"{count} {split}" for split, count in written.clips.items())
+    progress(f"data set: {clips} clips, {written.total_bytes / 1e6:.1f} MB, in {directory}")
+    server.create_bucket(DATA_BUCKET)
+    server.create_bucket(RUN_BUCKET)
+    base = f"{DATA_BUCKET}/{DATA_PREFIX}"
+    there = {info.key: info.size for page in fs.list_all(base) for info in page}
+    missing = [name for name in written.files if there.get(f"{base}/{name}") != (directory / name).stat().st_size]
+    for number, name in enumerate(missing, start=1):
+        fs.pipe_file(f"{base}/{name}", (directory / name).read_bytes())
+        if number % 100 == 0 or number == len(missing):
+            progress(f"uploaded {number} of {len(missing)} files to s3://{base}")
+    if not missing:
+        progress(f"s3://{base} is there from an earlier run")
+
+
+def _speech_settings(settings: DemoSettings, run_url: str) -> SpeechSettings:
+    speech = SpeechSettings(
+        data_url=f"s3://{DATA_BUCKET}/{DATA_PREFIX}",
+        run_url=run_url,
+        model=settings.model,
+        num_workers=settings.workers,
+    )
+    if settings.quick:
+        speech = speech.quick()
+    if settings.epochs is not None:
+        if settings.epochs < 1:
+            raise ConfigurationError(f"--epochs {settings.epochs}", next_step="give 1 or more")
+        kill = min(speech.kill_in_epoch or 1, settings.epochs)
+        speech = replace(speech, epochs=settings.epochs, kill_in_epoch=kill)
+    return speech if settings.chaos else replace(speech, kill_in_epoch=None)
+
+
+def result_json(result: DemoResult) -> str:
+    """The result as one line of JSON."""
+    return json.dumps(result.as_json(), ensure_ascii=False)
