@@ -8,7 +8,11 @@ def test_identity_depends_on_every_part_and_on_nothing_else() -> None:
     assert object_id(*base) == object_id(*base)
     # The value is part of the store's format: it must be the same in every build.
     assert object_id(*base).hex() == "29803395efe1fc41fa6b4a654d028cd1"
-    others = [("s3+http://b", "b/k", '"v1"', 10), ("s3+http://a", "b/l", '"v1"', 10), ("s3+http://a", "b/k", '"v2"', 10)]
+    others = [
+        ("s3+http://b", "b/k", '"v1"', 10),
+        ("s3+http://a", "b/l", '"v1"', 10),
+        ("s3+http://a", "b/k", '"v2"', 10),
+    ]
     others += [("s3+http://a", "b/k", '"v1"', 11), ("s3+http://ab", "/k", '"v1"', 10)]
     assert len({object_id(*other) for other in [base, *others]}) == len(others) + 1
 

@@ -31,7 +31,9 @@ def index(tmp_path: Path) -> Iterator[Index]:
 def make(index: Index) -> Callable[..., tuple[MetadataCache, Clock, list[ObjectInfo]]]:
     def build(max_age: float) -> tuple[MetadataCache, Clock, list[ObjectInfo]]:
         clock, changed = Clock(), []
-        cache = MetadataCache(index, max_age_seconds=max_age, on_changed=lambda _, info: changed.append(info), clock=clock)
+        cache = MetadataCache(
+            index, max_age_seconds=max_age, on_changed=lambda _, info: changed.append(info), clock=clock
+        )
         return cache, clock, changed
 
     return build
@@ -93,7 +95,9 @@ def test_a_listing_is_remembered_and_describes_its_objects(make: Make) -> None:
     origin.put("b/d/sub/x", b"1")
     cache, clock, _ = make(60)
     pages = list(cache.list_all(origin, "b/d"))
-    assert [info for page in cache.list_all(origin, "b/d") for info in page] == [info for page in pages for info in page]
+    assert [info for page in cache.list_all(origin, "b/d") for info in page] == [
+        info for page in pages for info in page
+    ]
     assert max(len(page) for page in pages) <= 1000
     assert cache.stat(origin, "b/d/00006").size == 6
     assert cache.known_directory(origin, "b/d")

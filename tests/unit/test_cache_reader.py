@@ -19,7 +19,9 @@ from millrace.testing.origins import MemoryOrigin
 @pytest.fixture
 def make_node(tmp_path: Path) -> Callable[..., CacheNode]:
     def make(**options: object) -> CacheNode:
-        return cache_node(resolve({"cache_dir": str(tmp_path / "cache"), "min_free": 0, **options}, environ={}, file={}))
+        return cache_node(
+            resolve({"cache_dir": str(tmp_path / "cache"), "min_free": 0, **options}, environ={}, file={})
+        )
 
     return make
 
@@ -44,12 +46,20 @@ def read_all(node: CacheNode, origin: MemoryOrigin, info: ObjectInfo) -> bytes:
         reader.close()
 
 
-def test_each_byte_is_read_once_then_the_file_is_native(make_node: Callable[..., CacheNode], origin: MemoryOrigin) -> None:
+def test_each_byte_is_read_once_then_the_file_is_native(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin
+) -> None:
     node = make_node()
     info = origin.head("b/large")
     data = content(origin, "b/large")
     reader = node.open_reader(origin, info)
-    for start, stop in [(10, 20), (BLOCK_BYTES - 5, BLOCK_BYTES + 5), (0, info.size), (info.size - 3, info.size + 10), (9, 9)]:
+    for start, stop in [
+        (10, 20),
+        (BLOCK_BYTES - 5, BLOCK_BYTES + 5),
+        (0, info.size),
+        (info.size - 3, info.size + 10),
+        (9, 9),
+    ]:
         assert bytes(reader.read(start, stop)) == data[start:stop]
     reader.close()
     assert origin.bytes_read() == info.size
@@ -65,7 +75,9 @@ def test_fetches_are_coalesced(make_node: Callable[..., CacheNode], origin: Memo
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_many_threads_one_fetch_a_block(make_node: Callable[..., CacheNode], origin: MemoryOrigin, native: bool) -> None:
+def test_many_threads_one_fetch_a_block(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin, native: bool
+) -> None:
     origin.before_read = lambda *_: time.sleep(0.05)
     node = make_node(native=native)
     info = origin.head("b/large")
@@ -127,7 +139,9 @@ def test_without_room_reads_go_on_uncached(make_node: Callable[..., CacheNode], 
     assert node.counters()["uncached_bytes"] > 0
 
 
-def test_a_truncated_or_corrupt_file_is_fetched_again(make_node: Callable[..., CacheNode], origin: MemoryOrigin) -> None:
+def test_a_truncated_or_corrupt_file_is_fetched_again(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin
+) -> None:
     node = make_node(native=False)
     info = origin.head("b/large")
     read_all(node, origin, info)

@@ -30,7 +30,8 @@ def test_bad_amounts_name_the_option(text: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("immutable", math.inf), ("always", 0.0), ("60s", 60.0), ("5 min", 300.0), (2, 2.0), ("1h", 3600.0)]
+    ("text", "seconds"),
+    [("immutable", math.inf), ("always", 0.0), ("60s", 60.0), ("5 min", 300.0), (2, 2.0), ("1h", 3600.0)],
 )
 def test_consistency(text: Any, seconds: float) -> None:
     assert parse_consistency(text) == seconds

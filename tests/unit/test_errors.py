@@ -6,9 +6,7 @@ import pytest
 from millrace import errors
 from millrace.errors import MillraceError, ObjectExistsError, ObjectNotFoundError
 
-ALL = [
-    value for _, value in inspect.getmembers(errors, inspect.isclass) if issubclass(value, MillraceError)
-]
+ALL = [value for _, value in inspect.getmembers(errors, inspect.isclass) if issubclass(value, MillraceError)]
 
 
 @pytest.mark.parametrize("cls", ALL)

@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _interrupted()
     except click.ClickException as error:
-        error.show()
+        command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "millrace"
+        click.echo(f"millrace: {error.format_message().rstrip('.')}: see '{command} --help'", err=True)
         return error.exit_code
     except MillraceError as error:
         click.echo(f"millrace: {error}", err=True)
