@@ -8,21 +8,12 @@ import numpy as np
 import pytest
 
 from millrace.checkpoint.fetching import ChunkFetcher, Request
-from millrace.checkpoint.format import (
-    NO_BASE,
-    DataFile,
-    Manifest,
-    Shard,
-    TensorEntry,
-    chunk_table,
-    decode_manifest,
-    encode_manifest,
-    item_table,
-)
+from millrace.checkpoint.format import DataFile, Manifest, Shard, TensorEntry, decode_manifest, encode_manifest
 from millrace.checkpoint.manifests import read_manifest
 from millrace.checkpoint.planes import Kind, PlaneCodec, checksum
 from millrace.checkpoint.slices import box_runs
 from millrace.checkpoint.storage import LocalStorage, open_storage
+from millrace.checkpoint.tables import NO_BASE, chunk_table, item_table
 from millrace.errors import CorruptCheckpointError
 
 FIXTURE = pathlib.Path(__file__).parent.parent / "fixtures" / "checkpoint-v1"

@@ -16,18 +16,16 @@ from hypothesis import strategies as st
 
 from millrace.checkpoint import format as fmt
 from millrace.checkpoint.format import (
-    NO_BASE,
     DataFile,
     Manifest,
     Properties,
     Shard,
     TensorEntry,
-    chunk_table,
     decode_manifest,
     encode_manifest,
-    item_table,
 )
 from millrace.checkpoint.planes import Kind, checksum
+from millrace.checkpoint.tables import NO_BASE, chunk_table, item_table
 from millrace.checkpoint.values import pack_value, unpack_value
 from millrace.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedObjectError
 

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from typing_extensions import Buffer
 
-from millrace.checkpoint.format import NO_BASE, Manifest
+from millrace.checkpoint.format import Manifest
 from millrace.checkpoint.pipeline import run_in_order
 from millrace.checkpoint.planes import Kind, PlaneCodec, as_bytes, checksum
 from millrace.checkpoint.slices import ReadRange, Runs, coalesce, scatter_chunk
 from millrace.checkpoint.storage import CheckpointStorage, StoredFile
+from millrace.checkpoint.tables import NO_BASE
 from millrace.errors import CorruptCheckpointError, MissingError
 
 # Reading across a gap costs its bytes; a request costs a round trip. At 15 ms and 200 MB/s they cost the same at 3 MB,

@@ -19,6 +19,7 @@ import zstandard
 from typing_extensions import Buffer
 
 from millrace.checkpoint.planes import MAX_CHUNK_BYTES, OPAQUE, Kind, checksum
+from millrace.checkpoint.tables import CHUNK_COLUMNS, ITEM_COLUMNS, NO_BASE, Table
 from millrace.checkpoint.values import pack_value, unpack_value
 from millrace.errors import CorruptCheckpointError, MillraceError, UnsupportedFormatError
 
@@ -26,8 +27,6 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.millrace"
 MAX_MANIFEST_BYTES = 256 << 20
 """A stored manifest is no longer than this; its body decompresses to at most four times as much."""
-NO_BASE = 0xFFFF_FFFF
-"""In the column `base`: the chunk is no delta."""
 
 _MAGIC = b"\x89MILLRC\n"
 _HEADER = struct.Struct("<8sIIQQ")
@@ -36,20 +35,6 @@ _CHECKSUM = struct.Struct("<Q")
 _KNOWN_FEATURES = frozenset({"delta"})
 # A data file of this checkpoint, or of a sibling directory: a hostile name must not reach anything else.
 _FILE_NAME = re.compile(r"(?:\.\./(?!\.{1,2}/)[^/\0]{1,255}/)?data-[0-9a-z-]{1,100}\.millrace", re.ASCII)
-
-_ITEM_COLUMNS = {"chunk": "<u4", "start": "<u4", "nbytes": "<u8"}
-_CHUNK_COLUMNS = {
-    "kind": "u1",
-    "file": "<u4",
-    "base": "<u4",
-    "raw_bytes": "<u4",
-    "stored_bytes": "<u4",
-    "offset": "<u8",
-    "stored_checksum": "<u8",
-    "raw_checksum": "<u8",
-}
-
-Column = np.ndarray[Any, Any]
 
 _FLOATS = {2: ("bfloat16", "float16"), 4: ("float32",), 8: ("float64",)}
 _FLOATS8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
@@ -102,51 +87,6 @@ class TensorEntry:
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
     properties: Properties = Properties()
-
-
-class Table:
-    """Columns of equal length, one numpy array each."""
-
-    def __init__(self, columns: Mapping[str, str], values: Mapping[str, Any] | None = None) -> None:
-        given = values or {}
-        self.columns: dict[str, Column] = {
-            name: np.asarray(given.get(name, ()), dtype=dtype) for name, dtype in columns.items()
-        }
-        if len({len(column) for column in self.columns.values()}) > 1:
-            raise ValueError("columns of a table are equally long")
-
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
-
-    def __getitem__(self, name: str) -> Column:
-        return self.columns[name]
-
-    def to_bytes(self) -> bytes:
-        return b"".join([_CHECKSUM.pack(len(self)), *(column.tobytes() for column in self.columns.values())])
-
-    @classmethod
-    def from_bytes(cls, columns: Mapping[str, str], data: memoryview) -> Table:
-        (count,) = _CHECKSUM.unpack_from(data)
-        widths = [np.dtype(dtype).itemsize for dtype in columns.values()]
-        if _CHECKSUM.size + count * sum(widths) != len(data):
-            raise CorruptCheckpointError("a table's length does not match its number of rows")
-        values, position = {}, _CHECKSUM.size
-        for (name, dtype), width in zip(columns.items(), widths, strict=True):
-            values[name] = np.frombuffer(data, dtype=dtype, count=count, offset=position)
-            position += count * width
-        return cls(columns, values)
-
-
-def item_table(values: Mapping[str, Any] | None = None) -> Table:
-    """Where each item lies: its first row in the chunk table, the byte inside that chunk, and its length in bytes."""
-    return Table(_ITEM_COLUMNS, values)
-
-
-def chunk_table(values: Mapping[str, Any] | None = None) -> Table:
-    """Where each chunk lies (`file`, `offset`, `stored_bytes`), what it decodes to (`kind`, `raw_bytes`, `base`: the
-    row of the chunk that it is a delta to, always an earlier one), and both its checksums.
-    """
-    return Table(_CHUNK_COLUMNS, values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,8 +222,8 @@ def _decode_body(body: memoryview) -> Manifest:
             for key, dtype, shape, number, shards in meta["tensors"]
         ),
         blobs=tuple(_text(key) for key in meta["blobs"]),
-        items=Table.from_bytes(_ITEM_COLUMNS, sections[b"ITEM"]),
-        chunks=Table.from_bytes(_CHUNK_COLUMNS, sections[b"CHNK"]),
+        items=Table.from_bytes(ITEM_COLUMNS, sections[b"ITEM"]),
+        chunks=Table.from_bytes(CHUNK_COLUMNS, sections[b"CHNK"]),
         planner_data=unpack_value(meta["planner"]),
         user=_mapping(unpack_value(meta["user"])),
     )

@@ -11,11 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 from typing_extensions import Buffer
 
-from millrace.checkpoint.format import NO_BASE, DataFile, Table, chunk_table
+from millrace.checkpoint.format import DataFile
 from millrace.checkpoint.layout import ChunkPlan, Packer
 from millrace.checkpoint.pipeline import run_in_order
 from millrace.checkpoint.planes import Kind, PlaneCodec, as_bytes, checksum
 from millrace.checkpoint.storage import CheckpointStorage
+from millrace.checkpoint.tables import NO_BASE, Table, chunk_table
 from millrace.errors import MillraceError
 from millrace.events import Event, emit
 from millrace.origin import ObjectWriter

@@ -29,12 +29,13 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from typing_extensions import Buffer
 
 from millrace._version import __version__
-from millrace.checkpoint.format import DTYPES, NO_BASE, Manifest, Table, chunk_table, encode_manifest, item_table
+from millrace.checkpoint.format import DTYPES, Manifest, encode_manifest
 from millrace.checkpoint.manifests import manifest_name, read_manifest, refuse_existing
 from millrace.checkpoint.packing import RankData, Source, StoredItem, discard, write_items
 from millrace.checkpoint.pipeline import default_threads
 from millrace.checkpoint.planes import OPAQUE, Kind, checksum
 from millrace.checkpoint.storage import CheckpointStorage, open_storage
+from millrace.checkpoint.tables import NO_BASE, Table, chunk_table, item_table
 from millrace.checkpoint.tensors import check_blob, dtype_name, entries_of, flat_bytes
 from millrace.errors import ConfigurationError, MillraceError, MissingError, ObjectExistsError, UsageError
 from millrace.events import Event, emit

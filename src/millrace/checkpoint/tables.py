@@ -1,0 +1,75 @@
+"""The manifest's two tables: where items lie in chunks, and where chunks lie in files. Pure."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from millrace.errors import CorruptCheckpointError
+
+NO_BASE = 0xFFFF_FFFF
+"""In the column `base`: the chunk is no delta."""
+
+_COUNT = struct.Struct("<Q")
+
+ITEM_COLUMNS = {"chunk": "<u4", "start": "<u4", "nbytes": "<u8"}
+CHUNK_COLUMNS = {
+    "kind": "u1",
+    "file": "<u4",
+    "base": "<u4",
+    "raw_bytes": "<u4",
+    "stored_bytes": "<u4",
+    "offset": "<u8",
+    "stored_checksum": "<u8",
+    "raw_checksum": "<u8",
+}
+
+Column = np.ndarray[Any, Any]
+
+
+class Table:
+    """Columns of equal length, one numpy array each."""
+
+    def __init__(self, columns: Mapping[str, str], values: Mapping[str, Any] | None = None) -> None:
+        given = values or {}
+        self.columns: dict[str, Column] = {
+            name: np.asarray(given.get(name, ()), dtype=dtype) for name, dtype in columns.items()
+        }
+        if len({len(column) for column in self.columns.values()}) > 1:
+            raise ValueError("columns of a table are equally long")
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, name: str) -> Column:
+        return self.columns[name]
+
+    def to_bytes(self) -> bytes:
+        return b"".join([_COUNT.pack(len(self)), *(column.tobytes() for column in self.columns.values())])
+
+    @classmethod
+    def from_bytes(cls, columns: Mapping[str, str], data: memoryview) -> Table:
+        (count,) = _COUNT.unpack_from(data)
+        widths = [np.dtype(dtype).itemsize for dtype in columns.values()]
+        if _COUNT.size + count * sum(widths) != len(data):
+            raise CorruptCheckpointError("a table's length does not match its number of rows")
+        values, position = {}, _COUNT.size
+        for (name, dtype), width in zip(columns.items(), widths, strict=True):
+            values[name] = np.frombuffer(data, dtype=dtype, count=count, offset=position)
+            position += count * width
+        return cls(columns, values)
+
+
+def item_table(values: Mapping[str, Any] | None = None) -> Table:
+    """Where each item lies: its first row in the chunk table, the byte inside that chunk, and its length in bytes."""
+    return Table(ITEM_COLUMNS, values)
+
+
+def chunk_table(values: Mapping[str, Any] | None = None) -> Table:
+    """Where each chunk lies (`file`, `offset`, `stored_bytes`), what it decodes to (`kind`, `raw_bytes`, `base`: the
+    row of the chunk that it is a delta to, always an earlier one), and both its checksums.
+    """
+    return Table(CHUNK_COLUMNS, values)
