@@ -49,6 +49,7 @@ th, td { text-align: right; padding: 6px 10px; border-bottom: 1px solid #eef1f4;
 th { color: #66727f; font-weight: 600; vertical-align: bottom; }
 th:first-child, td:first-child, .text th, .text td { text-align: left; }
 .text td { white-space: normal; }
+.plain td:first-child { white-space: nowrap; width: 1%; padding-right: 18px; }
 tr.restart td { background: #fbf0ef; color: #b8433a; text-align: left; font-size: 13px; }
 del { color: #b8433a; text-decoration: line-through; text-decoration-thickness: 1px; background: #fbf0ef; }
 ins { color: #b8433a; text-decoration: none; background: #fbf0ef; border-bottom: 2px solid #b8433a; }
@@ -227,7 +228,7 @@ def _rows(rows: Sequence[tuple[str, str]]) -> str:
     body = "".join(
         f"<tr><td>{html.escape(name)}</td><td><code>{html.escape(value)}</code></td></tr>" for name, value in rows
     )
-    return f'<div class="text"><table><tbody>{body}</tbody></table></div>'
+    return f'<div class="text plain"><table><tbody>{body}</tbody></table></div>'
 
 
 def _places(result: SpeechResult, places: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -285,7 +286,8 @@ def _plot(draw: Callable[[Sequence[Axes]], None], *, panels: int = 1) -> str:
 
 def _mark_restarts(axes: Axes, restarts: Mapping[int, str], *, label: bool = False) -> None:
     for epoch in restarts:
-        axes.axvline(epoch - 0.5, color=_RED, linewidth=1, linestyle=(0, (3, 3)))
+        # Where there is a legend above the bars, the line ends below it.
+        axes.axvline(epoch - 0.5, ymax=1.0 if label else 0.83, color=_RED, linewidth=1, linestyle=(0, (3, 3)))
         if label:
             axes.annotate(
                 "restart", (epoch - 0.5, 0.97), xycoords=("data", "axes fraction"), xytext=(4, 0),
@@ -312,7 +314,7 @@ def _draw_learning(axes: Sequence[Axes], epochs: Sequence[EpochRecord], restarts
     axes[1].plot(numbers, errors, color=_INK, marker="o", markersize=3.5)
     _finish(axes[1], epochs, "dev characters wrong, %")
     for panel in axes:
-        _mark_restarts(panel, restarts, label=panel is axes[1])
+        _mark_restarts(panel, restarts, label=True)
 
 
 def _draw_sources(axes: Axes, epochs: Sequence[EpochRecord], restarts: Mapping[int, str]) -> None:

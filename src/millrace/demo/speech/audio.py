@@ -63,8 +63,8 @@ def log_mel(samples: Array) -> Array:
     A clip shorter than two frames gives an array of no frames.
     """
     count = 1 + (len(samples) - _WINDOW) // _HOP if len(samples) >= _WINDOW else 0
-    count -= count % STACK if count > 1 else 0
-    if count < STACK:
+    count -= count % STACK
+    if not count:
         return np.zeros((0, FEATURES), dtype=np.float32)
     frames = np.lib.stride_tricks.sliding_window_view(samples, _WINDOW)[::_HOP].astype(np.float32) * np.float32(2**15)
     frames -= frames.mean(axis=1, keepdims=True)
