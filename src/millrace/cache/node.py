@@ -153,6 +153,11 @@ def store_exists(options: CacheOptions) -> bool:
     return any((directory / _NODE_FOLDER / "FORMAT").exists() for directory in options.cache_dirs)
 
 
+def nodes_are_open() -> bool:
+    """Whether this process has any cache open."""
+    return bool(_process.nodes or _process.disks)
+
+
 def close_nodes() -> None:
     """Close every cache of this process; the next use opens them again. For tests."""
     with _process.lock:
