@@ -77,13 +77,20 @@ def test_large_upload_in_parts(fs: millrace.MillraceFileSystem, bucket: str) -> 
         for start in range(0, len(data), 3 << 20):
             file.write(data[start : start + (3 << 20)])
     assert fs.cat_file(f"{bucket}/big.bin") == data
-    with pytest.raises(RuntimeError, match="stop"), fs.open(f"{bucket}/half.bin", "wb") as file:
-        file.write(data)
-        raise RuntimeError("stop")
+
+    def write_half() -> None:
+        with fs.open(f"{bucket}/half.bin", "wb") as file:
+            file.write(data)
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        write_half()
     assert not fs.exists(f"{bucket}/half.bin")
 
 
-def test_an_overwrite_between_two_reads_is_never_mixed(fs: millrace.MillraceFileSystem, bucket: str, s3: S3Server) -> None:
+def test_an_overwrite_between_two_reads_is_never_mixed(
+    fs: millrace.MillraceFileSystem, bucket: str, s3: S3Server
+) -> None:
     first, second = os.urandom(20 << 20), os.urandom(20 << 20)
     fs.pipe_file(f"{bucket}/x.bin", first)
     file = fs.open(f"{bucket}/x.bin")
@@ -131,3 +138,20 @@ def test_a_dead_server_is_one_clear_error_but_cached_bytes_stay_readable(
     assert fs.cat_file("bkt/x") == b"cached"
     with pytest.raises(OriginUnavailableError, match="reachable"):
         fs.cat_file("bkt/y")
+
+
+def test_folder_markers_are_directories(fs: millrace.MillraceFileSystem, bucket: str, s3: S3Server) -> None:
+    fs.pipe_file(f"{bucket}/d/empty.bin", b"")
+    fs.pipe_file(f"{bucket}/d/e/x.bin", b"x")
+    reference = pafs.S3FileSystem(
+        access_key=s3.key, secret_key=s3.secret, endpoint_override=s3.endpoint_url, allow_bucket_creation=False
+    )
+    reference.create_dir(f"{bucket}/d/e")  # an object of no bytes whose name ends in a slash
+    for name in ["d", "d/e", "d/e/x.bin", "d/empty.bin", "nothing"]:
+        ours, theirs = fs.get_file_info(f"{bucket}/{name}"), reference.get_file_info(f"{bucket}/{name}")
+        assert ours.type == theirs.type, name
+    selector = pafs.FileSelector(f"{bucket}/d", recursive=True)
+    assert sorted((info.path, info.type) for info in fs.get_file_info(selector)) == sorted(
+        (info.path, info.type) for info in reference.get_file_info(selector)
+    )
+    assert fs.find(f"{bucket}/d") == [f"{bucket}/d/e/x.bin", f"{bucket}/d/empty.bin"]

@@ -14,8 +14,8 @@ BLOCK = 64 << 10
 NAME = bytes(range(16))
 
 
-def make_store(directory: Path, capacity: Amount = Amount(nbytes=1 << 30)) -> Store:
-    return Store(directory, capacity=capacity, min_free=Amount(nbytes=0))
+def make_store(directory: Path, capacity_bytes: int = 1 << 30) -> Store:
+    return Store(directory, capacity=Amount(nbytes=capacity_bytes), min_free=Amount(nbytes=0))
 
 
 def write(store: Store, name: bytes, data: bytes) -> None:
@@ -141,7 +141,7 @@ def test_a_directory_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> N
 
 
 def test_room(tmp_path: Path) -> None:
-    store = make_store(tmp_path / "s", capacity=Amount(nbytes=BLOCK * 2))
+    store = make_store(tmp_path / "s", capacity_bytes=BLOCK * 2)
     assert store.has_room(BLOCK * 2)
     write(store, NAME, bytes(BLOCK))
     assert store.has_room(BLOCK)

@@ -62,7 +62,7 @@ def test_several_disks() -> None:
 
 
 def test_unknown_options_are_errors_that_list_the_known() -> None:
-    with pytest.raises(ConfigurationError, match="capacty.*known ones are.*capacity"):
+    with pytest.raises(ConfigurationError, match=r"capacty.*known ones are.*capacity"):
         resolve({"capacty": "1GB"}, environ={}, file={})
 
 

@@ -190,9 +190,14 @@ def test_a_write_is_seen_by_the_next_read(make: MakeFileSystem, tmp_path: Path) 
 
 def test_a_write_that_fails_leaves_nothing(make: MakeFileSystem, tmp_path: Path) -> None:
     fs = make()
-    with pytest.raises(RuntimeError, match="stop"), fs.open(f"{tmp_path}/half.bin", "wb") as file:
-        file.write(b"x" * (40 << 20))
-        raise RuntimeError("stop")
+
+    def write_half() -> None:
+        with fs.open(f"{tmp_path}/half.bin", "wb") as file:
+            file.write(b"x" * (40 << 20))
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        write_half()
     assert not (tmp_path / "half.bin").exists()
 
 

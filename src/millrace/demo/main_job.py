@@ -171,7 +171,8 @@ def summary_table(result: DemoResult) -> str:
     metrics = speech.metrics
     lines += [
         "",
-        f"test CER {_rate(metrics.get('test_cer'))}, of speakers not in train {_rate(metrics.get('test_cer_held_out_speakers'))}",
+        f"test CER {_rate(metrics.get('test_cer_known_speakers'))} for speakers known from training, "
+        f"{_rate(metrics.get('test_cer_held_out_speakers'))} for those who are not",
         f"origin: {_mb(result.origin_bytes)} by the cache's own count, {_mb(result.witness_bytes)} by the region's",
         "",
         f"report        {result.report}",

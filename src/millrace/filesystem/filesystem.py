@@ -188,17 +188,23 @@ class MillraceFileSystem(ChainedFileSystem, PyFileSystem):  # type: ignore[misc]
         key = self.key_of(path)
         metadata = self.node.metadata
         known = metadata.known(self._origin, key)
-        if known is not None:
+        if known is not None and known.size:
             return _file_entry(known)
         if not key.strip("/") or metadata.known_directory(self._origin, key):
             return _directory_entry(key)
         try:
-            return _file_entry(metadata.stat(self._origin, key))
+            found: ObjectInfo | None = metadata.stat(self._origin, key)
         except ObjectNotFoundError:
-            listing = metadata.list_level(self._origin, key) if key else None
-            if listing is None or not (listing.objects or listing.prefixes):
-                raise
+            found = None
+        if found is not None and found.size:
+            return _file_entry(found)
+        # Nothing by this name, or an empty object, which may be a folder's marker: what lies below decides.
+        listing = metadata.list_level(self._origin, key)
+        if listing.objects or listing.prefixes:
             return _directory_entry(key)
+        if found is None:
+            raise ObjectNotFoundError(f"{self.unstrip_protocol(key)} does not exist", next_step="check the name")
+        return _file_entry(found)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
         key = self.key_of(path)

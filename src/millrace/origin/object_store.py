@@ -119,7 +119,7 @@ class ObjectStoreOrigin:
         bucket = self._bucket(prefix)
         with self._translated(prefix):
             result = obstore_library().list_with_delimiter(client, path or None)
-            objects = [self._info(bucket + meta["path"], meta) for meta in result["objects"]]
+            objects = [self._info(bucket + meta["path"], meta) for meta in result["objects"] if meta["path"] != path]
             return Listing(objects=objects, prefixes=[bucket + name for name in result["common_prefixes"]])
 
     def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
@@ -127,8 +127,16 @@ class ObjectStoreOrigin:
         client, path = self._locate(prefix)
         bucket = self._bucket(prefix)
         with self._translated(prefix):
+            held_back: list[ObjectInfo] = []
             for page in obstore_library().list(client, path or None, chunk_size=_LIST_PAGE):
-                yield [self._info(bucket + meta["path"], meta) for meta in page]
+                found = held_back + [self._info(bucket + meta["path"], meta) for meta in page if meta["path"] != path]
+                objects = without_folder_markers(found)
+                # Whether the last one is a marker shows with the first of the next page.
+                held_back = objects[-1:] if objects and objects[-1].size == 0 else []
+                if len(objects) > len(held_back):
+                    yield objects[: len(objects) - len(held_back)]
+            if held_back:
+                yield held_back
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -225,6 +233,19 @@ class ObjectStoreOrigin:
             if translated is None:
                 raise
             raise translated from error
+
+
+def without_folder_markers(objects: Sequence[ObjectInfo]) -> list[ObjectInfo]:
+    """Leave out the empty objects that consoles and some servers make for folders: the key lies right above another one.
+
+    `objects` are in the order of the origin, which lists a marker immediately before what is in its folder.
+    """
+    following = [*(info.key for info in objects[1:]), ""]
+    return [
+        info
+        for info, next_key in zip(objects, following, strict=True)
+        if info.size or not next_key.startswith(info.key + "/")
+    ]
 
 
 def _translate(error: Exception, url: str, identity: str) -> MillraceError | None:
