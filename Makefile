@@ -14,7 +14,7 @@ venv:
 	@tools/bootstrap.sh
 
 demo: venv
-	@.venv/bin/millrace demo $(ARGS)
+	@.venv/bin/millrace demo --directory .demo $(ARGS)
 
 check: venv
 	.venv/bin/ruff check
