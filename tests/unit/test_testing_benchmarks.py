@@ -157,7 +157,7 @@ def test_a_contender_that_breaks_down_says_why(make_case: Callable[[str], Case],
             raise RuntimeError("no such luck")
         """
     )
-    with pytest.raises(ContenderError, match="tiny, broken: broke down: .*no such luck"):
+    with pytest.raises(ContenderError, match=r"tiny, broken: broke down: .*no such luck"):
         run_case(case, rounds=1, quick=True, scratch=tmp_path / "scratch")
 
 
