@@ -45,13 +45,14 @@ if [[ -f $root/.names ]] && ! grep -v -x -F -f "$root/.names" <(printf '%s\n' "$
   exit 0
 fi
 state=$PWD/.deps/apt
+trap 'rm -rf "$state"' EXIT
 mkdir -p "$root" "$state/lists/partial" "$state/archives/partial"
 options+=(
   -o "Dir::State::lists=$state/lists" -o "Dir::Cache=$state" -o "Dir::Cache::archives=$state/archives"
   -o Debug::NoLocking=true
 )
 quietly apt-get "${options[@]}" update
-wanted=$(apt-get "${options[@]}" -q --simulate --no-install-recommends install "$@" | awk '$1 == "Inst" { print $2 }') || {
+wanted=$(apt-get "${options[@]}" -q --simulate --no-install-recommends install "$@" 2>/dev/null | awk '$1 == "Inst" { print $2 }') || {
   echo "debian-packages: no such package, or not for this Debian: $*" >&2
   exit 1
 }
@@ -61,6 +62,5 @@ quietly apt-get "${options[@]}" download $wanted
 for archive in *.deb; do
   quietly dpkg-deb -x "$archive" "$root"
 done
-rm -rf "$state"
 printf '%s\n' "$@" >>"$root/.names"
 echo "$root"
