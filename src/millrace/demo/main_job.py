@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import millrace
+from millrace.demo import interrupts
 from millrace.demo.speech.log import EpochRecord
 from millrace.demo.speech.settings import SpeechSettings
 from millrace.demo.speech_data import write_common_voice
@@ -94,6 +95,7 @@ def run_demo(settings: DemoSettings, progress: Progress) -> DemoResult:
     _check_modules()
     directory = _prepare_directory(settings.directory)
     with ExitStack() as stack:
+        stack.enter_context(interrupts.remembered())
         server = stack.enter_context(S3Server(directory / "s3", port=settings.port))
         region = stack.enter_context(_region(server, directory / "region-port"))
         progress(f"S3 server on {server.endpoint_url}, read through an emulated region on {region.endpoint_url}")

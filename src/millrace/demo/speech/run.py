@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 
 import pyarrow.fs
 
+from millrace.demo import interrupts
 from millrace.demo.place import Place
 from millrace.demo.speech.data import Clip, clip_dataset, read_split
 from millrace.demo.speech.job import KILL_MARKER, METRICS_NAME, Counters, SpeechJob, no_counters
@@ -147,7 +147,7 @@ def local_ray(settings: SpeechSettings, progress: Progress) -> Iterator[None]:
     parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 30 else "/tmp"
     scratch = tempfile.mkdtemp(prefix="millrace-", dir=parent)
     try:
-        with _interrupt_later():
+        with interrupts.held_back():
             ray.init(
                 address="local",
                 # One slot beside the training workers, or Ray Data would wait for a slot that never comes free.
@@ -162,26 +162,10 @@ def local_ray(settings: SpeechSettings, progress: Progress) -> Iterator[None]:
             )
         yield
     finally:
-        with _interrupt_later():
+        with interrupts.held_back():
             ray.shutdown()
             # A process of Ray's may write its last line of log meanwhile, which would make this fail.
             shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextmanager
-def _interrupt_later() -> Iterator[None]:
-    """Hold Ctrl-C back for the few seconds in which Ray starts or ends processes, or some would be left behind."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    interrupts: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _frame: interrupts.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if interrupts:
-        raise KeyboardInterrupt
 
 
 def _fit(job: SpeechJob, data: Place, splits: dict[str, list[Clip]], follower: _Follower) -> None:
@@ -201,6 +185,7 @@ def _fit(job: SpeechJob, data: Place, splits: dict[str, list[Clip]], follower: _
     while thread.is_alive():
         thread.join(_POLL_SECONDS)
         follower.look()
+        interrupts.check()
     if failure:
         raise RuntimeError(f"the training of {job.settings.run_url} failed") from failure[0]
 

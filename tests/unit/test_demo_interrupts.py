@@ -1,0 +1,44 @@
+import os
+import signal
+
+import pytest
+
+from millrace.demo import interrupts
+
+
+class Swallows:
+    """An object in whose destructor the interrupt arrives, where Python can only print it."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_swallowed_interrupt_is_remembered() -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    def work() -> None:
+        with interrupts.remembered():
+            thing = Swallows()
+            del thing
+            interrupts.check()
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert signal.getsignal(signal.SIGINT) is before
+    interrupts.check()  # forgotten with the block
+
+
+def test_an_interrupt_is_held_back_to_the_end_of_the_block() -> None:
+    steps = []
+
+    def work() -> None:
+        with interrupts.held_back():
+            os.kill(os.getpid(), signal.SIGINT)
+            steps.append("went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert steps == ["went on"]
