@@ -1,0 +1,122 @@
+"""The main job from its command to its report, cut short: real S3, real Ray, a worker killed, a second run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import millrace
+from millrace.checkpoint import describe
+from millrace.testing.s3 import S3Server
+
+pytest.importorskip("ray")
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.slow
+
+
+def demo(directory: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "millrace.cli", "demo", "--quick", "--directory", str(directory), *arguments]
+
+
+def run(directory: Path, *arguments: str) -> tuple[dict[str, Any], list[str]]:
+    command = demo(directory, "--json", *arguments)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=220)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "Traceback" not in done.stderr
+    assert processes_of(directory) == []
+    return json.loads(done.stdout), done.stderr.splitlines()
+
+
+def processes_of(directory: Path) -> list[str]:
+    """Processes that name the directory, or are Ray's and have it in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            where = [*process.cmdline(), process.cwd(), process.environ().get("MILLRACE_TEST_MARK", "")]
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+        if any(str(directory) in text for text in where) and process.pid != os.getpid():
+            found.append(f"{process.pid} {process.name()}")
+    return found
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # Every process that the demo starts inherits it, and is found by it.
+    monkeypatch.setenv("MILLRACE_TEST_MARK", str(tmp_path / "demo"))
+    return tmp_path / "demo"
+
+
+def test_the_main_job_and_a_second_run(directory: Path, tmp_path: Path) -> None:
+    result, lines = run(directory)
+
+    # Killed in the middle of the second epoch, which the second attempt does again, whole.
+    epochs = result["epochs"]
+    assert [(epoch["epoch"], epoch["attempt"], epoch["clips"]) for epoch in epochs] == [
+        (1, 0, 48),
+        (2, 1, 48),
+        (3, 1, 48),
+    ]
+    assert result["restarts"] == 1
+    assert result["recovery_seconds"] > 0
+    words = [line.split("] ", 1)[1].split()[0] for line in lines]
+    assert words[-6:] == ["training", "epoch", "killed", "resumed", "epoch", "epoch"]
+
+    # The first epoch reads the origin, no other does; and the region, which is no part of the cache, counted the same.
+    assert epochs[0]["origin_bytes"] > 100_000
+    assert [epoch["origin_bytes"] for epoch in epochs[1:]] == [0, 0]
+    assert all(epoch["cache_bytes"] > 100_000 for epoch in epochs[1:])
+    assert result["origin_bytes"] == result["witness_bytes"]
+    assert all(epoch["checkpoint_bytes"] < epoch["raw_bytes"] for epoch in epochs)
+    assert 0 < result["metrics"]["test_clips_held_out"] < result["metrics"]["test_clips"] == 12
+
+    page = Path(result["report"]).read_text(encoding="utf-8")
+    assert page.count("<svg") >= 4
+    assert 'src="http' not in page
+    assert "<script" not in page
+
+    with S3Server(directory / "s3") as server:
+        options = {"target_options": server.target_options, "cache_dir": str(tmp_path / "look"), "min_free": 0}
+        fs = millrace.filesystem("s3", **options)
+        base = result["run_url"].removeprefix("s3://")
+        names = {path.removeprefix(f"{base}/") for path in fs.find(base)}
+        wanted = {"model/config.json", "model/model.safetensors", "training.jsonl", "metrics.json", "report.html"}
+        assert wanted <= names
+        assert len(fs.cat_file(f"{base}/training.jsonl").splitlines()) == 2 + 3 + 1
+        for epoch in (1, 2, 3):
+            url = f"{result['run_url']}/checkpoints/epoch-{epoch:03d}"
+            assert describe(url, target_options=server.target_options).raw_bytes > 0
+
+    again, lines = run(directory, "--no-chaos", "--epochs", "1")
+    assert again["restarts"] == 0
+    assert again["origin_bytes"] == again["witness_bytes"] == 0  # all from the cache of the first run
+    assert any("from an earlier run" in line for line in lines)
+
+
+def test_ctrl_c_leaves_nothing_behind(directory: Path) -> None:
+    process = subprocess.Popen(
+        demo(directory), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "starting Ray" in line:
+            break
+    time.sleep(6)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: everyone in the foreground
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error.splitlines()[-1] == "millrace: interrupted; nothing is left running"
+    deadline = time.monotonic() + 10
+    while (left := processes_of(directory)) and time.monotonic() < deadline:
+        time.sleep(0.2)  # killed ones take a moment to be gone
+    assert left == []
