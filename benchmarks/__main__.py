@@ -66,4 +66,7 @@ def _keep(outcome: Outcome, result: object, table: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

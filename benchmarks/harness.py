@@ -27,8 +27,9 @@ import json
 import os
 import pkgutil
 import shutil
+import signal
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -204,9 +205,16 @@ def _run_one(case: Case, name: str, number: int, prepared: Prepared, folder: Pat
         }
         command = [sys.executable, "-m", "benchmarks.worker"]
         with ChildProcess(command, log=log, cwd=ROOT, pipes=True, grace_seconds=5.0) as process:
-            process.stdin.write(json.dumps(task).encode() + b"\n")
-            process.stdin.flush()
-            return _follow(process, case, name, number, prepared, log)
+            # By its number, not by `kill`: that would close the pipe which this thread is reading.
+            alarm = threading.Timer(case.timeout_seconds, os.kill, (process.pid, signal.SIGKILL))
+            alarm.start()
+            try:
+                process.stdin.write(json.dumps(task).encode() + b"\n")
+                process.stdin.flush()
+                return _follow(process, case, name, number, prepared, log)
+            finally:
+                alarm.cancel()
+                alarm.join()
 
 
 def _follow(process: ChildProcess, case: Case, name: str, number: int, prepared: Prepared, log: Path) -> Run:
@@ -214,11 +222,8 @@ def _follow(process: ChildProcess, case: Case, name: str, number: int, prepared:
     probe = prepared.probe or dict
     phases: dict[str, dict[str, float]] = {}
     before: Mapping[str, float] = {}
-    deadline = time.monotonic() + case.timeout_seconds
     while line := process.stdout.readline():
         message = json.loads(line)
-        if time.monotonic() > deadline:
-            raise ContenderError(f"{case.name}, {name}: not done after {case.timeout_seconds:.0f} s")
         if message["at"] == "start":
             before = probe()
         elif message["at"] == "stop":
@@ -229,4 +234,7 @@ def _follow(process: ChildProcess, case: Case, name: str, number: int, prepared:
             return Run(name, number, phases, message["result"])
         process.stdin.write(b"\n")
         process.stdin.flush()
+    process.stop()
+    if process.exit_status() == -signal.SIGKILL:
+        raise ContenderError(f"{case.name}, {name}: killed, after {case.timeout_seconds:.0f} s or for want of memory")
     raise ContenderError(f"{case.name}, {name}: broke down: {log_tail(log, lines=6)}")

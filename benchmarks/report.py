@@ -36,7 +36,8 @@ def _revision() -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "--short=12", "HEAD") + (" with changes" if git("status", "--porcelain") else "")
+        changes = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+        return git("rev-parse", "--short=12", "HEAD") + (" with changes" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"  # an export, or no git
 

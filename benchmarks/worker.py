@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ _RESET_PEAK = "5"
 
 
 def _descendants() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    children: list[psutil.Process] = psutil.Process().children(recursive=True)
+    return children
 
 
 def cpu_seconds() -> tuple[float, float]:
@@ -103,6 +105,7 @@ def main() -> None:
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what the contender has started is ended by it
     task = json.loads(sys.stdin.readline())
     contender = importlib.import_module(task["module"]).case.contenders[task["contender"]]
     measure = _Measure(sys.stdin, reports)

@@ -82,7 +82,8 @@ def prepare(options: Options) -> Iterator[Prepared]:
             expected=[[files * rows, total]] * epochs,
             notes=(
                 f"{files} files, {size / 1e6:.0f} MB of Parquet that does not compress; {epochs} epochs; "
-                "CPU and memory are those of the whole of Ray, without the S3 server and the region.",
+                "CPU and memory are those of the whole of Ray, without the S3 server and the region; local files are "
+                "in the page cache.",
                 str(region.calibrate()),
             ),
         )

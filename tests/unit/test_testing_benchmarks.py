@@ -161,6 +161,21 @@ def test_a_contender_that_breaks_down_says_why(make_case: Callable[[str], Case],
         run_case(case, rounds=1, quick=True, scratch=tmp_path / "scratch")
 
 
+def test_a_contender_that_hangs_is_ended(make_case: Callable[[str], Case], tmp_path: Path) -> None:
+    case = make_case(
+        """
+        @case.contender("hanging")
+        def hanging(measure, context):
+            import time
+            with measure("work"):
+                time.sleep(100)
+        """
+    )
+    case.timeout_seconds = 1.0
+    with pytest.raises(ContenderError, match="killed, after 1 s"):
+        run_case(case, rounds=1, quick=True, scratch=tmp_path / "scratch")
+
+
 def test_the_command_line_lists_the_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     assert "epochs: " in capsys.readouterr().out

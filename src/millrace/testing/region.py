@@ -152,8 +152,9 @@ class EmulatedRegion:
         """Start the proxy; does nothing when it runs. Raises `OriginUnavailableError` when it does not come up."""
         if self._process is not None:
             return self
-        folder = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="millrace-region-"))
-        self._log = Path(folder) / "region.log"
+        # Without a name of its own, so that not even `kill -9` leaves it behind.
+        log = self._resources.enter_context(tempfile.TemporaryFile(prefix="millrace-region-"))
+        self._log = Path(f"/proc/self/fd/{log.fileno()}")
         command = [sys.executable, "-I", "-S", region_proxy.__file__]
         self._process = self._resources.enter_context(
             ChildProcess(command, log=self._log, pipes=True, grace_seconds=1.0)
