@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import sys
-import tempfile
 import threading
 import time
 import urllib.parse
@@ -153,8 +153,9 @@ class EmulatedRegion:
         if self._process is not None:
             return self
         # Without a name of its own, so that not even `kill -9` leaves it behind.
-        log = self._resources.enter_context(tempfile.TemporaryFile(prefix="millrace-region-"))
-        self._log = Path(f"/proc/self/fd/{log.fileno()}")
+        log = os.memfd_create("millrace-region-log")
+        self._resources.callback(os.close, log)
+        self._log = Path(f"/proc/self/fd/{log}")
         command = [sys.executable, "-I", "-S", region_proxy.__file__]
         self._process = self._resources.enter_context(
             ChildProcess(command, log=self._log, pipes=True, grace_seconds=1.0)

