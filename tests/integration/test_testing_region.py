@@ -81,9 +81,13 @@ class Upstream(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+class UpstreamServer(http.server.ThreadingHTTPServer):
+    request_queue_size = 512  # with the default of 5, many connections at once wait for the kernel's retries
+
+
 @pytest.fixture(scope="module")
 def upstream() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Upstream) as server:
+    with UpstreamServer(("127.0.0.1", 0), Upstream) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
