@@ -129,7 +129,9 @@ def test_an_error_reaches_every_waiting_reader_and_the_next_read_tries_again(
     assert read_all(node, origin, info) == content(origin, "b/large")
 
 
-def test_without_room_reads_go_on_uncached(make_node: Callable[..., CacheNode], origin: MemoryOrigin) -> None:
+def test_without_room_reads_go_on_uncached(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin, caplog: pytest.LogCaptureFixture
+) -> None:
     node = make_node(capacity=BLOCK_BYTES)
     info = origin.head("b/large")
     assert read_all(node, origin, info) == content(origin, "b/large")
@@ -137,6 +139,19 @@ def test_without_room_reads_go_on_uncached(make_node: Callable[..., CacheNode], 
     assert node.open_native(origin, info) is None
     assert node.disks()[0][1] <= BLOCK_BYTES
     assert node.counters()["uncached_bytes"] > 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "reads go on uncached" in caplog.text
+
+
+def test_small_reads_without_room_fetch_a_block_once(make_node: Callable[..., CacheNode], origin: MemoryOrigin) -> None:
+    node = make_node(capacity=0)
+    info = origin.head("b/large")
+    reader = node.open_reader(origin, info)
+    step = BLOCK_BYTES // 16
+    data = b"".join(bytes(reader.read(start, start + step)) for start in range(0, info.size, step))
+    reader.close()
+    assert data == content(origin, "b/large")
+    assert origin.bytes_read() == info.size
 
 
 def test_a_truncated_or_corrupt_file_is_fetched_again(

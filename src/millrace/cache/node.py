@@ -7,6 +7,7 @@ locks, threads and obstore's clients do not survive a fork); what the parent had
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +18,17 @@ import pyarrow as pa
 from millrace.cache.blocks import BLOCK_BYTES, object_id
 from millrace.cache.counters import NAMES, Counters
 from millrace.cache.flight import Flights, ProcessLocks
+from millrace.cache.held import HeldBlocks
 from millrace.cache.index import Entry
 from millrace.cache.maps import MapCache
 from millrace.cache.metadata import MetadataCache
 from millrace.cache.reader import ObjectReader
 from millrace.cache.store import Store
 from millrace.config import CacheOptions
+from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
+
+_log = logging.getLogger("millrace")
 
 _FETCH_THREADS = 24
 
@@ -39,6 +44,7 @@ class CacheNode:
         self._disks = [_disk(directory / _NODE_FOLDER, options) for directory in options.cache_dirs]
         self._maps = MapCache()
         self._flights = Flights()
+        self._held = HeldBlocks()
         self._executor = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-fetch")
         self.metadata = MetadataCache(
             self._disks[0].store.index, max_age_seconds=options.max_age_seconds, on_changed=self.discard
@@ -73,10 +79,12 @@ class CacheNode:
             entry=disk.store.index.create(name, info.size, BLOCK_BYTES),
             store=disk.store,
             flights=self._flights,
+            held=self._held,
             locks=disk.locks,
             counters=disk.counters,
             executor=self._executor,
             verify=not self.options.native,
+            on_full=disk.report_full,
         )
 
     def discard(self, origin: Origin, info: ObjectInfo) -> None:
@@ -118,6 +126,19 @@ class _Disk:
         self.store = Store(directory, capacity=options.capacity, min_free=options.min_free)
         self.locks = ProcessLocks(directory / "locks")
         self.counters = Counters(directory / "counters")
+        self._full_reported = False
+
+    def report_full(self) -> None:
+        """Say once a process that reads go on without being kept: nobody should find out by a slow second epoch."""
+        if not self._full_reported:
+            self._full_reported = True
+            emit(Event(name="cache.full", subject=str(self.store.directory)))
+            _log.warning(
+                "the cache in %s is full (capacity %.1f GB, used %.1f GB, or min_free is reached): reads go on uncached",
+                self.store.directory,
+                self.store.capacity_bytes() / 1e9,
+                self.store.index.used_bytes() / 1e9,
+            )
 
     def close(self) -> None:
         self.counters.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
 
 from typing_extensions import Buffer
@@ -12,6 +12,7 @@ from typing_extensions import Buffer
 from millrace.cache.blocks import RUN_BLOCKS, blocks_of, coalesce, span_of
 from millrace.cache.counters import Counters
 from millrace.cache.flight import PATIENCE_SECONDS, Flights, ProcessLocks
+from millrace.cache.held import HeldBlocks
 from millrace.cache.index import Entry
 from millrace.cache.store import Store
 from millrace.errors import StorageError
@@ -36,20 +37,24 @@ class ObjectReader:
         entry: Entry,
         store: Store,
         flights: Flights,
+        held: HeldBlocks,
         locks: ProcessLocks,
         counters: Counters,
         executor: Executor,
         verify: bool,
+        on_full: Callable[[], None],
     ) -> None:
         self._origin = origin
         self._info = info
         self._entry = entry
         self._store = store
         self._flights = flights
+        self._held = held
         self._locks = locks
         self._counters = counters
         self._executor = executor
         self._verify = verify
+        self._on_full = on_full
         self._descriptor = store.open_data(entry)
 
     @property
@@ -99,9 +104,10 @@ class ObjectReader:
         """Bring missing blocks here and return their bytes, waiting for those that are on their way already."""
         if not blocks:
             return {}
-        waiting = self.start_fetch(blocks)
+        held = self._held.get(self._entry.object_id, blocks)
+        waiting = self.start_fetch([block for block in blocks if block not in held])
         wait(waiting.values())
-        return {block: future.result() for block, future in waiting.items()}
+        return {**held, **{block: future.result() for block, future in waiting.items()}}
 
     def start_fetch(self, blocks: Sequence[int]) -> dict[int, Future[Buffer]]:
         """Begin to fetch missing blocks; returns a future for each of them."""
@@ -122,8 +128,9 @@ class ObjectReader:
     def prefetch(self, blocks: range) -> None:
         """Begin to fetch those of `blocks` that are not here, without waiting. Errors surface when they are read."""
         missing = self._store.missing(self._entry, blocks)
-        if missing:
-            self.start_fetch(missing)
+        held = self._held.get(self._entry.object_id, missing)
+        if len(held) < len(missing):
+            self.start_fetch([block for block in missing if block not in held])
 
     # --- one run of blocks, in a thread of the pool -----------------------------------------------
 
@@ -173,6 +180,8 @@ class ObjectReader:
         self._counters.add("origin_requests")
         self._counters.add("origin_bytes", stop - start)
         keep = self._store.has_room(stop - start)
+        if not keep:
+            self._on_full()
         for block in part:
             block_start, block_stop = span_of(block, block + 1, entry.size, entry.block_bytes)
             piece = data[block_start - start : block_stop - start]
@@ -180,6 +189,7 @@ class ObjectReader:
                 keep = self._try_store(descriptor, block, piece)
             if not keep:
                 self._counters.add("uncached_bytes", len(piece))
+                self._held.put((entry.object_id, block), piece)
             self._flights.land(entry.object_id, block, piece)
 
     def _try_store(self, descriptor: int, block: int, piece: Buffer) -> bool:
