@@ -156,6 +156,12 @@ class OriginUnavailableError(RetryableError):
     code = "origin-unavailable"
 
 
+class OutcomeUnknownError(RetryableError):
+    """Something was sent and not acknowledged, and what became of it cannot be found out now."""
+
+    code = "outcome-unknown"
+
+
 # --- the local disk -------------------------------------------------------------------------------
 
 

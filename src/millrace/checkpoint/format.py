@@ -27,11 +27,16 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.millrace"
 MAX_MANIFEST_BYTES = 256 << 20
 """A stored manifest is no longer than this; its body decompresses to at most four times as much."""
+MAX_BLOB_BYTES = 1 << 30
+"""An object that is no tensor is no longer than this: a reader allocates its length before the first byte is there."""
 
 _MAGIC = b"\x89MILLRC\n"
 _HEADER = struct.Struct("<8sIIQQ")
 _SECTION = struct.Struct("<4sQ")
 _CHECKSUM = struct.Struct("<Q")
+# A body beyond the first number of bytes is at most so many times as long as stored (real ones: ten times), so that what
+# a hostile manifest makes a reader allocate is in proportion to what somebody had to store.
+_BODY_BYTES, _BODY_RATIO = 16 << 20, 100
 _KNOWN_FEATURES = frozenset({"delta"})
 # A data file of this checkpoint, or of a sibling directory: a hostile name must not reach anything else.
 _FILE_NAME = re.compile(r"(?:\.\./(?!\.{1,2}/)[^/\0]{1,255}/)?data-[0-9a-z-]{1,100}\.millrace", re.ASCII)
@@ -94,6 +99,8 @@ class Manifest:
     """A whole checkpoint. Items are numbered through the shards of `tensors` in order, then `blobs`.
 
     `created` is in Unix seconds. `planner_data` is made of JSON values, tuples and bytes. `user` is the caller's own.
+    `save_id` is unlike that of any other save. `replaces` is the checksum of the metadata of torch's own writer that
+    this checkpoint was saved over: other metadata beside the manifest is of a later save.
     """
 
     created: float
@@ -105,6 +112,8 @@ class Manifest:
     chunks: Table
     planner_data: Any = None
     user: Mapping[str, Any] = field(default_factory=dict)
+    save_id: str = ""
+    replaces: str | None = None
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -137,6 +146,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "blobs": manifest.blobs,
         "planner": pack_value(manifest.planner_data, "the planner's data"),
         "user": pack_value(dict(manifest.user), "user metadata"),
+        "save": manifest.save_id,
+        "replaces": manifest.replaces,
     }
     sections = {
         b"META": json.dumps(meta, separators=(",", ":")).encode("ascii"),
@@ -174,7 +185,8 @@ def decode_manifest(data: Buffer) -> Manifest:
             f"the checkpoint has format version {version}, and this Millrace reads version {FORMAT_VERSION}",
             next_step="install a newer Millrace",
         )
-    if stored_bytes != len(content) - _HEADER.size or body_bytes > 4 * MAX_MANIFEST_BYTES:
+    limit = min(4 * MAX_MANIFEST_BYTES, max(_BODY_BYTES, _BODY_RATIO * stored_bytes))
+    if stored_bytes != len(content) - _HEADER.size or body_bytes > limit:
         raise CorruptCheckpointError("the manifest's lengths are wrong")
     try:
         return _decode_body(_decompress(content[_HEADER.size :], body_bytes))
@@ -226,6 +238,8 @@ def _decode_body(body: memoryview) -> Manifest:
         chunks=Table.from_bytes(CHUNK_COLUMNS, sections[b"CHNK"]),
         planner_data=unpack_value(meta["planner"]),
         user=_mapping(unpack_value(meta["user"])),
+        save_id=str(meta.get("save", "")),
+        replaces=None if meta.get("replaces") is None else _text(meta["replaces"]),
     )
     _check_keys_and_files(manifest)
     _check_chunks(manifest)
@@ -327,6 +341,8 @@ def _check_items(manifest: Manifest) -> None:
         raise CorruptCheckpointError("the number of items does not match the keys")
     if (items["nbytes"][:tensor_items] != np.array(expected_bytes, dtype=np.uint64)).any():
         raise CorruptCheckpointError("an item's length does not match its shape")
+    if (items["nbytes"][tensor_items:] > MAX_BLOB_BYTES).any():
+        raise CorruptCheckpointError("an object is impossibly long")
     used = items["nbytes"] > 0
     if not used.any():
         return

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from millrace.checkpoint.format import FORMAT_VERSION, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from millrace.checkpoint.planes import checksum
 from millrace.checkpoint.storage import CheckpointStorage, open_storage
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    DeniedError,
     MillraceError,
     MissingError,
     ObjectExistsError,
@@ -21,6 +25,7 @@ from millrace.origin import Readable
 
 STOCK_METADATA_NAME = ".metadata"
 """What torch's own writer calls its metadata."""
+_MAX_STOCK_METADATA_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +33,7 @@ class CheckpointSummary:
     """A checkpoint in short. Sizes in bytes; `created` in Unix seconds.
 
     `raw_bytes` counts the values of every tensor and object; `stored_bytes` the checkpoint's own files, manifest
-    included.
+    included. Of a checkpoint of torch's own writer `format_version` is 0, and `created` is when its metadata was written.
     """
 
     url: str
@@ -79,6 +84,46 @@ def read_manifest(storage: CheckpointStorage, rank: int | None = None) -> Loaded
         ) from error
 
 
+def stock_metadata_name(rank: int | None = None) -> str:
+    """What torch's own writer calls its metadata, of the whole checkpoint or of one rank."""
+    return STOCK_METADATA_NAME if rank is None else f"__{rank}{STOCK_METADATA_NAME}"
+
+
+def read_stock_metadata(storage: CheckpointStorage, rank: int | None = None) -> bytes | None:
+    """The metadata that torch's own writer left there, as it is (a pickle: not to be loaded just so), or None."""
+    try:
+        file = storage.stat(stock_metadata_name(rank))
+    except MissingError:
+        return None
+    if file.size > _MAX_STOCK_METADATA_BYTES:
+        raise CorruptCheckpointError(f"the metadata of {storage.url} is impossibly long ({file.size} bytes)")
+    return bytes(memoryview(storage.read(file, 0, file.size)))
+
+
+def stock_mark(metadata: bytes | None) -> str | None:
+    """How a manifest names the metadata of torch's that it replaces."""
+    return None if metadata is None else f"{checksum(metadata):016x}"
+
+
+def read_newest(storage: CheckpointStorage, rank: int | None = None) -> LoadedManifest:
+    """`read_manifest`, which must be of the newest checkpoint in this directory.
+
+    Raises `CheckpointNotFoundError` also where torch's own writer has saved over it: it leaves our files where they are.
+    """
+    loaded = read_manifest(storage, rank)
+    try:
+        mark = stock_mark(read_stock_metadata(storage, rank))
+    except DeniedError:
+        # S3's answer for what is not there, too, to whoever may not list. Others may read it, but we may not.
+        return loaded
+    if mark not in (None, loaded.manifest.replaces):
+        raise CheckpointNotFoundError(
+            f"torch's own writer has saved over the checkpoint at {storage.url}",
+            next_step="load it with CheckpointReader",
+        )
+    return loaded
+
+
 def _nothing_complete(storage: CheckpointStorage, rank: int | None) -> CheckpointNotFoundError:
     """Say what lies in place of the manifest, where the storage can tell."""
     try:
@@ -98,14 +143,13 @@ def _nothing_complete(storage: CheckpointStorage, rank: int | None) -> Checkpoin
 
 
 def refuse_existing(storage: CheckpointStorage, rank: int | None) -> None:
-    """Raise `ObjectExistsError` when a manifest of this name exists, whatever is in it."""
-    try:
-        storage.stat(manifest_name(rank))
-    except MissingError:
-        return
-    raise ObjectExistsError(
-        f"a checkpoint exists already at {storage.url}", next_step="choose another name, or pass overwrite=True"
-    )
+    """Raise `ObjectExistsError` when a manifest (or torch's metadata) of this name exists, whatever is in it."""
+    for name in (manifest_name(rank), stock_metadata_name(rank)):
+        with contextlib.suppress(MissingError):
+            storage.stat(name)
+            raise ObjectExistsError(
+                f"a checkpoint exists already at {storage.url}", next_step="choose another name, or pass overwrite=True"
+            )
 
 
 def summarize(storage: CheckpointStorage, loaded: LoadedManifest) -> CheckpointSummary:
@@ -132,7 +176,14 @@ def describe(
 ) -> CheckpointSummary:
     """Read a checkpoint's manifest and say in short what it holds; its data is not read.
 
-    Raises as `read_manifest`, and as every origin.
+    Describes what torch's own writer saved, too, where torch is installed. Raises as `read_manifest`, and as every origin.
     """
     storage = open_storage(url, target_options, origin=origin)
-    return summarize(storage, read_manifest(storage))
+    try:
+        return summarize(storage, read_newest(storage))
+    except CheckpointNotFoundError:
+        if importlib.util.find_spec("torch") is None or read_stock_metadata(storage) is None:
+            raise
+        from millrace.checkpoint.stock import summarize_stock
+
+        return summarize_stock(storage)

@@ -11,7 +11,7 @@ import io
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,12 +24,13 @@ from millrace.checkpoint.format import DTYPES, Shard
 from millrace.checkpoint.manifests import (
     CheckpointSummary,
     LoadedManifest,
-    read_manifest,
+    read_newest,
+    read_stock_metadata,
     summarize,
 )
 from millrace.checkpoint.pipeline import default_threads
-from millrace.checkpoint.slices import Runs, box_runs
-from millrace.checkpoint.stock import StockReader
+from millrace.checkpoint.slices import Runs, box_runs, split_box
+from millrace.checkpoint.stock import StockReader, summarize_stock
 from millrace.checkpoint.storage import CheckpointStorage, open_storage
 from millrace.checkpoint.tensors import check_blob, metadata_of, torch_dtype
 from millrace.errors import (
@@ -40,8 +41,9 @@ from millrace.errors import (
 )
 from millrace.origin import Readable
 
-# Tensors that cannot be decoded in place (on a device, not contiguous) are filled through host memory in waves of this.
-_STAGING_BYTES = 512 << 20
+# What cannot be decoded in place (on a device, not contiguous, of another dtype) goes through host memory in waves of this;
+# no tensor needs more of it, however large it is.
+_STAGING_BYTES = 128 << 20
 
 
 class CheckpointReader(StorageReader):  # type: ignore[misc]
@@ -100,7 +102,12 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
 
     def summary(self) -> CheckpointSummary:
         """What the checkpoint holds, in short. Raises as `describe`."""
-        return summarize(self._storage(), read_manifest(self._storage()))
+        try:
+            return summarize(self._storage(), read_newest(self._storage()))
+        except CheckpointNotFoundError:
+            if read_stock_metadata(self._storage()) is None:
+                raise
+            return summarize_stock(self._storage())
 
     # --- the calls of a load, in order ------------------------------------------------------------
 
@@ -155,7 +162,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
             raise UsageError("read_data before read_metadata", next_step="use torch.distributed.checkpoint.load")
         index = _ItemIndex(self._loaded)
         fetcher = ChunkFetcher(self._storage(), self._loaded.manifest, self._threads)
-        for wave in _waves(_Load(item, planner, index) for item in plan.items):
+        for wave in _waves(plan.items, planner, index):
             fetcher.fetch([load.request for load in wave if load.request is not None])
             for load in wave:
                 load.commit(self._trusted_types)
@@ -172,14 +179,17 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
 
     def _read_metadata(self, rank: int | None) -> Any:
         storage = self._storage()
-        try:
-            self._loaded = read_manifest(storage, rank)
-        except CheckpointNotFoundError:
-            if not StockReader.finds(storage, rank):
-                raise
-            self._stock = StockReader(storage, self._extension_registry, self._trusted_types)
-            return self._stock.read_metadata(rank=rank)
         self._stock = None
+        try:
+            self._loaded = read_newest(storage, rank)
+        except CheckpointNotFoundError as missing:
+            stock = StockReader(storage, self._extension_registry, self._trusted_types)
+            try:
+                metadata = stock.read_metadata(rank=rank)
+            except CheckpointNotFoundError:
+                raise missing from missing.__cause__
+            self._stock = stock
+            return metadata
         return metadata_of(self._loaded.manifest)
 
 
@@ -224,72 +234,114 @@ class _ItemIndex:
             ) from error
 
 
-class _Load:
-    """One read item of a plan: where its bytes go, and what happens when they are there."""
+class _Load(Protocol):
+    """A part of a plan that is read at once. `staging_bytes` of host memory are held until `commit`."""
 
-    def __init__(self, item: Any, planner: Any, index: _ItemIndex) -> None:
-        self._item, self._planner = item, planner
-        self.request: Request | None = None
-        self.staging_bytes = 0
-        number, shard, dtype = index.find(item.storage_index)
-        if item.type == LoadItemType.BYTE_IO:
-            nbytes = int(index.manifest.items["nbytes"][number])
-            self._target = np.empty(nbytes, dtype=np.uint8)
-            runs = Runs(0, nbytes, (), ()) if nbytes else None
-        elif shard is None:
-            raise UsageError(
-                f"{item.storage_index.fqn!r} is an object in the checkpoint", next_step="load it into an object"
-            )
-        else:
-            itemsize, _ = DTYPES[dtype]
-            runs = box_runs(shard.sizes, item.storage_offsets, item.lengths, itemsize)
-            self._target = self._prepare_tensor(torch_dtype(dtype))
-        if runs is not None:
-            self.request = Request(number, runs, self._target)
-
-    def _prepare_tensor(self, dtype: Any) -> np.ndarray[Any, Any]:
-        self._tensor = self._planner.resolve_tensor(self._item).detach()
-        lengths = tuple(self._item.lengths)
-        if tuple(self._tensor.shape) != lengths:
-            raise UsageError(
-                f"{self._item.dest_index.fqn!r} has shape {tuple(self._tensor.shape)} where the plan says {lengths}",
-                next_step="check the load planner",
-            )
-        direct = (
-            self._tensor.device.type == "cpu"
-            and self._tensor.layout == torch.strided
-            and self._tensor.dtype == dtype
-            and self._tensor.is_contiguous()
-            and not self._tensor.is_conj()
-            and not self._tensor.is_neg()
-        )
-        self._staged = self._tensor if direct else torch.empty(lengths, dtype=dtype)
-        values: np.ndarray[Any, Any] = self._staged.reshape(-1).view(torch.uint8).numpy()
-        self.staging_bytes = 0 if direct else values.size
-        return values
+    request: Request | None
+    staging_bytes: int
 
     def commit(self, trusted_types: Sequence[type]) -> None:
         """Give the planner what was read."""
-        if self._item.type == LoadItemType.BYTE_IO:
-            data = self._target.tobytes()
-            # The stock planner unpickles without restrictions: only what the safe loader accepts gets that far.
-            check_blob(data, self._item.storage_index.fqn, trusted_types)
-            self._planner.load_bytes(self._item, io.BytesIO(data))
-            return
-        if self._staged is not self._tensor:
-            self._tensor.copy_(self._staged)
-        self._planner.commit_tensor(self._item, self._tensor)
+        ...
 
 
-def _waves(loads: Iterator[_Load]) -> Iterator[list[_Load]]:
-    """Group loads so that one group needs a bounded amount of staging memory (or is a single large tensor)."""
+class _BlobLoad:
+    """An object."""
+
+    def __init__(self, item: Any, planner: Any, index: _ItemIndex) -> None:
+        self._item, self._planner = item, planner
+        number, _, _ = index.find(item.storage_index)
+        self.staging_bytes = int(index.manifest.items["nbytes"][number])
+        self._data = np.empty(self.staging_bytes, dtype=np.uint8)
+        runs = Runs(0, self.staging_bytes, (), ())
+        self.request = Request(number, runs, self._data) if self.staging_bytes else None
+
+    def commit(self, trusted_types: Sequence[type]) -> None:
+        data = self._data.tobytes()
+        # The stock planner unpickles without restrictions: only what the safe loader accepts gets that far.
+        check_blob(data, self._item.storage_index.fqn, trusted_types)
+        self._planner.load_bytes(self._item, io.BytesIO(data))
+
+
+class _TensorLoad:
+    """A tensor, or a piece of one: its bytes go into `target`, which `commit` copies to `piece` unless they are one."""
+
+    def __init__(self, item: Any, planner: Any, tensor: Any, piece: Any, staged: Any, request: Request | None) -> None:
+        self._item, self._planner, self._tensor = item, planner, tensor
+        self._piece, self._staged = piece, staged
+        self.request = request
+        self.staging_bytes = 0 if staged is None else staged.numel() * staged.element_size()
+
+    def commit(self, trusted_types: Sequence[type]) -> None:
+        if self._staged is not None:
+            self._piece.copy_(self._staged)
+        if self._tensor is not None:
+            self._planner.commit_tensor(self._item, self._tensor)
+
+
+def _tensor_loads(item: Any, planner: Any, index: _ItemIndex) -> Iterator[_TensorLoad]:
+    number, shard, dtype_name = index.find(item.storage_index)
+    if shard is None:
+        raise UsageError(
+            f"{item.storage_index.fqn!r} is an object in the checkpoint", next_step="load it into an object"
+        )
+    itemsize, _ = DTYPES[dtype_name]
+    dtype = torch_dtype(dtype_name)
+    tensor = planner.resolve_tensor(item).detach()
+    lengths = tuple(item.lengths)
+    if tuple(tensor.shape) != lengths:
+        raise UsageError(
+            f"{item.dest_index.fqn!r} has shape {tuple(tensor.shape)} where the plan says {lengths}",
+            next_step="check the load planner",
+        )
+    if _is_plain(tensor, dtype):
+        runs = box_runs(shard.sizes, item.storage_offsets, lengths, itemsize)
+        request = None if runs is None else Request(number, runs, _bytes_of(tensor))
+        yield _TensorLoad(item, planner, tensor, None, None, request)
+        return
+    pieces = list(split_box(lengths, itemsize, _STAGING_BYTES))
+    for position, (offsets, sizes) in enumerate(pieces):
+        staged = torch.empty(sizes, dtype=dtype)
+        begin = [first + more for first, more in zip(item.storage_offsets, offsets, strict=True)]
+        runs = box_runs(shard.sizes, begin, sizes, itemsize)
+        request = None if runs is None else Request(number, runs, _bytes_of(staged))
+        piece = tensor[tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))]
+        last = position == len(pieces) - 1
+        yield _TensorLoad(item, planner, tensor if last else None, piece, staged, request)
+
+
+def _is_plain(tensor: Any, dtype: Any) -> bool:
+    """Whether bytes can be decoded straight into the tensor's memory."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.dtype == dtype
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _bytes_of(tensor: Any) -> np.ndarray[Any, Any]:
+    values: np.ndarray[Any, Any] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return values
+
+
+def _waves(items: Sequence[Any], planner: Any, index: _ItemIndex) -> Iterator[list[_Load]]:
+    """The loads of a plan, in groups that need a bounded amount of staging memory (or are a single object)."""
     wave: list[_Load] = []
     staged = 0
-    for load in loads:
-        wave.append(load)
-        staged += load.staging_bytes
-        if staged >= _STAGING_BYTES:
-            yield wave
-            wave, staged = [], 0
+    for item in items:
+        loads: Iterator[_Load]
+        if item.type == LoadItemType.BYTE_IO:
+            loads = iter([_BlobLoad(item, planner, index)])
+        else:
+            loads = _tensor_loads(item, planner, index)
+        for load in loads:
+            wave.append(load)
+            staged += load.staging_bytes
+            if staged >= _STAGING_BYTES:
+                yield wave
+                wave, staged = [], 0
     if wave:
         yield wave

@@ -7,7 +7,7 @@ increasing order. The box in row-major order is the runs, one after the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,25 @@ def box_runs(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int
         if lengths[dim] != sizes[dim]:
             break
     return Runs(first, nbytes, tuple(lengths[:dim]), tuple(strides[:dim]))
+
+
+def split_box(lengths: Sequence[int], itemsize: int, limit_bytes: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Cut a box into boxes of at most `limit_bytes` (or one element), in row-major order: offsets in it, and lengths.
+
+    Cuts along the first dimension that can be cut, so that the pieces lie one after the other.
+    """
+    total = itemsize * math.prod(lengths)
+    dim = next((dim for dim, length in enumerate(lengths) if length > 1), None)
+    if total <= limit_bytes or dim is None:
+        yield [0] * len(lengths), list(lengths)
+        return
+    step = max(1, lengths[dim] * limit_bytes // total)
+    for begin in range(0, lengths[dim], step):
+        piece = list(lengths)
+        piece[dim] = min(step, lengths[dim] - begin)
+        for offsets, sizes in split_box(piece, itemsize, limit_bytes):
+            offsets[dim] += begin
+            yield offsets, sizes
 
 
 def scatter_chunk(runs: Runs, chunk: np.ndarray[Any, Any], begin: int, out: np.ndarray[Any, Any]) -> None:

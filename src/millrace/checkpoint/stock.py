@@ -11,6 +11,7 @@ import io
 import pathlib
 import pickle
 import posixpath
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,12 +20,14 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from millrace.checkpoint.manifests import STOCK_METADATA_NAME
+from millrace.checkpoint.manifests import STOCK_METADATA_NAME, CheckpointSummary, read_stock_metadata
 from millrace.checkpoint.storage import CheckpointStorage, StoredFile
 from millrace.checkpoint.tensors import check_blob
-from millrace.errors import CorruptCheckpointError, MillraceError, MissingError, UnsupportedObjectError
+from millrace.errors import CheckpointNotFoundError, CorruptCheckpointError, MillraceError, UnsupportedObjectError
 
 _BUFFER_BYTES = 4 << 20
+# What torch's writer calls its data files; others that metadata names are not ours to remove.
+_FILE_NAME = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
 
 _CLASSES: dict[tuple[str, str], Any] = {
     **{
@@ -65,6 +68,54 @@ class _MetadataUnpickler(pickle.Unpickler):
             f"the checkpoint's metadata asks for {module}.{name}, which torch does not put there",
             next_step="load it with torch's own reader if you trust where it comes from",
         )
+
+
+def unpickle_metadata(data: bytes, url: str) -> Any:
+    """Torch's `Metadata`, without running anything else.
+
+    Raises `CorruptCheckpointError`, or `UnsupportedObjectError` for metadata with foreign classes in it.
+    """
+    try:
+        read = _MetadataUnpickler(io.BytesIO(data)).load()
+    except MillraceError:
+        raise
+    except Exception as error:
+        raise CorruptCheckpointError(
+            f"the metadata of {url} cannot be read", next_step="load another checkpoint"
+        ) from error
+    if not isinstance(read, metadata.Metadata) or not isinstance(read.state_dict_metadata, dict):
+        raise CorruptCheckpointError(f"the metadata of {url} is something else", next_step="load another checkpoint")
+    return read
+
+
+def stock_files(data: bytes, url: str) -> list[str]:
+    """The data files that torch's metadata names in its own directory. Raises as `unpickle_metadata`."""
+    stored = unpickle_metadata(data, url).storage_data or {}
+    return sorted({info.relative_path for info in stored.values() if _FILE_NAME.fullmatch(str(info.relative_path))})
+
+
+def summarize_stock(storage: CheckpointStorage) -> CheckpointSummary:
+    """What torch's metadata says in short; an object counts with its stored length. Raises as `unpickle_metadata`."""
+    file = storage.stat(STOCK_METADATA_NAME)
+    read = unpickle_metadata(bytes(memoryview(storage.read(file, 0, file.size))), storage.url)
+    tensors = [
+        value for value in read.state_dict_metadata.values() if isinstance(value, metadata.TensorStorageMetadata)
+    ]
+    lengths = {index: int(info.length) for index, info in (read.storage_data or {}).items()}
+    objects = [
+        key for key, value in read.state_dict_metadata.items() if isinstance(value, metadata.BytesStorageMetadata)
+    ]
+    return CheckpointSummary(
+        url=storage.url,
+        raw_bytes=sum(value.size.numel() * value.properties.dtype.itemsize for value in tensors)
+        + sum(lengths.get(metadata.MetadataIndex(key), 0) for key in objects),
+        stored_bytes=sum(lengths.values()) + file.size,
+        tensors=len(tensors),
+        objects=len(objects),
+        created=file.modified,
+        format_version=0,
+        user={},
+    )
 
 
 class _RangeReader(io.RawIOBase):
@@ -129,29 +180,12 @@ class StockReader(FileSystemReader):  # type: ignore[misc]
         self._storage = storage
         self._trusted_types = trusted_types
 
-    @staticmethod
-    def finds(storage: CheckpointStorage, rank: int | None) -> bool:
-        """Whether torch's metadata lies there, for the whole checkpoint or one rank."""
-        try:
-            storage.stat(_metadata_name(rank))
-        except MissingError:
-            return False
-        return True
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises `CorruptCheckpointError`, or `UnsupportedObjectError` for metadata with foreign classes in it."""
-        file = self._storage.stat(_metadata_name(kwargs.get("rank")))
-        data = self._storage.read(file, 0, file.size)
-        try:
-            read = _MetadataUnpickler(io.BytesIO(data)).load()
-        except MillraceError:
-            raise
-        except Exception as error:
-            raise CorruptCheckpointError(
-                f"the metadata of {self._storage.url} cannot be read", next_step="load another checkpoint"
-            ) from error
-        if not isinstance(read, metadata.Metadata):
-            raise CorruptCheckpointError(f"the metadata of {self._storage.url} is something else")
+        """Raises `CheckpointNotFoundError`, or as `unpickle_metadata`."""
+        data = read_stock_metadata(self._storage, kwargs.get("rank"))
+        if data is None:
+            raise CheckpointNotFoundError(f"no checkpoint of torch's own writer at {self._storage.url}")
+        read = unpickle_metadata(data, self._storage.url)
         if getattr(read, "storage_meta", None) is None:
             read.storage_meta = StorageMeta()
         return read
@@ -181,7 +215,3 @@ class _CheckedPlanner:
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         check_blob(value.getvalue(), read_item.storage_index.fqn, self._trusted_types)
         self._planner.load_bytes(read_item, value)
-
-
-def _metadata_name(rank: int | None) -> str:
-    return STOCK_METADATA_NAME if rank is None else f"__{rank}{STOCK_METADATA_NAME}"

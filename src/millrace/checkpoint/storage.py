@@ -20,26 +20,35 @@ from typing import Any, Protocol, Self
 from typing_extensions import Buffer
 
 from millrace.errors import (
+    ChangedError,
     ConfigurationError,
     DeniedError,
     DiskFullError,
+    MissingError,
     ObjectExistsError,
     ObjectNotFoundError,
+    OutcomeUnknownError,
+    RetryableError,
     StorageError,
 )
-from millrace.origin import ObjectWriter, Origin, Readable, open_origin, split_url
+from millrace.origin import ObjectInfo, ObjectWriter, Origin, Readable, open_origin, split_url
 
 # Writing back begins after this much, so that the disk works while the codec does and the last fsync is short.
 _WRITEBACK_BYTES = 32 << 20
+# Tries of a conditional PUT whose answer got lost while the object is not there either; each retries inside, too.
+_PUBLISH_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One version of one file. `version` is opaque and pins later reads; `size` in bytes."""
+    """One version of one file. `version` is opaque and pins later reads; `size` in bytes; `modified` in Unix seconds,
+    by the storage's clock.
+    """
 
     name: str
     size: int
     version: str
+    modified: float
 
 
 class CheckpointStorage(Protocol):
@@ -61,7 +70,8 @@ class CheckpointStorage(Protocol):
     def publish(self, name: str, data: Buffer, *, replace: bool) -> None:
         """Make a small file durable and visible in one atomic step.
 
-        Without `replace`, raises `ObjectExistsError` when the name is taken.
+        Without `replace`, raises `ObjectExistsError` when the name is taken by other bytes than these. Raises
+        `OutcomeUnknownError` when nobody can tell whether the file is there, or still will be.
         """
         ...
 
@@ -75,6 +85,10 @@ class CheckpointStorage(Protocol):
 
     def names(self) -> Sequence[str]:
         """The files in the directory; empty when it does not exist."""
+        ...
+
+    def files(self) -> Sequence[StoredFile]:
+        """The same, described."""
         ...
 
     def delete(self, names: Sequence[str]) -> None:
@@ -129,21 +143,59 @@ class ObjectStorage:
         return self._whole().open_writer(self._key(name))
 
     def publish(self, name: str, data: Buffer, *, replace: bool) -> None:
-        self._whole().put(self._key(name), data, if_absent=not replace)
+        # The answer to a PUT can get lost after the store has done its work, and a retry of a conditional PUT then finds
+        # the object that the first try made. Only what is there tells; the data must be unlike anybody else's.
+        for attempt in range(1, _PUBLISH_ATTEMPTS + 1):
+            try:
+                self._whole().put(self._key(name), data, if_absent=not replace)
+                return
+            except ObjectExistsError:
+                if self._holds(name, data):
+                    return
+                raise
+            except RetryableError as error:
+                if self._holds(name, data, lost=error):
+                    return
+                if replace or attempt == _PUBLISH_ATTEMPTS:
+                    raise self._unknown(name, error) from error
 
     def stat(self, name: str) -> StoredFile:
-        info = self._origin.head(self._key(name))
-        return StoredFile(name, info.size, info.version)
+        return self._describe(name, self._origin.head(self._key(name)))
 
     def read(self, file: StoredFile, start: int, stop: int) -> Buffer:
         return self._origin.read(self._key(file.name), start, stop, version=file.version)
 
     def names(self) -> Sequence[str]:
-        listing = self._whole().list_level(self._prefix)
-        return [posixpath.basename(info.key) for info in listing.objects]
+        return [file.name for file in self.files()]
+
+    def files(self) -> Sequence[StoredFile]:
+        objects = self._whole().list_level(self._prefix).objects
+        return [self._describe(posixpath.basename(info.key), info) for info in objects]
 
     def delete(self, names: Sequence[str]) -> None:
         self._whole().delete([self._key(name) for name in names])
+
+    def _holds(self, name: str, data: Buffer, lost: RetryableError | None = None) -> bool:
+        """Whether exactly `data` lies under `name`. `lost` is the error of the PUT whose answer is missing."""
+        try:
+            file = self.stat(name)
+            if file.size != memoryview(data).nbytes:
+                return False
+            return memoryview(self.read(file, 0, file.size)).cast("B") == memoryview(data).cast("B")
+        except (MissingError, ChangedError):
+            return False
+        except RetryableError as error:
+            raise self._unknown(name, lost or error) from (lost or error)
+
+    def _unknown(self, name: str, cause: RetryableError) -> OutcomeUnknownError:
+        return OutcomeUnknownError(
+            f"nobody can tell whether {name} was written ({cause.message})",
+            next_step="see what is there when the storage answers again, and save again",
+        )
+
+    @staticmethod
+    def _describe(name: str, info: ObjectInfo) -> StoredFile:
+        return StoredFile(name, info.size, info.version, info.modified)
 
     def _key(self, name: str) -> str:
         if name.startswith("../"):
@@ -189,7 +241,7 @@ class LocalStorage:
             info = os.stat(path)
             if not os.path.isfile(path):
                 raise FileNotFoundError(path)
-            return StoredFile(name, info.st_size, f"{info.st_ino}-{info.st_mtime_ns}")
+            return _describe(name, info)
 
     def read(self, file: StoredFile, start: int, stop: int) -> Buffer:
         path = self._file(file.name)
@@ -209,6 +261,13 @@ class LocalStorage:
                 return sorted(entry.name for entry in os.scandir(self._path) if entry.is_file())
             except (FileNotFoundError, NotADirectoryError):
                 return []
+
+    def files(self) -> Sequence[StoredFile]:
+        found = []
+        for name in self.names():
+            with contextlib.suppress(ObjectNotFoundError):  # removed since it was listed
+                found.append(self.stat(name))
+        return found
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
@@ -242,8 +301,8 @@ class LocalWriter:
             position = 0
             while position < len(view):
                 position += self._file.write(view[position:])
-        if self._writeback is not None:
-            self._writeback.add(len(view))
+            if self._writeback is not None:
+                self._writeback.add(len(view))
         return len(view)
 
     def close(self) -> None:
@@ -308,7 +367,7 @@ class _Writeback:
     def add(self, nbytes: int) -> None:
         """Count written bytes. Raises the error of an earlier flush."""
         if self._error is not None:
-            raise StorageError("a local disk failed to write") from self._error
+            raise self._error
         self._pending_bytes += nbytes
         if self._pending_bytes >= _WRITEBACK_BYTES:
             self._pending_bytes = 0
@@ -338,6 +397,10 @@ class _Writeback:
                 return
 
 
+def _describe(name: str, info: os.stat_result) -> StoredFile:
+    return StoredFile(name, info.st_size, f"{info.st_ino}-{info.st_mtime_ns}", info.st_mtime)
+
+
 def _sync_directory(path: str) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -364,4 +427,4 @@ def _translated(path: str) -> Iterator[None]:
             raise DiskFullError(
                 f"no room to write {path}", next_step="free space, or raise the quota or file size limit"
             ) from error
-        raise StorageError(f"{path} failed ({error.strerror})", next_step="check the disk") from error
+        raise StorageError(f"{path} failed ({error.strerror})", next_step="check the path and the disk") from error

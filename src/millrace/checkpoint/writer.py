@@ -29,15 +29,34 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from typing_extensions import Buffer
 
 from millrace._version import __version__
-from millrace.checkpoint.format import DTYPES, Manifest, encode_manifest
-from millrace.checkpoint.manifests import manifest_name, read_manifest, refuse_existing
+from millrace.checkpoint.format import DTYPES, MAX_BLOB_BYTES, Manifest, encode_manifest
+from millrace.checkpoint.manifests import (
+    manifest_name,
+    read_manifest,
+    read_stock_metadata,
+    refuse_existing,
+    stock_mark,
+    stock_metadata_name,
+)
+from millrace.checkpoint.orphans import sweep
 from millrace.checkpoint.packing import RankData, Source, StoredItem, discard, write_items
 from millrace.checkpoint.pipeline import default_threads
 from millrace.checkpoint.planes import OPAQUE, Kind, checksum
+from millrace.checkpoint.stock import stock_files
 from millrace.checkpoint.storage import CheckpointStorage, open_storage
 from millrace.checkpoint.tables import NO_BASE, Table, chunk_table, item_table
 from millrace.checkpoint.tensors import check_blob, dtype_name, entries_of, flat_bytes
-from millrace.errors import ConfigurationError, MillraceError, MissingError, ObjectExistsError, UsageError
+from millrace.errors import (
+    ConfigurationError,
+    DeniedError,
+    MillraceError,
+    MissingError,
+    ObjectExistsError,
+    OutcomeUnknownError,
+    StorageError,
+    UnsupportedObjectError,
+    UsageError,
+)
 from millrace.events import Event, emit
 
 _STOCK_COPY_AHEAD_BYTES = 10_000_000
@@ -109,13 +128,15 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         self._manifest_rank: int | None = None
         self._is_coordinator = True
         self._opened: CheckpointStorage | None = None
+        # Data files of the last save, as long as nothing says that a manifest names them.
+        self._unconfirmed: tuple[CheckpointStorage, list[str]] | None = None
         self.stats: SaveStats | None = None
 
     def __repr__(self) -> str:
         return f"CheckpointWriter({self._path!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
+        return {**self.__dict__, "_opened": None, "_unconfirmed": None}
 
     @property
     def checkpoint_id(self) -> str:
@@ -144,6 +165,10 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
 
     # Torch passes `rank` and `use_collectives` only where a parameter is called `kwargs`.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._is_coordinator:
+            # Whoever finishes saves knows that the last one was not finished; other ranks cannot know.
+            self.abandon()
+        self._unconfirmed = None
         self._is_coordinator = is_coordinator
         self._rank = kwargs.get("rank", 0)
         self._manifest_rank = None if kwargs.get("use_collectives", True) else self._rank
@@ -179,6 +204,7 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
             for item, place in zip(plan.items, stored, strict=True)
         ]
         data = stored[0].data if stored else RankData((), chunk_table())
+        self._unconfirmed = (self._storage(), [file.name for file in data.files])
         self.stats = SaveStats(
             raw_bytes=sum(place.nbytes for place in stored),
             stored_bytes=sum(file.size for file in data.files),
@@ -191,11 +217,38 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
 
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
         storage = self._storage()
-        previous = self._previous_files(storage)
-        manifest = build_manifest(metadata, results, self._user_metadata)
-        storage.publish(manifest_name(self._manifest_rank), encode_manifest(manifest), replace=self._overwrite)
+        name = manifest_name(self._manifest_rank)
+        try:
+            previous = self._previous_files(storage)
+            stock = self._stock_metadata(storage)
+            manifest = build_manifest(metadata, results, self._user_metadata, replaces=stock_mark(stock))
+            self._publish(storage, name, manifest)
+        except MillraceError as error:
+            if not isinstance(error, OutcomeUnknownError):
+                discard(storage, _written_files(results))
+            self._unconfirmed = None
+            raise
+        self._unconfirmed = None
         current = {file.name for file in manifest.files}
         discard(storage, [name for name in previous if name not in current])
+        if stock is not None:
+            self._discard_stock(storage, stock)
+        if not self._manifest_rank:
+            sweep(storage, name)
+
+    # --- after a failure --------------------------------------------------------------------------
+
+    def abandon(self, failure: BaseException | None = None) -> None:
+        """Remove what this rank wrote in a save that failed: `except CheckpointException as e: writer.abandon(e)`.
+
+        Torch does not tell a rank's writer that another rank has failed. Without this call the data files stay until a
+        save into the same directory a day later. Does nothing after a save that succeeded on the coordinator, or
+        when `failure` says that the manifest may have been written all the same. Never raises.
+        """
+        unconfirmed, self._unconfirmed = self._unconfirmed, None
+        failures = getattr(failure, "failures", None) or {0: (failure, None)}
+        if unconfirmed and not any(isinstance(error, OutcomeUnknownError) for error, _ in failures.values()):
+            discard(*unconfirmed)
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -213,12 +266,46 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
                 yield TensorSource(planner, item)
 
     def _blob_source(self, data: memoryview, key: str, checked: set[int]) -> Source:
+        if len(data) > MAX_BLOB_BYTES:
+            raise UnsupportedObjectError(
+                f"{key!r} is an object of {len(data)} bytes, and no checkpoint holds one of more than {MAX_BLOB_BYTES}",
+                next_step="make what is large in it a tensor",
+            )
         # Equal objects (hyperparameters of many groups, say) need checking once.
         digest = checksum(data)
         if digest not in checked:
             check_blob(data, key, self._trusted_types)
             checked.add(digest)
         return BlobSource(data)
+
+    def _publish(self, storage: CheckpointStorage, name: str, manifest: Manifest) -> None:
+        """Raises `OutcomeUnknownError` where the manifest may be there in spite of the failure."""
+        data = encode_manifest(manifest)
+        try:
+            storage.publish(name, data, replace=self._overwrite)
+        except StorageError as error:
+            # A disk may fail after the rename: then the checkpoint is there, though maybe not for long.
+            if _is_absent(storage, self._manifest_rank, manifest):
+                raise
+            raise OutcomeUnknownError(
+                f"the manifest of {storage.url} may not outlive a power failure ({error.message})",
+                next_step="check the disk, and save again",
+            ) from error
+
+    def _stock_metadata(self, storage: CheckpointStorage) -> bytes | None:
+        """What torch's own writer saved here before; this save replaces that, too."""
+        try:
+            return read_stock_metadata(storage, self._manifest_rank)
+        except DeniedError:
+            return None
+
+    def _discard_stock(self, storage: CheckpointStorage, stock: bytes) -> None:
+        # Torch's reader would find the old state. Its metadata goes first: without it the rest is no checkpoint.
+        discard(storage, [stock_metadata_name(self._manifest_rank)])
+        try:
+            discard(storage, stock_files(stock, storage.url))
+        except MillraceError as error:
+            emit(Event(name="checkpoint.discard.failed", subject=storage.url, detail=str(error)))
 
     def _previous_files(self, storage: CheckpointStorage) -> list[str]:
         """Data files of the checkpoint that this save replaces, as far as its manifest can be read."""
@@ -230,6 +317,22 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
             emit(Event(name="checkpoint.previous.unreadable", subject=storage.url, detail=str(error)))
             return []
         return [file.name for file in files if not file.name.startswith("../")]
+
+
+def _is_absent(storage: CheckpointStorage, rank: int | None, manifest: Manifest) -> bool:
+    """Whether another manifest, or none, is what lies there, without doubt."""
+    try:
+        return read_manifest(storage, rank).manifest.save_id != manifest.save_id
+    except MissingError:
+        return True
+    except MillraceError:
+        return False
+
+
+def _written_files(results: Sequence[Sequence[Any]]) -> list[str]:
+    """The data files of all ranks."""
+    written = (result.storage_data for rank_results in results for result in rank_results)
+    return sorted({file.name for stored in written for file in stored.data.files})
 
 
 class BlobSource:
@@ -278,7 +381,9 @@ class TensorSource:
         return flat_bytes(tensor, key)
 
 
-def build_manifest(metadata: Any, results: Sequence[Sequence[Any]], user: Mapping[str, Any]) -> Manifest:
+def build_manifest(
+    metadata: Any, results: Sequence[Sequence[Any]], user: Mapping[str, Any], *, replaces: str | None = None
+) -> Manifest:
     """Join what all ranks wrote with what the planner says about it. Changes neither.
 
     Raises `UsageError` when a tensor or object of the plan was written by no rank.
@@ -321,6 +426,8 @@ def build_manifest(metadata: Any, results: Sequence[Sequence[Any]], user: Mappin
         chunks=_join_chunks(ranks),
         planner_data=metadata.planner_data,
         user=user,
+        save_id=uuid.uuid4().hex,
+        replaces=replaces,
     )
 
 
