@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import struct
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from millrace.checkpoint.planes import CHUNK_BYTES, MAX_CHUNK_BYTES, OPAQUE, Kind, Mode, PlaneCodec, checksum
+from millrace.checkpoint.planes import CHUNK_BYTES, MAX_CHUNK_BYTES, OPAQUE, Effort, Kind, Mode, PlaneCodec, checksum
 from millrace.errors import CorruptCheckpointError
 
 KINDS = [Kind(width, is_float) for width in (1, 2, 4, 8) for is_float in (False, True)]
@@ -26,8 +27,8 @@ def bf16(values: np.ndarray) -> np.ndarray:
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def stored(raw: np.ndarray, kind: Kind, base: np.ndarray | None = None) -> bytes:
-    return b"".join(PlaneCodec().encode(raw.data, kind, None if base is None else base.data))
+def stored(raw: np.ndarray, kind: Kind, base: np.ndarray | None = None, *, effort: Effort = Effort.TYPED) -> bytes:
+    return b"".join(PlaneCodec().encode(raw.data, kind, None if base is None else base.data, effort=effort))
 
 
 def decoded(chunk: bytes, kind: Kind, nbytes: int, base: np.ndarray | None = None) -> np.ndarray:
@@ -51,19 +52,57 @@ CONTENTS = {
 }
 
 
+@pytest.mark.parametrize("effort", Effort)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("content", CONTENTS)
-def test_every_kind_comes_back_bit_for_bit(kind, content):
+def test_every_kind_comes_back_bit_for_bit(kind, content, effort):
     for nbytes in (4096, 300 * 1024 - 8, CHUNK_BYTES):
         raw = CONTENTS[content](nbytes)
-        assert np.array_equal(decoded(stored(raw, kind), kind, raw.size), raw)
+        assert np.array_equal(decoded(stored(raw, kind, effort=effort), kind, raw.size), raw)
 
 
+@pytest.mark.parametrize("effort", Effort)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_delta_chunk_comes_back_bit_for_bit(kind):
+def test_a_delta_chunk_comes_back_bit_for_bit(kind, effort):
     generator = np.random.default_rng(2)
     raw, base = generator.integers(0, 256, (2, 64 * 1024), np.uint8)
-    assert np.array_equal(decoded(stored(raw, kind, base), kind, raw.size, base), raw)
+    assert np.array_equal(decoded(stored(raw, kind, base, effort=effort), kind, raw.size, base), raw)
+
+
+def test_no_effort_stores_every_plane_as_it_is():
+    for kind in KINDS:
+        raw = np.zeros(4096, np.uint8)
+        chunk = stored(raw, kind, effort=Effort.RAW)
+        assert modes(chunk, kind) == [Mode.RAW] * kind.width
+        assert len(chunk) == raw.size + 1 + 5 * kind.width
+
+
+def test_the_greatest_effort_turns_floats_further_and_makes_them_smaller():
+    raw = bf16(weights(CHUNK_BYTES // 2)).view(np.uint8)
+    typed, most = stored(raw, BF16), stored(raw, BF16, effort=Effort.MAX)
+    assert typed[0] == BF16.code
+    assert most[0] & 0x3F == BF16.code
+    assert most[0] >> 6 in (1, 2, 3)
+    assert len(most) < 0.995 * len(typed)
+
+
+def test_the_greatest_effort_searches_for_matches():
+    text = np.frombuffer(pathlib.Path(pathlib.__file__).read_bytes(), np.uint8)
+    assert len(stored(text, OPAQUE, effort=Effort.MAX)) < 0.9 * len(stored(text, OPAQUE))
+
+
+@pytest.mark.parametrize("turn", [1, 2, 3])
+def test_only_plain_floats_are_turned_further(turn):
+    for kind in (OPAQUE, Kind(1, True), Kind(4, False)):
+        chunk = bytearray(stored(np.zeros(64, np.uint8), kind))
+        chunk[0] |= turn << 6
+        with pytest.raises(CorruptCheckpointError, match="kind"):
+            decoded(bytes(chunk), kind, 64)
+    base = np.zeros(64, np.uint8)
+    chunk = bytearray(stored(base, BF16, base))
+    chunk[0] |= turn << 6
+    with pytest.raises(CorruptCheckpointError, match="kind"):
+        decoded(bytes(chunk), BF16, 64, base)
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
