@@ -125,21 +125,18 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """The metadata of the checkpoint, or of one `rank` of a save without collectives.
 
-        Raises `CheckpointNotFoundError`, `CorruptCheckpointError` or `UnsupportedFormatError`. After a failure the call
-        for a rank that wrote nothing returns an object that raises the first error on use: torch would replace an
-        exception by one that says less.
+        Raises `CheckpointNotFoundError`, `CorruptCheckpointError` or `UnsupportedFormatError`. When both calls of
+        torch fail the second returns an object that raises the error that says more on use: torch would replace an
+        exception by one that only quotes it.
         """
         rank: int | None = kwargs.get("rank")
         try:
             metadata = self._read_metadata(rank)
-        except CheckpointNotFoundError as error:
-            if rank is not None and self._failure is not None:
-                return _Unreadable(self._failure)
-            self._failure = error
-            raise
         except MillraceError as error:
-            self._failure = error
-            raise
+            if rank is None or self._failure is None:
+                self._failure = error
+                raise
+            return _Unreadable(self._failure if isinstance(error, CheckpointNotFoundError) else error)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
         return metadata
 
