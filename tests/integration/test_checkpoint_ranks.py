@@ -1,9 +1,11 @@
-"""Two ranks in real processes with a real process group, and what one process makes of their checkpoints."""
+"""Several ranks in real processes with a real process group, and what others make of their checkpoints."""
 
 from __future__ import annotations
 
+import datetime
 import os
 import pathlib
+import resource
 import socket
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, describe
-from millrace.errors import CheckpointNotFoundError, UsageError
+from millrace.errors import CheckpointNotFoundError, DiskFullError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -64,15 +66,27 @@ class FailsOnRankOne(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-def sharded(state: dict) -> dict:
+def sharded(state: dict, turned: bool = False) -> dict:
+    """As DTensors over all ranks; `turned`: what is in rows otherwise is in columns, and the other way round."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (2,))
-    places = {"rows": Shard(0), "columns": Shard(1), "one row": Shard(0), "replicated": Replicate()}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    first, second = (Shard(1), Shard(0)) if turned else (Shard(0), Shard(1))
+    places = {"rows": first, "columns": second, "one row": first, "replicated": Replicate()}
     return {
         key: distribute_tensor(value, mesh, [places[key]]) if key in places else value for key, value in state.items()
     }
+
+
+def in_old_shards(tensor: torch.Tensor, dim: int) -> object:
+    """As a ShardedTensor, torch's older kind, cut along one dimension."""
+    from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
+
+    size, rank = tensor.shape[dim] // 2, dist.get_rank()
+    offsets = [size * rank if number == dim else 0 for number in range(2)]
+    local = tensor.narrow(dim, offsets[dim], size).contiguous()
+    return init_from_local_shards([Shard.from_tensor_and_offsets(local, offsets, rank)], *tensor.shape)
 
 
 def gathered(state: dict) -> dict:
@@ -100,6 +114,19 @@ def run_rank(root: pathlib.Path) -> None:
     dcp.load(loaded, storage_reader=CheckpointReader(root / "one"))
     assert_same(gathered(loaded), whole())
 
+    # Rows to columns and back, between the same ranks.
+    loaded = sharded(zeroed(whole()), turned=True)
+    dcp.load(loaded, storage_reader=CheckpointReader(root / "two"))
+    assert_same(gathered(loaded), whole())
+    values = torch.randn(60, 40, generator=torch.Generator().manual_seed(5))
+    dcp.save({"x": in_old_shards(values, 0)}, storage_writer=CheckpointWriter(root / "old shards"))
+    for dim in (0, 1):
+        target = in_old_shards(torch.zeros(60, 40), dim)
+        dcp.load({"x": target}, storage_reader=CheckpointReader(root / "old shards"))
+        (shard,) = target.local_shards()
+        size = values.shape[dim] // 2
+        assert torch.equal(shard.tensor, values.narrow(dim, dist.get_rank() * size, size))
+
     # Overwriting: with another content, and with a rank that fails.
     dcp.save(sharded(whole(1)), storage_writer=CheckpointWriter(root / "twice"), process_group=group)
     dcp.save(sharded(whole(2)), storage_writer=CheckpointWriter(root / "twice"), process_group=group)
@@ -108,6 +135,23 @@ def run_rank(root: pathlib.Path) -> None:
     )
     assert list(failures) == [1]
     assert "rank one fails" in str(failures[1])
+
+    # A full disk under one rank fails the save of both, which then remove what they wrote.
+    dist.barrier()
+    before = sorted(os.listdir(root / "twice"))
+    writer = CheckpointWriter(root / "twice")
+    if dist.get_rank() == 1:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(sharded(whole(3)), storage_writer=writer)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [(rank, type(error)) for rank, (error, _) in caught.value.failures.items()] == [(1, DiskFullError)]
+    assert str(root / "twice") in str(caught.value.failures[1][0])
+    writer.abandon(caught.value)
+    dist.barrier()
+    assert sorted(os.listdir(root / "twice")) == before
 
     # In the background.
     group = dist.new_group([0, 1], backend="gloo")
@@ -128,12 +172,41 @@ def run_rank(root: pathlib.Path) -> None:
     assert [type(error) for error in failures.values()] == [CheckpointNotFoundError] * 2
 
 
-def main(rank: str, port: str, root: str) -> None:
-    os.environ.update(RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def run_four(root: pathlib.Path) -> None:
+    """Four ranks load what two saved, as it was cut and across."""
+    for turned in (False, True):
+        loaded = sharded(zeroed(whole()), turned)
+        dcp.load(loaded, storage_reader=CheckpointReader(root / "two"))
+        assert_same(gathered(loaded), whole())
+
+
+class DiesOnRankOne(DefaultSavePlanner):
+    def resolve_data(self, write_item):
+        if dist.get_rank() == 1:
+            os._exit(9)
+        return super().resolve_data(write_item)
+
+
+def run_dying(root: pathlib.Path) -> None:
+    """One rank dies in the middle: the other's save must end, and must not succeed."""
+    state = sharded(whole(3))
+    dist.barrier()
     try:
-        run_rank(pathlib.Path(root))
+        dcp.save(state, storage_writer=CheckpointWriter(root / "async"), planner=DiesOnRankOne())
+    except (CheckpointException, RuntimeError):
+        os._exit(0)
+    os._exit(1)
+
+
+PROGRAMS = {"two": run_rank, "four": run_four, "dying": run_dying}
+
+
+def main(program: str, rank: str, world: str, port: str, root: str) -> None:
+    os.environ.update(RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    try:
+        PROGRAMS[program](pathlib.Path(root))
     except BaseException:  # noqa: BLE001 - printed, and the process ends
         traceback.print_exc()
         # Not waiting for the other rank, which waits for this one.
@@ -145,22 +218,19 @@ def main(rank: str, port: str, root: str) -> None:
 # --- the tests ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    """Where two ranks have saved what `run_rank` says."""
-    root = tmp_path_factory.mktemp("ranks")
-    dcp.save(whole(), storage_writer=CheckpointWriter(root / "one"))
+def run(program: str, world: int, root: pathlib.Path, codes: tuple[int, ...] | None = None) -> None:
+    """Run a program on so many ranks; all must end with 0, or with `codes`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(port), str(root)],
+            [sys.executable, __file__, program, str(rank), str(world), str(port), str(root)],
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(world)
     ]
     ended = []
     try:
@@ -169,8 +239,16 @@ def ran(tmp_path_factory):
     finally:
         for process in ranks:
             process.kill()
-    for text, code in ended:
-        assert code == 0, text
+    for (text, code), expected in zip(ended, codes or (0,) * world, strict=True):
+        assert code == expected, text
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """Where two ranks have saved what `run_rank` says."""
+    root = tmp_path_factory.mktemp("ranks")
+    dcp.save(whole(), storage_writer=CheckpointWriter(root / "one"))
+    run("two", 2, root)
     return root
 
 
@@ -183,6 +261,20 @@ def load(path, state=None):
 def test_one_process_loads_what_two_saved(ran):
     assert_same(load(ran / "two"), whole())
     assert describe(ran / "two").raw_bytes > 0
+
+
+def test_four_ranks_load_what_two_saved(ran):
+    run("four", 4, ran)
+
+
+def test_a_rank_that_dies_fails_the_save_of_the_other(ran):
+    run("dying", 2, ran, codes=(0, 9))
+    assert_same(load(ran / "async"), whole(4))
+
+
+def test_old_shards_are_loaded_whole(ran):
+    state = load(ran / "old shards", {"x": torch.zeros(60, 40)})
+    assert torch.equal(state["x"], torch.randn(60, 40, generator=torch.Generator().manual_seed(5)))
 
 
 def test_a_failing_rank_leaves_the_previous_checkpoint(ran):
