@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,10 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 from typing_extensions import Buffer
 
+from millrace.checkpoint.effort import Schedule, Steady
 from millrace.checkpoint.format import DataFile
 from millrace.checkpoint.layout import ChunkPlan, Packer
 from millrace.checkpoint.pipeline import run_in_order
-from millrace.checkpoint.planes import Kind, PlaneCodec, as_bytes, checksum
+from millrace.checkpoint.planes import Effort, Kind, PlaneCodec, as_bytes, checksum
 from millrace.checkpoint.storage import CheckpointStorage
 from millrace.checkpoint.tables import NO_BASE, Table, chunk_table
 from millrace.errors import MillraceError
@@ -75,6 +77,18 @@ class _OpenFile:
     name: str
     writer: ObjectWriter
     size: int = 0
+    busy_seconds: float = 0.0
+
+    def write(self, data: bytes) -> None:
+        began = time.perf_counter()
+        self.writer.write(data)
+        self.busy_seconds += time.perf_counter() - began
+        self.size += len(data)
+
+    def progress(self) -> tuple[int, float]:
+        """Bytes that the storage has taken, and for how long it was busy. A local disk is behind the page cache."""
+        flushed: tuple[int, float] | None = getattr(self.writer, "flushed", None)
+        return flushed or (self.size, self.busy_seconds)
 
 
 # Without slots: those would be shared by all threads.
@@ -85,8 +99,12 @@ class _Codecs(threading.local):
     codec: PlaneCodec = field(default_factory=PlaneCodec)
 
 
-def write_items(storage: CheckpointStorage, stem: str, sources: Iterable[Source], threads: int) -> list[StoredItem]:
+def write_items(
+    storage: CheckpointStorage, stem: str, sources: Iterable[Source], threads: int, schedule: Schedule | None = None
+) -> list[StoredItem]:
     """Write every source, in order, to data files named after `stem`; returns where each lies.
+
+    `schedule` says how hard to compress (always `Effort.TYPED` without one).
 
     Everything is durable and visible on return. On any error nothing is left behind and the error is raised.
     """
@@ -95,9 +113,10 @@ def write_items(storage: CheckpointStorage, stem: str, sources: Iterable[Source]
     rows: list[dict[str, int]] = []
     places: list[tuple[int, int, int]] = []
     codecs = _Codecs()
+    plan = schedule or Steady(Effort.TYPED)
 
     def encode(job: _Job) -> _Encoded:
-        return _encode(job, codecs.codec)
+        return _encode(job, codecs.codec, plan)
 
     try:
         with contextlib.closing(run_in_order(_jobs(sources, places), encode, threads)) as encoded_chunks:
@@ -109,8 +128,8 @@ def write_items(storage: CheckpointStorage, stem: str, sources: Iterable[Source]
                     name = f"data-{stem}-{len(files)}.millrace"
                     current = _OpenFile(name, storage.open_writer(name))
                 rows.append({**encoded.row, "file": len(files), "offset": current.size})
-                current.writer.write(encoded.stored)
-                current.size += len(encoded.stored)
+                current.write(encoded.stored)
+                plan.stored(*current.progress())
         if current is not None:
             current.writer.close()
             files.append(DataFile(current.name, current.size))
@@ -162,14 +181,16 @@ def _jobs(sources: Iterable[Source], places: list[tuple[int, int, int]]) -> Iter
         yield job(plan)
 
 
-def _encode(job: _Job, codec: PlaneCodec) -> _Encoded:
+def _encode(job: _Job, codec: PlaneCodec, schedule: Schedule) -> _Encoded:
     pieces = [source.read(part.start, part.stop) for part, source in zip(job.plan.parts, job.sources, strict=True)]
     if len(pieces) == 1:
         raw = as_bytes(pieces[0]).data
     else:
         raw = np.concatenate([as_bytes(piece) for piece in pieces]).data
     kind = job.plan.kind
-    stored = b"".join(codec.encode(raw, kind))
+    effort, began = schedule.next(), time.perf_counter()
+    stored = b"".join(codec.encode(raw, kind, effort=effort))
+    schedule.encoded(effort, len(raw), len(stored), time.perf_counter() - began)
     row = {
         "kind": kind.code,
         "base": NO_BASE,

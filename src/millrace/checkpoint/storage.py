@@ -11,6 +11,7 @@ import errno
 import os
 import posixpath
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -305,6 +306,11 @@ class LocalWriter:
                 self._writeback.add(len(view))
         return len(view)
 
+    @property
+    def flushed(self) -> tuple[int, float] | None:
+        """Bytes that the disk has taken while the file grew, and the seconds that it was busy; None without `sync`."""
+        return None if self._writeback is None else self._writeback.flushed
+
     def close(self) -> None:
         if self._finished:
             return
@@ -358,7 +364,8 @@ class _Writeback:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._pending_bytes = 0
+        self.flushed = (0, 0.0)
+        self._total_bytes = self._pending_bytes = 0
         self._wake = threading.Semaphore(0)
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -368,6 +375,7 @@ class _Writeback:
         """Count written bytes. Raises the error of an earlier flush."""
         if self._error is not None:
             raise self._error
+        self._total_bytes += nbytes
         self._pending_bytes += nbytes
         if self._pending_bytes >= _WRITEBACK_BYTES:
             self._pending_bytes = 0
@@ -390,11 +398,13 @@ class _Writeback:
             self._wake.acquire()
             if self._stopping:
                 return
+            total_bytes, began = self._total_bytes, time.monotonic()
             try:
                 os.fdatasync(self._fd)
             except OSError as error:
                 self._error = error
                 return
+            self.flushed = (total_bytes, self.flushed[1] + time.monotonic() - began)
 
 
 def _describe(name: str, info: os.stat_result) -> StoredFile:

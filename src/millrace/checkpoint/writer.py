@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from typing_extensions import Buffer
 
 from millrace._version import __version__
+from millrace.checkpoint.effort import Compression, schedule_for
 from millrace.checkpoint.format import DTYPES, MAX_BLOB_BYTES, Manifest, encode_manifest
 from millrace.checkpoint.manifests import (
     manifest_name,
@@ -79,6 +80,8 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
     warns. Others:
 
     - `thread_count`: threads that compress; by default one a core, up to eight.
+    - `compression`: "typed" balances size and speed; "max" is smaller and slower, in saving and in loading; "adaptive"
+      compresses as much as keeps up with the storage; "none" stores every byte as it is. All load alike, verified.
     - `overwrite`: when False, an existing checkpoint is an `ObjectExistsError`. When True it is replaced in one step.
     - `target_options`: for the storage, as s3fs takes them.
     - `trusted_types`: classes that objects in the state dict may have beside those that torch trusts.
@@ -100,6 +103,7 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         _extensions: Sequence[Any] | None = None,
         serialization_format: Any = SerializationFormat.TORCH_SAVE,
         *,
+        compression: Compression = "typed",
         target_options: Mapping[str, Any] | None = None,
         trusted_types: Sequence[type] = (),
         user_metadata: Mapping[str, Any] | None = None,
@@ -118,6 +122,8 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         self._path = os.fspath(path)
         self._sync = sync_files
         self._threads = thread_count or default_threads()
+        schedule_for(compression, self._threads)  # refuses an unknown name now, not in the middle of a save
+        self._compression = compression
         self._overwrite = overwrite
         self._target_options = dict(target_options or {})
         self._trusted_types = tuple(trusted_types)
@@ -198,7 +204,8 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
     def write_data(self, plan: Any, planner: Any) -> Any:
         began = time.monotonic()
         stem = f"{uuid.uuid4().hex}-{self._rank}"
-        stored = write_items(self._storage(), stem, self._sources(plan, planner), self._threads)
+        schedule = schedule_for(self._compression, self._threads)
+        stored = write_items(self._storage(), stem, self._sources(plan, planner), self._threads, schedule)
         results = [
             WriteResult(index=item.index, size_in_bytes=place.nbytes, storage_data=place)
             for item, place in zip(plan.items, stored, strict=True)

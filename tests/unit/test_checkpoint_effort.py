@@ -1,0 +1,93 @@
+"""How hard the codec tries: the decision as a table, and the schedule that feeds it with what it sees."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from millrace.checkpoint.effort import Adaptive, Steady, schedule_for, typed_share
+from millrace.checkpoint.planes import Effort
+from millrace.errors import ConfigurationError
+
+MB, GB = 10**6, 10**9
+
+
+@pytest.mark.parametrize(
+    ("sink", "typed", "raw", "ratio", "share"),
+    [
+        (0.2 * GB, 1.7 * GB, 8 * GB, 0.8, 1.0),  # a network: the codec always keeps up
+        (1.36 * GB, 1.7 * GB, 8 * GB, 0.8, 1.0),  # in balance with everything compressed
+        (2 * GB, 1.7 * GB, 8 * GB, 0.8, 0.666),
+        (4 * GB, 1.7 * GB, 8 * GB, 0.8, 0.244),
+        (8 * GB, 1.7 * GB, 8 * GB, 0.8, 0.0),  # as fast as splitting alone
+        (50 * GB, 1.7 * GB, 8 * GB, 0.8, 0.0),
+        (4 * GB, 1.7 * GB, 8 * GB, 1.0, 0.270),  # in balance, although nothing shrinks
+        (4 * GB, 1.7 * GB, 8 * GB, 0.4, 0.204),  # the smaller it gets, the less the storage is the limit
+        (4 * GB, 9 * GB, 8 * GB, 0.8, 1.0),  # compressing is even faster: constants
+    ],
+)
+def test_the_share_balances_codec_and_storage(sink, typed, raw, ratio, share):
+    chosen = typed_share(sink=sink, typed=typed, raw=raw, ratio=ratio)
+    assert chosen == pytest.approx(share, abs=0.001)
+
+    def seconds(part):
+        return max(part / typed + (1 - part) / raw, (1 - part + part * ratio) / sink)
+
+    assert seconds(chosen) <= min(seconds(step / 100) for step in range(101)) * 1.001
+
+
+def feed(schedule, chunks, *, sink, typed=0.85 * GB, raw=4.5 * GB, ratio=0.8):
+    """Encode and store `chunks` of 1 MB as such a machine would; returns the efforts."""
+    efforts, total, busy = [], 0, 0.0
+    for _ in range(chunks):
+        effort = schedule.next()
+        stored = int(MB * ratio) if effort == Effort.TYPED else MB
+        schedule.encoded(effort, MB, stored, MB / (typed if effort == Effort.TYPED else raw))
+        total += stored
+        busy += stored / sink
+        schedule.stored(total, busy)
+        efforts.append(effort)
+    return efforts
+
+
+def typed_part(efforts):
+    return sum(effort == Effort.TYPED for effort in efforts) / len(efforts)
+
+
+def test_everything_is_compressed_before_slow_storage():
+    assert set(feed(Adaptive(threads=2), 400, sink=200 * MB)) == {Effort.TYPED}
+
+
+def test_effort_falls_to_raw_before_fast_storage_and_the_rates_stay_known():
+    efforts = feed(Adaptive(threads=2), 400, sink=50 * GB)
+    assert set(efforts[:8]) == {Effort.TYPED}
+    assert typed_part(efforts[20:]) == pytest.approx(1 / 32, abs=0.01)
+
+
+def test_a_share_is_spread_evenly():
+    efforts = feed(Adaptive(threads=1), 600, sink=2 * GB)[100:]
+    expected = typed_share(sink=2 * GB, typed=0.85 * GB, raw=4.5 * GB, ratio=0.8)
+    assert 0.2 < expected < 0.8
+    assert typed_part(efforts) == pytest.approx(expected, abs=0.02)
+    runs = [len(list(group)) for _, group in itertools.groupby(efforts)]
+    assert max(runs) <= 1 / min(expected, 1 - expected) + 1
+
+
+def test_effort_follows_storage_that_changes():
+    schedule = Adaptive(threads=2)
+    assert typed_part(feed(schedule, 300, sink=50 * GB)[100:]) < 0.05
+    slow = feed(schedule, 300, sink=100 * MB)  # another file: its count begins at nothing
+    assert typed_part(slow[100:]) == 1.0
+    assert typed_part(feed(schedule, 1500, sink=50 * GB)[1000:]) < 0.2
+
+
+def test_the_compressions_have_names():
+    assert isinstance(schedule_for("adaptive", 2), Adaptive)
+    for name, effort in {"typed": Effort.TYPED, "max": Effort.MAX, "none": Effort.RAW}.items():
+        schedule = schedule_for(name, 2)
+        assert isinstance(schedule, Steady)
+        assert schedule.next() == effort
+    with pytest.raises(ConfigurationError, match="zip") as caught:
+        schedule_for("zip", 2)
+    assert "typed, max, adaptive, none" in caught.value.next_step
