@@ -37,7 +37,19 @@ DEFAULT_MIN_FREE = "10%"
 DEFAULT_CONSISTENCY = "60s"
 
 # The keyword arguments of the face that are options of the cache, in the order of the documentation.
-OPTION_NAMES = ("cache_dir", "capacity", "min_free", "members", "consistency", "native", "etcd_host", "etcd_port")
+# Those of the cluster cache are recognised, and refused as not in this version, rather than called unknown.
+OPTION_NAMES = (
+    "cache_dir",
+    "capacity",
+    "min_free",
+    "members",
+    "consistency",
+    "native",
+    "etcd_host",
+    "etcd_port",
+    "cluster_token",
+    "tls",
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +89,7 @@ def parse_amount(value: str | int, *, option: str) -> Amount:
         number, unit = float(match[1]), match[2].upper()
         if unit == "%" and number <= 100:
             return Amount(share=number / 100)
-        if unit in _UNITS:
+        if unit in _UNITS and math.isfinite(number * _UNITS[unit]):
             return Amount(nbytes=int(number * _UNITS[unit]))
     raise ConfigurationError(
         f"{option}={value!r} is no size", next_step="write bytes, a size such as '200GB', or a share such as '80%'"
@@ -122,13 +134,32 @@ def _parse_members(settings: Mapping[str, Any]) -> str:
 
 def _parse_cache_dirs(value: Any, environ: Mapping[str, str]) -> tuple[Path, ...]:
     if value is None:
-        base = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".cache")
-        return (Path(base, "millrace"),)
-    parts: Iterable[Any] = [value] if isinstance(value, str | os.PathLike) else value
-    paths = tuple(Path(os.path.abspath(os.path.expanduser(part))) for part in parts if str(part))
+        base = environ.get("XDG_CACHE_HOME")
+        value = os.path.join(base, "millrace") if base else os.path.join(_home(environ), ".cache", "millrace")
+    parts: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+    paths = [_parse_directory(part) for part in parts if part != ""]
     if not paths:
         raise ConfigurationError("cache_dir is empty", next_step="name a directory, or leave it out")
-    return paths
+    # One disk named twice, also by a symbolic link, is one disk: its index must be opened once in a process.
+    return tuple(dict.fromkeys(paths))
+
+
+def _parse_directory(part: Any) -> Path:
+    if isinstance(part, str | os.PathLike):
+        try:
+            path = os.path.expanduser(os.fspath(part))
+            if isinstance(path, str) and not path.startswith("~"):
+                return Path(os.path.realpath(path))
+        except ValueError:
+            pass  # a null character, which no path may have: told below
+    raise ConfigurationError(f"cache_dir={part!r} is no directory", next_step="write a path, or a list of paths")
+
+
+def _home(environ: Mapping[str, str]) -> str:
+    home = environ.get("HOME") or os.path.expanduser("~")
+    if home == "~":
+        raise ConfigurationError("this user has no home directory to keep the cache in", next_step="set 'cache_dir'")
+    return home
 
 
 def _parse_bool(value: Any, *, option: str) -> bool:
@@ -160,16 +191,25 @@ def load_file(environ: Mapping[str, str]) -> dict[str, Any]:
                     f"MILLRACE_CONFIG={named} does not exist", next_step="correct or unset it"
                 ) from None
             continue
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except OSError as error:
+            raise ConfigurationError(f"{path}: {error.strerror}", next_step="correct the file") from error
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"{path} is not UTF-8, as TOML must be", next_step="save it as UTF-8") from error
+        except tomllib.TOMLDecodeError as error:
             raise ConfigurationError(f"{path}: {error}", next_step="correct the file") from error
-        unknown = sorted(set(settings) - set(OPTION_NAMES))
-        if unknown:
-            raise ConfigurationError(
-                f"{path}: unknown option {', '.join(map(repr, unknown))}",
-                next_step=f"known ones are {', '.join(OPTION_NAMES)}",
-            )
+        _check_names(settings, source=f"{path}: ")
         return settings
     return {}
+
+
+def _check_names(names: Iterable[str], *, source: str = "") -> None:
+    """Raise `ConfigurationError` for a name that is no option. `source` comes first in the message."""
+    unknown = sorted(set(names) - set(OPTION_NAMES))
+    if unknown:
+        raise ConfigurationError(
+            f"{source}unknown option {', '.join(map(repr, unknown))}",
+            next_step=f"known ones are {', '.join(OPTION_NAMES)}",
+        )
 
 
 def resolve(
@@ -188,12 +228,13 @@ def resolve(
             # Several disks in one variable are separated like PATH; an argument or the file gives a list.
             settings[name] = variable.split(os.pathsep) if name == "cache_dir" else variable
     settings.update({name: value for name, value in arguments.items() if value is not None})
-    unknown = sorted(set(settings) - set(OPTION_NAMES))
-    if unknown:
-        raise ConfigurationError(
-            f"unknown option {', '.join(map(repr, unknown))}",
-            next_step=f"known ones are {', '.join((*OPTION_NAMES, 'target_protocol', 'target_options'))}",
-        )
+    _check_names(settings)
+    for name in ("cluster_token", "tls"):
+        if name in settings:  # without its value, which is a secret
+            raise ConfigurationError(
+                f"{name} is an option of the cluster cache, which this version does not have",
+                next_step="leave it out: every node caches for itself",
+            )
     return CacheOptions(
         cache_dirs=_parse_cache_dirs(settings.get("cache_dir"), environ),
         capacity=parse_amount(settings.get("capacity", DEFAULT_CAPACITY), option="capacity"),

@@ -61,6 +61,19 @@ def test_several_disks() -> None:
     assert resolve({"cache_dir": "/with:colon"}, environ={}, file={}).cache_dirs == (Path("/with:colon"),)
 
 
+def test_a_disk_named_twice_is_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    names = [tmp_path / "disk", f"{tmp_path}/link", f"{tmp_path}/./disk/", tmp_path / "other"]
+    assert resolve({"cache_dir": names}, environ={}, file={}).cache_dirs == (tmp_path / "disk", tmp_path / "other")
+
+
+def test_without_a_home_the_cache_directory_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user id that nobody has
+    with pytest.raises(ConfigurationError, match="set 'cache_dir'"):
+        resolve({}, environ={}, file={})
+    assert resolve({"cache_dir": "/d"}, environ={}, file={}).cache_dirs == (Path("/d"),)
+
+
 def test_unknown_options_are_errors_that_list_the_known() -> None:
     with pytest.raises(ConfigurationError, match=r"capacty.*known ones are.*capacity"):
         resolve({"capacty": "1GB"}, environ={}, file={})
@@ -75,11 +88,25 @@ def test_unknown_options_are_errors_that_list_the_known() -> None:
         ({"etcd_host": "10.0.0.5", "members": "none"}, "exclude each other"),
         ({"native": "perhaps"}, "neither true nor false"),
         ({"cache_dir": ""}, "cache_dir is empty"),
+        ({"cache_dir": 5}, "cache_dir=5 is no directory"),
+        ({"cache_dir": ["/d", 5]}, "cache_dir=5 is no directory"),
+        ({"cache_dir": {"a": 1}}, "is no directory"),
+        ({"cache_dir": "a\0b"}, "is no directory"),
+        ({"cache_dir": b"/d"}, "is no directory"),
+        ({"capacity": "9" * 400}, "is no size"),
+        ({"tls": True}, "tls is an option of the cluster cache, which this version does not have"),
+        ({"cluster_token": "geheim"}, "cluster_token is an option of the cluster cache"),
     ],
 )
 def test_values_that_cannot_be_used(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         resolve(arguments, environ={}, file={})
+
+
+def test_a_secret_is_not_told() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve({}, environ={"MILLRACE_CLUSTER_TOKEN": "geheim"}, file={})
+    assert "geheim" not in repr(caught.value)
 
 
 def test_file_is_found_read_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,5 +121,11 @@ def test_file_is_found_read_and_checked(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "millrace.toml").write_text("capacity = \n")
     with pytest.raises(ConfigurationError, match="correct the file"):
         load_file(environ)
+    (tmp_path / "millrace.toml").write_bytes('cache_dir = "/möbel"\n'.encode("latin-1"))
+    with pytest.raises(ConfigurationError, match="not UTF-8"):
+        load_file(environ)
+    (tmp_path / "millrace.toml").write_text("cache_dir = 5\n")
+    with pytest.raises(ConfigurationError, match="cache_dir=5 is no directory"):
+        resolve({}, environ=environ)
     with pytest.raises(ConfigurationError, match="does not exist"):
         load_file({"MILLRACE_CONFIG": str(tmp_path / "nowhere.toml")})
