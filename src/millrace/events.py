@@ -7,6 +7,8 @@ Hooks run in the thread that emits, must be quick, and must not raise.
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,25 +31,42 @@ class Event:
 
 Hook = Callable[[Event], None]
 
-_hooks: tuple[Hook, ...] = ()
+# Replaced as a whole under the lock, read without it: `emit` costs no lock.
+_hooks: tuple[tuple[object, Hook], ...] = ()
+_lock = threading.Lock()
 
 
 def add_hook(hook: Hook) -> Callable[[], None]:
-    """Register `hook`; returns a function that removes it again. Process-wide and thread-safe."""
+    """Register `hook`; returns a function that removes it again (once: a hook added twice is called twice).
+
+    Process-wide and thread-safe. An event that is being emitted meanwhile may still reach, or not yet reach, the hook.
+    """
     global _hooks
-    _hooks = (*_hooks, hook)
+    token = object()
+    with _lock:
+        _hooks = (*_hooks, (token, hook))
 
     def remove() -> None:
         global _hooks
-        _hooks = tuple(other for other in _hooks if other is not hook)
+        with _lock:
+            _hooks = tuple(entry for entry in _hooks if entry[0] is not token)
 
     return remove
 
 
 def emit(event: Event) -> None:
     """Give `event` to every hook. A hook that raises is logged and does not disturb the caller."""
-    for hook in _hooks:
+    for _, hook in _hooks:
         try:
             hook(event)
         except Exception:  # noqa: BLE001 - a listener's fault, of any kind, must not break a read
             _log.exception("event hook %r failed on %s", hook, event.name)
+
+
+def _new_lock() -> None:
+    # Another thread of the parent may have held it.
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_new_lock)
