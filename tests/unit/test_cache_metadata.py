@@ -151,3 +151,67 @@ def test_a_reader_of_a_listing_that_was_replaced_twice_is_told(make: Make) -> No
 
 def test_memory_origin_is_an_origin() -> None:
     assert isinstance(MemoryOrigin(), Origin)
+
+
+def test_an_answer_from_before_a_write_is_not_remembered(make: Make) -> None:
+    origin = MemoryOrigin()
+    origin.put("b/d/k", b"old")
+    cache, _, _ = make(math.inf)
+    real_head = origin.head
+
+    def slow_head(key: str) -> ObjectInfo:
+        info = real_head(key)
+        origin.put("b/d/k", b"newer")  # another thread writes while the answer is on its way
+        cache.forget(origin, "b/d/k")
+        return info
+
+    origin.head = slow_head  # type: ignore[method-assign]
+    assert cache.stat(origin, "b/d/k").size == 3
+    origin.head = real_head  # type: ignore[method-assign]
+    assert cache.stat(origin, "b/d/k").size == 5
+
+
+def test_a_listing_from_before_a_write_is_not_remembered(make: Make) -> None:
+    origin = MemoryOrigin()
+    for number in range(1500):
+        origin.put(f"b/d/{number:05}", b"")
+    cache, _, _ = make(math.inf)
+    pages = cache.list_all(origin, "b/d")
+    next(pages)
+    origin.put("b/d/zz", b"new")
+    cache.forget(origin, "b/d/zz")
+    list(pages)
+    assert sum(len(page) for page in cache.list_all(origin, "b/d")) == 1501
+
+
+def test_forgetting_gives_up_the_version_that_was_known(make: Make) -> None:
+    origin = MemoryOrigin()
+    origin.put("b/k", b"1")
+    cache, _, changed = make(math.inf)
+    old = cache.stat(origin, "b/k")
+    cache.forget(origin, "b/k")
+    assert changed == [old]
+
+
+def test_listings_do_not_pile_up(make: Make, index: Index) -> None:
+    origin = MemoryOrigin()
+    for number in range(2500):
+        origin.put(f"b/d/{number:05}", b"")
+    cache, clock, _ = make(60)
+
+    def records() -> int:
+        return sum(1 for _ in all_meta(index))
+
+    counts = []
+    for _ in range(5):
+        clock.now += 1
+        cache.forget(origin, "b/d/00000")
+        list(cache.list_all(origin, "b/d"))
+        counts.append(records())
+    assert counts[-1] == counts[2]
+
+
+def all_meta(index: Index) -> Iterator[bytes]:
+    with index._env.begin(index._meta) as txn:
+        for key, _ in txn.cursor():
+            yield key

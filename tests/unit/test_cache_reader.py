@@ -1,17 +1,23 @@
+import contextlib
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from millrace.cache.blocks import BLOCK_BYTES
-from millrace.cache.node import CacheNode, cache_node
+from millrace.cache.blocks import BLOCK_BYTES, object_id
+from millrace.cache.flight import Flights
+from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.config import resolve
 from millrace.errors import ObjectChangedError, OriginUnavailableError
 from millrace.events import Event, add_hook
+from millrace.filesystem.files import CachedFile
 from millrace.origin import ObjectInfo
 from millrace.testing.origins import MemoryOrigin
 
@@ -154,32 +160,76 @@ def test_small_reads_without_room_fetch_a_block_once(make_node: Callable[..., Ca
     assert origin.bytes_read() == info.size
 
 
-def test_a_truncated_or_corrupt_file_is_fetched_again(
+def data_file(node: CacheNode) -> Path:
+    return next(path for path in node.disks()[0][0].glob("objects/*/*"))
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("harm", ["delete", "truncate", "empty"])
+@pytest.mark.parametrize("key", ["b/large", "b/small"])
+def test_a_file_that_somebody_harmed_is_fetched_again(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin, native: bool, harm: str, key: str
+) -> None:
+    node = make_node(native=native)
+    info = origin.head(key)
+    read_all(node, origin, info)
+    path = data_file(node)
+    if harm == "delete":
+        path.unlink()
+    else:
+        os.truncate(path, info.size // 2 if harm == "truncate" else 0)
+    events: list[Event] = []
+    remove = add_hook(events.append)
+    assert read_all(node, origin, info) == content(origin, key)
+    remove()
+    assert [event.name for event in events] == ["cache.file.lost"]
+    if native:
+        file = node.open_native(origin, info)
+        assert file is not None
+        assert file.read() == content(origin, key)
+
+
+@pytest.mark.parametrize("harm", ["delete", "truncate"])
+@pytest.mark.parametrize("key", ["b/large", "b/small"])
+def test_a_harmed_file_does_not_open_natively(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin, harm: str, key: str
+) -> None:
+    node = make_node()
+    info = origin.head(key)
+    read_all(node, origin, info)
+    if harm == "delete":
+        data_file(node).unlink()
+    else:
+        os.truncate(data_file(node), info.size - 1)
+    assert node.open_native(origin, info) is None
+    assert read_all(node, origin, info) == content(origin, key)
+
+
+def test_a_file_cut_under_an_open_reader_is_fetched_again(
     make_node: Callable[..., CacheNode], origin: MemoryOrigin
 ) -> None:
+    node = make_node()
+    info = origin.head("b/large")
+    reader = node.open_reader(origin, info)
+    reader.read(0, info.size)
+    os.truncate(data_file(node), BLOCK_BYTES + 5)
+    assert bytes(reader.read(0, info.size)) == content(origin, "b/large")
+    reader.close()
+
+
+def test_a_corrupt_block_is_fetched_again(make_node: Callable[..., CacheNode], origin: MemoryOrigin) -> None:
     node = make_node(native=False)
     info = origin.head("b/large")
     read_all(node, origin, info)
-    path = next(path for path in node.disks()[0][0].glob("objects/*/*"))
-    with open(path, "r+b") as file:
+    with open(data_file(node), "r+b") as file:
         file.seek(BLOCK_BYTES * 2 + 7)
         file.write(b"\xff\x00")
-        file.truncate(BLOCK_BYTES * 5)
     events: list[Event] = []
     remove = add_hook(events.append)
     assert read_all(node, origin, info) == content(origin, "b/large")
     remove()
     assert {event.name for event in events} == {"cache.block.corrupt"}
     assert node.counters()["corrupt_blocks"] == len(events)
-
-
-def test_a_file_deleted_by_hand_is_fetched_again(make_node: Callable[..., CacheNode], origin: MemoryOrigin) -> None:
-    node = make_node()
-    info = origin.head("b/small")
-    read_all(node, origin, info)
-    next(path for path in node.disks()[0][0].glob("objects/*/*")).unlink()
-    assert node.open_native(origin, info) is None
-    assert read_all(node, origin, info) == b"hello"
 
 
 def test_objects_are_spread_over_disks(make_node: Callable[..., CacheNode], tmp_path: Path) -> None:
@@ -199,3 +249,139 @@ def test_empty_object(make_node: Callable[..., CacheNode]) -> None:
     node = make_node()
     assert read_all(node, origin, origin.head("b/empty")) == b""
     assert origin.count("read") == 0
+
+
+def test_many_sequential_readers_without_room_fetch_about_once(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin
+) -> None:
+    node = make_node(capacity=0)
+    keys = [f"b/{number}" for number in range(8)]
+    for key in keys:
+        origin.put(key, os.urandom(BLOCK_BYTES * 12))
+
+    def scan(key: str) -> bytes:
+        fs_file = CachedFile(node.open_reader(origin, origin.head(key)), path=key, sequential=True)
+        with fs_file:
+            return b"".join(iter(lambda: fs_file.read(1 << 20), b""))
+
+    with ThreadPoolExecutor(8) as pool:
+        for key, data in zip(keys, pool.map(scan, keys), strict=True):
+            assert data == content(origin, key)
+    assert origin.bytes_read() <= 1.25 * 8 * 12 * BLOCK_BYTES
+
+
+def test_file_systems_of_different_options_share_their_fetches(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin
+) -> None:
+    origin.before_read = lambda *_: time.sleep(0.1)
+    info = origin.head("b/small")
+    nodes = [make_node(consistency="immutable"), make_node(consistency="always"), make_node(native=False)]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda node: read_all(node, origin, info), nodes)) == [b"hello"] * 3
+    assert origin.count("read") == 1
+
+
+def test_threads_together_stay_inside_the_capacity(make_node: Callable[..., CacheNode]) -> None:
+    origin = MemoryOrigin(before_read=lambda *_: time.sleep(0.02))
+    node = make_node(capacity=BLOCK_BYTES * 2)
+    for number in range(16):
+        origin.put(f"b/{number}", bytes(BLOCK_BYTES))
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda number: read_all(node, origin, origin.head(f"b/{number}")), range(16)))
+    assert node.disks()[0][1] == BLOCK_BYTES * 2
+
+
+def test_an_open_reader_works_in_a_forked_child(make_node: Callable[..., CacheNode], origin: MemoryOrigin) -> None:
+    node = make_node()
+    info = origin.head("b/large")
+    reader = node.open_reader(origin, info)
+    reader.read(0, 10)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        os._exit(0 if bytes(reader.read(0, info.size)) == content(origin, "b/large") else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert bytes(reader.read(0, info.size)) == content(origin, "b/large")
+    reader.close()
+    with pytest.raises(ValueError, match="closed"):
+        reader.read(0, 1)
+
+
+def test_a_removed_object_is_read_on_by_who_has_it_open(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin
+) -> None:
+    node = make_node()
+    info = origin.head("b/large")
+    reader = node.open_reader(origin, info)
+    reader.read(0, BLOCK_BYTES * 2)
+    node.discard(origin, info)
+    assert bytes(reader.read(0, info.size)) == content(origin, "b/large")
+    reader.close()
+    assert node.entries() == []
+
+
+def test_a_stopped_fetcher_is_overtaken(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.cache.reader.PATIENCE_SECONDS", 0.3)
+    node = make_node()
+    info = origin.head("b/small")
+    directory = node.disks()[0][0]
+    name = object_id(origin.identity, info.key, info.version, info.size)
+    code = (
+        "import sys, pathlib, time; from millrace.cache.flight import ProcessLocks;"
+        "locks = ProcessLocks(pathlib.Path(sys.argv[1])); assert locks.try_acquire((bytes.fromhex(sys.argv[2]), 0));"
+        "print('held', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(directory / "locks"), name.hex()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        started = time.monotonic()
+        assert read_all(node, origin, info) == b"hello"
+        assert time.monotonic() - started > 0.25
+        other.kill()
+
+
+def test_flights_end_only_their_own() -> None:
+    flights, key = Flights(), (bytes(16), 0)
+    first = flights.board(bytes(16), [0])[0][0]
+    flights.land(key, first, b"1")
+    second = flights.board(bytes(16), [0])[0][0]
+    flights.fail(key, first, RuntimeError("late"))
+    assert first.result() == b"1"
+    assert flights.board(bytes(16), [0])[1] == {0: second}
+    flights.fail(key, second, RuntimeError("own"))
+    with pytest.raises(RuntimeError, match="own"):
+        second.result()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(directory)], check=True)
+    yield directory
+    close_nodes()
+    subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("native", [True, False])
+def test_a_disk_that_others_fill_costs_speed_but_no_read(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin, small_disk: Path, native: bool
+) -> None:
+    node = make_node(cache_dir=str(small_disk), native=native)
+    small = origin.head("b/small")
+    assert read_all(node, origin, small) == b"hello"
+    with open(small_disk / "ballast", "wb", buffering=0) as ballast, contextlib.suppress(OSError):
+        while True:
+            ballast.write(bytes(1 << 12))
+    assert os.statvfs(small_disk).f_bavail == 0
+    for _ in range(2):
+        for key in ("b/large", "b/small"):
+            assert node.metadata.stat(origin, key).size == len(content(origin, key))
+            assert read_all(node, origin, origin.head(key)) == content(origin, key)
+        if native:
+            assert node.open_native(origin, small) is not None
+    node.counters()

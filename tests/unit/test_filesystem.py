@@ -2,6 +2,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -257,7 +258,12 @@ def test_processes_fetch_a_block_once(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(tmp_path / "cache"), f"{tmp_path}/big.bin"]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    outputs = [process.communicate("x")[0] for process in processes]
+    time.sleep(1.5)  # all are up and wait for the word
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("x")
+        process.stdin.flush()
+    outputs = [process.communicate()[0] for process in processes]
     assert len(set(outputs)) == 1
     assert outputs[0].strip()
     fs = millrace.filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0)

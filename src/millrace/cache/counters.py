@@ -13,7 +13,11 @@ import os
 import struct
 import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from millrace.cache.store import disk_errors
 
 NAMES = (
     "origin_requests",
@@ -39,17 +43,26 @@ class Counters:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        with disk_errors(directory):
+            self._open(directory)
+        self._values = [0] * len(NAMES)
+        self._lock = threading.Lock()
+
+    def _open(self, directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = directory / f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         with _directory_lock(directory, fcntl.LOCK_EX):
             self._fold()
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            os.ftruncate(self._descriptor, _FILE_BYTES)
+            # Not a hole: writing to one through a map on a full disk would kill the process.
+            os.posix_fallocate(self._descriptor, 0, _FILE_BYTES)
             # The lock says that this process lives; the kernel drops it when it ends, however it ends.
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             self._map = mmap.mmap(self._descriptor, _FILE_BYTES)
-        self._values = [0] * len(NAMES)
-        self._lock = threading.Lock()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's lock, so that it ends with the parent. The map is never written."""
+        os.close(self._descriptor)
 
     def close(self) -> None:
         """Stop counting; the file is folded by the next process that opens the store."""
@@ -99,18 +112,15 @@ def totals(directory: Path) -> dict[str, int]:
     return dict(zip(NAMES, sums, strict=True))
 
 
-class _directory_lock:  # noqa: N801
-    """Holds a lock on a directory for a `with` block."""
-
-    def __init__(self, directory: Path, kind: int) -> None:
-        self._directory, self._kind = directory, kind
-
-    def __enter__(self) -> None:
-        self._descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._descriptor, self._kind)
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+@contextmanager
+def _directory_lock(directory: Path, kind: int) -> Iterator[None]:
+    """Hold a lock on a directory for a `with` block."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, kind)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _live_files(directory: Path) -> list[Path]:

@@ -1,9 +1,10 @@
 """One fetch a block at a time, over the threads of a process and the processes of a node.
 
 Inside a process a table of futures; between processes a byte-range lock on one file of the store, at an offset computed
-from the block. The kernel releases such a lock when its holder dies, however it dies, so there is nobody to elect, nothing
-to time out in the usual case and nothing to clean up. A holder that is alive but silent (SIGSTOP) is waited for
-`PATIENCE_SECONDS` and then overtaken: a second fetch of the same bytes costs a request and does no harm.
+from the block. The kernel releases such a lock when its holder dies, however it dies (a forked child closes what it
+inherited of it, see `node.py`), so there is nobody to elect, nothing to time out in the usual case and nothing to clean up.
+A holder that is alive but silent (SIGSTOP) is waited for `PATIENCE_SECONDS` and then overtaken: a second fetch of the same
+bytes costs a request and does no harm.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ProcessLocks:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def close(self) -> None:
-        """Release everything."""
+        """Release everything; in a forked child, let go of the parent's locks, so that they end with the parent."""
         os.close(self._descriptor)
 
     def try_acquire(self, key: BlockKey) -> bool:
@@ -71,7 +72,7 @@ class Flights:
     ) -> tuple[dict[int, Future[Buffer]], dict[int, Future[Buffer]]]:
         """Split `blocks` into those that the caller must fetch and those that are on their way already.
 
-        The caller must land every one of the first kind, by `land` or `fail`.
+        The caller must land every one of the first kind, by `land` or `fail`, with the future that it got here.
         """
         mine: dict[int, Future[Buffer]] = {}
         theirs: dict[int, Future[Buffer]] = {}
@@ -84,18 +85,19 @@ class Flights:
                     theirs[block] = future
         return mine, theirs
 
-    def land(self, object_id: bytes, block: int, data: Buffer) -> None:
+    def land(self, key: BlockKey, future: Future[Buffer], data: Buffer) -> None:
         """Give a fetched block to everyone who waits for it."""
-        self._take(object_id, block).set_result(data)
+        self._remove(key, future)
+        future.set_result(data)
 
-    def fail(self, object_id: bytes, blocks: Iterable[int], error: BaseException) -> None:
-        """Give `error` to everyone who waits for those of `blocks` that have not landed."""
-        for block in blocks:
-            with self._lock:
-                future = self._futures.pop((object_id, block), None)
-            if future is not None:
-                future.set_exception(error)
+    def fail(self, key: BlockKey, future: Future[Buffer], error: BaseException) -> None:
+        """Give `error` to everyone who waits for a block, unless it has landed."""
+        self._remove(key, future)
+        if not future.done():
+            future.set_exception(error)
 
-    def _take(self, object_id: bytes, block: int) -> Future[Buffer]:
+    def _remove(self, key: BlockKey, future: Future[Buffer]) -> None:
+        # Only this flight: after it has landed, another one for the same block may be under way.
         with self._lock:
-            return self._futures.pop((object_id, block))
+            if self._futures.get(key) is future:
+                del self._futures[key]

@@ -17,6 +17,7 @@ the link, hence the upper bound on its version.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -64,10 +65,15 @@ def _translated(path: str) -> Iterator[None]:
         yield
     except lmdb.DiskError as error:
         raise DiskFullError(f"cache index {path}: {error}", next_step="free disk space") from error
-    except lmdb.Error as error:
+    except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError) as error:
         raise StorageError(
             f"cache index {path}: {error}", next_step="remove the cache directory; it is filled again from the origin"
         ) from error
+    except lmdb.Error as error:
+        # LMDB tells a full disk while it writes as a plain system error.
+        if os.strerror(errno.ENOSPC) in str(error):
+            raise DiskFullError(f"cache index {path}: {error}", next_step="free disk space") from error
+        raise StorageError(f"cache index {path}: {error}", next_step="check the disk and its permissions") from error
 
 
 _fork_depth = 0
@@ -112,6 +118,9 @@ class Index:
                 readahead=False,
                 mode=0o600,
             )
+            # The lock file is written through a memory map: a hole in it, on a full disk, would kill the process.
+            with open(f"{self._path}-lock", "rb+") as lock_file:
+                os.posix_fallocate(lock_file.fileno(), 0, os.fstat(lock_file.fileno()).st_size)
             self._env.reader_check()
             self._objects = self._env.open_db(b"objects")
             self._blocks = self._env.open_db(b"blocks")
@@ -132,6 +141,9 @@ class Index:
 
     def create(self, object_id: bytes, size: int, block_bytes: int) -> Entry:
         """Return the record of an object version, making an empty one with a new generation when there is none."""
+        entry = self.get(object_id)  # without the writers' lock, which every process of the node shares
+        if entry is not None:
+            return entry
         with _translated(self._path), self._env.begin(write=True) as txn:
             value = txn.get(object_id, db=self._objects)
             if value is not None:
@@ -210,11 +222,31 @@ class Index:
             value: bytes | None = txn.get(key)
             return value
 
-    def put_meta(self, records: Sequence[tuple[bytes, bytes]]) -> None:
-        """Write metadata records, all in one step."""
+    def put_meta(self, records: Sequence[tuple[bytes, bytes]], *, unless_changed_since: int | None = None) -> bool:
+        """Write metadata records, all in one step.
+
+        With `unless_changed_since`, an earlier `change_count`, nothing is written when `change_meta` ran since then; gives
+        whether it was written.
+        """
         with _translated(self._path), self._env.begin(self._meta, write=True) as txn:
+            if unless_changed_since is not None and self._read(txn, b"changes") != unless_changed_since:
+                return False
             for key, value in records:
                 txn.put(key, value)
+            return True
+
+    def change_meta(self, records: Sequence[tuple[bytes, bytes]] = (), delete: Iterable[bytes] = ()) -> None:
+        """Write and remove records because the origin has changed; who asked the origin before that stores nothing."""
+        with _translated(self._path), self._env.begin(self._meta, write=True) as txn:
+            self._add(txn, b"changes", 1)
+            for key, value in records:
+                txn.put(key, value)
+            for key in delete:
+                txn.delete(key)
+
+    def change_count(self) -> int:
+        """How often `change_meta` ran; to be read before the origin is asked."""
+        return self._number(b"changes")
 
     def delete_meta(self, keys: Iterable[bytes]) -> None:
         """Remove metadata records; a missing one is no error."""
@@ -226,11 +258,13 @@ class Index:
 
     def _number(self, name: bytes) -> int:
         with _translated(self._path), self._env.begin(self._state) as txn:
-            value = txn.get(name)
+            return self._read(txn, name)
+
+    def _read(self, txn: lmdb.Transaction, name: bytes) -> int:
+        value = txn.get(name, db=self._state)
         return 0 if value is None else int(_U64.unpack(value)[0])
 
     def _add(self, txn: lmdb.Transaction, name: bytes, amount: int) -> int:
-        value = txn.get(name, db=self._state)
-        number = max(0, (0 if value is None else int(_U64.unpack(value)[0])) + amount)
+        number = max(0, self._read(txn, name) + amount)
         txn.put(name, _U64.pack(number), db=self._state)
         return number

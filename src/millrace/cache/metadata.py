@@ -10,11 +10,12 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from millrace.cache.index import Index
-from millrace.errors import ChangedError
+from millrace.errors import ChangedError, StorageError
+from millrace.events import Event, emit
 from millrace.origin import Listing, ObjectInfo, Origin
 
 PAGE_OBJECTS = 1000
@@ -36,6 +37,31 @@ class _Record:
     def unpack(cls, value: bytes) -> _Record:
         key, size, version, modified, fetched = json.loads(value)
         return cls(ObjectInfo(key, size, version, modified), fetched)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """When the origin was asked: the time, and how many changes were known by then."""
+
+    asked: float
+    changes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A listing that is remembered: when it was asked for, how many pages it has, and the one before it."""
+
+    asked: float
+    pages: int
+    previous: float | None
+    stale: bool = False
+
+    def pack(self) -> bytes:
+        return json.dumps([self.asked, self.pages, self.previous, self.stale]).encode()
+
+    @classmethod
+    def unpack(cls, value: bytes) -> _Listed:
+        return cls(*json.loads(value))
 
 
 def _slot(kind: str, origin: Origin, key: str, extra: str = "") -> bytes:
@@ -77,55 +103,62 @@ class MetadataCache:
         info = self.known(origin, key)
         if info is not None:
             return info
-        asked = self._clock()
+        moment = self._moment()
         try:
             info = origin.head(key)
         except FileNotFoundError:
-            value = self._index.get_meta(_slot("object", origin, key))
-            if value is not None:
+            if self._index.get_meta(_slot("object", origin, key)) is not None:
                 self.forget(origin, key)
-                self._on_changed(origin, _Record.unpack(value).info)
             raise
-        self._remember(origin, [info], asked)
-        return info
-
-    def refresh(self, origin: Origin, key: str) -> ObjectInfo:
-        """Ask the origin whatever the age of what is remembered (the object was found changed)."""
-        info = origin.head(key)
-        self._remember(origin, [info], self._clock())
+        self._remember(origin, [info], moment)
         return info
 
     def forget(self, origin: Origin, key: str) -> None:
-        """Drop what is remembered of `key` and of the listings that could name it (it was written or removed)."""
-        slots = [_slot("object", origin, key)]
+        """Drop what is remembered of `key` and of the listings that could name it (it was written or removed).
+
+        The version that was known is reported as changed. An answer of the origin that is on its way is not remembered.
+        """
+        slot = _slot("object", origin, key)
+        value = self._index.get_meta(slot)
+        stale: list[tuple[bytes, bytes]] = []
         parent = key
         while parent:
             parent = parent.rpartition("/")[0]
-            slots += [_slot("listed", origin, parent, depth) for depth in ("level", "all")]
-        self._index.delete_meta(slots)
+            for depth in ("level", "all"):
+                listed = _slot("listed", origin, parent, depth)
+                record = self._index.get_meta(listed)
+                if record is not None:
+                    # Kept, but never fresh again: the next listing finds here which pages to remove.
+                    stale.append((listed, replace(_Listed.unpack(record), stale=True).pack()))
+        self._index.change_meta(stale, delete=[slot])
+        if value is not None:
+            self._on_changed(origin, _Record.unpack(value).info)
 
     # --- listings ---------------------------------------------------------------------------------
 
     def known_directory(self, origin: Origin, prefix: str) -> bool:
         """Whether a fresh listing says that something lies below `prefix`; asks nobody."""
         for depth in ("level", "all"):
-            for objects, prefixes in self._pages(origin, prefix, depth):
-                if objects or prefixes:
-                    return True
+            first = next(self._pages(origin, prefix, depth), ((), ()))
+            if any(first):
+                return True
         return False
 
     def list_level(self, origin: Origin, prefix: str) -> Listing:
         """What lies directly below `prefix`; an empty listing where there is nothing."""
-        objects: list[ObjectInfo] = []
-        prefixes: list[str] = []
-        for page_objects, page_prefixes in self._pages(origin, prefix, "level"):
-            objects += page_objects
-            prefixes += page_prefixes
-        if objects or prefixes:
+        try:
+            pages = list(self._pages(origin, prefix, "level"))
+        except ChangedError:
+            pages = []  # replaced while it was read: ask the origin
+        objects = [info for page, _ in pages for info in page]
+        prefixes = [name for _, names in pages for name in names]
+        if objects or prefixes:  # that there is nothing is never believed: somebody may be about to write
             return Listing(objects=objects, prefixes=prefixes)
-        asked = self._clock()
+        moment = self._moment()
         listing = origin.list_level(prefix)
-        self._write_listing(origin, prefix, "level", asked, iter([(listing.objects, listing.prefixes)]))
+        writer = _ListingWriter(self, origin, prefix, "level", moment)
+        writer.add(listing.objects, listing.prefixes)
+        writer.finish()
         return listing
 
     def list_all(self, origin: Origin, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
@@ -138,8 +171,7 @@ class MetadataCache:
             remembered = True
             yield objects
         if not remembered:
-            asked = self._clock()
-            writer = _ListingWriter(self, origin, prefix, "all", asked)
+            writer = _ListingWriter(self, origin, prefix, "all", self._moment())
             for page in origin.list_all(prefix):
                 writer.add(page, ())
                 yield page
@@ -148,10 +180,13 @@ class MetadataCache:
 
     # --- inside -----------------------------------------------------------------------------------
 
+    def _moment(self) -> _Moment:
+        return _Moment(self._clock(), self._index.change_count())
+
     def _fresh(self, fetched: float) -> bool:
         return self._max_age > 0 and self._clock() - fetched <= self._max_age
 
-    def _remember(self, origin: Origin, infos: Sequence[ObjectInfo], asked: float) -> None:
+    def _remember(self, origin: Origin, infos: Sequence[ObjectInfo], moment: _Moment) -> None:
         records = []
         for info in infos:
             slot = _slot("object", origin, info.key)
@@ -160,49 +195,48 @@ class MetadataCache:
                 old = _Record.unpack(value).info
                 if (old.version, old.size) != (info.version, info.size):
                     self._on_changed(origin, old)
-            records.append((slot, _Record(info, asked).pack()))
-        self._index.put_meta(records)
+            records.append((slot, _Record(info, moment.asked).pack()))
+        self._write(records, moment)
+
+    def _write(self, records: Sequence[tuple[bytes, bytes]], moment: _Moment) -> None:
+        """Remember an answer of the origin, unless something was written there since it was asked.
+
+        A disk that will not take it costs the memory, not the read.
+        """
+        try:
+            self._index.put_meta(records, unless_changed_since=moment.changes)
+        except StorageError as error:
+            emit(Event(name="cache.disk.failed", subject="index", detail=str(error)))
 
     def _pages(self, origin: Origin, prefix: str, depth: Depth) -> Iterator[tuple[Sequence[ObjectInfo], Sequence[str]]]:
         """The pages of a remembered listing while it is fresh; none when it is not remembered."""
         value = self._index.get_meta(_slot("listed", origin, prefix, depth))
-        if value is None:
+        listed = _Listed.unpack(value) if value is not None else None
+        if listed is None or listed.stale or not self._fresh(listed.asked):
             return
-        asked, _, count = json.loads(value)
-        if not self._fresh(asked):
-            return
-        for number in range(count):
-            page = self._index.get_meta(_slot("page", origin, prefix, f"{depth} {asked} {number}"))
+        for number in range(listed.pages):
+            page = self._index.get_meta(_page_slot(origin, prefix, depth, listed.asked, number))
             if page is None:
                 raise ChangedError(f"the listing of {prefix} changed while it was read", next_step="list it again")
             names, sizes, versions, modified, prefixes = json.loads(page)
             yield [ObjectInfo(*row) for row in zip(names, sizes, versions, modified, strict=True)], prefixes
 
-    def _write_listing(
-        self,
-        origin: Origin,
-        prefix: str,
-        depth: Depth,
-        asked: float,
-        parts: Iterator[tuple[Sequence[ObjectInfo], Sequence[str]]],
-    ) -> None:
-        writer = _ListingWriter(self, origin, prefix, depth, asked)
-        for objects, prefixes in parts:
-            writer.add(objects, prefixes)
-        writer.finish()
+
+def _page_slot(origin: Origin, prefix: str, depth: Depth, asked: float, number: int) -> bytes:
+    return _slot("page", origin, prefix, f"{depth} {asked} {number}")
 
 
 class _ListingWriter:
     """Writes a listing page by page; it is valid from `finish` on. Two generations of pages are kept for readers."""
 
-    def __init__(self, cache: MetadataCache, origin: Origin, prefix: str, depth: Depth, asked: float) -> None:
-        self._cache, self._origin, self._prefix, self._depth, self._asked = cache, origin, prefix, depth, asked
-        self._count = 0
+    def __init__(self, cache: MetadataCache, origin: Origin, prefix: str, depth: Depth, moment: _Moment) -> None:
+        self._cache, self._origin, self._prefix, self._depth, self._moment = cache, origin, prefix, depth, moment
+        self._pages = 0
 
     def add(self, objects: Sequence[ObjectInfo], prefixes: Sequence[str]) -> None:
         for start in range(0, max(len(objects), 1), PAGE_OBJECTS):
             page = objects[start : start + PAGE_OBJECTS]
-            self._cache._remember(self._origin, page, self._asked)
+            self._cache._remember(self._origin, page, self._moment)
             columns = [
                 [info.key for info in page],
                 [info.size for info in page],
@@ -210,24 +244,23 @@ class _ListingWriter:
                 [info.modified for info in page],
                 list(prefixes) if start == 0 else [],
             ]
-            self._cache._index.put_meta([(self._page_slot(self._asked, self._count), json.dumps(columns).encode())])
-            self._count += 1
+            slot = _page_slot(self._origin, self._prefix, self._depth, self._moment.asked, self._pages)
+            self._cache._write([(slot, json.dumps(columns).encode())], self._moment)
+            self._pages += 1
 
     def finish(self) -> None:
         index = self._cache._index
         slot = _slot("listed", self._origin, self._prefix, self._depth)
         value = index.get_meta(slot)
-        previous = json.loads(value) if value is not None else [None, None, 0]
-        index.put_meta([(slot, json.dumps([self._asked, previous[0], self._count]).encode())])
-        if previous[1] is not None:
-            self._delete_pages(previous[1])
-
-    def _page_slot(self, asked: float, number: int) -> bytes:
-        return _slot("page", self._origin, self._prefix, f"{self._depth} {asked} {number}")
+        old = _Listed.unpack(value) if value is not None else None
+        new = _Listed(self._moment.asked, self._pages, previous=old.asked if old else None)
+        self._cache._write([(slot, new.pack())], self._moment)
+        if old is not None and old.previous is not None:
+            self._delete_pages(old.previous)
 
     def _delete_pages(self, asked: float) -> None:
         index = self._cache._index
         number = 0
-        while index.get_meta(self._page_slot(asked, number)) is not None:
-            index.delete_meta([self._page_slot(asked, number)])
+        while index.get_meta(slot := _page_slot(self._origin, self._prefix, self._depth, asked, number)) is not None:
+            index.delete_meta([slot])
             number += 1

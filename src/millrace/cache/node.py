@@ -1,4 +1,4 @@
-"""This process's share in a node's cache: its stores, metadata, maps, fetches and threads, put together once.
+"""This process's share in a node's cache: its disks, metadata and threads, put together once.
 
 Every file system object of a process with the same options uses the same `CacheNode`. A forked child gets a new one (LMDB,
 locks, threads and obstore's clients do not survive a fork); what the parent had is left alone.
@@ -7,7 +7,6 @@ locks, threads and obstore's clients do not survive a fork); what the parent had
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,21 +15,20 @@ from pathlib import Path
 import pyarrow as pa
 
 from millrace.cache.blocks import BLOCK_BYTES, object_id
-from millrace.cache.counters import NAMES, Counters
-from millrace.cache.flight import Flights, ProcessLocks
-from millrace.cache.held import HeldBlocks
+from millrace.cache.counters import NAMES
+from millrace.cache.disk import Disk
 from millrace.cache.index import Entry
-from millrace.cache.maps import MapCache
 from millrace.cache.metadata import MetadataCache
-from millrace.cache.reader import ObjectReader
-from millrace.cache.store import Store
+from millrace.cache.reader import BlockReader, ObjectReader, OriginReader, Threads
+from millrace.cache.store import LostDataError
 from millrace.config import CacheOptions
+from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
 
-_log = logging.getLogger("millrace")
-
+# Reads that somebody waits for never queue behind those that are only expected.
 _FETCH_THREADS = 24
+_PREFETCH_THREADS = 16
 
 # The folder of a node inside a cache directory. Nodes that share a directory will each have a folder of their own.
 _NODE_FOLDER = Path("millrace", "local")
@@ -42,10 +40,10 @@ class CacheNode:
     def __init__(self, options: CacheOptions) -> None:
         self.options = options
         self._disks = [_disk(directory / _NODE_FOLDER, options) for directory in options.cache_dirs]
-        self._maps = MapCache()
-        self._flights = Flights()
-        self._held = HeldBlocks()
-        self._executor = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-fetch")
+        self._threads = Threads(
+            demand=ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-fetch"),
+            ahead=ThreadPoolExecutor(_PREFETCH_THREADS, thread_name_prefix="millrace-ahead"),
+        )
         self.metadata = MetadataCache(
             self._disks[0].store.index, max_age_seconds=options.max_age_seconds, on_changed=self.discard
         )
@@ -56,41 +54,51 @@ class CacheNode:
             return None
         name = object_id(origin.identity, info.key, info.version, info.size)
         disk = self._disk_of(name)
-        entry = disk.store.index.get(name)
-        if entry is None or not entry.complete:
-            return None
         try:
-            file = self._maps.open(disk.store.path(entry), entry.size)
-        except FileNotFoundError:
-            # Removed between the look-up and the open, or by hand: it is read anew.
-            disk.store.remove(name)
+            entry = disk.store.index.get(name)
+            if entry is None or not entry.complete:
+                return None
+            file = disk.maps.open(disk.store.path(entry), entry.size)
+        except LostDataError as error:
+            self._give_up(disk, name, error)
+            return None
+        except StorageError as error:
+            emit(Event(name="cache.disk.failed", subject=str(disk.store.directory), detail=str(error)))
             return None
         disk.counters.add("native_opens")
         disk.counters.add("cache_bytes", entry.size)
         return file
 
     def open_reader(self, origin: Origin, info: ObjectInfo) -> ObjectReader:
-        """Random access to an object, from here and from the origin. The caller closes it."""
+        """Random access to an object, from here and from the origin. The caller closes it.
+
+        A disk that cannot be used costs the cache, not the read: the bytes then come straight from the origin.
+        """
         name = object_id(origin.identity, info.key, info.version, info.size)
         disk = self._disk_of(name)
-        return ObjectReader(
-            origin=origin,
-            info=info,
-            entry=disk.store.index.create(name, info.size, BLOCK_BYTES),
-            store=disk.store,
-            flights=self._flights,
-            held=self._held,
-            locks=disk.locks,
-            counters=disk.counters,
-            executor=self._executor,
-            verify=not self.options.native,
-            on_full=disk.report_full,
-        )
+        for _ in range(2):
+            try:
+                entry = disk.store.index.create(name, info.size, BLOCK_BYTES)
+                return BlockReader(
+                    origin=origin,
+                    info=info,
+                    entry=entry,
+                    disk=disk,
+                    threads=self._threads,
+                    verify=not self.options.native,
+                    reopen=lambda: cache_node(self.options).open_reader(origin, info),
+                )
+            except LostDataError as error:
+                self._give_up(disk, name, error)
+            except StorageError as error:
+                emit(Event(name="cache.disk.failed", subject=str(disk.store.directory), detail=str(error)))
+                break
+        return OriginReader(origin=origin, info=info, counters=disk.counters)
 
     def discard(self, origin: Origin, info: ObjectInfo) -> None:
         """Forget one version of an object (it was overwritten or removed at the origin)."""
         name = object_id(origin.identity, info.key, info.version, info.size)
-        self._disk_of(name).store.remove(name)
+        self._disk_of(name).remove(name)
 
     def counters(self) -> dict[str, int]:
         """What the cache did since it was made, over all processes and disks of this node."""
@@ -112,38 +120,16 @@ class CacheNode:
 
     def close(self) -> None:
         """Wait for fetches under way. The disks stay open: other nodes of this process may use them."""
-        self._executor.shutdown(wait=True)
+        self._threads.close()
 
-    def _disk_of(self, name: bytes) -> _Disk:
+    def _disk_of(self, name: bytes) -> Disk:
         """Objects are spread over the disks by their id."""
         return self._disks[int.from_bytes(name[:4], "big") % len(self._disks)]
 
-
-class _Disk:
-    """One cache directory with everything that belongs to it. One a process, since LMDB opens an index once."""
-
-    def __init__(self, directory: Path, options: CacheOptions) -> None:
-        self.store = Store(directory, capacity=options.capacity, min_free=options.min_free)
-        self.locks = ProcessLocks(directory / "locks")
-        self.counters = Counters(directory / "counters")
-        self._full_reported = False
-
-    def report_full(self) -> None:
-        """Say once a process that reads go on without being kept: nobody should find out by a slow second epoch."""
-        if not self._full_reported:
-            self._full_reported = True
-            emit(Event(name="cache.full", subject=str(self.store.directory)))
-            _log.warning(
-                "the cache in %s is full (capacity %.1f GB, used %.1f GB, or min_free is reached): reads go on uncached",
-                self.store.directory,
-                self.store.capacity_bytes() / 1e9,
-                self.store.index.used_bytes() / 1e9,
-            )
-
-    def close(self) -> None:
-        self.counters.close()
-        self.locks.close()
-        self.store.close()
+    def _give_up(self, disk: Disk, name: bytes, error: LostDataError) -> None:
+        """Forget an object whose file somebody removed or cut; it is fetched anew."""
+        emit(Event(name="cache.file.lost", subject=str(disk.store.directory), detail=str(error)))
+        disk.remove(name)
 
 
 class _Process:
@@ -152,7 +138,7 @@ class _Process:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.nodes: dict[CacheOptions, CacheNode] = {}
-        self.disks: dict[Path, _Disk] = {}
+        self.disks: dict[Path, Disk] = {}
 
 
 _process = _Process()
@@ -190,17 +176,20 @@ def close_nodes() -> None:
         _process.disks.clear()
 
 
-def _disk(directory: Path, options: CacheOptions) -> _Disk:
-    """The disk in `directory`, opened at first use; the newest options set its limits."""
-    disk = _process.disks.get(directory)
-    if disk is None:
-        disk = _process.disks[directory] = _Disk(directory, options)
-    disk.store.set_limits(capacity=options.capacity, min_free=options.min_free)
+def _disk(directory: Path, options: CacheOptions) -> Disk:
+    """The disk in `directory`, opened at first use."""
+    with _process.lock:
+        disk = _process.disks.get(directory)
+        if disk is None:
+            disk = _process.disks[directory] = Disk(directory, options)
+    disk.limit(options)
     return disk
 
 
 def _forget_after_fork() -> None:
     global _process
+    for disk in _process.disks.values():
+        disk.abandon()
     # What the parent had is never closed here, not even by the interpreter at its end: that would wait for threads which
     # this process does not have. The extra reference keeps it.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_process))

@@ -5,29 +5,111 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Protocol
 
 from typing_extensions import Buffer
 
-from millrace.cache.blocks import RUN_BLOCKS, blocks_of, coalesce, span_of
+from millrace.cache.blocks import BLOCK_BYTES, RUN_BLOCKS, blocks_of, coalesce, span_of
 from millrace.cache.counters import Counters
-from millrace.cache.flight import PATIENCE_SECONDS, Flights, ProcessLocks
-from millrace.cache.held import HeldBlocks
+from millrace.cache.disk import Disk
+from millrace.cache.flight import PATIENCE_SECONDS
+from millrace.cache.held import HELD_BYTES
 from millrace.cache.index import Entry
-from millrace.cache.store import Store
-from millrace.errors import StorageError
+from millrace.cache.store import disk_errors
+from millrace.errors import OriginUnavailableError, StorageError
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
 
 _POLL_SECONDS = (0.001, 0.05)  # first and longest pause while another process fetches
 
 
-class ObjectReader:
+@dataclass(frozen=True, kw_only=True)
+class Threads:
+    """The pools of a node: one for what somebody waits for, one for what is only expected."""
+
+    demand: ThreadPoolExecutor
+    ahead: ThreadPoolExecutor
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        self.ahead.shutdown(wait=True, cancel_futures=False)
+        self.demand.shutdown(wait=True)
+
+
+class ObjectReader(Protocol):
     """Random access to one pinned version of one object. Thread-safe. Close it to give its descriptor back.
 
     Reads return the bytes of that version or raise: `ObjectChangedError` when a block is missing here and the origin has
     another version by now, `OriginUnavailableError` when a block is missing here and the origin does not answer.
     """
+
+    @property
+    def size(self) -> int:
+        """Bytes of the object."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        ...
+
+    def read(self, start: int, stop: int) -> Buffer:
+        """The bytes `[start, stop)`, cut at the end of the object."""
+        ...
+
+    def prefetch(self, blocks: range) -> None:
+        """Begin to fetch those of `blocks` that are not here, without waiting. Errors surface when they are read."""
+        ...
+
+    def close(self) -> None:
+        """Give the descriptor back. Idempotent; fetches under way keep one of their own."""
+        ...
+
+
+class OriginReader:
+    """An `ObjectReader` that keeps nothing: for when the disk cannot be used."""
+
+    def __init__(self, *, origin: Origin, info: ObjectInfo, counters: Counters) -> None:
+        self._origin = origin
+        self._info = info
+        self._counters = counters
+
+    @property
+    def size(self) -> int:
+        return self._info.size
+
+    @property
+    def block_bytes(self) -> int:
+        return BLOCK_BYTES
+
+    def read(self, start: int, stop: int) -> Buffer:
+        start, stop = max(0, start), min(stop, self._info.size)
+        if stop <= start:
+            return b""
+        return read_through(self._origin, self._info, start, stop, self._counters)
+
+    def prefetch(self, blocks: range) -> None:
+        """Nothing: there is no place to put it."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def read_through(origin: Origin, info: ObjectInfo, start: int, stop: int, counters: Counters) -> Buffer:
+    """Read a range of the pinned version from the origin, and count it."""
+    data = origin.read(info.key, start, stop, version=info.version)
+    counters.add("origin_requests")
+    counters.add("origin_bytes", stop - start)
+    counters.add("uncached_bytes", stop - start)
+    return data
+
+
+class BlockReader:
+    """The usual `ObjectReader`: over the blocks of a store."""
+
+    _open_readers = 0
 
     def __init__(
         self,
@@ -35,61 +117,64 @@ class ObjectReader:
         origin: Origin,
         info: ObjectInfo,
         entry: Entry,
-        store: Store,
-        flights: Flights,
-        held: HeldBlocks,
-        locks: ProcessLocks,
-        counters: Counters,
-        executor: Executor,
+        disk: Disk,
+        threads: Threads,
         verify: bool,
-        on_full: Callable[[], None],
+        reopen: Callable[[], ObjectReader],
     ) -> None:
+        self._descriptor = -1
         self._origin = origin
         self._info = info
         self._entry = entry
-        self._store = store
-        self._flights = flights
-        self._held = held
-        self._locks = locks
-        self._counters = counters
-        self._executor = executor
+        self._disk = disk
+        self._store = disk.store
+        self._threads = threads
         self._verify = verify
-        self._on_full = on_full
-        self._descriptor = store.open_data(entry)
+        self._reopen = reopen
+        self._pid = os.getpid()
+        self._heir: ObjectReader | None = None
+        self._descriptor = disk.store.open_data(entry)
+        BlockReader._open_readers += 1
 
     @property
     def size(self) -> int:
-        """Bytes of the object."""
         return self._entry.size
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
         return self._entry.block_bytes
 
     def close(self) -> None:
-        """Give the descriptor back. Idempotent; fetches under way keep one of their own."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
+            BlockReader._open_readers -= 1
             os.close(descriptor)
+        if self._heir is not None:
+            self._heir.close()
 
     def __del__(self) -> None:
         self.close()
 
     def read(self, start: int, stop: int) -> Buffer:
-        """The bytes `[start, stop)`, cut at the end of the object."""
+        if self._pid != os.getpid():
+            return self._in_this_process().read(start, stop)
+        if self._descriptor < 0:
+            raise ValueError(f"the reader of {self._info.key} is closed")
         start, stop = max(0, start), min(stop, self._entry.size)
         if stop <= start:
             return b""
         blocks = blocks_of(start, stop, self._entry.block_bytes)
-        fetched = self.fetch(self._store.missing(self._entry, blocks))
+        missing = self._missing(blocks)
+        if len(missing) == len(blocks) and self._crowded() and not self._store.has_room(stop - start):
+            return read_through(self._origin, self._info, start, stop, self._disk.counters)
+        fetched = self.fetch(missing)
         kept = stop - start - sum(self._overlap(block, start, stop) for block in fetched)
         if kept:
-            self._counters.add("cache_bytes", kept)
+            self._disk.counters.add("cache_bytes", kept)
         if not fetched and not self._verify:
             return self._pread(start, stop)
         if len(blocks) == 1 and fetched:
-            return self._cut(fetched[blocks[0]], blocks[0], start, stop)
+            return _without_waste(self._cut(fetched[blocks[0]], blocks[0], start, stop), self._entry.block_bytes)
         result = bytearray(stop - start)
         for block in blocks:
             data = fetched.get(block)
@@ -104,100 +189,143 @@ class ObjectReader:
         """Bring missing blocks here and return their bytes, waiting for those that are on their way already."""
         if not blocks:
             return {}
-        held = self._held.get(self._entry.object_id, blocks)
-        waiting = self.start_fetch([block for block in blocks if block not in held])
+        held = self._disk.held.get(self._entry.object_id, blocks)
+        waiting = self._start_fetch([block for block in blocks if block not in held], self._threads.demand)
         wait(waiting.values())
         return {**held, **{block: future.result() for block, future in waiting.items()}}
 
-    def start_fetch(self, blocks: Sequence[int]) -> dict[int, Future[Buffer]]:
+    def prefetch(self, blocks: range) -> None:
+        if self._pid != os.getpid():
+            self._in_this_process().prefetch(blocks)
+            return
+        if self._descriptor < 0 or not blocks:
+            return
+        if not self._store.has_room(len(blocks) * self._entry.block_bytes):
+            # What is fetched ahead must fit into memory until it is read, beside that of the other readers.
+            blocks = blocks[: HELD_BYTES // (2 * self._entry.block_bytes * max(1, BlockReader._open_readers))]
+        missing = self._missing(blocks)
+        held = self._disk.held.get(self._entry.object_id, missing)
+        if len(held) < len(missing):
+            self._start_fetch([block for block in missing if block not in held], self._threads.ahead)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _in_this_process(self) -> ObjectReader:
+        """The same object, opened by this process: the one that was inherited by a fork has no threads to fetch with."""
+        if self._heir is None:
+            self._heir = self._reopen()
+        return self._heir
+
+    def _crowded(self) -> bool:
+        """More readers than there is memory to hold a block of each: better read just what is asked for."""
+        return BlockReader._open_readers * self._entry.block_bytes > HELD_BYTES // 2
+
+    def _missing(self, blocks: Sequence[int]) -> list[int]:
+        try:
+            return self._store.missing(self._entry, blocks)
+        except StorageError as error:
+            self._report(error)
+            return list(blocks)
+
+    def _report(self, error: StorageError) -> None:
+        emit(Event(name="cache.disk.failed", subject=self._store.path(self._entry), detail=str(error)))
+
+    def _start_fetch(self, blocks: Sequence[int], executor: Executor) -> dict[int, Future[Buffer]]:
         """Begin to fetch missing blocks; returns a future for each of them."""
-        mine, theirs = self._flights.board(self._entry.object_id, blocks)
-        runs = coalesce(mine, RUN_BLOCKS)
-        for number, run in enumerate(runs):
+        mine, theirs = self._disk.flights.board(self._entry.object_id, blocks)
+        for run in coalesce(mine, RUN_BLOCKS):
+            flights = {block: mine[block] for block in run}
+            descriptor = -1
             try:
                 # A descriptor of its own: the reader may be closed before the fetch ends, and opening the name again
                 # could make a new file where this one was removed.
                 descriptor = os.dup(self._descriptor)
-                self._executor.submit(self._fetch_run, run, descriptor)
-            except (OSError, RuntimeError) as error:  # closed, out of descriptors, or the interpreter is shutting down
-                for rest in runs[number:]:
-                    self._flights.fail(self._entry.object_id, rest, error)
-                break
+                executor.submit(self._fetch_run, flights, descriptor)
+            except (OSError, RuntimeError) as error:  # out of descriptors, or the interpreter is shutting down
+                if descriptor >= 0:
+                    os.close(descriptor)
+                reason = OriginUnavailableError(f"cannot fetch {self._info.key}: {error}", next_step="read it again")
+                reason.__cause__ = error
+                self._fail(flights, reason)
         return {**mine, **theirs}
 
-    def prefetch(self, blocks: range) -> None:
-        """Begin to fetch those of `blocks` that are not here, without waiting. Errors surface when they are read."""
-        missing = self._store.missing(self._entry, blocks)
-        held = self._held.get(self._entry.object_id, missing)
-        if len(held) < len(missing):
-            self.start_fetch([block for block in missing if block not in held])
+    def _fail(self, flights: dict[int, Future[Buffer]], error: BaseException) -> None:
+        for block, future in flights.items():
+            self._disk.flights.fail((self._entry.object_id, block), future, error)
 
-    # --- one run of blocks, in a thread of the pool -----------------------------------------------
+    # --- one run of blocks, in a thread of a pool -------------------------------------------------
 
-    def _fetch_run(self, run: range, descriptor: int) -> None:
+    def _fetch_run(self, flights: dict[int, Future[Buffer]], descriptor: int) -> None:
         try:
-            self._fetch_pending(set(run), descriptor)
+            self._fetch_pending(flights, descriptor)
         except BaseException as error:  # noqa: BLE001 - whoever waits for these blocks must hear of it
-            self._flights.fail(self._entry.object_id, run, error)
+            self._fail(flights, error)
         finally:
             os.close(descriptor)
 
-    def _fetch_pending(self, pending: set[int], descriptor: int) -> None:
-        """Fetch or await every block of `pending`, whichever process gets to it first."""
-        object_id = self._entry.object_id
+    def _fetch_pending(self, flights: dict[int, Future[Buffer]], descriptor: int) -> None:
+        """Fetch or await every block of a run, whichever process gets to it first."""
+        locks = self._disk.locks
+        pending = set(flights)
         pause, longest = _POLL_SECONDS
         deadline = time.monotonic() + PATIENCE_SECONDS
         while pending:
             overdue = time.monotonic() > deadline
-            locked = [block for block in sorted(pending) if self._locks.try_acquire((object_id, block))]
+            locked: list[int] = []
             try:
+                for block in sorted(pending):
+                    if locks.try_acquire((self._entry.object_id, block)):
+                        locked.append(block)
                 # Another process may have finished a block between the caller's look and the lock.
-                landed = {block for block in pending if self._land_stored(block, descriptor)}
+                landed = {block for block in pending if self._land_stored(block, flights[block], descriptor)}
                 for part in coalesce(set(pending if overdue else locked) - landed, RUN_BLOCKS):
-                    self._fetch_part(part, descriptor)
+                    self._fetch_part(part, flights, descriptor)
                     landed.update(part)
             finally:
                 for block in locked:
-                    self._locks.release((object_id, block))
+                    locks.release((self._entry.object_id, block))
             pending -= landed
             if pending:
                 time.sleep(pause)
                 pause = min(pause * 2, longest)
 
-    def _land_stored(self, block: int, descriptor: int) -> bool:
-        data = self._store.read_block(self._entry, descriptor, block)
+    def _land_stored(self, block: int, future: Future[Buffer], descriptor: int) -> bool:
+        try:
+            data = self._store.read_block(self._entry, descriptor, block)
+        except StorageError as error:
+            self._report(error)
+            return False
         if data is None:
             return False
-        self._counters.add("cache_bytes", len(data))
-        self._flights.land(self._entry.object_id, block, data)
+        self._disk.counters.add("cache_bytes", len(data))
+        self._disk.flights.land((self._entry.object_id, block), future, data)
         return True
 
-    def _fetch_part(self, part: range, descriptor: int) -> None:
+    def _fetch_part(self, part: range, flights: dict[int, Future[Buffer]], descriptor: int) -> None:
         """One request to the origin; its blocks are stored, then given to whoever waits."""
-        entry = self._entry
+        entry, counters = self._entry, self._disk.counters
         start, stop = span_of(part.start, part.stop, entry.size, entry.block_bytes)
         data = memoryview(self._origin.read(self._info.key, start, stop, version=self._info.version)).cast("B")
-        self._counters.add("origin_requests")
-        self._counters.add("origin_bytes", stop - start)
-        keep = self._store.has_room(stop - start)
-        if not keep:
-            self._on_full()
-        for block in part:
-            block_start, block_stop = span_of(block, block + 1, entry.size, entry.block_bytes)
-            piece = data[block_start - start : block_stop - start]
-            if keep:
-                keep = self._try_store(descriptor, block, piece)
+        counters.add("origin_requests")
+        counters.add("origin_bytes", stop - start)
+        with self._store.reserved(stop - start) as keep:
             if not keep:
-                self._counters.add("uncached_bytes", len(piece))
-                self._held.put((entry.object_id, block), piece)
-            self._flights.land(entry.object_id, block, piece)
+                self._disk.report_full()
+            for block in part:
+                block_start, block_stop = span_of(block, block + 1, entry.size, entry.block_bytes)
+                piece = data[block_start - start : block_stop - start]
+                keep = keep and self._try_store(descriptor, block, piece)
+                if not keep:
+                    counters.add("uncached_bytes", len(piece))
+                    self._disk.held.put((entry.object_id, block), piece)
+                self._disk.flights.land((entry.object_id, block), flights[block], piece)
 
     def _try_store(self, descriptor: int, block: int, piece: Buffer) -> bool:
         """Store a block; a disk that will not take it costs the copy, not the read."""
         try:
             return self._store.write_block(self._entry, descriptor, block, piece)
         except StorageError as error:
-            emit(Event(name="cache.disk.failed", subject=self._store.path(self._entry), detail=str(error)))
+            self._report(error)
             return False
 
     # --- bytes ------------------------------------------------------------------------------------
@@ -212,19 +340,34 @@ class ObjectReader:
         return memoryview(data)[max(0, start - base) : stop - base]
 
     def _pread(self, start: int, stop: int) -> Buffer:
-        data = os.pread(self._descriptor, stop - start, start)
+        try:
+            with disk_errors(self._store.path(self._entry)):
+                data = os.pread(self._descriptor, stop - start, start)
+        except StorageError as error:
+            self._report(error)
+            data = b""
         if len(data) == stop - start:
             return data
-        # Shorter than it was made: somebody truncated the file. The blocks concerned fail their checksum below.
+        # Unreadable, or shorter than it was made: somebody cut the file. The blocks concerned are fetched again.
         return b"".join(
             bytes(self._cut(self._stored_block(block), block, start, stop))
             for block in blocks_of(start, stop, self._entry.block_bytes)
         )
 
     def _stored_block(self, block: int) -> Buffer:
-        """A block from this disk, verified; a wrong one is fetched again."""
-        data = self._store.read_block(self._entry, self._descriptor, block)
+        """A block from this disk, verified; a wrong or unreadable one is fetched again."""
+        try:
+            data = self._store.read_block(self._entry, self._descriptor, block)
+        except StorageError as error:
+            self._report(error)
+            start, stop = span_of(block, block + 1, self._entry.size, self._entry.block_bytes)
+            return read_through(self._origin, self._info, start, stop, self._disk.counters)
         if data is not None:
             return data
-        self._counters.add("corrupt_blocks")
+        self._disk.counters.add("corrupt_blocks")
         return self.fetch([block])[block]
+
+
+def _without_waste(piece: memoryview, block_bytes: int) -> Buffer:
+    """A small piece of a block as a copy: as a view it would keep the whole of what was fetched in memory."""
+    return bytes(piece) if len(piece) < block_bytes // 4 else piece

@@ -21,6 +21,7 @@ import errno
 import fcntl
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,7 @@ from typing_extensions import Buffer
 from millrace.cache.blocks import span_of
 from millrace.cache.index import Entry, Index
 from millrace.config import Amount
-from millrace.errors import ConfigurationError, DiskFullError, StorageError, UnsupportedFormatError
+from millrace.errors import ConfigurationError, DiskFullError, MillraceError, StorageError, UnsupportedFormatError
 from millrace.events import Event, emit
 
 FORMAT_NAME = "millrace-store"
@@ -45,13 +46,19 @@ def checksum(data: Buffer) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
+class LostDataError(StorageError):
+    """The index and the files do not agree: somebody else removed or cut a file. Handled inside the cache."""
+
+    code = "lost-data"
+
+
 @contextmanager
 def disk_errors(path: str | Path) -> Iterator[None]:
     """Turn the operating system's errors on a local file into ours."""
     try:
         yield
     except OSError as error:
-        if isinstance(error, StorageError):
+        if isinstance(error, MillraceError):
             raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFullError(f"no room left for {path}", next_step="free disk space or lower 'capacity'") from error
@@ -72,8 +79,12 @@ class Store:
         self.directory = directory
         self._capacity = capacity
         self._min_free = min_free
+        self._reserved = 0
+        self._reserve_lock = threading.Lock()
         with disk_errors(directory):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if directory.stat().st_uid != os.geteuid():
+                raise StorageError(f"{directory} belongs to another user", next_step="choose another 'cache_dir'")
             with open(directory / "setup.lock", "a", encoding="ascii") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 self._prepare()
@@ -95,18 +106,33 @@ class Store:
         return f"{self.directory}/objects/{name[:2]}/{name}-{entry.generation}"
 
     def open_data(self, entry: Entry) -> int:
-        """Open the data file for reading and writing blocks, creating it sparse; returns a descriptor to close."""
+        """Open the data file for reading and writing blocks; returns a descriptor to close.
+
+        The file of an object without blocks is made, sparse. Raises `LostDataError` when blocks are recorded but their file
+        is gone or has another size: what the index says of them is not true any more.
+        """
         path = self.path(entry)
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         with disk_errors(path):
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             try:
-                descriptor = os.open(path, flags, 0o600)
+                descriptor = os.open(path, flags)
             except FileNotFoundError:
+                self._require_no_blocks(entry, "is gone")
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-                descriptor = os.open(path, flags, 0o600)
-            if os.fstat(descriptor).st_size != entry.size:
-                os.ftruncate(descriptor, entry.size)
+                descriptor = os.open(path, flags | os.O_CREAT, 0o600)
+            try:
+                if os.fstat(descriptor).st_size != entry.size:
+                    self._require_no_blocks(entry, "has another size")
+                    os.ftruncate(descriptor, entry.size)
+            except BaseException:
+                os.close(descriptor)
+                raise
             return descriptor
+
+    def _require_no_blocks(self, entry: Entry, what: str) -> None:
+        now = self.index.get(entry.object_id)
+        if now is None or now.generation != entry.generation or now.present:
+            raise LostDataError(f"{self.path(entry)} {what}", next_step="open the object again")
 
     def write_block(self, entry: Entry, descriptor: int, block: int, data: Buffer) -> bool:
         """Put one block in its place and record it. False when the object was removed meanwhile.
@@ -152,13 +178,35 @@ class Store:
     # --- room -------------------------------------------------------------------------------------
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether `nbytes` more keep the store inside its capacity and the disk above `min_free`."""
+        """Whether `nbytes` more keep the store inside its capacity and the disk above `min_free`.
+
+        What threads of this process have reserved counts as used. Other processes may be about to write as well, so
+        together they may go over by one request each.
+        """
         with disk_errors(self.directory):
             disk = os.statvfs(self.directory)
         total, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
-        if free - nbytes < self._min_free.of(total):
+        wanted = self._reserved + nbytes
+        if free - wanted < self._min_free.of(total):
             return False
-        return self.index.used_bytes() + nbytes <= self._capacity.of(total)
+        return self.index.used_bytes() + wanted <= self._capacity.of(total)
+
+    @contextmanager
+    def reserved(self, nbytes: int) -> Iterator[bool]:
+        """Reserve room for the time of the block; gives whether there was any. A disk in trouble has none."""
+        with self._reserve_lock:
+            try:
+                granted = self.has_room(nbytes)
+            except StorageError as error:
+                emit(Event(name="cache.disk.failed", subject=str(self.directory), detail=str(error)))
+                granted = False
+            self._reserved += nbytes if granted else 0
+        try:
+            yield granted
+        finally:
+            if granted:
+                with self._reserve_lock:
+                    self._reserved -= nbytes
 
     def capacity_bytes(self) -> int:
         """The capacity on this disk."""
@@ -194,7 +242,9 @@ class Store:
         if lines[1:2] != [boot]:
             self._discard()
             temporary = self.directory / "FORMAT.new"
-            temporary.write_text(f"{FORMAT_NAME} {FORMAT_VERSION}\n{boot}\n", encoding="ascii")
+            temporary.unlink(missing_ok=True)
+            with open(temporary, "x", encoding="ascii") as file:
+                file.write(f"{FORMAT_NAME} {FORMAT_VERSION}\n{boot}\n")
             os.replace(temporary, marker)
         for name in ("index", "objects", "counters"):
             (self.directory / name).mkdir(mode=0o700, exist_ok=True)
