@@ -122,6 +122,13 @@ def test_twenty_thousand_tensors_are_compact():
     assert len(decode_manifest(data).tensors) == count
 
 
+def test_an_extremely_regular_manifest_stays_readable():
+    manifest = sample(user={"text": "x" * (40 << 20)})
+    data = encode_manifest(manifest)
+    assert len(data) < 2 << 20
+    assert decode_manifest(data).user == manifest.user
+
+
 def with_checksum(data: bytes) -> bytes:
     return data + struct.pack("<Q", checksum(data))
 

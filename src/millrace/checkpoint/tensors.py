@@ -21,6 +21,8 @@ from millrace.errors import CorruptCheckpointError, UnsupportedObjectError
 
 # `torch.serialization.safe_globals` changes state of the whole process; two threads must not undo each other's.
 _SAFE_GLOBALS_LOCK = threading.Lock()
+# In all lists of a state dict together.
+_MAX_LIST_MEMBERS = 1 << 24
 
 
 def _name(value: Any) -> str:
@@ -88,7 +90,8 @@ def entries_of(metadata: Any) -> tuple[tuple[TensorEntry, ...], tuple[str, ...]]
 
 
 def metadata_of(manifest: Manifest) -> Any:
-    """The `Metadata` that a load planner works with."""
+    """The `Metadata` that a load planner works with. Raises `CorruptCheckpointError` for what no planner has saved."""
+    _check_paths(manifest.planner_data)
     described: dict[str, Any] = {}
     for entry in manifest.tensors:
         properties = TensorProperties(
@@ -106,6 +109,21 @@ def metadata_of(manifest: Manifest) -> Any:
     for key in manifest.blobs:
         described[key] = BytesStorageMetadata()
     return Metadata(state_dict_metadata=described, planner_data=manifest.planner_data)
+
+
+def _check_paths(planner_data: Any) -> None:
+    """Torch rebuilds a state dict along these paths and fills lists up to any index that it finds in one."""
+    if not isinstance(planner_data, dict):
+        return
+    lengths: dict[Any, int] = {}
+    for path in planner_data.values():
+        for depth, part in enumerate(path if isinstance(path, tuple) else ()):
+            if type(part) is int:
+                if part < 0:
+                    raise CorruptCheckpointError("the manifest's planner data counts backwards")
+                lengths[path[:depth]] = max(part, lengths.get(path[:depth], 0))
+    if sum(lengths.values()) > _MAX_LIST_MEMBERS:
+        raise CorruptCheckpointError("the manifest's planner data speaks of impossibly long lists")
 
 
 def torch_dtype(name: str) -> Any:
