@@ -59,6 +59,12 @@ class Entry:
         return self.present * self.block_bytes >= self.size
 
 
+class DamagedIndexError(StorageError):
+    """The index cannot be read; what it said is lost. Handled inside the cache."""
+
+    code = "damaged-index"
+
+
 @contextmanager
 def _translated(path: str) -> Iterator[None]:
     try:
@@ -66,7 +72,7 @@ def _translated(path: str) -> Iterator[None]:
     except lmdb.DiskError as error:
         raise DiskFullError(f"cache index {path}: {error}", next_step="free disk space") from error
     except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError) as error:
-        raise StorageError(
+        raise DamagedIndexError(
             f"cache index {path}: {error}", next_step="remove the cache directory; it is filled again from the origin"
         ) from error
     except lmdb.Error as error:
@@ -102,7 +108,10 @@ def _path_for_this_process(directory: Path) -> str:
 
 
 class Index:
-    """Typed access to the tables. Thread-safe; any number of processes at once; not usable after a fork."""
+    """Typed access to the tables. Thread-safe; any number of processes at once; not usable after a fork.
+
+    Raises `DamagedIndexError` when the files are no index, or shorter than they were.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._path = _path_for_this_process(directory)
@@ -121,11 +130,19 @@ class Index:
             # The lock file is written through a memory map: a hole in it, on a full disk, would kill the process.
             with open(f"{self._path}-lock", "rb+") as lock_file:
                 os.posix_fallocate(lock_file.fileno(), 0, os.fstat(lock_file.fileno()).st_size)
+            self._check_length()
             self._env.reader_check()
             self._objects = self._env.open_db(b"objects")
             self._blocks = self._env.open_db(b"blocks")
             self._meta = self._env.open_db(b"meta")
             self._state = self._env.open_db(b"state")
+
+    def _check_length(self) -> None:
+        """Reading past the end of a file that was cut would kill the process."""
+        needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        if os.stat(self._path).st_size < needed:
+            self._env.close()
+            raise DamagedIndexError(f"cache index {self._path} was cut", next_step="remove the cache directory")
 
     def close(self) -> None:
         """Close the environment. Nothing of this process may use the index any more."""

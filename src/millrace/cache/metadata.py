@@ -94,7 +94,11 @@ class MetadataCache:
 
     def known(self, origin: Origin, key: str) -> ObjectInfo | None:
         """What is remembered of an object and still fresh; asks nobody."""
-        value = self._index.get_meta(_slot("object", origin, key))
+        try:
+            value = self._index.get_meta(_slot("object", origin, key))
+        except StorageError as error:
+            emit(Event(name="cache.disk.failed", subject="index", detail=str(error)))
+            return None
         record = _Record.unpack(value) if value is not None else None
         return record.info if record is not None and self._fresh(record.fetched) else None
 
@@ -264,3 +268,25 @@ class _ListingWriter:
         while index.get_meta(slot := _page_slot(self._origin, self._prefix, self._depth, asked, number)) is not None:
             index.delete_meta([slot])
             number += 1
+
+
+class NoMemory:
+    """Stands in for `MetadataCache` where there is no disk: remembers nothing, asks the origin every time."""
+
+    def known(self, origin: Origin, key: str) -> ObjectInfo | None:
+        return None
+
+    def stat(self, origin: Origin, key: str) -> ObjectInfo:
+        return origin.head(key)
+
+    def forget(self, origin: Origin, key: str) -> None:
+        pass
+
+    def known_directory(self, origin: Origin, prefix: str) -> bool:
+        return False
+
+    def list_level(self, origin: Origin, prefix: str) -> Listing:
+        return origin.list_level(prefix)
+
+    def list_all(self, origin: Origin, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
+        return origin.list_all(prefix)

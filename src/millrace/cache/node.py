@@ -7,6 +7,7 @@ locks, threads and obstore's clients do not survive a fork); what the parent had
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +19,15 @@ from millrace.cache.blocks import BLOCK_BYTES, object_id
 from millrace.cache.counters import NAMES
 from millrace.cache.disk import Disk
 from millrace.cache.index import Entry
-from millrace.cache.metadata import MetadataCache
+from millrace.cache.metadata import MetadataCache, NoMemory
 from millrace.cache.reader import BlockReader, ObjectReader, OriginReader, Threads
 from millrace.cache.store import LostDataError
 from millrace.config import CacheOptions
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
+
+_log = logging.getLogger("millrace")
 
 # Reads that somebody waits for never queue behind those that are only expected.
 _FETCH_THREADS = 24
@@ -39,14 +42,15 @@ class CacheNode:
 
     def __init__(self, options: CacheOptions) -> None:
         self.options = options
-        self._disks = [_disk(directory / _NODE_FOLDER, options) for directory in options.cache_dirs]
+        self._disks = _open_disks(options)
         self._threads = Threads(
             demand=ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-fetch"),
             ahead=ThreadPoolExecutor(_PREFETCH_THREADS, thread_name_prefix="millrace-ahead"),
         )
-        self.metadata = MetadataCache(
-            self._disks[0].store.index, max_age_seconds=options.max_age_seconds, on_changed=self.discard
-        )
+        self.metadata: MetadataCache | NoMemory = NoMemory()
+        if self._disks:
+            index = self._disks[0].store.index
+            self.metadata = MetadataCache(index, max_age_seconds=options.max_age_seconds, on_changed=self.discard)
 
     def open_native(self, origin: Origin, info: ObjectInfo) -> pa.BufferReader | None:
         """A native pyarrow file of an object that is completely here, else None."""
@@ -54,6 +58,8 @@ class CacheNode:
             return None
         name = object_id(origin.identity, info.key, info.version, info.size)
         disk = self._disk_of(name)
+        if disk is None:
+            return None
         try:
             entry = disk.store.index.get(name)
             if entry is None or not entry.complete:
@@ -76,6 +82,8 @@ class CacheNode:
         """
         name = object_id(origin.identity, info.key, info.version, info.size)
         disk = self._disk_of(name)
+        if disk is None:
+            return OriginReader(origin=origin, info=info, counters=None)
         for _ in range(2):
             try:
                 entry = disk.store.index.create(name, info.size, BLOCK_BYTES)
@@ -98,7 +106,9 @@ class CacheNode:
     def discard(self, origin: Origin, info: ObjectInfo) -> None:
         """Forget one version of an object (it was overwritten or removed at the origin)."""
         name = object_id(origin.identity, info.key, info.version, info.size)
-        self._disk_of(name).remove(name)
+        disk = self._disk_of(name)
+        if disk is not None:
+            disk.remove(name)
 
     def counters(self) -> dict[str, int]:
         """What the cache did since it was made, over all processes and disks of this node."""
@@ -122,9 +132,9 @@ class CacheNode:
         """Wait for fetches under way. The disks stay open: other nodes of this process may use them."""
         self._threads.close()
 
-    def _disk_of(self, name: bytes) -> Disk:
-        """Objects are spread over the disks by their id."""
-        return self._disks[int.from_bytes(name[:4], "big") % len(self._disks)]
+    def _disk_of(self, name: bytes) -> Disk | None:
+        """Objects are spread over the disks by their id. None when no disk can be used."""
+        return self._disks[int.from_bytes(name[:4], "big") % len(self._disks)] if self._disks else None
 
     def _give_up(self, disk: Disk, name: bytes, error: LostDataError) -> None:
         """Forget an object whose file somebody removed or cut; it is fetched anew."""
@@ -174,6 +184,21 @@ def close_nodes() -> None:
             disk.close()
         _process.nodes.clear()
         _process.disks.clear()
+
+
+def _open_disks(options: CacheOptions) -> list[Disk]:
+    """The disks that can be used. One that is full, read-only or broken is left out, and said aloud.
+
+    Raises `ConfigurationError` or `UnsupportedFormatError` for a directory that holds something else.
+    """
+    disks = []
+    for directory in options.cache_dirs:
+        try:
+            disks.append(_disk(directory / _NODE_FOLDER, options))
+        except StorageError as error:
+            emit(Event(name="cache.disk.failed", subject=str(directory), detail=str(error)))
+            _log.warning("no caching in %s: %s", directory, error)
+    return disks
 
 
 def _disk(directory: Path, options: CacheOptions) -> Disk:

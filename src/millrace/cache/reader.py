@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
@@ -71,7 +72,7 @@ class ObjectReader(Protocol):
 class OriginReader:
     """An `ObjectReader` that keeps nothing: for when the disk cannot be used."""
 
-    def __init__(self, *, origin: Origin, info: ObjectInfo, counters: Counters) -> None:
+    def __init__(self, *, origin: Origin, info: ObjectInfo, counters: Counters | None) -> None:
         self._origin = origin
         self._info = info
         self._counters = counters
@@ -97,12 +98,13 @@ class OriginReader:
         """Nothing to give back."""
 
 
-def read_through(origin: Origin, info: ObjectInfo, start: int, stop: int, counters: Counters) -> Buffer:
-    """Read a range of the pinned version from the origin, and count it."""
+def read_through(origin: Origin, info: ObjectInfo, start: int, stop: int, counters: Counters | None) -> Buffer:
+    """Read a range of the pinned version from the origin, and count it where there is a place for that."""
     data = origin.read(info.key, start, stop, version=info.version)
-    counters.add("origin_requests")
-    counters.add("origin_bytes", stop - start)
-    counters.add("uncached_bytes", stop - start)
+    if counters is not None:
+        counters.add("origin_requests")
+        counters.add("origin_bytes", stop - start)
+        counters.add("uncached_bytes", stop - start)
     return data
 
 
@@ -240,7 +242,7 @@ class BlockReader:
                 # A descriptor of its own: the reader may be closed before the fetch ends, and opening the name again
                 # could make a new file where this one was removed.
                 descriptor = os.dup(self._descriptor)
-                executor.submit(self._fetch_run, flights, descriptor)
+                executor.submit(self._fetch_run, flights, descriptor, executor is self._threads.ahead)
             except (OSError, RuntimeError) as error:  # out of descriptors, or the interpreter is shutting down
                 if descriptor >= 0:
                     os.close(descriptor)
@@ -255,8 +257,11 @@ class BlockReader:
 
     # --- one run of blocks, in a thread of a pool -------------------------------------------------
 
-    def _fetch_run(self, flights: dict[int, Future[Buffer]], descriptor: int) -> None:
+    def _fetch_run(self, flights: dict[int, Future[Buffer]], descriptor: int, ahead: bool) -> None:
         try:
+            if ahead and not threading.main_thread().is_alive():
+                # The interpreter is ending and waits for its pools: what nobody waits for is not fetched any more.
+                raise OriginUnavailableError(f"{self._info.key} was not fetched: the process is ending")
             self._fetch_pending(flights, descriptor)
         except BaseException as error:  # noqa: BLE001 - whoever waits for these blocks must hear of it
             self._fail(flights, error)

@@ -30,7 +30,7 @@ import xxhash
 from typing_extensions import Buffer
 
 from millrace.cache.blocks import span_of
-from millrace.cache.index import Entry, Index
+from millrace.cache.index import DamagedIndexError, Entry, Index
 from millrace.config import Amount
 from millrace.errors import ConfigurationError, DiskFullError, MillraceError, StorageError, UnsupportedFormatError
 from millrace.events import Event, emit
@@ -88,7 +88,7 @@ class Store:
             with open(directory / "setup.lock", "a", encoding="ascii") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 self._prepare()
-                self.index = Index(directory / "index")
+                self.index = self._open_index()
 
     def close(self) -> None:
         """Close the index. Files opened from the store stay readable."""
@@ -240,7 +240,7 @@ class Store:
             )
         boot = _boot_id()
         if lines[1:2] != [boot]:
-            self._discard()
+            self._discard("written before the last start of this machine")
             temporary = self.directory / "FORMAT.new"
             temporary.unlink(missing_ok=True)
             with open(temporary, "x", encoding="ascii") as file:
@@ -249,8 +249,18 @@ class Store:
         for name in ("index", "objects", "counters"):
             (self.directory / name).mkdir(mode=0o700, exist_ok=True)
 
-    def _discard(self) -> None:
+    def _open_index(self) -> Index:
+        try:
+            return Index(self.directory / "index")
+        except DamagedIndexError as error:
+            # Without it nothing says what the files hold. They are a cache: the origin has it all.
+            self._discard(str(error))
+            for name in ("index", "objects"):
+                (self.directory / name).mkdir(mode=0o700)
+            return Index(self.directory / "index")
+
+    def _discard(self, reason: str) -> None:
         for name in ("index", "objects"):
             if (self.directory / name).exists():
                 shutil.rmtree(self.directory / name)
-                emit(Event(name="cache.store.discarded", subject=str(self.directory), detail="of an earlier boot"))
+                emit(Event(name="cache.store.discarded", subject=str(self.directory), detail=reason))

@@ -1,0 +1,108 @@
+"""What may happen to a cache directory, for real; every read must give the right bytes all the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import millrace
+from millrace.cache.node import close_nodes
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "small.bin").write_bytes(random.Random(1).randbytes(100_000))
+    (tmp_path / "large.bin").write_bytes(random.Random(2).randbytes(9_000_000))
+    return tmp_path
+
+
+def check(data: Path, cache: Path) -> None:
+    fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0)
+    for name in ("small.bin", "large.bin"):
+        expected = (data / name).read_bytes()
+        assert fs.cat_file(f"{data}/{name}") == expected
+        with fs.open(f"{data}/{name}") as file:
+            assert file.read() == expected
+        assert fs.open_input_file(f"{data}/{name}").read() == expected
+    assert len(fs.ls(str(data))) >= 2
+
+
+def test_a_cache_that_is_deleted_under_a_running_process(data: Path) -> None:
+    cache = data / "cache"
+    check(data, cache)
+    shutil.rmtree(cache)
+    check(data, cache)
+
+
+@pytest.mark.parametrize("harm", ["noise at the head", "cut to a page", "cut in half", "empty", "deleted"])
+def test_an_index_that_is_damaged_between_two_runs_is_given_up(data: Path, harm: str) -> None:
+    cache = data / "cache"
+    check(data, cache)
+    close_nodes()
+    path = next(cache.glob("millrace/local/index/index.mdb"))
+    size = path.stat().st_size
+    match harm:
+        case "noise at the head":
+            with open(path, "r+b") as file:
+                file.write(os.urandom(8192))
+        case "cut to a page":
+            os.truncate(path, 4096)
+        case "cut in half":
+            os.truncate(path, size // 2 // 4096 * 4096)
+        case "empty":
+            os.truncate(path, 0)
+        case "deleted":
+            path.unlink()
+    check(data, cache)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", ["full", "read-only"])
+def test_a_disk_that_cannot_be_used_from_the_start(data: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    disk = data / "disk"
+    disk.mkdir()
+    options = "size=1m" if kind == "full" else "size=1m,ro"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(disk)], check=True)
+    try:
+        if kind == "full":
+            with open(disk / "ballast", "wb") as ballast:
+                os.posix_fallocate(ballast.fileno(), 0, os.statvfs(disk).f_bavail * 4096)
+        check(data, disk / "cache")
+        assert "no caching in" in caplog.text
+    finally:
+        close_nodes()
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.slow
+def test_readers_that_are_killed_leave_nothing_wrong(data: Path) -> None:
+    cache = data / "cache"
+    for number in range(6):
+        (data / f"{number}.bin").write_bytes(random.Random(number).randbytes(24_000_000))
+    code = (
+        "import sys, millrace; fs = millrace.filesystem('file', cache_dir=sys.argv[1], min_free=0);"
+        "print('ready', flush=True);"
+        "[fs.cat_file(f'{sys.argv[2]}/{n}.bin') for n in range(6)]"
+    )
+    chooser = random.Random(3)
+    for _ in range(12):
+        command = [sys.executable, "-c", code, str(cache), str(data)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(chooser.uniform(0, 0.3))
+            process.kill()
+    started = time.monotonic()
+    for native in (False, True):
+        fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, native=native)
+        for number in range(6):
+            assert fs.cat_file(f"{data}/{number}.bin") == (data / f"{number}.bin").read_bytes()
+        assert fs.cache_counters()["corrupt_blocks"] == 0
+    assert time.monotonic() - started < 20  # no lock of a dead process was waited for
