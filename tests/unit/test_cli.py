@@ -1,13 +1,17 @@
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 
 import millrace
+from millrace import cli
+from millrace.cache.node import close_nodes
 from millrace.cli import main
 
 
@@ -61,18 +65,109 @@ def test_status(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "1 objects, 1 of them complete" in out
 
 
-def test_an_interrupt_is_exit_code_130() -> None:
-    code = (
-        "import sys, time, click; from millrace import cli\n"
+def test_status_makes_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"12345")
+    fs = millrace.filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0)
+    fs.cat_file(f"{tmp_path}/x.bin")
+    del fs
+    close_nodes()
+    before = sorted(path for path in tmp_path.rglob("*") if path.is_dir())
+    arguments = ["--cache-dir", str(tmp_path / "cache"), "--cache-dir", str(tmp_path / "typo")]
+    code, out, _ = run(capsys, "status", "--json", *arguments)
+    assert code == 0
+    assert json.loads(out)["missing"] == [str(tmp_path / "typo")]
+    assert len(json.loads(out)["disks"]) == 1
+    assert f"{tmp_path}/typo: no cache here" in run(capsys, "status", *arguments)[1]
+    assert not (tmp_path / "typo").exists()
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_dir()) == before
+
+
+# --- the end of a command ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+    """A command `fail`, which raises what is put into the list."""
+    errors: list[BaseException] = []
+
+    @click.command()
+    def fail() -> None:
+        raise errors[0]
+
+    monkeypatch.setitem(cli.millrace.commands, "fail", fail)
+    return errors
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("a\nb"),
+        OSError(28, "No space left on device"),
+        EOFError("ended"),
+        BrokenPipeError(32, "of another"),
+    ],
+)
+def test_an_unexpected_error_is_one_line(
+    capsys: pytest.CaptureFixture[str], failing: list[BaseException], error: BaseException
+) -> None:
+    failing.append(error)
+    code, out, err = run(capsys, "fail")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(f"millrace: unexpected {type(error).__name__}: ")
+    assert "report" in err
+
+
+def test_a_traceback_is_shown_when_asked_for(
+    capsys: pytest.CaptureFixture[str], failing: list[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLRACE_DEBUG", "1")
+    failing.append(ZeroDivisionError("x"))
+    code, _, err = run(capsys, "fail")
+    assert code == 1
+    assert "Traceback" in err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["--version"]])
+def test_a_closed_stdout_is_exit_code_141_without_a_word(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "millrace.cli", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False, timeout=30)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_stdout_without_room_is_one_line() -> None:
+    command = [sys.executable, "-m", "millrace.cli", "--help"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=30)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "No space left" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated"), (signal.SIGHUP, 129, "hung up")],
+)
+def test_signals_end_a_command_in_good_order(number: signal.Signals, code: int, word: str) -> None:
+    program = (
+        "import sys, time, click; from millrace import cli; from millrace.demo import interrupts\n"
         "@click.command()\n"
-        "def wait():\n print('ready', flush=True); time.sleep(30)\n"
+        "def wait():\n"
+        " with interrupts.remembered():\n"
+        "  try: print('ready', flush=True); time.sleep(30)\n"
+        "  finally: print('cleaned up', flush=True)\n"
         "cli.millrace.add_command(wait); sys.exit(cli.main(['wait']))"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=10)
-    assert process.returncode == 130
-    assert "interrupted" in err
+    process.send_signal(number)
+    out, err = process.communicate(timeout=10)
+    assert process.returncode == code
+    assert out == "cleaned up\n"
+    assert err == f"millrace: {word}; nothing is left running\n"

@@ -1,11 +1,12 @@
-"""The command line `millrace`: thin commands over the library.
-
-Exit codes: 0 done; 1 an error, told in one line on stderr; 2 a command line that cannot be understood; 130 interrupted.
-"""
+"""The command line `millrace`: thin commands over the library. The contract is `docs/reference/command-line.md`."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import sys
+import traceback
 from collections.abc import Sequence
 
 import click
@@ -13,7 +14,10 @@ import click
 from millrace._version import __version__
 from millrace.errors import MillraceError
 
-EPILOG = "Exit codes: 0 done; 1 an error, told in one line on stderr; 2 a bad command line; 130 interrupted."
+EPILOG = (
+    "Exit codes: 0 done; 1 an error, told in one line on stderr; 2 a bad command line; 130 interrupted; 141 whoever read "
+    "the output closed it; 143 terminated; 129 hung up. MILLRACE_DEBUG=1 adds the traceback of an error."
+)
 
 
 @click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -29,26 +33,76 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     millrace.add_command(demo)
     millrace.add_command(status)
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        result = millrace.main(args=arguments, prog_name="millrace", standalone_mode=False)
-    except click.exceptions.Abort:
-        return _interrupted()
-    except KeyboardInterrupt:
-        return _interrupted()
+        if completion := os.environ.get("_MILLRACE_COMPLETE"):
+            from click.shell_completion import shell_complete
+
+            return shell_complete(millrace, {}, "millrace", "_MILLRACE_COMPLETE", completion)
+        # Not `millrace.main`: click takes every EPIPE for the end of stdout, and every EOFError for Ctrl-D.
+        with millrace.make_context("millrace", given) as context:
+            millrace.invoke(context)
+        return 0
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except (click.exceptions.Abort, KeyboardInterrupt) as end:
+        # A signal other than Ctrl-C comes as a `KeyboardInterrupt` that says so.
+        word, code = end.args if len(end.args) == 2 else ("interrupted", 130)
+        _tell(f"{word}; nothing is left running")
+        return int(code)
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "millrace"
-        click.echo(f"millrace: {error.format_message().rstrip('.')}: see '{command} --help'", err=True)
+        _tell(f"{error.format_message().rstrip('.')}: see '{command} --help'")
         return error.exit_code
     except MillraceError as error:
-        click.echo(f"millrace: {error}", err=True)
+        _tell(str(error))
+        _debug()
         return 1
-    except BrokenPipeError:
-        # Whoever read our output has enough (`millrace status | head`).
-        sys.stderr.close()
-        return 0
-    return result if isinstance(result, int) else 0
+    except BrokenPipeError as error:
+        return 141 if _stdout_is_closed() else _unexpected(error)
+    except Exception as error:  # noqa: BLE001 - the last resort: whatever it is, one line and an exit code
+        return _unexpected(error)
+    finally:
+        _end_stdout()
 
 
-def _interrupted() -> int:
-    click.echo("millrace: interrupted; nothing is left running", err=True)
-    return 130
+def _unexpected(error: Exception) -> int:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    hint = "" if os.environ.get("MILLRACE_DEBUG") == "1" else "MILLRACE_DEBUG=1 shows where; "
+    _tell(f"unexpected {text}: {hint}please report this as a defect of Millrace")
+    _debug()
+    return 1
+
+
+def _tell(line: str) -> None:
+    with contextlib.suppress(OSError):  # stderr is gone as well: the exit code is all that can still be told
+        click.echo(f"millrace: {line}", err=True)
+
+
+def _debug() -> None:
+    if os.environ.get("MILLRACE_DEBUG") == "1":
+        traceback.print_exc()
+
+
+def _stdout_is_closed() -> bool:
+    """Whether stdout is a pipe that nobody reads any more (`millrace status | true`)."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _end_stdout() -> None:
+    """Write what is still buffered. Where that fails, drop it: Python would print a warning of its own at exit."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (OSError, ValueError):
+        try:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, sys.stdout.fileno())
+            os.close(nothing)
+        except (OSError, ValueError):
+            pass  # not a real file, so Python will not flush it either
