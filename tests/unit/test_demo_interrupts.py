@@ -31,6 +31,27 @@ def test_a_swallowed_interrupt_is_remembered() -> None:
     interrupts.check()  # forgotten with the block
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_other_signals_are_interrupts_that_name_their_exit_code(number: signal.Signals, code: int) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt) as caught, interrupts.remembered():
+        os.kill(os.getpid(), number)
+    assert caught.value.args[1] == code
+    with pytest.raises(KeyboardInterrupt) as caught, interrupts.held_back():
+        os.kill(os.getpid(), number)
+    assert caught.value.args[1] == code
+    assert signal.getsignal(number) is before
+
+
+def test_nohup_is_heeded() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupts.remembered():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_an_interrupt_is_held_back_to_the_end_of_the_block() -> None:
     steps = []
 

@@ -80,7 +80,7 @@ def test_the_page_is_well_formed() -> None:
 
 def test_the_page_says_what_happened() -> None:
     page = render_report(result(), places={"this page": "s3://demo/run/report.html"})
-    assert "training process killed on purpose in epoch 2; 8 s later resumed from the checkpoint of epoch 1" in page
+    assert "worker killed on purpose in epoch 2; 8 s later resumed from the checkpoint of epoch 1" in page
     assert page.count("<svg") == 4
     assert "30.0%" in page
     assert "s3://demo/run/report.html" in page
@@ -91,6 +91,14 @@ def test_the_page_says_what_happened() -> None:
 def test_a_run_without_a_kill_tells_of_none() -> None:
     quiet = result(1, kill=None, restarts=0, events=result().events[:1])
     assert "killed" not in render_report(quiet)
+
+
+def test_a_kill_before_the_first_checkpoint_is_told_as_such() -> None:
+    events = [result().events[0], {**result().events[1], "resumed_after": 0}]
+    page = render_report(result(events=events, kill={"epoch": 1, "pid": 4, "time": 12.0}))
+    assert "began from scratch: no checkpoint was there" in page
+    assert "had the last checkpoint" not in page
+    assert "worker killed on purpose in epoch 1; 8 s later from scratch: there was no checkpoint yet" in page
 
 
 def test_an_epoch_without_a_dev_rate_is_shown() -> None:

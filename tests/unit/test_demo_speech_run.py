@@ -117,6 +117,7 @@ def test_what_is_told_of_events() -> None:
     start = {"event": "start", "resumed_after": 0, "parameters": 1_150_000, "workers": 2}
     assert describe(start) == "training 1.15 M parameters on 2 worker(s)"
     assert describe({**start, "resumed_after": 4}) == "         resumed from the checkpoint of epoch 4"
+    assert "from scratch" in str(describe({**start, "attempt": 1}))
     assert describe({"event": "kill", "pid": 7, "epoch": 5}) == (
         "         killed training process 7 on purpose in epoch 5"
     )

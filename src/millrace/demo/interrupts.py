@@ -1,19 +1,43 @@
-"""Ctrl-C that is not lost.
+"""Ctrl-C, SIGTERM and SIGHUP that are not lost.
 
 Python raises `KeyboardInterrupt` wherever the main thread happens to be, and swallows it when that is a destructor or a
 callback of a C library. A job that runs for minutes would then go on as if nothing had been pressed. So the signal is also
 remembered, and long waits ask `check` now and then.
+
+A SIGTERM (from a service manager, `timeout`, a container's end) and a SIGHUP (the terminal was closed) are the same wish.
+Each comes as a `KeyboardInterrupt` whose arguments are a word and the exit code.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_seen = False
+_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+
+_seen: int | None = None
+
+
+def _interruption(number: int) -> KeyboardInterrupt:
+    return KeyboardInterrupt(_WORDS[signal.Signals(number)], 128 + number)
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have `handler` called for the signals, until the end of the block."""
+    before = {}
+    try:
+        for number in _WORDS:
+            # nohup(1) ignores SIGHUP, and means it.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, handler)
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 @contextmanager
@@ -24,37 +48,33 @@ def remembered() -> Iterator[None]:
         yield
         return
 
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
+    def interrupt(number: int, _frame: FrameType | None) -> None:
         global _seen
-        _seen = True
-        raise KeyboardInterrupt
+        _seen = number
+        raise _interruption(number)
 
-    before = signal.signal(signal.SIGINT, interrupt)
     try:
-        yield
-        check()
+        with _handled(interrupt):
+            yield
+            check()
     finally:
-        signal.signal(signal.SIGINT, before)
-        _seen = False
+        _seen = None
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Hold Ctrl-C back for the few seconds of the block, in which it would leave processes behind."""
+    """Hold interrupts back for the few seconds of the block, in which they would leave processes behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     interrupts: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _frame: interrupts.append(number))
-    try:
+    with _handled(lambda number, _frame: interrupts.append(number)):
         yield
-    finally:
-        signal.signal(signal.SIGINT, before)
     if interrupts:
-        raise KeyboardInterrupt
+        raise _interruption(interrupts[0])
 
 
 def check() -> None:
-    """Raise `KeyboardInterrupt` when one has come, and may have been swallowed."""
-    if _seen:
-        raise KeyboardInterrupt
+    """Raise `KeyboardInterrupt` when an interrupt has come, and may have been swallowed."""
+    if _seen is not None:
+        raise _interruption(_seen)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import millrace
 from millrace.demo import interrupts
+from millrace.demo.disk import local_files
 from millrace.demo.speech.log import EpochRecord
 from millrace.demo.speech.settings import SpeechSettings
 from millrace.demo.speech_data import write_common_voice
@@ -53,10 +54,23 @@ class DemoSettings:
     quick: bool = False
     port: int | None = None
 
+    def __post_init__(self) -> None:
+        for name, most in (("epochs", None), ("workers", None), ("port", 65535)):
+            value = getattr(self, name)
+            if value is None and name != "workers":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most and value > most):
+                limit = f"from 1 to {most}" if most else "from 1 up"
+                raise ConfigurationError(f"{name} is {value!r}", next_step=f"give a whole number {limit}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """What a demo run did. `witness_bytes` is what the emulated region counted of the data set, a look at each epoch."""
+    """What a demo run did.
+
+    `origin_bytes` is what the cache says that it fetched of the data set from the start of the training to its end.
+    `witness_bytes` is what the emulated region sent in answer to GET requests for the data set in the same time.
+    """
 
     speech: SpeechResult
     run_url: str
@@ -88,8 +102,8 @@ class DemoResult:
 def run_demo(settings: DemoSettings, progress: Progress) -> DemoResult:
     """Run the whole job; `progress` gets one line of text at a time.
 
-    Raises `MillraceError` with the next step when something that it needs is missing. Whatever happens, no process that it
-    started is left.
+    Raises `MillraceError` with the next step when something that it needs is missing or fails. Whatever happens, no process
+    that it started is left. SIGTERM and SIGHUP come as `KeyboardInterrupt`, like Ctrl-C.
     """
     started = time.monotonic()
     _check_modules()
@@ -143,7 +157,8 @@ def run_demo(settings: DemoSettings, progress: Progress) -> DemoResult:
         page = render_report(result, places=places)
         run_fs.pipe_file(f"{run_url}/report.html", page.encode("utf-8"))
         report = directory / "report.html"
-        report.write_text(page, encoding="utf-8")
+        with local_files(report):
+            report.write_text(page, encoding="utf-8")
         return DemoResult(
             speech=result,
             run_url=run_url,
@@ -160,15 +175,10 @@ def summary_table(result: DemoResult) -> str:
     """The closing table, for a terminal."""
     speech = result.speech
     lines = ["", " epoch   loss   dev CER   seconds   from origin    from cache   checkpoint (of raw)"]
-    attempt = speech.epochs[0].attempt
+    notes = speech.restart_notes()
     for epoch in speech.epochs:
-        if epoch.attempt != attempt:
-            attempt = epoch.attempt
-            waited = speech.recovery_seconds
-            lines.append(
-                "        --- worker killed, resumed from the checkpoint"
-                + (f" {waited:.0f} s later ---" if waited is not None else " ---")
-            )
+        if epoch.epoch in notes:
+            lines.append(f"        --- {notes[epoch.epoch]} ---")
         lines.append(_epoch_line(epoch))
     metrics = speech.metrics
     lines += [
@@ -210,12 +220,15 @@ def _check_modules() -> None:
 
 
 def _prepare_directory(directory: Path) -> Path:
-    directory = directory.absolute()
     try:
+        directory = directory.absolute()
+    except OSError as error:
+        raise StorageError(
+            f"{directory}: the current directory is gone", next_step="change to one that exists"
+        ) from error
+    with local_files(directory):
         directory.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(directory).free
-    except OSError as error:
-        raise StorageError(f"{directory}: {error.strerror}", next_step="choose another --directory") from error
     if not os.access(directory, os.W_OK):
         raise StorageError(f"{directory} cannot be written", next_step="choose another --directory")
     if free < _NEEDED_BYTES:
@@ -236,7 +249,12 @@ def _region(server: S3Server, memory: Path) -> EmulatedRegion:
     except (OSError, OverflowError, ValueError):
         port = None  # the first run here, or somebody else has the port by now: what is cached is not used then
     region = EmulatedRegion(server.endpoint_url, port=port).start()
-    memory.write_text(region.endpoint_url.rpartition(":")[2])
+    try:
+        with local_files(memory):
+            memory.write_text(region.endpoint_url.rpartition(":")[2])
+    except BaseException:
+        region.stop()
+        raise
     return region
 
 
@@ -249,9 +267,12 @@ def _upload_data_set(server: S3Server, fs: millrace.MillraceFileSystem, director
     server.create_bucket(RUN_BUCKET)
     base = f"{DATA_BUCKET}/{DATA_PREFIX}"
     there = {info.key: info.size for page in fs.list_all(base) for info in page}
-    missing = [name for name in written.files if there.get(f"{base}/{name}") != (directory / name).stat().st_size]
+    with local_files(directory):
+        missing = [name for name in written.files if there.get(f"{base}/{name}") != (directory / name).stat().st_size]
     for number, name in enumerate(missing, start=1):
-        fs.pipe_file(f"{base}/{name}", (directory / name).read_bytes())
+        with local_files(directory):
+            content = (directory / name).read_bytes()
+        fs.pipe_file(f"{base}/{name}", content)
         if number % 100 == 0 or number == len(missing):
             progress(f"uploaded {number} of {len(missing)} files to s3://{base}")
     if not missing:
@@ -268,8 +289,6 @@ def _speech_settings(settings: DemoSettings, run_url: str) -> SpeechSettings:
     if settings.quick:
         speech = speech.quick()
     if settings.epochs is not None:
-        if settings.epochs < 1:
-            raise ConfigurationError(f"--epochs {settings.epochs}", next_step="give 1 or more")
         kill = min(speech.kill_in_epoch or 1, settings.epochs)
         speech = replace(speech, epochs=settings.epochs, kill_in_epoch=kill)
     return speech if settings.chaos else replace(speech, kill_in_epoch=None)

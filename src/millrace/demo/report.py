@@ -66,7 +66,7 @@ def render_report(result: SpeechResult, *, places: Mapping[str, str] | None = No
     Needs matplotlib. The result must have at least one epoch.
     """
     epochs = result.epochs
-    restarts = _restarts(result)
+    restarts = result.restart_notes()
     later = sum(epoch.origin_bytes for epoch in epochs[1:])
     sections = [
         _pair(
@@ -133,28 +133,18 @@ def _stored_share(epochs: Sequence[EpochRecord]) -> float:
     return sum(epoch.checkpoint_bytes for epoch in epochs) / max(1, sum(epoch.raw_bytes for epoch in epochs))
 
 
-def _restarts(result: SpeechResult) -> dict[int, str]:
-    """What to say before an epoch that a new worker group began with, by epoch."""
-    notes: dict[int, str] = {}
-    for event in result.events:
-        if event["event"] != "start" or event["attempt"] == 0:
-            continue
-        after = event["resumed_after"]
-        note = f"resumed from the checkpoint of epoch {after}" if after else "began again: there was no checkpoint"
-        if result.kill is not None and result.kill["epoch"] == after + 1 and result.recovery_seconds is not None:
-            note = (
-                f"training process killed on purpose in epoch {after + 1}; {result.recovery_seconds:.0f} s later {note}"
-            )
-        notes[after + 1] = note
-    return notes
-
-
 def _restart_sentence(result: SpeechResult) -> str:
-    if result.kill is None or result.recovery_seconds is None:
+    start = result.start_after_kill
+    if result.kill is None or start is None:
         return ""
+    how = (
+        "had the last checkpoint and went on"
+        if start["resumed_after"]
+        else "began from scratch: no checkpoint was there"
+    )
     return (
         f" In epoch {result.kill['epoch']} a training process was killed on purpose; "
-        f"{result.recovery_seconds:.0f} seconds later a new one had the last checkpoint and went on."
+        f"{result.recovery_seconds:.0f} seconds later a new one {how}."
     )
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from millrace.demo.disk import local_files
+
 SPLITS = ("train", "dev", "test")
 COLUMNS = (
     "client_id",
@@ -39,7 +41,8 @@ def write_common_voice(directory: Path, *, limits: dict[str, int] | None = None)
     """Write `train.tsv`, `dev.tsv`, `test.tsv` and `clips/*.mp3` below `directory`, which is made if need be.
 
     `limits` takes only the first clips of a split; the others are left out altogether. The files of an earlier call
-    are replaced by the same bytes. Not for two processes at a time in one directory.
+    are replaced by the same bytes. Not for two processes at a time in one directory. Raises `StorageError`
+    (`DiskFullError`) when they cannot be written.
     """
     limits = limits or {}
     source = resources.files("millrace.testing.speech_data")
@@ -52,17 +55,20 @@ def write_common_voice(directory: Path, *, limits: dict[str, int] | None = None)
     files: list[str] = []
     total = 0
     clips = directory / "clips"
-    clips.mkdir(parents=True, exist_ok=True)
+    with local_files(directory):
+        clips.mkdir(parents=True, exist_ok=True)
     with (source / "clips.zip").open("rb") as stream, zipfile.ZipFile(stream) as archive:
         for table in tables.values():
             for row in table:
                 content = archive.read(row["file"])
-                (clips / row["file"]).write_bytes(content)
+                with local_files(directory):
+                    (clips / row["file"]).write_bytes(content)
                 files.append(f"clips/{row['file']}")
                 total += len(content)
     for split, table in tables.items():
         content = _tsv(table).encode("utf-8")
-        (directory / f"{split}.tsv").write_bytes(content)
+        with local_files(directory):
+            (directory / f"{split}.tsv").write_bytes(content)
         files.append(f"{split}.tsv")
         total += len(content)
     counts = {split: len(table) for split, table in tables.items()}

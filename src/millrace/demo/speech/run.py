@@ -19,11 +19,14 @@ from typing import Any
 import pyarrow.fs
 
 from millrace.demo import interrupts
+from millrace.demo.disk import local_files
 from millrace.demo.place import Place
 from millrace.demo.speech.data import Clip, clip_dataset, read_split
 from millrace.demo.speech.job import KILL_MARKER, METRICS_NAME, Counters, SpeechJob, no_counters
 from millrace.demo.speech.log import EpochRecord, final_epochs, read_events
+from millrace.demo.speech.ray_leftovers import cleared
 from millrace.demo.speech.settings import SpeechSettings
+from millrace.errors import MillraceError
 
 _POLL_SECONDS = 1.0
 
@@ -45,12 +48,39 @@ class SpeechResult:
     kill: dict[str, Any] | None = None
 
     @property
-    def recovery_seconds(self) -> float | None:
-        """From the kill to the moment at which a new process had the last checkpoint; None without a kill."""
+    def start_after_kill(self) -> dict[str, Any] | None:
+        """The `start` event of the processes that took over after the kill; None without a kill."""
         if self.kill is None:
             return None
-        starts = [event["time"] for event in self.events if event["event"] == "start"]
-        return next((time - self.kill["time"] for time in starts if time > self.kill["time"]), None)
+        killed = self.kill["time"]
+        return next((event for event in self.events if event["event"] == "start" and event["time"] > killed), None)
+
+    @property
+    def recovery_seconds(self) -> float | None:
+        """From the kill to the moment at which a new process had the last checkpoint, or knew that there is none."""
+        start = self.start_after_kill
+        return None if self.kill is None or start is None else float(start["time"] - self.kill["time"])
+
+    def restart_notes(self) -> dict[int, str]:
+        """What to say before an epoch that new processes began with, by epoch."""
+        notes: dict[int, str] = {}
+        for event in self.events:
+            if event["event"] != "start" or event["attempt"] == 0:
+                continue
+            after = event["resumed_after"]
+            how = (
+                f"resumed from the checkpoint of epoch {after}"
+                if after
+                else "from scratch: there was no checkpoint yet"
+            )
+            if self.kill is not None and event is self.start_after_kill:
+                note = (
+                    f"worker killed on purpose in epoch {self.kill['epoch']}; {self.recovery_seconds:.0f} s later {how}"
+                )
+            else:
+                note = f"the training was started again, {how}"
+            notes[after + 1] = f"{notes[after + 1]}; then {note}" if after + 1 in notes else note
+        return notes
 
     @property
     def dev_cer(self) -> float | None:
@@ -75,7 +105,8 @@ def run_speech(
     new run its own. Uses the Ray cluster that this process is connected to, else starts one on the loopback
     interface and stops it in the end, whatever happens. `progress` gets a line of text now and then.
 
-    Raises `RuntimeError` with Ray's reason as its cause when the training fails for good.
+    Raises `MillraceError` when the training fails for good: the one that a worker raised, else one with Ray's reason in
+    its message and as its cause.
     """
     data = Place(fs=fs, url=settings.data_url)
     run = Place(fs=run_fs or fs, url=settings.run_url)
@@ -144,28 +175,30 @@ def local_ray(settings: SpeechSettings, progress: Progress) -> Iterator[None]:
     progress("starting Ray on this machine")
     # Ray's own folder goes with the run. Its sockets lie in there, whose paths may have 107 characters: a long TMPDIR will
     # not do.
-    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 30 else "/tmp"
-    scratch = tempfile.mkdtemp(prefix="millrace-", dir=parent)
-    try:
-        with interrupts.held_back():
-            ray.init(
-                address="local",
-                # One slot beside the training workers, or Ray Data would wait for a slot that never comes free.
-                num_cpus=max(os.cpu_count() or 1, settings.num_workers + 1),
-                object_store_memory=256 * 2**20,
-                include_dashboard=False,
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-                runtime_env={"env_vars": _WORKER_ENVIRONMENT},
-                _node_ip_address="127.0.0.1",
-                _temp_dir=scratch,
-            )
-        yield
-    finally:
-        with interrupts.held_back():
-            ray.shutdown()
-            # A process of Ray's may write its last line of log meanwhile, which would make this fail.
-            shutil.rmtree(scratch, ignore_errors=True)
+    with local_files("the temporary directory", next_step="set TMPDIR to a directory that can be written"):
+        parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 30 else "/tmp"
+        scratch = tempfile.mkdtemp(prefix="millrace-", dir=parent)
+    with cleared(scratch):
+        try:
+            with interrupts.held_back():
+                ray.init(
+                    address="local",
+                    # One slot beside the training workers, or Ray Data would wait for a slot that never comes free.
+                    num_cpus=max(os.cpu_count() or 1, settings.num_workers + 1),
+                    object_store_memory=256 * 2**20,
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    log_to_driver=False,
+                    runtime_env={"env_vars": _WORKER_ENVIRONMENT},
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=scratch,
+                )
+            yield
+        finally:
+            with interrupts.held_back():
+                ray.shutdown()
+                # A process of Ray's may write its last line of log meanwhile, which would make this fail.
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _fit(job: SpeechJob, data: Place, splits: dict[str, list[Clip]], follower: _Follower) -> None:
@@ -187,7 +220,36 @@ def _fit(job: SpeechJob, data: Place, splits: dict[str, list[Clip]], follower: _
         follower.look()
         interrupts.check()
     if failure:
-        raise RuntimeError(f"the training of {job.settings.run_url} failed") from failure[0]
+        raise training_error(job.settings.run_url, failure[0]) from failure[0]
+
+
+def training_error(run_url: str, failure: BaseException) -> MillraceError:
+    """What to raise for `failure`, which may be wrapped by Ray: the Millrace error in it, else one that names it."""
+    innermost = failure
+    chain = _causes(failure)
+    for innermost in chain:
+        if isinstance(innermost, MillraceError):
+            return innermost
+    text = str(innermost).strip()
+    # Ray's own errors bring a traceback as text, whose last line says what it was.
+    line = text.splitlines()[-1 if "Traceback (most recent call last)" in text else 0].strip() if text else ""
+    name = type(innermost).__name__
+    return MillraceError(
+        f"the training of {run_url} failed: {line if line.startswith(name) else f'{name}: {line}'}",
+        next_step="MILLRACE_DEBUG=1 shows all of it",
+    )
+
+
+def _causes(failure: BaseException) -> list[BaseException]:
+    """`failure` and what it wraps, the innermost last."""
+    chain: list[BaseException] = []
+    following: Any = failure
+    while isinstance(following, BaseException) and following not in chain:
+        chain.append(following)
+        # Ray Train keeps the workers' errors by rank, Ray's tasks keep theirs as `cause`.
+        workers = list((getattr(following, "worker_failures", None) or {}).values())
+        following = next(iter(workers), None) or getattr(following, "cause", None) or following.__cause__
+    return chain
 
 
 def _trainer(job: SpeechJob, data: Place, splits: dict[str, list[Clip]]) -> Any:
@@ -257,6 +319,8 @@ def describe(event: dict[str, Any]) -> str | None:
     if event["event"] == "start":
         if event["resumed_after"]:
             return f"         resumed from the checkpoint of epoch {event['resumed_after']}"
+        if event.get("attempt", 0):
+            return "         began again from scratch: there was no checkpoint yet"
         return f"training {event['parameters'] / 1e6:.2f} M parameters on {event['workers']} worker(s)"
     if event["event"] == "kill":
         return f"         killed training process {event['pid']} on purpose in epoch {event['epoch']}"
