@@ -37,9 +37,10 @@ _UPLOAD_CONCURRENCY = 4
 _LIST_PAGE = 1000
 
 _RETRY = {
-    "max_retries": 6,
+    "max_retries": 8,
     "retry_timeout": timedelta(seconds=60),
-    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
+    # Jittered: a server that restarts is waited for 10 to 20 seconds, one that is gone is an error after that.
+    "backoff": {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=5), "base": 4},
 }
 _CLIENT = {
     "connect_timeout": timedelta(seconds=5),
