@@ -10,15 +10,26 @@ from typing import TYPE_CHECKING, Any
 from millrace.checkpoint.manifests import CheckpointSummary, describe
 
 if TYPE_CHECKING:
+    from millrace.checkpoint.extension import ZstdPlanes, extension_registry
     from millrace.checkpoint.reader import CheckpointReader
     from millrace.checkpoint.writer import CheckpointWriter, SaveStats
 
-__all__ = ["CheckpointReader", "CheckpointSummary", "CheckpointWriter", "SaveStats", "describe"]
+__all__ = [
+    "CheckpointReader",
+    "CheckpointSummary",
+    "CheckpointWriter",
+    "SaveStats",
+    "ZstdPlanes",
+    "describe",
+    "extension_registry",
+]
 
 _LAZY = {
     "CheckpointReader": "millrace.checkpoint.reader",
     "CheckpointWriter": "millrace.checkpoint.writer",
     "SaveStats": "millrace.checkpoint.writer",
+    "ZstdPlanes": "millrace.checkpoint.extension",
+    "extension_registry": "millrace.checkpoint.extension",
 }
 
 
