@@ -116,12 +116,15 @@ def _check_paths(planner_data: Any) -> None:
     if not isinstance(planner_data, dict):
         return
     lengths: dict[Any, int] = {}
-    for path in planner_data.values():
-        for depth, part in enumerate(path if isinstance(path, tuple) else ()):
-            if type(part) is int:
-                if part < 0:
-                    raise CorruptCheckpointError("the manifest's planner data counts backwards")
-                lengths[path[:depth]] = max(part, lengths.get(path[:depth], 0))
+    try:
+        for path in planner_data.values():
+            for depth, part in enumerate(path if isinstance(path, tuple) else ()):
+                if type(part) is int:
+                    if part < 0:
+                        raise CorruptCheckpointError("the manifest's planner data counts backwards")
+                    lengths[path[:depth]] = max(part, lengths.get(path[:depth], 0))
+    except TypeError as error:
+        raise CorruptCheckpointError("the manifest's planner data has paths that are none") from error
     if sum(lengths.values()) > _MAX_LIST_MEMBERS:
         raise CorruptCheckpointError("the manifest's planner data speaks of impossibly long lists")
 
