@@ -37,6 +37,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--port", "99999"], 2, "--port"),
         (["demo", "--colour", "red"], 2, "--colour"),
         (["demo", "--directory", "/dev/null/x"], 1, "choose another --directory"),
+        (["demo", "--model", "/no/model"], 1, "--model /no/model is no folder"),
         (["status", "--cache-dir", "/nonexistent-cache"], 1, "no cache in /nonexistent-cache"),
     ],
 )

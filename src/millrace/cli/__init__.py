@@ -29,10 +29,11 @@ def millrace() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     from millrace.cli.demo import demo
+    from millrace.cli.doctor import doctor
     from millrace.cli.status import status
 
-    millrace.add_command(demo)
-    millrace.add_command(status)
+    for command in (demo, doctor, status):
+        millrace.add_command(command)
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if completion := os.environ.get("_MILLRACE_COMPLETE"):
@@ -41,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return shell_complete(millrace, {}, "millrace", "_MILLRACE_COMPLETE", completion)
         # Not `millrace.main`: click takes every EPIPE for the end of stdout, and every EOFError for Ctrl-D.
         with millrace.make_context("millrace", given) as context:
-            millrace.invoke(context)
-        return 0
+            result = millrace.invoke(context)
+        return result if isinstance(result, int) else 0
     except click.exceptions.Exit as end:
         return end.exit_code
     except (click.exceptions.Abort, KeyboardInterrupt) as end:
@@ -51,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell(f"{word}; nothing is left running")
         return int(code)
     except click.ClickException as error:
-        command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "millrace"
-        _tell(f"{error.format_message().rstrip('.')}: see '{command} --help'")
+        path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "millrace"
+        _tell(f"{error.format_message().rstrip('.')}: see '{path} --help'")
         return error.exit_code
     except MillraceError as error:
         _tell(str(error))

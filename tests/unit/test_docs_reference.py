@@ -1,0 +1,55 @@
+"""The reference pages name everything that there is, and nothing that is not."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from millrace import cli, config, errors
+from millrace.cli import main
+from millrace.errors import MillraceError
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+
+
+def test_every_error_has_its_row() -> None:
+    classes = [value for _, value in inspect.getmembers(errors, inspect.isclass) if issubclass(value, MillraceError)]
+    rows = re.findall(r"^\| `(\w+)` \| `([\w-]+)` \| `(\w+)` \|", (REFERENCE / "errors.md").read_text(), re.MULTILINE)
+    assert sorted(name for name, _, _ in rows) == sorted(cls.__name__ for cls in classes)
+    for name, code, builtin in rows:
+        cls = getattr(errors, name)
+        assert cls.code == code
+        assert builtin in [base.__name__ for base in cls.__mro__ if base.__module__ == "builtins"]
+
+
+def test_every_command_and_option_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])  # adds the commands
+    page = (REFERENCE / "command-line.md").read_text()
+    sections = dict(re.findall(r"^## millrace (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    commands = {
+        name: command for name, command in cli.millrace.commands.items() if name in ("demo", "doctor", "status")
+    }
+    assert sorted(sections) == sorted(commands)
+    for name, command in commands.items():
+        rows = [row for row in sections[name].splitlines() if row.startswith("| `--")]
+        told = {option for row in rows for option in re.findall(r"`(--[\w-]+)`", row.split("|")[1])}
+        options = [option for option in command.params if isinstance(option, click.Option)]
+        assert told == {text for option in options for text in (*option.opts, *option.secondary_opts)}
+
+
+def test_every_exit_code_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (REFERENCE / "command-line.md").read_text()
+    main(["--help"])
+    text = capsys.readouterr().out
+    codes = set(re.findall(r"(?:codes:|;) (\d+) ", re.sub(r"\s+", " ", text)))
+    assert codes == set(re.findall(r"^\| (\d+) \|", page, re.MULTILINE))
+
+
+def test_every_option_of_the_file_system_is_told() -> None:
+    page = (REFERENCE / "options.md").read_text()
+    for name in config.OPTION_NAMES:
+        assert f"`{name}`" in page
