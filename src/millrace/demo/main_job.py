@@ -107,6 +107,7 @@ def run_demo(settings: DemoSettings, progress: Progress) -> DemoResult:
     """
     started = time.monotonic()
     _check_modules()
+    _check_model(settings.model)
     directory = _prepare_directory(settings.directory)
     with ExitStack() as stack:
         stack.enter_context(interrupts.remembered())
@@ -216,6 +217,14 @@ def _check_modules() -> None:
     if missing:
         raise MissingDependencyError(
             f"the demo needs {', '.join(missing)}", next_step="pip install 'millrace[demo]', or use 'make demo'"
+        )
+
+
+def _check_model(model: str | None) -> None:
+    """A folder that is not there would be looked for on the hub, and only when the training has started."""
+    if model is not None and model.startswith(("/", ".", "~")) and not os.path.isdir(model):
+        raise ConfigurationError(
+            f"--model {model} is no folder", next_step="name a local folder, or a model of the hub"
         )
 
 

@@ -189,7 +189,8 @@ def local_ray(settings: SpeechSettings, progress: Progress) -> Iterator[None]:
                     include_dashboard=False,
                     logging_level=logging.ERROR,
                     log_to_driver=False,
-                    runtime_env={"env_vars": _WORKER_ENVIRONMENT},
+                    # Torch would leave a folder of its own among the temporary ones.
+                    runtime_env={"env_vars": {**_WORKER_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/torch"}},
                     _node_ip_address="127.0.0.1",
                     _temp_dir=scratch,
                 )
@@ -233,7 +234,7 @@ def training_error(run_url: str, failure: BaseException) -> MillraceError:
     text = str(innermost).strip()
     # Ray's own errors bring a traceback as text, whose last line says what it was.
     line = text.splitlines()[-1 if "Traceback (most recent call last)" in text else 0].strip() if text else ""
-    name = type(innermost).__name__
+    line, name = line.rstrip("."), type(innermost).__name__
     return MillraceError(
         f"the training of {run_url} failed: {line if line.startswith(name) else f'{name}: {line}'}",
         next_step="MILLRACE_DEBUG=1 shows all of it",
