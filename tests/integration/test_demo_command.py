@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -103,20 +104,65 @@ def test_the_main_job_and_a_second_run(directory: Path, tmp_path: Path) -> None:
     assert any("from an earlier run" in line for line in lines)
 
 
-def test_ctrl_c_leaves_nothing_behind(directory: Path) -> None:
+def start(directory: Path, line: str) -> subprocess.Popen[str]:
+    """A demo that has come to `line`."""
     process = subprocess.Popen(
         demo(directory), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stdout is not None
-    for line in process.stdout:
-        if "starting Ray" in line:
-            break
-    time.sleep(6)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: everyone in the foreground
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert error.splitlines()[-1] == "millrace: interrupted; nothing is left running"
-    deadline = time.monotonic() + 10
+    assert any(line in text for text in process.stdout)
+    return process
+
+
+def wait_for_none_of(directory: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     while (left := processes_of(directory)) and time.monotonic() < deadline:
         time.sleep(0.2)  # killed ones take a moment to be gone
     assert left == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_signals_leave_nothing_behind(directory: Path, number: signal.Signals, code: int, word: str) -> None:
+    process = start(directory, "starting Ray")
+    time.sleep(6)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does: everyone in the foreground
+    else:
+        process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert error.splitlines()[-1] == f"millrace: {word}; nothing is left running"
+    wait_for_none_of(directory, 10)
+
+
+def test_kill_9_leaves_nothing_of_ray_behind(directory: Path) -> None:
+    process = start(directory, "training 0")
+    commands = " ".join(" ".join(one.cmdline()) for one in psutil.Process(process.pid).children(recursive=True))
+    folders = {Path(text) for text in re.findall(r"--temp[-_]dir=(\S+/millrace-\w+)", commands)}
+    assert len(folders) == 1
+    process.kill()
+    process.communicate(timeout=10)
+    # Ray's agents alone would take half a minute and more.
+    wait_for_none_of(directory, 15)
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_what_is_in_the_way_is_told_in_one_line(directory: Path) -> None:
+    with S3Server(directory / "s3"):
+        second = subprocess.run(demo(directory), check=False, capture_output=True, text=True, timeout=60)
+    assert (second.returncode, second.stdout) == (1, "")
+    assert "another S3 server is using" in second.stderr
+    assert second.stderr.count("\n") == 1
+    (directory / "common-voice").write_text("a file where a folder should be")
+    blocked = subprocess.run(demo(directory), check=False, capture_output=True, text=True, timeout=60)
+    assert blocked.returncode == 1
+    assert blocked.stderr.count("\n") == 1
+    assert "common-voice" in blocked.stderr
+    (directory / "region-port").unlink()
+    (directory / "region-port").mkdir()
+    blocked = subprocess.run(demo(directory), check=False, capture_output=True, text=True, timeout=60)
+    assert blocked.returncode == 1
+    assert "region-port: Is a directory: choose another --directory" in blocked.stderr
+    assert processes_of(directory) == []
