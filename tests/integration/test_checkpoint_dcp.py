@@ -258,7 +258,6 @@ def test_stock_arguments_without_meaning_warn(tmp_path):
     for option in (
         {"single_file_per_rank": False},
         {"per_thread_copy_ahead": 1},
-        {"_extensions": [object()]},
         {"serialization_format": dcp.filesystem.SerializationFormat.SAFETENSORS},
     ):
         with pytest.warns(UserWarning, match=f"{next(iter(option))} has no effect") as seen:

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 from typing_extensions import Buffer
 
-from millrace.checkpoint.format import Manifest
+from millrace.checkpoint.format import MAX_CHUNK_OVERHEAD_BYTES, Manifest
 from millrace.checkpoint.pipeline import run_in_order
 from millrace.checkpoint.planes import Kind, PlaneCodec, as_bytes, checksum
 from millrace.checkpoint.slices import ReadRange, Runs, coalesce, scatter_chunk
 from millrace.checkpoint.storage import CheckpointStorage, StoredFile
 from millrace.checkpoint.tables import NO_BASE
+from millrace.checkpoint.transforms import Transforms
 from millrace.errors import CorruptCheckpointError, MissingError
 
 # Reading across a gap costs its bytes; a request costs a round trip. At 15 ms and 200 MB/s they cost the same at 3 MB,
@@ -53,8 +54,11 @@ class _Local(threading.local):
 class ChunkFetcher:
     """Fetches from one checkpoint. Thread-safe."""
 
-    def __init__(self, storage: CheckpointStorage, manifest: Manifest, threads: int) -> None:
+    def __init__(
+        self, storage: CheckpointStorage, manifest: Manifest, threads: int, transforms: Transforms | None = None
+    ) -> None:
         self._storage = storage
+        self._transforms = transforms or Transforms()
         self._manifest = manifest
         self._threads = threads
         self._row_ends = np.cumsum(manifest.chunks["raw_bytes"], dtype=np.int64)
@@ -130,9 +134,11 @@ class ChunkFetcher:
         base_row = int(chunks["base"][row])
         base = None if base_row == NO_BASE else self._base(base_row, depth + 1)
         try:
+            stored = self._transforms.undo(stored, out.size + MAX_CHUNK_OVERHEAD_BYTES)
             self._local.codec.decode(stored, Kind.from_code(int(chunks["kind"][row])), out.data, base)
         except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"{where}: {error.message}", next_step="load another checkpoint") from error
+            next_step = error.next_step or "load another checkpoint"
+            raise CorruptCheckpointError(f"{where}: {error.message}", next_step=next_step) from error
         # A second checksum, of what was saved: the first cannot see a codec that decodes wrongly.
         if checksum(out.data) != int(chunks["raw_checksum"][row]):
             raise CorruptCheckpointError(

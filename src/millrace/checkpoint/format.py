@@ -30,6 +30,8 @@ MAX_MANIFEST_BYTES = 256 << 20
 """A stored manifest is no longer than this; its body decompresses to at most four times as much."""
 MAX_BLOB_BYTES = 1 << 30
 """An object that is no tensor is no longer than this: a reader allocates its length before the first byte is there."""
+MAX_CHUNK_OVERHEAD_BYTES = 64
+"""A chunk as the codec makes it is at most so much longer than what it holds."""
 
 _MAGIC = b"\x89MILLRC\n"
 _HEADER = struct.Struct("<8sIIQQ")
@@ -38,7 +40,9 @@ _CHECKSUM = struct.Struct("<Q")
 # A body beyond the first number of bytes is at most so many times as long as stored (real ones: 10 to 70 times): what
 # a hostile manifest makes a reader allocate stays in proportion to what somebody had to store.
 _BODY_BYTES, _BODY_RATIO = 4 << 20, 100
-_KNOWN_FEATURES = frozenset({"delta"})
+_KNOWN_FEATURES = frozenset({"delta", "transforms"})
+# What stream extensions may add to a chunk, beside an eighth of it.
+_TRANSFORM_BYTES, _MAX_TRANSFORMS = 4096, 16
 # A data file of this checkpoint, or of a sibling directory: a hostile name must not reach anything else.
 _FILE_NAME = re.compile(r"(?:\.\./(?!\.{1,2}/)[^/\0]{1,255}/)?data-[0-9a-z-]{1,100}\.millrace", re.ASCII)
 
@@ -101,7 +105,8 @@ class Manifest:
 
     `created` is in Unix seconds. `planner_data` is made of JSON values, tuples and bytes. `user` is the caller's own.
     `save_id` is unlike that of any other save. `replaces` is the checksum of the metadata of torch's own writer that
-    this checkpoint was saved over: other metadata beside the manifest is of a later save.
+    this checkpoint was saved over: other metadata beside the manifest is of a later save. `transforms` describes the
+    stream extensions that every stored chunk went through, in the order in which a reader undoes them.
     """
 
     created: float
@@ -115,6 +120,7 @@ class Manifest:
     user: Mapping[str, Any] = field(default_factory=dict)
     save_id: str = ""
     replaces: str | None = None
+    transforms: tuple[str, ...] = ()
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -127,6 +133,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     dtype_numbers = {name: number for number, name in enumerate(dtypes)}
     property_numbers = {value: number for number, value in enumerate(properties)}
     features = ["delta"] if (manifest.chunks["base"] != NO_BASE).any() else []
+    if manifest.transforms:
+        features.append("transforms")
     meta = {
         "created": manifest.created,
         "writer": manifest.writer,
@@ -149,6 +157,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "user": pack_value(dict(manifest.user), "user metadata"),
         "save": manifest.save_id,
         "replaces": manifest.replaces,
+        "transforms": manifest.transforms,
     }
     sections = {
         b"META": json.dumps(meta, separators=(",", ":")).encode("ascii"),
@@ -251,7 +260,10 @@ def _decode_body(body: memoryview) -> Manifest:
         user=_mapping(unpack_value(meta["user"])),
         save_id=str(meta.get("save", "")),
         replaces=None if meta.get("replaces") is None else _text(meta["replaces"]),
+        transforms=tuple(_text(descriptor) for descriptor in meta.get("transforms", ())),
     )
+    if len(manifest.transforms) > _MAX_TRANSFORMS:
+        raise CorruptCheckpointError("the chunks went through impossibly many extensions")
     _check_keys_and_files(manifest)
     _check_chunks(manifest)
     _check_items(manifest)
@@ -327,7 +339,10 @@ def _check_chunks(manifest: Manifest) -> None:
         widths[kind.code] = kind.width
     raw = chunks["raw_bytes"]
     # No encoder makes a chunk longer than its header and the plain bytes.
-    if (raw > MAX_CHUNK_BYTES).any() or (raw % widths[chunks["kind"]]).any() or (stored > raw + np.uint64(64)).any():
+    longest = raw.astype(np.uint64) + np.uint64(MAX_CHUNK_OVERHEAD_BYTES)
+    if manifest.transforms:
+        longest += (longest >> np.uint64(3)) + np.uint64(_TRANSFORM_BYTES)
+    if (raw > MAX_CHUNK_BYTES).any() or (raw % widths[chunks["kind"]]).any() or (stored > longest).any():
         raise CorruptCheckpointError("a chunk has an impossible length")
     delta = chunks["base"] != NO_BASE
     base = chunks["base"][delta]

@@ -19,6 +19,7 @@ from millrace.checkpoint.pipeline import run_in_order
 from millrace.checkpoint.planes import Effort, Kind, PlaneCodec, as_bytes, checksum
 from millrace.checkpoint.storage import CheckpointStorage
 from millrace.checkpoint.tables import NO_BASE, Table, chunk_table
+from millrace.checkpoint.transforms import Transforms
 from millrace.errors import MillraceError
 from millrace.events import Event, emit
 from millrace.origin import ObjectWriter
@@ -41,10 +42,13 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankData:
-    """What one rank wrote: its data files, and the chunks in them in the order in which they lie there. Picklable."""
+    """What one rank wrote: its data files, the chunks in them in the order in which they lie there, and the descriptors of
+    the extensions that these went through. Picklable.
+    """
 
     files: tuple[DataFile, ...]
     chunks: Table
+    transforms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +104,16 @@ class _Codecs(threading.local):
 
 
 def write_items(
-    storage: CheckpointStorage, stem: str, sources: Iterable[Source], threads: int, schedule: Schedule | None = None
+    storage: CheckpointStorage,
+    stem: str,
+    sources: Iterable[Source],
+    threads: int,
+    schedule: Schedule | None = None,
+    transforms: Transforms | None = None,
 ) -> list[StoredItem]:
     """Write every source, in order, to data files named after `stem`; returns where each lies.
 
-    `schedule` says how hard to compress (always `Effort.TYPED` without one).
+    `schedule` says how hard to compress (always `Effort.TYPED` without one); `transforms` come after the codec.
 
     Everything is durable and visible on return. On any error nothing is left behind and the error is raised.
     """
@@ -113,10 +122,10 @@ def write_items(
     rows: list[dict[str, int]] = []
     places: list[tuple[int, int, int]] = []
     codecs = _Codecs()
-    plan = schedule or Steady(Effort.TYPED)
+    plan, after = schedule or Steady(Effort.TYPED), transforms or Transforms()
 
     def encode(job: _Job) -> _Encoded:
-        return _encode(job, codecs.codec, plan)
+        return _encode(job, codecs.codec, plan, after)
 
     try:
         with contextlib.closing(run_in_order(_jobs(sources, places), encode, threads)) as encoded_chunks:
@@ -139,7 +148,7 @@ def write_items(
         discard(storage, [file.name for file in files])
         raise
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
-    data = RankData(tuple(files), chunk_table(columns))
+    data = RankData(tuple(files), chunk_table(columns), after.descriptors)
     return [StoredItem(data, *place) for place in places]
 
 
@@ -181,7 +190,7 @@ def _jobs(sources: Iterable[Source], places: list[tuple[int, int, int]]) -> Iter
         yield job(plan)
 
 
-def _encode(job: _Job, codec: PlaneCodec, schedule: Schedule) -> _Encoded:
+def _encode(job: _Job, codec: PlaneCodec, schedule: Schedule, transforms: Transforms) -> _Encoded:
     pieces = [source.read(part.start, part.stop) for part, source in zip(job.plan.parts, job.sources, strict=True)]
     if len(pieces) == 1:
         raw = as_bytes(pieces[0]).data
@@ -189,7 +198,7 @@ def _encode(job: _Job, codec: PlaneCodec, schedule: Schedule) -> _Encoded:
         raw = np.concatenate([as_bytes(piece) for piece in pieces]).data
     kind = job.plan.kind
     effort, began = schedule.next(), time.perf_counter()
-    stored = b"".join(codec.encode(raw, kind, effort=effort))
+    stored = transforms.apply(b"".join(codec.encode(raw, kind, effort=effort)))
     schedule.encoded(effort, len(raw), len(stored), time.perf_counter() - began)
     row = {
         "kind": kind.code,

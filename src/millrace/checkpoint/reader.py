@@ -32,7 +32,8 @@ from millrace.checkpoint.pipeline import default_threads
 from millrace.checkpoint.slices import Runs, box_runs, split_box
 from millrace.checkpoint.stock import StockReader, summarize_stock
 from millrace.checkpoint.storage import CheckpointStorage, open_storage
-from millrace.checkpoint.tensors import check_blob, metadata_of, torch_dtype
+from millrace.checkpoint.tensors import bytes_of, check_blob, metadata_of, torch_dtype
+from millrace.checkpoint.transforms import transforms_for
 from millrace.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
@@ -158,7 +159,8 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         if self._loaded is None:
             raise UsageError("read_data before read_metadata", next_step="use torch.distributed.checkpoint.load")
         index = _ItemIndex(self._loaded)
-        fetcher = ChunkFetcher(self._storage(), self._loaded.manifest, self._threads)
+        transforms = transforms_for(self._loaded.manifest.transforms, self._extension_registry)
+        fetcher = ChunkFetcher(self._storage(), self._loaded.manifest, self._threads, transforms)
         for wave in _waves(plan.items, planner, index):
             fetcher.fetch([load.request for load in wave if load.request is not None])
             for load in wave:
@@ -293,7 +295,7 @@ def _tensor_loads(item: Any, planner: Any, index: _ItemIndex) -> Iterator[_Tenso
         )
     if _is_plain(tensor, dtype):
         runs = box_runs(shard.sizes, item.storage_offsets, lengths, itemsize)
-        request = None if runs is None else Request(number, runs, _bytes_of(tensor))
+        request = None if runs is None else Request(number, runs, bytes_of(tensor).numpy())
         yield _TensorLoad(item, planner, tensor, None, None, request)
         return
     pieces = list(split_box(lengths, itemsize, _STAGING_BYTES))
@@ -301,7 +303,7 @@ def _tensor_loads(item: Any, planner: Any, index: _ItemIndex) -> Iterator[_Tenso
         staged = torch.empty(sizes, dtype=dtype)
         begin = [first + more for first, more in zip(item.storage_offsets, offsets, strict=True)]
         runs = box_runs(shard.sizes, begin, sizes, itemsize)
-        request = None if runs is None else Request(number, runs, _bytes_of(staged))
+        request = None if runs is None else Request(number, runs, bytes_of(staged).numpy())
         piece = tensor[tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))]
         last = position == len(pieces) - 1
         yield _TensorLoad(item, planner, tensor if last else None, piece, staged, request)
@@ -317,11 +319,6 @@ def _is_plain(tensor: Any, dtype: Any) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
-
-
-def _bytes_of(tensor: Any) -> np.ndarray[Any, Any]:
-    values: np.ndarray[Any, Any] = tensor.reshape(-1).view(torch.uint8).numpy()
-    return values
 
 
 def _waves(items: Sequence[Any], planner: Any, index: _ItemIndex) -> Iterator[list[_Load]]:

@@ -19,8 +19,10 @@ def pack_value(value: Any, what: str) -> Any:
     """
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, int | float):
-        return value + 0
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
     if isinstance(value, tuple):
         return {"t": [pack_value(member, what) for member in value]}
     if isinstance(value, list):

@@ -47,6 +47,7 @@ from millrace.checkpoint.stock import stock_files
 from millrace.checkpoint.storage import CheckpointStorage, open_storage
 from millrace.checkpoint.tables import NO_BASE, Table, chunk_table, item_table
 from millrace.checkpoint.tensors import check_blob, dtype_name, entries_of, flat_bytes
+from millrace.checkpoint.transforms import Transforms
 from millrace.errors import (
     ConfigurationError,
     DeniedError,
@@ -77,7 +78,8 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
     """Writes a checkpoint to a URL or local path: `dcp.save(state, storage_writer=CheckpointWriter(url))`.
 
     The arguments up to `serialization_format` are those of torch's `FileSystemWriter`; one that has no meaning here
-    warns. Others:
+    warns. Stream extensions (`_extensions`) are applied to every chunk after the codec; the reader then needs a registry
+    that knows them. Others:
 
     - `thread_count`: threads that compress; by default one a core, up to eight.
     - `compression`: "typed" balances size and speed; "max" is smaller and slower, in saving and in loading; "adaptive"
@@ -112,7 +114,6 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         meaningless = {
             "single_file_per_rank": not single_file_per_rank,
             "per_thread_copy_ahead": per_thread_copy_ahead != _STOCK_COPY_AHEAD_BYTES,
-            "_extensions": bool(_extensions),
             "serialization_format": serialization_format != SerializationFormat.TORCH_SAVE,
         }
         for name in (name for name, given in meaningless.items() if given):
@@ -124,6 +125,7 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         self._threads = thread_count or default_threads()
         schedule_for(compression, self._threads)  # refuses an unknown name now, not in the middle of a save
         self._compression = compression
+        self._transforms = Transforms(_extensions or ())
         self._overwrite = overwrite
         self._target_options = dict(target_options or {})
         self._trusted_types = tuple(trusted_types)
@@ -205,7 +207,8 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         began = time.monotonic()
         stem = f"{uuid.uuid4().hex}-{self._rank}"
         schedule = schedule_for(self._compression, self._threads)
-        stored = write_items(self._storage(), stem, self._sources(plan, planner), self._threads, schedule)
+        sources = self._sources(plan, planner)
+        stored = write_items(self._storage(), stem, sources, self._threads, schedule, self._transforms)
         results = [
             WriteResult(index=item.index, size_in_bytes=place.nbytes, storage_data=place)
             for item, place in zip(plan.items, stored, strict=True)
@@ -393,7 +396,7 @@ def build_manifest(
 ) -> Manifest:
     """Join what all ranks wrote with what the planner says about it. Changes neither.
 
-    Raises `UsageError` when a tensor or object of the plan was written by no rank.
+    Raises `UsageError` when a tensor or object of the plan was written by no rank, or ranks had different extensions.
     """
     tensors, blobs = entries_of(metadata)
     written: dict[Any, StoredItem] = {}
@@ -415,6 +418,11 @@ def build_manifest(
             f"no rank wrote {missing[0]!r} ({len(missing)} of {len(indices)} items are missing)",
             next_step="check the save planner",
         )
+    transforms = {data.transforms for data in ranks if len(data.chunks)}
+    if len(transforms) > 1:
+        raise UsageError(
+            "ranks wrote through different stream extensions", next_step="give the same _extensions to every rank"
+        )
     items = [written[index] for index in indices]
     places = item_table(
         {
@@ -435,6 +443,7 @@ def build_manifest(
         user=user,
         save_id=uuid.uuid4().hex,
         replaces=replaces,
+        transforms=next(iter(transforms), ()),
     )
 
 
