@@ -119,6 +119,8 @@ def open_storage(
         if target_options:
             raise ConfigurationError("local files take no target_options", next_step="leave them out")
         return LocalStorage(key, sync=sync)
+    if "/" not in key.strip("/"):
+        raise ConfigurationError(f"{url!r} is a whole bucket", next_step="give scheme://bucket/path")
     return ObjectStorage(url, open_origin(scheme, target_options), key)
 
 

@@ -51,8 +51,13 @@ def flat_bytes(tensor: Any, key: str) -> Any:
             f"{key!r} is a {_name(tensor.layout)} tensor on {tensor.device}, which a checkpoint cannot hold",
             next_step="make it a dense tensor with values before saving",
         )
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+    return bytes_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def bytes_of(tensor: Any) -> Any:
+    """The memory of a contiguous tensor as a 1-D uint8 tensor."""
+    # Not `reshape`: a tensor of one element counts as contiguous whatever its strides are, and a view of bytes minds them.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def check_blob(data: bytes | memoryview, key: str, trusted_types: Sequence[type]) -> None:
