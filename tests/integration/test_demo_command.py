@@ -140,8 +140,9 @@ def test_signals_leave_nothing_behind(directory: Path, number: signal.Signals, c
 def test_kill_9_leaves_nothing_of_ray_behind(directory: Path) -> None:
     process = start(directory, "training 0")
     commands = " ".join(" ".join(one.cmdline()) for one in psutil.Process(process.pid).children(recursive=True))
-    folders = {Path(text) for text in re.findall(r"--temp[-_]dir=(\S+/millrace-\w+)", commands)}
+    folders = {Path(text) for text in re.findall(r"--temp[-_]dir=(\S+)/r\b", commands)}
     assert len(folders) == 1
+    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700]  # no other user gets at Ray's sockets
     process.kill()
     process.communicate(timeout=10)
     # Ray's agents alone would take half a minute and more.

@@ -30,6 +30,12 @@ from millrace.errors import MillraceError
 
 _POLL_SECONDS = 1.0
 
+# Ray's sockets lie in its folder, and the path of a socket may have 107 characters.
+_SCRATCH_PREFIX = "millr-"
+_LONGEST_TMPDIR = 107 - len(
+    f"/{_SCRATCH_PREFIX}12345678/r/session_2026-01-02_03-04-05_678901_4194304/sockets/plasma_store"
+)
+
 Progress = Callable[[str], None]
 
 
@@ -173,11 +179,10 @@ def local_ray(settings: SpeechSettings, progress: Progress) -> Iterator[None]:
         yield
         return
     progress("starting Ray on this machine")
-    # Ray's own folder goes with the run. Its sockets lie in there, whose paths may have 107 characters: a long TMPDIR will
-    # not do.
+    # Ray's own folder goes with the run. Ray lets everyone write into it, so it lies in one that is ours alone.
     with local_files("the temporary directory", next_step="set TMPDIR to a directory that can be written"):
-        parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 30 else "/tmp"
-        scratch = tempfile.mkdtemp(prefix="millrace-", dir=parent)
+        parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_TMPDIR else "/tmp"
+        scratch = tempfile.mkdtemp(prefix=_SCRATCH_PREFIX, dir=parent)
     with cleared(scratch):
         try:
             with interrupts.held_back():
@@ -192,7 +197,7 @@ def local_ray(settings: SpeechSettings, progress: Progress) -> Iterator[None]:
                     # Torch would leave a folder of its own among the temporary ones.
                     runtime_env={"env_vars": {**_WORKER_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/torch"}},
                     _node_ip_address="127.0.0.1",
-                    _temp_dir=scratch,
+                    _temp_dir=f"{scratch}/r",
                 )
             yield
         finally:
