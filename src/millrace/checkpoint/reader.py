@@ -32,7 +32,7 @@ from millrace.checkpoint.pipeline import default_threads
 from millrace.checkpoint.slices import Runs, box_runs, split_box
 from millrace.checkpoint.stock import StockReader, summarize_stock
 from millrace.checkpoint.storage import CheckpointStorage, open_storage
-from millrace.checkpoint.tensors import bytes_of, check_blob, metadata_of, torch_dtype
+from millrace.checkpoint.tensors import bytes_of, check_blob, copy_bits, metadata_of, torch_dtype
 from millrace.checkpoint.transforms import transforms_for
 from millrace.errors import (
     CheckpointNotFoundError,
@@ -273,7 +273,7 @@ class _TensorLoad:
 
     def commit(self, trusted_types: Sequence[type]) -> None:
         if self._staged is not None:
-            self._piece.copy_(self._staged)
+            copy_bits(self._staged, self._piece)
         if self._tensor is not None:
             self._planner.commit_tensor(self._item, self._tensor)
 

@@ -21,6 +21,7 @@ from millrace.errors import CorruptCheckpointError, UnsupportedObjectError
 
 # `torch.serialization.safe_globals` changes state of the whole process; two threads must not undo each other's.
 _SAFE_GLOBALS_LOCK = threading.Lock()
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # In all lists of a state dict together.
 _MAX_LIST_MEMBERS = 1 << 24
 
@@ -51,13 +52,28 @@ def flat_bytes(tensor: Any, key: str) -> Any:
             f"{key!r} is a {_name(tensor.layout)} tensor on {tensor.device}, which a checkpoint cannot hold",
             next_step="make it a dense tensor with values before saving",
         )
-    return bytes_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return bytes_of(plain if plain.is_contiguous() else as_integers(plain).contiguous())
+
+
+def as_integers(tensor: Any) -> Any:
+    """The same memory with integers of the same width in it: torch cannot copy every dtype. Complex128 stays itself."""
+    dtype = _INTEGERS.get(tensor.element_size())
+    return tensor if dtype is None else tensor.view(dtype)
 
 
 def bytes_of(tensor: Any) -> Any:
     """The memory of a contiguous tensor as a 1-D uint8 tensor."""
     # Not `reshape`: a tensor of one element counts as contiguous whatever its strides are, and a view of bytes minds them.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def copy_bits(source: Any, target: Any) -> None:
+    """Copy a plain tensor to another one of equal shape, wherever and however that lies; converts to its dtype."""
+    if source.dtype == target.dtype and not target.is_conj() and not target.is_neg():
+        as_integers(target).copy_(as_integers(source))
+    else:
+        target.copy_(source)
 
 
 def check_blob(data: bytes | memoryview, key: str, trusted_types: Sequence[type]) -> None:
