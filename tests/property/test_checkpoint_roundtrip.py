@@ -148,7 +148,9 @@ class BoxLoader(DefaultLoadPlanner):
 
 
 def bits(tensor):
-    plain = tensor.resolve_conj().contiguous()
+    plain = tensor.resolve_conj()
+    # As integers: torch cannot copy every dtype.
+    plain = plain.view(torch.uint8).contiguous().view(plain.dtype) if plain.itemsize == 1 else plain.contiguous()
     # Without strides: torch calls one element contiguous whatever they are.
     flat = plain.as_strided((plain.numel(),), (1,))
     return plain.dtype, tuple(plain.shape), bytes(flat.view(torch.uint8).numpy())
