@@ -129,11 +129,11 @@ def test_an_error_in_a_thread_fails_the_save(kept, monkeypatch):
     place, state, names = kept
     encode, calls = PlaneCodec.encode, []
 
-    def failing(self, *args):
+    def failing(self, *args, **options):
         calls.append(1)
         if len(calls) == 4:
             raise MemoryError("no memory for a chunk")
-        return encode(self, *args)
+        return encode(self, *args, **options)
 
     monkeypatch.setattr(PlaneCodec, "encode", failing)
     assert isinstance(failed_save(place, thread_count=3), MemoryError)

@@ -7,6 +7,7 @@ import tempfile
 import warnings
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
@@ -19,6 +20,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
 from millrace.checkpoint import format as format_module
 from millrace.checkpoint.planes import Kind, PlaneCodec
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
 DTYPES = [getattr(torch, name) for name in format_module.DTYPES if hasattr(torch, name)]
 # Bits that arithmetic would change: zeros of both signs, infinities, quiet and signalling NaNs with payloads, denormals.
@@ -179,7 +182,6 @@ def test_any_sharding_is_loaded_in_any_other(data):
     loaded = {key: data.draw(blank(tensor)) for key, tensor in state.items()}
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
         writer = CheckpointWriter(place, sync_files=False, thread_count=2)
         dcp.save(state, storage_writer=writer, planner=BoxPlanner(saved))
         dcp.load(loaded, storage_reader=CheckpointReader(place, thread_count=2), planner=BoxLoader(wanted))

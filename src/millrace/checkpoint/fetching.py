@@ -11,6 +11,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from millrace.checkpoint.format import MAX_CHUNK_OVERHEAD_BYTES, Manifest
+from millrace.checkpoint.garbage import collection_paused
 from millrace.checkpoint.pipeline import run_in_order
 from millrace.checkpoint.planes import Kind, PlaneCodec, as_bytes, checksum
 from millrace.checkpoint.slices import ReadRange, Runs, coalesce, scatter_chunk
@@ -68,9 +69,8 @@ class ChunkFetcher:
 
     def fetch(self, requests: Sequence[Request]) -> None:
         """Fill every request's `out`. Raises `CorruptCheckpointError`, or what the storage raises."""
-        uses: dict[int, list[_Use]] = {}
-        for request in requests:
-            self._add_uses(request, uses)
+        with collection_paused():
+            uses = self._uses(requests)
         chunks, rows = self._manifest.chunks, np.fromiter(uses, dtype=np.int64, count=len(uses))
         ranges = coalesce(
             rows,
@@ -90,23 +90,28 @@ class ChunkFetcher:
         for _ in run_in_order(ranges, read, self._threads):
             pass
 
-    def _add_uses(self, request: Request, uses: dict[int, list[_Use]]) -> None:
+    def _uses(self, requests: Sequence[Request]) -> dict[int, list[_Use]]:
+        """Which rows are needed, and by whom. Requests may be many and small, so what can be is done for all at once."""
         items, raw = self._manifest.items, self._manifest.chunks["raw_bytes"]
-        first = int(items["chunk"][request.item])
-        # Where the item begins, in the bytes of all chunks laid end to end.
-        origin = int(self._row_ends[first]) - int(raw[first]) + int(items["start"][request.item])
-        runs = request.runs
-        begin, end = origin + runs.first, origin + runs.start(runs.count - 1) + runs.nbytes
-        low = int(np.searchsorted(self._row_ends, begin, side="right"))
-        high = int(np.searchsorted(self._row_ends, end, side="left")) + 1
-        for row in range(low, high):
-            stop = int(self._row_ends[row]) - origin
-            start = stop - int(raw[row])
-            if runs.count > 1:
-                some, beyond = runs.overlapping(start, stop)
-                if some >= beyond:
-                    continue
-            uses.setdefault(row, []).append(_Use(request, start))
+        numbers = np.fromiter((request.item for request in requests), dtype=np.int64)
+        first = items["chunk"][numbers].astype(np.int64)
+        # Where each item begins and which bytes are wanted of it, in the bytes of all chunks laid end to end.
+        origins = self._row_ends[first] - raw[first] + items["start"][numbers]
+        begin = origins + np.fromiter((request.runs.first for request in requests), dtype=np.int64)
+        end = origins + np.fromiter((request.runs.end for request in requests), dtype=np.int64)
+        lows = np.searchsorted(self._row_ends, begin, side="right").tolist()
+        highs = (np.searchsorted(self._row_ends, end, side="left") + 1).tolist()
+        uses: dict[int, list[_Use]] = {}
+        for request, origin, low, high in zip(requests, origins.tolist(), lows, highs, strict=True):
+            for row in range(low, high):
+                stop = int(self._row_ends[row]) - origin
+                start = stop - int(raw[row])
+                if request.runs.count > 1:
+                    some, beyond = request.runs.overlapping(start, stop)
+                    if some >= beyond:
+                        continue
+                uses.setdefault(row, []).append(_Use(request, start))
+        return uses
 
     def _deliver(self, row: int, stored: memoryview, uses: Sequence[_Use]) -> None:
         """Decode a chunk and hand its bytes to everyone who wants some; straight into place when one wants all."""
@@ -122,7 +127,11 @@ class ChunkFetcher:
         decoded = self._local.scratch[:raw_bytes]
         self._decode(row, stored, decoded)
         for use in uses:
-            scatter_chunk(use.request.runs, decoded, use.begin, use.request.out)
+            runs, start = use.request.runs, use.request.runs.first - use.begin
+            if runs.count == 1 and start >= 0 and start + runs.nbytes <= raw_bytes:
+                use.request.out[:] = decoded[start : start + runs.nbytes]
+            else:
+                scatter_chunk(runs, decoded, use.begin, use.request.out)
 
     def _decode(self, row: int, stored: Buffer, out: np.ndarray[Any, Any], depth: int = 0) -> None:
         chunks = self._manifest.chunks

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.checkpoint.format import FORMAT_VERSION, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from millrace.checkpoint.garbage import collection_paused
 from millrace.checkpoint.planes import checksum
 from millrace.checkpoint.storage import CheckpointStorage, open_storage
 from millrace.errors import (
@@ -75,7 +76,8 @@ def read_manifest(storage: CheckpointStorage, rank: int | None = None) -> Loaded
         raise CorruptCheckpointError(f"the manifest of {storage.url} is impossibly long ({file.size} bytes)")
     data = storage.read(file, 0, file.size)
     try:
-        return LoadedManifest(decode_manifest(data), file.size, file.version)
+        with collection_paused():
+            return LoadedManifest(decode_manifest(data), file.size, file.version)
     except UnsupportedFormatError as error:
         raise UnsupportedFormatError(f"{storage.url}: {error.message}", next_step=error.next_step) from error
     except CorruptCheckpointError as error:

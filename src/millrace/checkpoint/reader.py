@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from millrace.checkpoint.fetching import ChunkFetcher, Request
 from millrace.checkpoint.format import DTYPES, Shard
+from millrace.checkpoint.garbage import collection_paused
 from millrace.checkpoint.manifests import (
     CheckpointSummary,
     LoadedManifest,
@@ -158,10 +159,16 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
             return self._stock.read_data(plan, planner)
         if self._loaded is None:
             raise UsageError("read_data before read_metadata", next_step="use torch.distributed.checkpoint.load")
-        index = _ItemIndex(self._loaded)
+        with collection_paused():
+            index = _ItemIndex(self._loaded)
         transforms = transforms_for(self._loaded.manifest.transforms, self._extension_registry)
         fetcher = ChunkFetcher(self._storage(), self._loaded.manifest, self._threads, transforms)
-        for wave in _waves(plan.items, planner, index):
+        waves = _waves(plan.items, planner, index)
+        while True:
+            with collection_paused():
+                wave = next(waves, None)
+            if wave is None:
+                break
             fetcher.fetch([load.request for load in wave if load.request is not None])
             for load in wave:
                 load.commit(self._trusted_types)
@@ -189,7 +196,8 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
                 raise missing from missing.__cause__
             self._stock = stock
             return metadata
-        return metadata_of(self._loaded.manifest)
+        with collection_paused():
+            return metadata_of(self._loaded.manifest)
 
 
 class _Unreadable:

@@ -31,7 +31,14 @@ class Runs:
 
     @property
     def count(self) -> int:
-        return math.prod(self.outer)
+        return math.prod(self.outer) if self.outer else 1
+
+    @property
+    def end(self) -> int:
+        """The byte after the last run, counted from the beginning of the shard."""
+        if not self.outer:
+            return self.first + self.nbytes
+        return self.start(self.count - 1) + self.nbytes
 
     def start(self, number: int) -> int:
         """The first byte of a run, counted from the beginning of the shard."""
@@ -72,6 +79,9 @@ def box_runs(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int
 
     Raises `ValueError` for a box that does not lie inside.
     """
+    if tuple(sizes) == tuple(lengths) and not any(offsets) and len(offsets) == len(sizes):
+        nbytes = itemsize * math.prod(sizes)
+        return Runs(0, nbytes, (), ()) if nbytes else None
     boxes = list(zip(sizes, offsets, lengths, strict=True))
     if any(offset < 0 or length < 0 or offset + length > size for size, offset, length in boxes):
         raise ValueError(f"a slice at {tuple(offsets)} of {tuple(lengths)} does not lie in {tuple(sizes)}")

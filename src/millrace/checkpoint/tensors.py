@@ -21,6 +21,7 @@ from millrace.errors import CorruptCheckpointError, UnsupportedObjectError
 
 # `torch.serialization.safe_globals` changes state of the whole process; two threads must not undo each other's.
 _SAFE_GLOBALS_LOCK = threading.Lock()
+_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # In all lists of a state dict together.
 _MAX_LIST_MEMBERS = 1 << 24
@@ -33,8 +34,8 @@ def _name(value: Any) -> str:
 
 def dtype_name(dtype: Any, key: str) -> str:
     """The manifest's name of a torch dtype. Raises `UnsupportedObjectError`, naming `key`."""
-    name = _name(dtype)
-    if name not in DTYPES:
+    name = _NAMES.get(dtype)
+    if name is None:
         raise UnsupportedObjectError(
             f"{key!r} is a tensor of {dtype}, which a checkpoint cannot hold",
             next_step="convert it to an ordinary dtype before saving",

@@ -11,20 +11,23 @@ from typing import Any
 
 from millrace.errors import CorruptCheckpointError, UnsupportedObjectError
 
+_AS_THEY_ARE = frozenset({type(None), bool, int, float, str})
+
 
 def pack_value(value: Any, what: str) -> Any:
     """Make `value` fit for `json.dumps`. Subclasses of the plain types come back as the plain type.
 
     Raises `UnsupportedObjectError`, naming `what` and the type, for a value that is not plain.
     """
-    if value is None or isinstance(value, bool | str):
+    if type(value) in _AS_THEY_ARE or isinstance(value, str):
         return value
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
         return float(value)
     if isinstance(value, tuple):
-        return {"t": [pack_value(member, what) for member in value]}
+        # Mostly paths of keys, and as many as there are tensors.
+        return {"t": [member if type(member) in _AS_THEY_ARE else pack_value(member, what) for member in value]}
     if isinstance(value, list):
         return [pack_value(member, what) for member in value]
     if isinstance(value, bytes):
@@ -46,7 +49,7 @@ def unpack_value(packed: Any) -> Any:
     if len(packed) == 1:
         ((tag, content),) = packed.items()
         if tag == "t":
-            return tuple(unpack_value(member) for member in content)
+            return tuple([member if type(member) in _AS_THEY_ARE else unpack_value(member) for member in content])
         if tag == "b":
             return base64.b64decode(content, validate=True)
         if tag == "d":

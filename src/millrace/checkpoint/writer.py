@@ -11,26 +11,23 @@ previous checkpoint is untouched, and only after it are the previous data files 
 from __future__ import annotations
 
 import os
-import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from typing_extensions import Buffer
 
-from millrace._version import __version__
+from millrace.checkpoint.assembly import build_manifest, written_files
 from millrace.checkpoint.effort import Compression, schedule_for
-from millrace.checkpoint.format import DTYPES, MAX_BLOB_BYTES, Manifest, encode_manifest
+from millrace.checkpoint.format import Manifest, encode_manifest
+from millrace.checkpoint.garbage import collection_paused
 from millrace.checkpoint.manifests import (
     manifest_name,
     read_manifest,
@@ -40,13 +37,12 @@ from millrace.checkpoint.manifests import (
     stock_metadata_name,
 )
 from millrace.checkpoint.orphans import sweep
-from millrace.checkpoint.packing import RankData, Source, StoredItem, discard, write_items
+from millrace.checkpoint.packing import RankData, discard, write_items
 from millrace.checkpoint.pipeline import default_threads
-from millrace.checkpoint.planes import OPAQUE, Kind, checksum
+from millrace.checkpoint.sources import sources_of
 from millrace.checkpoint.stock import stock_files
 from millrace.checkpoint.storage import CheckpointStorage, open_storage
-from millrace.checkpoint.tables import NO_BASE, Table, chunk_table, item_table
-from millrace.checkpoint.tensors import check_blob, dtype_name, entries_of, flat_bytes
+from millrace.checkpoint.tables import chunk_table
 from millrace.checkpoint.transforms import Transforms
 from millrace.errors import (
     ConfigurationError,
@@ -56,7 +52,6 @@ from millrace.errors import (
     ObjectExistsError,
     OutcomeUnknownError,
     StorageError,
-    UnsupportedObjectError,
     UsageError,
 )
 from millrace.events import Event, emit
@@ -207,12 +202,13 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         began = time.monotonic()
         stem = f"{uuid.uuid4().hex}-{self._rank}"
         schedule = schedule_for(self._compression, self._threads)
-        sources = self._sources(plan, planner)
+        sources = sources_of(plan, planner, self._trusted_types)
         stored = write_items(self._storage(), stem, sources, self._threads, schedule, self._transforms)
-        results = [
-            WriteResult(index=item.index, size_in_bytes=place.nbytes, storage_data=place)
-            for item, place in zip(plan.items, stored, strict=True)
-        ]
+        with collection_paused():
+            results = [
+                WriteResult(index=item.index, size_in_bytes=place.nbytes, storage_data=place)
+                for item, place in zip(plan.items, stored, strict=True)
+            ]
         data = stored[0].data if stored else RankData((), chunk_table())
         self._unconfirmed = (self._storage(), [file.name for file in data.files])
         self.stats = SaveStats(
@@ -231,11 +227,13 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         try:
             previous = self._previous_files(storage)
             stock = self._stock_metadata(storage)
-            manifest = build_manifest(metadata, results, self._user_metadata, replaces=stock_mark(stock))
-            self._publish(storage, name, manifest)
+            with collection_paused():
+                manifest = build_manifest(metadata, results, self._user_metadata, replaces=stock_mark(stock))
+                data = encode_manifest(manifest)
+            self._publish(storage, name, data, manifest)
         except MillraceError as error:
             if not isinstance(error, OutcomeUnknownError):
-                discard(storage, _written_files(results))
+                discard(storage, written_files(results))
             self._unconfirmed = None
             raise
         self._unconfirmed = None
@@ -267,30 +265,8 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
             self._opened = open_storage(self._path, self._target_options, sync=self._sync)
         return self._opened
 
-    def _sources(self, plan: Any, planner: Any) -> Iterator[Source]:
-        checked: set[int] = set()
-        for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO:
-                yield self._blob_source(planner.resolve_data(item).getbuffer(), item.index.fqn, checked)
-            else:
-                yield TensorSource(planner, item)
-
-    def _blob_source(self, data: memoryview, key: str, checked: set[int]) -> Source:
-        if len(data) > MAX_BLOB_BYTES:
-            raise UnsupportedObjectError(
-                f"{key!r} is an object of {len(data)} bytes, and no checkpoint holds one of more than {MAX_BLOB_BYTES}",
-                next_step="make what is large in it a tensor",
-            )
-        # Equal objects (hyperparameters of many groups, say) need checking once.
-        digest = checksum(data)
-        if digest not in checked:
-            check_blob(data, key, self._trusted_types)
-            checked.add(digest)
-        return BlobSource(data)
-
-    def _publish(self, storage: CheckpointStorage, name: str, manifest: Manifest) -> None:
+    def _publish(self, storage: CheckpointStorage, name: str, data: bytes, manifest: Manifest) -> None:
         """Raises `OutcomeUnknownError` where the manifest may be there in spite of the failure."""
-        data = encode_manifest(manifest)
         try:
             storage.publish(name, data, replace=self._overwrite)
         except StorageError as error:
@@ -337,126 +313,3 @@ def _is_absent(storage: CheckpointStorage, rank: int | None, manifest: Manifest)
         return True
     except MillraceError:
         return False
-
-
-def _written_files(results: Sequence[Sequence[Any]]) -> list[str]:
-    """The data files of all ranks."""
-    written = (result.storage_data for rank_results in results for result in rank_results)
-    return sorted({file.name for stored in written for file in stored.data.files})
-
-
-class BlobSource:
-    """An object as `torch.save` wrote it."""
-
-    kind = OPAQUE
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self.nbytes = len(data)
-
-    def read(self, start: int, stop: int) -> Buffer:
-        return self._data[start:stop]
-
-
-class TensorSource:
-    """A tensor, or one rank's part of it: looked up when its first byte is read, copied to the CPU piece by piece."""
-
-    def __init__(self, planner: Any, item: Any) -> None:
-        self._planner, self._item = planner, item
-        self._lock = threading.Lock()
-        self._flat: Any = None
-        described = item.tensor_data
-        self._dtype = dtype_name(described.properties.dtype, item.index.fqn)
-        itemsize, self.kind = DTYPES[self._dtype]
-        self.nbytes: int = described.chunk.sizes.numel() * itemsize
-
-    kind: Kind
-
-    def read(self, start: int, stop: int) -> Buffer:
-        with self._lock:
-            if self._flat is None:
-                self._flat = self._resolve()
-        values: Buffer = self._flat[start:stop].cpu().numpy()
-        return values
-
-    def _resolve(self) -> Any:
-        key = self._item.index.fqn
-        tensor = self._planner.resolve_data(self._item)
-        sizes = tuple(self._item.tensor_data.chunk.sizes)
-        if dtype_name(tensor.dtype, key) != self._dtype or tuple(tensor.shape) != sizes:
-            raise UsageError(
-                f"the planner announced {key!r} as {self._dtype} {sizes} and gave {tensor.dtype} {tuple(tensor.shape)}",
-                next_step="make its plan say what its resolve_data returns",
-            )
-        return flat_bytes(tensor, key)
-
-
-def build_manifest(
-    metadata: Any, results: Sequence[Sequence[Any]], user: Mapping[str, Any], *, replaces: str | None = None
-) -> Manifest:
-    """Join what all ranks wrote with what the planner says about it. Changes neither.
-
-    Raises `UsageError` when a tensor or object of the plan was written by no rank, or ranks had different extensions.
-    """
-    tensors, blobs = entries_of(metadata)
-    written: dict[Any, StoredItem] = {}
-    bases: dict[int, int] = {}
-    ranks: list[RankData] = []
-    chunk_count = 0
-    for result in (result for rank_results in results for result in rank_results):
-        stored: StoredItem = result.storage_data
-        written[result.index] = stored
-        if id(stored.data) not in bases:
-            bases[id(stored.data)] = chunk_count
-            ranks.append(stored.data)
-            chunk_count += len(stored.data.chunks)
-    indices = [MetadataIndex(entry.key, shard.offsets) for entry in tensors for shard in entry.shards]
-    indices += [MetadataIndex(key) for key in blobs]
-    missing = [index.fqn for index in indices if index not in written]
-    if missing:
-        raise UsageError(
-            f"no rank wrote {missing[0]!r} ({len(missing)} of {len(indices)} items are missing)",
-            next_step="check the save planner",
-        )
-    transforms = {data.transforms for data in ranks if len(data.chunks)}
-    if len(transforms) > 1:
-        raise UsageError(
-            "ranks wrote through different stream extensions", next_step="give the same _extensions to every rank"
-        )
-    items = [written[index] for index in indices]
-    places = item_table(
-        {
-            "chunk": [item.chunk + (bases[id(item.data)] if item.nbytes else 0) for item in items],
-            "start": [item.start for item in items],
-            "nbytes": [item.nbytes for item in items],
-        }
-    )
-    return Manifest(
-        created=time.time(),
-        writer=f"millrace {__version__}",
-        files=tuple(file for data in ranks for file in data.files),
-        tensors=tensors,
-        blobs=blobs,
-        items=places,
-        chunks=_join_chunks(ranks),
-        planner_data=metadata.planner_data,
-        user=user,
-        save_id=uuid.uuid4().hex,
-        replaces=replaces,
-        transforms=next(iter(transforms), ()),
-    )
-
-
-def _join_chunks(ranks: Sequence[RankData]) -> Table:
-    """One chunk table of all ranks', with file and row numbers moved accordingly."""
-    if not ranks:
-        return chunk_table()
-    columns = {name: [data.chunks[name] for data in ranks] for name in ranks[0].chunks.columns}
-    files = rows = 0
-    for number, data in enumerate(ranks):
-        columns["file"][number] = data.chunks["file"] + np.uint32(files)
-        base = data.chunks["base"]
-        columns["base"][number] = np.where(base == NO_BASE, base, base + np.uint32(rows))
-        files += len(data.files)
-        rows += len(data.chunks)
-    return chunk_table({name: np.concatenate(parts) for name, parts in columns.items()})

@@ -1,0 +1,35 @@
+"""Keeps the garbage collector from walking over what is only being built."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterator
+
+_lock = threading.Lock()
+_pauses = 0
+_was_enabled = False
+
+
+@contextlib.contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pause cyclic garbage collection, of all threads, while many objects are made that will be kept.
+
+    Each of tens of thousands of tensors needs a few dozen objects; the collector goes over all of them again and again, and
+    takes longer than making them. For a stretch of Python of bounded length: nothing in it may wait for storage.
+    Thread-safe, may be nested, leaves a collector alone that was off before.
+    """
+    global _pauses, _was_enabled
+    with _lock:
+        if _pauses == 0:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _pauses += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _pauses -= 1
+            if _pauses == 0 and _was_enabled:
+                gc.enable()
