@@ -8,33 +8,33 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from typing_extensions import Buffer
 
 from millrace.errors import (
     ConfigurationError,
-    DeniedError,
     MillraceError,
     ObjectChangedError,
-    ObjectExistsError,
     ObjectNotFoundError,
     OriginUnavailableError,
+    UsageError,
 )
+from millrace.origin.credentials import credential_provider
 from millrace.origin.obstore_library import obstore_library
 from millrace.origin.options import s3_options
 from millrace.origin.protocol import Listing, ObjectInfo
+from millrace.origin.translation import s3_code, translate
+from millrace.origin.upload import PART_BYTES, ObjectUpload
 
-# One part of a streamed upload. S3 allows 10,000 parts, so a file may have 160 GB; S3's own ceiling of 5 TB would need
-# parts that grow, and nothing here writes such files.
-_PART_BYTES = 16 << 20
 _UPLOAD_CONCURRENCY = 4
 _LIST_PAGE = 1000
+_MARKER_THREADS = 16
 
 _RETRY = {
     "max_retries": 8,
@@ -47,6 +47,15 @@ _CLIENT = {
     "timeout": timedelta(seconds=120),
     "read_timeout": timedelta(seconds=20),
 }
+
+
+# Begins the version of an object for which the origin has no ETag.
+_MADE_UP = "~"
+
+
+def _is_strong(version: str) -> bool:
+    """Whether a version may be sent as `If-Match`: a weak ETag never matches there, and one that is made up says nothing."""
+    return not version.startswith(("W/", _MADE_UP))
 
 
 # Clients of a parent process: never destroyed, since that could wait for its threads.
@@ -89,6 +98,8 @@ class ObjectStoreOrigin:
 
     def head(self, key: str) -> ObjectInfo:
         client, path = self._locate(key)
+        if not path:  # obstore would describe a bucket as an empty object
+            raise ObjectNotFoundError(f"{self._scheme}://{key} is no object", next_step="name an object in it")
         with self._translated(key):
             if self._scheme == "file" and os.path.isdir("/" + path):
                 raise FileNotFoundError(key)
@@ -100,17 +111,44 @@ class ObjectStoreOrigin:
         if start == stop:
             return b""
         client, path = self._locate(key)
+        options: dict[str, Any] = {"range": (start, stop)}
+        if version and _is_strong(version):
+            options["if_match"] = version
         with self._translated(key):
-            options: dict[str, Any] = {"range": (start, stop)}
-            if version:
-                options["if_match"] = version
-            data: Buffer = obstore_library().get(client, path, options=options).bytes()
-        if len(memoryview(data)) != stop - start:
+            try:
+                result = obstore_library().get(client, path, options=options)
+            except obstore_library().exceptions.GenericError as error:
+                if s3_code(error) == "InvalidRange" or self._scheme == "file":
+                    info = self.head(key)
+                    if start >= info.size:
+                        raise self._outside(info, start, stop, version) from error
+                raise
+            if version and not _is_strong(version) and self._info(key, result.meta).version != version:
+                raise self._overwritten(key)
+            data: Buffer = result.bytes()
+        got = len(memoryview(data))
+        if got != stop - start:
+            if result.meta["size"] < stop and got == result.meta["size"] - start:
+                raise self._outside(self._info(key, result.meta), start, stop, version)
             raise OriginUnavailableError(
-                f"{self._scheme}://{key} answered {len(memoryview(data))} bytes for the range [{start}, {stop})",
+                f"{self._scheme}://{key} answered {got} bytes for the range [{start}, {stop})",
                 next_step="read again; if it persists, a proxy in between truncates bodies",
             )
         return data
+
+    def _outside(self, info: ObjectInfo, start: int, stop: int, version: str | None) -> MillraceError:
+        """The error for a range that ends past the object's end: it was longer when the reader was told, or never."""
+        if version and version != info.version:
+            return self._overwritten(info.key)
+        return UsageError(
+            f"the range [{start}, {stop}) ends past the {info.size} bytes of {self._scheme}://{info.key}",
+            next_step="read inside the object",
+        )
+
+    def _overwritten(self, key: str) -> MillraceError:
+        return ObjectChangedError(
+            f"{self._scheme}://{key} was overwritten while it was read", next_step="open it again"
+        )
 
     # --- listing ----------------------------------------------------------------------------------
 
@@ -121,7 +159,16 @@ class ObjectStoreOrigin:
         with self._translated(prefix):
             result = obstore_library().list_with_delimiter(client, path or None)
             objects = [self._info(bucket + meta["path"], meta) for meta in result["objects"] if meta["path"] != path]
-            return Listing(objects=objects, prefixes=[bucket + name for name in result["common_prefixes"]])
+            prefixes = [bucket + name for name in result["common_prefixes"]]
+            folders = set(prefixes)
+            return Listing(
+                objects=[info for info in objects if info.size or info.key not in folders],
+                prefixes=prefixes,
+                # A bucket that answers, a folder's marker (it alone has the prefix's own name), or a local directory.
+                is_directory=not path
+                or any(meta["path"] == path for meta in result["objects"])
+                or (self._scheme == "file" and os.path.isdir("/" + path)),
+            )
 
     def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
         prefix = prefix.strip("/")
@@ -135,9 +182,29 @@ class ObjectStoreOrigin:
                 # Whether the last one is a marker shows with the first of the next page.
                 held_back = objects[-1:] if objects and objects[-1].size == 0 else []
                 if len(objects) > len(held_back):
-                    yield objects[: len(objects) - len(held_back)]
+                    yield self._with_empty_folders(objects[: len(objects) - len(held_back)])
             if held_back:
-                yield held_back
+                yield self._with_empty_folders(held_back)
+
+    def _with_empty_folders(self, objects: Sequence[ObjectInfo]) -> Sequence[ObjectInfo]:
+        """Tell the markers of empty folders from empty objects, by a slash at the end of their key.
+
+        obstore takes the slash off, but cannot fetch such a name either: an empty object that a listing names and a request
+        does not find is a marker. Costs a request for each empty object.
+        """
+        empty = [info.key for info in objects if not info.size] if self._scheme != "file" else []
+        if not empty:
+            return objects
+        with ThreadPoolExecutor(min(len(empty), _MARKER_THREADS), thread_name_prefix="millrace-markers") as pool:
+            folders = {key for key, found in zip(empty, pool.map(self._is_object, empty), strict=True) if not found}
+        return [replace(info, key=f"{info.key}/") if info.key in folders else info for info in objects]
+
+    def _is_object(self, key: str) -> bool:
+        try:
+            self.head(key)
+        except ObjectNotFoundError:
+            return False
+        return True
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -158,7 +225,7 @@ class ObjectStoreOrigin:
                     path,
                     parts,
                     use_multipart=True,
-                    chunk_size=_PART_BYTES,
+                    chunk_size=PART_BYTES,
                     max_concurrency=_UPLOAD_CONCURRENCY,
                 )
 
@@ -215,10 +282,13 @@ class ObjectStoreOrigin:
             config=dict(options.config),
             client_options={**_CLIENT, **options.client_options},
             retry_config=_RETRY,
+            credential_provider=credential_provider(options, os.environ),
         )
 
     def _info(self, key: str, meta: Mapping[str, Any]) -> ObjectInfo:
-        version = meta["e_tag"] or meta["version"] or f"{meta['size']}-{meta['last_modified'].timestamp()}"
+        version = (
+            meta["e_tag"] or f"{_MADE_UP}{meta['version'] or ''}-{meta['size']}-{meta['last_modified'].timestamp()}"
+        )
         return ObjectInfo(key=key, size=meta["size"], version=version, modified=meta["last_modified"].timestamp())
 
     @contextlib.contextmanager
@@ -230,7 +300,7 @@ class ObjectStoreOrigin:
         except MillraceError:
             raise
         except Exception as error:
-            translated = _translate(error, url, self._identity)
+            translated = translate(error, url, self._identity)
             if translated is None:
                 raise
             raise translated from error
@@ -241,140 +311,9 @@ def without_folder_markers(objects: Sequence[ObjectInfo]) -> list[ObjectInfo]:
 
     `objects` are in the order of the origin, which lists a marker immediately before what is in its folder.
     """
-    following = [*(info.key for info in objects[1:]), ""]
+    following = [info.key for info in objects[1:]] + [""] * bool(objects)
     return [
         info
         for info, next_key in zip(objects, following, strict=True)
         if info.size or not next_key.startswith(info.key + "/")
     ]
-
-
-def _translate(error: Exception, url: str, identity: str) -> MillraceError | None:
-    """Our error for one of obstore's; None for what is a fault of our own."""
-    library = obstore_library().exceptions
-    if isinstance(error, FileNotFoundError):
-        return ObjectNotFoundError(f"{url} does not exist", next_step="check the name and the endpoint")
-    if isinstance(error, library.PreconditionError):
-        return ObjectChangedError(f"{url} was overwritten while it was read", next_step="open it again")
-    if isinstance(error, library.AlreadyExistsError):
-        return ObjectExistsError(f"{url} exists already", next_step="choose another name")
-    if isinstance(error, library.PermissionDeniedError | library.UnauthenticatedError | PermissionError):
-        return DeniedError(
-            f"access to {url} was denied", next_step="check the credentials and their rights on this bucket"
-        )
-    if isinstance(error, library.InvalidPathError):
-        return ObjectNotFoundError(f"{url} is no valid object name", next_step="check the name")
-    if isinstance(error, library.BaseError | OSError | ValueError):
-        return OriginUnavailableError(
-            f"{url}: {identity} failed ({_first_line(error)})",
-            next_step="check that the endpoint is up and reachable from this machine",
-        )
-    return None
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of a dependency's message, short enough for one line of ours."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]
-
-
-class _AbortUploadError(Exception):
-    """Raised into obstore's part iterator so that it aborts the multipart upload."""
-
-
-class ObjectUpload:
-    """Streams one object out in parts: obstore runs in a thread of its own and pulls parts from a short queue.
-
-    Memory is bounded by the parts in the queue and in flight. An object that fits one part becomes a single PUT.
-    Not thread-safe: one writer at a time.
-    """
-
-    def __init__(
-        self, key: str, upload: Callable[[Iterator[Buffer]], None], put_whole: Callable[[Buffer], None]
-    ) -> None:
-        self._key = key
-        self._upload = upload
-        self._put_whole = put_whole
-        self._part = bytearray()
-        self._parts: queue.Queue[Buffer | BaseException | None] = queue.Queue(maxsize=2)
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._finished = False
-
-    def write(self, data: Buffer, /) -> int:
-        if self._finished:
-            raise ValueError(f"upload of {self._key} is closed")
-        view = memoryview(data).cast("B")
-        position = 0
-        while position < len(view):
-            taken = view[position : position + _PART_BYTES - len(self._part)]
-            self._part += taken
-            position += len(taken)
-            if len(self._part) == _PART_BYTES:
-                self._send(self._part)
-                self._part = bytearray()
-        return len(view)
-
-    def close(self) -> None:
-        if self._finished:
-            return
-        if self._thread is None:
-            self._finished = True
-            self._put_whole(self._part)
-            return
-        if self._part:
-            self._send(self._part)
-        self._send(None)
-        self._finished = True
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def abort(self) -> None:
-        if self._finished:
-            return
-        self._finished = True
-        self._part = bytearray()
-        if self._thread is not None:
-            while self._thread.is_alive():
-                with contextlib.suppress(queue.Full):
-                    self._parts.put(_AbortUploadError(), timeout=0.1)
-                    break
-            self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if exc_type is None:
-            self.close()
-        else:
-            self.abort()
-
-    def _send(self, part: Buffer | None) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="millrace-upload", daemon=True)
-            self._thread.start()
-        while self._error is None:
-            try:
-                self._parts.put(part, timeout=0.2)
-                return
-            except queue.Full:
-                continue
-        self._finished = True
-        self._thread.join()
-        raise self._error
-
-    def _run(self) -> None:
-        try:
-            self._upload(self._pull())
-        except BaseException as error:  # noqa: BLE001 - raised again in the writer's thread
-            self._error = error
-
-    def _pull(self) -> Iterator[Buffer]:
-        while (part := self._parts.get()) is not None:
-            if isinstance(part, BaseException):
-                raise part
-            yield part

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from millrace.errors import ConfigurationError
 
@@ -17,6 +18,7 @@ S3_OPTIONS = (
     "client_kwargs",
     "endpoint_url",
     "key",
+    "profile",
     "region",
     "secret",
     "token",
@@ -35,6 +37,10 @@ class StoreOptions:
     config: Mapping[str, Any] = field(repr=False)
     client_options: Mapping[str, Any] = field(repr=False)
     endpoint: str
+    profile: str | None = None
+    """The named profile of `~/.aws` to take credentials from."""
+    signs_itself: bool = False
+    """Explicit keys are in `config`, or requests are not signed at all: no credentials are looked for."""
 
 
 def _reject_unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
@@ -48,8 +54,8 @@ def _reject_unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str)
 def s3_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) -> StoreOptions:
     """Translate s3fs-style `target_options`.
 
-    What is not given is left to obstore, which reads the usual `AWS_*` variables, web identity and instance metadata.
-    Raises `ConfigurationError` for an unknown option, or a secret without its key.
+    Credentials that are not given are found by `credentials.py` and obstore. Raises `ConfigurationError` for an unknown
+    option, a secret without its key, a profile beside explicit keys, or an endpoint with a password in it.
     """
     _reject_unknown(target_options, S3_OPTIONS, "S3 option")
     client_kwargs = dict(target_options.get("client_kwargs") or {})
@@ -71,6 +77,14 @@ def s3_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) ->
         scheme = "https" if target_options.get("use_ssl", True) else "http"
         endpoint = f"{scheme}://{endpoint}"
 
+    if endpoint and "@" in urlsplit(endpoint).netloc:
+        raise ConfigurationError(
+            "endpoint_url has a user name or password in it", next_step="give them as 'key' and 'secret'"
+        )
+    profile = target_options.get("profile")
+    if profile is not None and key is not None:
+        raise ConfigurationError("S3 options 'profile' and 'key' exclude each other", next_step="give one of them")
+
     config: dict[str, Any] = {"region": region}
     if endpoint:
         config["endpoint"] = endpoint.rstrip("/")
@@ -81,4 +95,10 @@ def s3_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) ->
     if target_options.get("anon"):
         config["skip_signature"] = True
     client_options: dict[str, Any] = {"allow_http": True} if endpoint and endpoint.startswith("http://") else {}
-    return StoreOptions(config=config, client_options=client_options, endpoint=config.get("endpoint", f"aws:{region}"))
+    return StoreOptions(
+        config=config,
+        client_options=client_options,
+        endpoint=config.get("endpoint", f"aws:{region}"),
+        profile=profile,
+        signs_itself=key is not None or bool(target_options.get("anon")),
+    )

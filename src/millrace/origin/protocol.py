@@ -21,7 +21,7 @@ class ObjectInfo:
     """One version of one object.
 
     `version` is opaque: an ETag, a version id, or whatever else the origin changes when the bytes change.
-    It is sent back in `read` as a precondition. `modified` is in Unix seconds.
+    It is given back in `read` as a precondition. `modified` is in Unix seconds.
     """
 
     key: str
@@ -32,10 +32,14 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """One level of a key space: the objects directly below a prefix, and the deeper prefixes (no trailing slash)."""
+    """One level of a key space: the objects directly below a prefix, and the deeper prefixes (no trailing slash).
+
+    `is_directory` says of an empty one that the prefix is there all the same: an empty bucket, folder or local directory.
+    """
 
     objects: Sequence[ObjectInfo]
     prefixes: Sequence[str]
+    is_directory: bool = False
 
 
 @runtime_checkable
@@ -52,7 +56,7 @@ class Readable(Protocol):
         ...
 
     def read(self, key: str, start: int, stop: int, *, version: str | None = None) -> Buffer:
-        """Return exactly the bytes `[start, stop)` of `key`, which must lie inside the object.
+        """Return exactly the bytes `[start, stop)` of `key`. Raises `UsageError` when they end past the object's end.
 
         With `version`, the bytes are of that version or `ObjectChangedError` is raised.
         """
@@ -64,11 +68,17 @@ class Listable(Protocol):
     """Enumerates keys."""
 
     def list_level(self, prefix: str) -> Listing:
-        """List what lies directly below `prefix` (a directory, with or without the trailing slash)."""
+        """List what lies directly below `prefix` (a directory, with or without the trailing slash).
+
+        Empty where there is nothing; raises `ObjectNotFoundError` where there is no such bucket.
+        """
         ...
 
     def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
-        """Yield every object below the directory `prefix`, in pages, in bounded memory."""
+        """Yield every object below the directory `prefix`, in pages, in bounded memory.
+
+        A key that ends in a slash is an empty folder. Raises `ObjectNotFoundError` where there is no such bucket.
+        """
         ...
 
 

@@ -1,0 +1,168 @@
+"""The origin's options, credentials, versions and markers."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from millrace.errors import ConfigurationError, DeniedError, MissingDependencyError, ObjectChangedError, UsageError
+from millrace.origin import ObjectInfo, open_origin
+from millrace.origin.credentials import credential_provider
+from millrace.origin.object_store import without_folder_markers
+from millrace.origin.options import s3_options
+
+
+def info(key: str, size: int = 0) -> ObjectInfo:
+    return ObjectInfo(key, size, "v", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("listed", "left"),
+    [
+        ([], []),
+        ([("p", 0)], ["p"]),  # empty or a marker: a request tells
+        ([("p", 0), ("p/q", 1)], ["p/q"]),
+        ([("p", 1), ("p/q", 1)], ["p", "p/q"]),
+        ([("p", 0), ("p/q", 0), ("p/q/r", 0)], ["p/q/r"]),
+        ([("p", 0), ("p-x", 1)], ["p", "p-x"]),
+    ],
+)
+def test_markers_above_something_are_left_out(listed: list[tuple[str, int]], left: list[str]) -> None:
+    assert [item.key for item in without_folder_markers([info(*row) for row in listed])] == left
+
+
+@pytest.mark.parametrize("where", ["argument", "client_kwargs", "environment"])
+def test_a_password_in_the_endpoint_is_refused_and_not_told(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "https://user:hush@host:9000"
+    options: dict[str, object] = {}
+    if where == "argument":
+        options["endpoint_url"] = url
+    elif where == "client_kwargs":
+        options["client_kwargs"] = {"endpoint_url": url}
+    else:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    with pytest.raises(ConfigurationError, match="endpoint_url") as caught:
+        open_origin("s3", options)
+    assert "hush" not in str(caught.value)
+
+
+@pytest.fixture
+def aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "credentials").write_text(
+        "[default]\naws_access_key_id=AK\naws_secret_access_key=SK\n[team]\naws_access_key_id=TK\naws_secret_access_key=TS\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.mark.usefixtures("aws")
+def test_credentials_of_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("botocore")
+    default = credential_provider(s3_options({}, {}), {})
+    assert default is not None
+    assert default()["access_key_id"] == "AK"
+    team = credential_provider(s3_options({"profile": "team"}, {}), {"AWS_ACCESS_KEY_ID": "other"})
+    assert team is not None
+    assert team()["secret_access_key"] == "TS"
+    named = credential_provider(s3_options({}, {}), {"AWS_PROFILE": "team"})
+    assert named is not None
+    assert named()["access_key_id"] == "TK"
+    assert credential_provider(s3_options({"key": "a", "secret": "b"}, {}), {}) is None
+    assert credential_provider(s3_options({"anon": True}, {}), {}) is None
+    assert credential_provider(s3_options({}, {}), {"AWS_ACCESS_KEY_ID": "x"}) is None
+    with pytest.raises(ConfigurationError, match="'nobody'"):
+        credential_provider(s3_options({"profile": "nobody"}, {}), {})
+    with pytest.raises(ConfigurationError, match="exclude"):
+        s3_options({"profile": "team", "key": "a", "secret": "b"}, {})
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    with pytest.raises(DeniedError, match="no credentials"):
+        open_origin("s3").head("bucket/key")
+
+
+def test_without_botocore(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("millrace.origin.credentials._METADATA_ADDRESS", ("127.0.0.1", 1))
+    with pytest.raises(DeniedError, match="no credentials"):
+        credential_provider(s3_options({}, {}), {})
+    with pytest.raises(MissingDependencyError, match=r"millrace\[s3\]"):
+        credential_provider(s3_options({"profile": "team"}, {}), {})
+
+
+class _Server(BaseHTTPRequestHandler):
+    """An S3 that gives weak ETags, or none, and knows that a weak one never matches."""
+
+    body: ClassVar[bytes] = b"0123456789"
+    etag: ClassVar[str | None] = None
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        if "If-Match" in self.headers:
+            self.send_response(412)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        body, total = type(self).body, len(type(self).body)
+        wanted = self.headers.get("Range")
+        if wanted:
+            first, last = (int(part) for part in wanted.removeprefix("bytes=").split("-"))
+            body = body[first : last + 1]
+            self.send_response(206 if body else 416)
+            self.send_header("Content-Range", f"bytes {first}-{min(last, total - 1)}/{total}")
+        else:
+            self.send_response(200)
+        if self.etag:
+            self.send_header("ETag", self.etag)
+        self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
+        if not body and wanted:
+            body = b"<Error><Code>InvalidRange</Code></Error>"
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def weak(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(_Server, "body", b"0123456789")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("etag", ['W/"1"', None])
+def test_a_version_that_cannot_be_a_precondition_is_compared_afterwards(
+    etag: str | None, weak: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Server, "etag", etag)
+    origin = open_origin("s3", {"anon": True, "endpoint_url": weak})
+    found = origin.head("b/k")
+    assert bytes(origin.read("b/k", 2, 5, version=found.version)) == b"234"
+    monkeypatch.setattr(_Server, "body", b"another")
+    monkeypatch.setattr(_Server, "etag", 'W/"2"' if etag else None)
+    for start, stop in ((2, 5), (2, 10), (8, 10)):
+        with pytest.raises(ObjectChangedError):
+            origin.read("b/k", start, stop, version=found.version)
+
+
+def test_a_range_past_the_end_is_a_usage_error(weak: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"0123456789")
+    for origin, key in (
+        (open_origin("s3", {"anon": True, "endpoint_url": weak}), "b/k"),
+        (open_origin("file"), f"{tmp_path}/x"),
+    ):
+        for start, stop in ((5, 11), (10, 12), (20, 30)):
+            with pytest.raises(UsageError, match="past the 10 bytes"):
+                origin.read(key, start, stop)
