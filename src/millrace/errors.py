@@ -86,6 +86,13 @@ class UnsupportedFormatError(UsageError):
     code = "unsupported-format"
 
 
+class IsDirectoryError(UsageError, IsADirectoryError):
+    """The call is for one object, and this is a directory."""
+
+    code = "is-directory"
+    _errno = errno.EISDIR
+
+
 # --- the thing is not there -----------------------------------------------------------------------
 
 

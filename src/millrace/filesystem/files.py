@@ -1,4 +1,4 @@
-"""File objects over objects: a readable one whose blocks come through the cache, a writable one that streams out."""
+"""A readable file object over an object whose blocks come through the cache."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ from typing_extensions import Buffer
 
 from millrace.cache.blocks import READ_AHEAD_BLOCKS, ReadAhead
 from millrace.cache.reader import ObjectReader
-from millrace.origin import ObjectWriter
+from millrace.errors import ObjectChangedError, ObjectNotFoundError
+
+_BUFFER_BYTES = 256 << 10
 
 
 class CachedFile(io.RawIOBase):
     """A readable, seekable file over an object that is not completely here yet.
 
     pyarrow calls `read_buffer` when it is there, which saves a copy. Like any file object, one position: use one object
-    a thread (pyarrow serialises its own calls).
+    a thread (pyarrow serialises its own calls). `on_changed` is called when a read finds that the object was overwritten
+    or removed, so that the next open asks the origin anew.
     """
 
-    def __init__(self, reader: ObjectReader, *, path: str, sequential: bool) -> None:
+    def __init__(
+        self, reader: ObjectReader, *, path: str, sequential: bool, on_changed: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()
         self._reader = reader
+        self._on_changed = on_changed
         self._position = 0
         self._ahead = ReadAhead(window=READ_AHEAD_BLOCKS if sequential else 0)
         self.name = path
@@ -82,7 +88,11 @@ class CachedFile(io.RawIOBase):
         self._ahead = self._ahead.after(start, stop)
         if self._ahead.window:
             self._reader.prefetch(self._ahead.wanted(self.size, self._reader.block_bytes))
-        data = self._reader.read(start, stop)
+        try:
+            data = self._reader.read(start, stop)
+        except (ObjectChangedError, ObjectNotFoundError):
+            self._on_changed()
+            raise
         self._position = stop
         return data
 
@@ -91,56 +101,9 @@ class CachedFile(io.RawIOBase):
             raise ValueError(f"{self.name} is closed")
 
 
-class UploadFile(io.RawIOBase):
-    """A writable file that streams one object to the origin. The object becomes visible when the file is closed.
+class BufferedFile(io.BufferedReader):
+    """What `open(path, "rb")` returns: a `CachedFile` read in pieces of 256 KiB, so that lines and bytes are cheap."""
 
-    Leaving a `with` block by an exception, or losing the last reference without `close`, discards what was written.
-    """
-
-    def __init__(self, writer: ObjectWriter, *, path: str, on_published: Callable[[], None]) -> None:
-        super().__init__()
-        self._writer = writer
-        self._on_published = on_published
-        self._position = 0
-        self._failed = False
-        self.name = path
-        self.mode = "wb"
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def write(self, data: Buffer, /) -> int:
-        if self.closed:
-            raise ValueError(f"{self.name} is closed")
-        written = self._writer.write(data)
-        self._position += written
-        return written
-
-    def discard(self) -> None:
-        """Abort the upload; nothing becomes visible."""
-        self._failed = True
-        self.close()
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        try:
-            if self._failed:
-                self._writer.abort()
-            else:
-                self._writer.close()
-                self._on_published()
-        finally:
-            super().close()
-
-    def __exit__(self, exc_type: Any, exc: Any, trace: Any) -> None:
-        self._failed = self._failed or exc_type is not None
-        self.close()
-
-    def __del__(self) -> None:
-        # Closing here would publish half an object after an exception elsewhere.
-        if not self.closed:
-            self.discard()
+    def __init__(self, file: CachedFile) -> None:
+        super().__init__(file, _BUFFER_BYTES)
+        self.size = file.size

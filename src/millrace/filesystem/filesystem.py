@@ -7,21 +7,23 @@ no Python between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pyarrow as pa
-from fsspec.implementations.chained import ChainedFileSystem
 from fsspec.utils import tokenize
 from pyarrow.fs import PyFileSystem
+from typing_extensions import Buffer
 
 from millrace.cache.node import CacheNode, cache_node
+from millrace.cache.reader import ObjectReader
 from millrace.config import OPTION_NAMES, resolve
 from millrace.errors import ConfigurationError, ObjectChangedError, ObjectNotFoundError
-from millrace.filesystem.files import CachedFile, UploadFile
+from millrace.filesystem.files import BufferedFile, CachedFile
 from millrace.filesystem.handler import MillraceHandler, python_file
-from millrace.origin import SCHEMES, Listing, ObjectInfo, open_origin
+from millrace.filesystem.writing import WritingFileSystem
+from millrace.origin import SCHEMES, ObjectInfo, open_origin
 
 _OWN_SCHEME = "millrace"
 
@@ -42,7 +44,7 @@ def filesystem(protocol: str, target_options: Mapping[str, Any] | None = None, *
     return MillraceFileSystem(target_protocol=protocol, target_options=target_options, **options)
 
 
-class MillraceFileSystem(ChainedFileSystem, PyFileSystem):  # type: ignore[misc]
+class MillraceFileSystem(WritingFileSystem, PyFileSystem):  # type: ignore[misc]
     """See `filesystem`. Registered with fsspec as `millrace`; `target_protocol` names what lies behind."""
 
     protocol: str | tuple[str, ...] = _OWN_SCHEME
@@ -66,9 +68,13 @@ class MillraceFileSystem(ChainedFileSystem, PyFileSystem):  # type: ignore[misc]
                 next_step='give target_protocol="s3", or chain the URL: millrace::s3://bucket/key',
             )
         arguments = {name: options.pop(name) for name in OPTION_NAMES if name in options}
-        ChainedFileSystem.__init__(self, **_fsspec_options(options))
+        WritingFileSystem.__init__(self, **_fsspec_options(options))
         self._arguments = arguments
         self._target_protocol = target_protocol
+        self._rooted = target_protocol in _ROOTED
+        if self._rooted:
+            # Instead of the class's: also fsspec's own methods must see absolute paths.
+            self._strip_protocol = _strip_local  # type: ignore[method-assign]
         self._target_options = dict(target_options or {})
         self._origin = open_origin(target_protocol, self._target_options)
         self._options = resolve(arguments)
@@ -110,11 +116,7 @@ class MillraceFileSystem(ChainedFileSystem, PyFileSystem):  # type: ignore[misc]
         """`s3://bucket/key`, `millrace://bucket/key` and `bucket/key` all name `bucket/key`."""
         if isinstance(path, list):
             return [cls._strip_protocol(item) for item in path]
-        text = str(path)
-        scheme, separator, rest = text.partition("://")
-        if separator and (scheme == _OWN_SCHEME or scheme in SCHEMES):
-            text = rest
-        return text.rstrip("/") if not text.startswith("/") else "/" + text.strip("/")
+        return _without_scheme(path, SCHEMES)
 
     def unstrip_protocol(self, name: str) -> str:
         return f"{self._target_protocol}://{self._strip_protocol(name)}"
@@ -134,18 +136,6 @@ class MillraceFileSystem(ChainedFileSystem, PyFileSystem):  # type: ignore[misc]
         """What the cache on this node did since it was made, over all processes: see `millrace.cache.counters`."""
         return self.node.counters()
 
-    def stat(self, path: str) -> ObjectInfo:
-        """Describe one object. Raises `ObjectNotFoundError`."""
-        return self.node.metadata.stat(self._origin, self.key_of(path))
-
-    def list_level(self, path: str) -> Listing:
-        """What lies directly below a directory; empty where there is nothing."""
-        return self.node.metadata.list_level(self._origin, self.key_of(path))
-
-    def list_all(self, path: str) -> Iterator[Sequence[ObjectInfo]]:
-        """Every object below a directory, in pages."""
-        return self.node.metadata.list_all(self._origin, self.key_of(path))
-
     # --- opening ----------------------------------------------------------------------------------
 
     def open_native(self, path: str, *, sequential: bool) -> pa.NativeFile:
@@ -153,15 +143,16 @@ class MillraceFileSystem(ChainedFileSystem, PyFileSystem):  # type: ignore[misc]
 
         An object of one block is fetched first, and so is native from its first open on. Raises `ObjectNotFoundError`.
         """
-        info = self.stat(path)
+        info = self.describe(path)
         node = self.node
         file = node.open_native(self._origin, info)
         if file is not None:
             return file
         reader = node.open_reader(self._origin, info)
         if info.size <= reader.block_bytes:
-            return pa.BufferReader(pa.py_buffer(self._read_whole(reader, info)))
-        return python_file(CachedFile(reader, path=self.key_of(path), sequential=sequential))
+            reader.close()
+            return pa.BufferReader(pa.py_buffer(self._read_at_once(info)))
+        return python_file(self._cached_file(reader, info, sequential=sequential))
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Override of pyarrow's, which would go through C++ and back."""
@@ -173,112 +164,58 @@ class MillraceFileSystem(ChainedFileSystem, PyFileSystem):  # type: ignore[misc]
             return self.open_native(path, sequential=True)
         return PyFileSystem.open_input_stream(self, path, compression=compression, buffer_size=buffer_size)
 
-    def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
-        if mode == "wb":
-            key = self.key_of(path)
-            return UploadFile(self._origin.open_writer(key), path=key, on_published=lambda: self._changed(key))
+    def _open(self, path: str, mode: str = "rb", autocommit: bool = True, **_: Any) -> Any:
         if mode != "rb":
-            raise ConfigurationError(f"cannot open {path} with mode {mode!r}", next_step="use 'rb' or 'wb'")
-        info = self.stat(path)
-        return CachedFile(self.node.open_reader(self._origin, info), path=self.key_of(path), sequential=False)
-
-    # --- fsspec's reading half --------------------------------------------------------------------
-
-    def info(self, path: str, **_: Any) -> dict[str, Any]:
-        key = self.key_of(path)
-        metadata = self.node.metadata
-        known = metadata.known(self._origin, key)
-        if known is not None and known.size:
-            return _file_entry(known)
-        if not key.strip("/") or metadata.known_directory(self._origin, key):
-            return _directory_entry(key)
-        try:
-            found: ObjectInfo | None = metadata.stat(self._origin, key)
-        except ObjectNotFoundError:
-            found = None
-        if found is not None and found.size:
-            return _file_entry(found)
-        # Nothing by this name, or an empty object, which may be a folder's marker: what lies below decides.
-        listing = metadata.list_level(self._origin, key)
-        if listing.objects or listing.prefixes:
-            return _directory_entry(key)
-        if found is None:
-            raise ObjectNotFoundError(f"{self.unstrip_protocol(key)} does not exist", next_step="check the name")
-        return _file_entry(found)
-
-    def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
-        key = self.key_of(path)
-        listing = self.list_level(key)
-        entries = [_directory_entry(prefix) for prefix in listing.prefixes]
-        entries += [_file_entry(info) for info in listing.objects if not info.key.endswith("/")]
-        if not entries:
-            entry = self.info(key)  # raises FileNotFoundError
-            entries = [entry] if entry["type"] == "file" else []
-        return entries if detail else sorted(entry["name"] for entry in entries)
-
-    def created(self, path: str) -> datetime:
-        return self.modified(path)
-
-    def modified(self, path: str) -> datetime:
-        return datetime.fromtimestamp(self.stat(path).modified, UTC)
-
-    def checksum(self, path: str) -> str:
-        return self.stat(path).version
+            return self._open_for_writing(path, mode, autocommit=autocommit)
+        info = self.describe(path)
+        return BufferedFile(self._cached_file(self.node.open_reader(self._origin, info), info, sequential=False))
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        info = self.stat(path)
-        first = _position(start, info.size, default=0)
-        last = _position(end, info.size, default=info.size)
-        reader = self.node.open_reader(self._origin, info)
-        try:
-            return bytes(reader.read(first, last))
-        except ObjectChangedError:
-            self._changed(info.key)
-            raise
-        finally:
-            reader.close()
-
-    # --- fsspec's writing half --------------------------------------------------------------------
-
-    def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **_: Any) -> None:
-        key = self.key_of(path)
-        self._origin.put(key, value, if_absent=mode == "create")
-        self._changed(key)
-
-    def rm_file(self, path: str) -> None:
-        key = self.key_of(path)
-        self.stat(key)  # object stores do not say whether there was something to remove
-        self._origin.delete([key])
-        self._changed(key)
-
-    def _rm(self, path: str) -> None:
-        self.rm_file(path)
-
-    def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
-        """Directories of an object store exist as soon as something lies in them: nothing to do."""
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Directories of an object store exist as soon as something lies in them: nothing to do."""
+        return bytes(self._read_at_once(self.describe(path), start, end))
 
     # --- inside -----------------------------------------------------------------------------------
 
     def key_of(self, path: str) -> str:
-        """The origin's name of what a user calls `path`."""
-        key = str(self._strip_protocol(path)).strip("/")
-        return f"/{key}" if self._target_protocol in _ROOTED else key
+        """The origin's name of what a user calls `path`. Local paths are made absolute against the current directory."""
+        return str(self._strip_protocol(path)) if self._rooted else str(self._strip_protocol(path)).strip("/")
 
-    def _changed(self, key: str) -> None:
-        self.node.metadata.forget(self._origin, key)
+    def _cached_file(self, reader: ObjectReader, info: ObjectInfo, *, sequential: bool) -> CachedFile:
+        return CachedFile(reader, path=info.key, sequential=sequential, on_changed=lambda: self._changed(info.key))
 
-    def _read_whole(self, reader: Any, info: ObjectInfo) -> Any:
+    def _read_at_once(self, info: ObjectInfo, start: int | None = None, end: int | None = None) -> Buffer:
+        """A range of an object of which nothing was handed out yet: if it was overwritten meanwhile, of its new version."""
         try:
-            return reader.read(0, info.size)
+            return self._read_version(info, start, end)
         except ObjectChangedError:
-            # The object was overwritten since its description was fetched; the next open asks anew.
+            return self._read_version(self.describe(info.key), start, end)  # forgotten by now: this asks the origin
+
+    def _read_version(self, info: ObjectInfo, start: int | None, end: int | None) -> Buffer:
+        reader = self.node.open_reader(self._origin, info)
+        try:
+            return reader.read(_position(start, info.size, default=0), _position(end, info.size, default=info.size))
+        except (ObjectChangedError, ObjectNotFoundError):
             self._changed(info.key)
             raise
         finally:
             reader.close()
+
+
+def _without_scheme(path: Any, schemes: Iterable[str]) -> str:
+    text = str(path)
+    scheme, separator, rest = text.partition("://")
+    if separator and (scheme == _OWN_SCHEME or scheme in schemes):
+        text = rest
+    return text.rstrip("/") if not text.startswith("/") else "/" + text.strip("/")
+
+
+def _strip_local(path: Any) -> Any:
+    """An absolute path without a scheme, as `LocalFileSystem` would name it."""
+    if isinstance(path, list):
+        return [_strip_local(item) for item in path]
+    text = _without_scheme(path, _ROOTED)
+    if text.startswith("/") and "/." not in text and "//" not in text:
+        return text
+    return os.path.abspath(os.path.expanduser(text))
 
 
 def _rebuild(target_protocol: str, target_options: dict[str, Any], arguments: dict[str, Any]) -> MillraceFileSystem:
@@ -295,20 +232,6 @@ def _fsspec_options(options: dict[str, Any]) -> dict[str, Any]:
             next_step=f"known ones are {', '.join((*OPTION_NAMES, 'target_protocol', 'target_options'))}",
         )
     return options
-
-
-def _file_entry(info: ObjectInfo) -> dict[str, Any]:
-    return {
-        "name": info.key,
-        "size": info.size,
-        "type": "file",
-        "mtime": datetime.fromtimestamp(info.modified, UTC),
-        "ETag": info.version,
-    }
-
-
-def _directory_entry(key: str) -> dict[str, Any]:
-    return {"name": key, "size": 0, "type": "directory"}
 
 
 def _position(value: int | None, size: int, *, default: int) -> int:

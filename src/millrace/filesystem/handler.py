@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyarrow.fs import FileInfo, FileSelector, FileType, FSSpecHandler
 
+from millrace.errors import UsageError
+from millrace.filesystem.listing import parents
 from millrace.origin import ObjectInfo
 
 if TYPE_CHECKING:
@@ -34,7 +36,10 @@ class MillraceHandler(FSSpecHandler):  # type: ignore[misc]
 
     def get_file_info_selector(self, selector: FileSelector) -> list[FileInfo]:
         base = self.normalize_path(selector.base_dir)
-        infos = list(self._select(base, recursive=selector.recursive))
+        try:
+            infos = list(self._select(base, recursive=selector.recursive))
+        except FileNotFoundError:  # the bucket
+            infos = []
         if infos or selector.allow_not_found:
             return infos
         info = self.fs.info(base)  # raises FileNotFoundError
@@ -47,6 +52,30 @@ class MillraceHandler(FSSpecHandler):  # type: ignore[misc]
 
     def open_input_stream(self, path: str) -> pa.NativeFile:
         return self.fs.open_native(path, sequential=True)
+
+    def delete_dir(self, path: str) -> None:
+        self.fs.rm_tree(self._directory(path))
+
+    def delete_dir_contents(self, path: str, missing_dir_ok: bool) -> None:
+        if not path.strip("/"):
+            raise UsageError("the root is not emptied", next_step="name a directory")
+        try:
+            self.fs.rm_below(self._directory(path))
+        except FileNotFoundError:
+            if not missing_dir_ok:
+                raise
+
+    def delete_root_dir_contents(self) -> None:
+        raise UsageError("the root is not emptied", next_step="name a directory")
+
+    def delete_file(self, path: str) -> None:
+        self.fs.rm_file(path)  # a name, never a pattern
+
+    def _directory(self, path: str) -> str:
+        key = self.normalize_path(path)
+        if self.fs.isfile(key):
+            raise NotADirectoryError(f"{key} is a file, not a directory")
+        return key
 
     def _info(self, path: str) -> FileInfo:
         try:
@@ -66,7 +95,7 @@ class MillraceHandler(FSSpecHandler):  # type: ignore[misc]
         seen: set[str] = set()
         for page in self.fs.list_all(base):
             for info in page:
-                for directory in _parents(info.key, base):
+                for directory in parents(info.key, base):
                     if directory not in seen:
                         seen.add(directory)
                         yield FileInfo(directory, FileType.Directory)
@@ -76,14 +105,6 @@ class MillraceHandler(FSSpecHandler):  # type: ignore[misc]
 
 def _file_info(info: ObjectInfo) -> FileInfo:
     return FileInfo(info.key, FileType.File, size=info.size, mtime=datetime.fromtimestamp(info.modified, UTC))
-
-
-def _parents(key: str, base: str) -> list[str]:
-    """The directories between `base` and `key`, outermost first, without `base` itself."""
-    parents: list[str] = []
-    while (key := key.rpartition("/")[0]) and len(key) > len(base):
-        parents.append(key)
-    return parents[::-1]
 
 
 def python_file(file: Any) -> pa.PythonFile:

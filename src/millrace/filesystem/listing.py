@@ -1,0 +1,183 @@
+"""The half of the file system that lists: fsspec's `ls`, `find`, `walk` over what the cache remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from fsspec.implementations.chained import ChainedFileSystem
+
+from millrace.errors import ObjectNotFoundError, UsageError
+from millrace.origin import Listing, ObjectInfo
+
+if TYPE_CHECKING:
+    from millrace.cache.node import CacheNode
+    from millrace.origin.object_store import ObjectStoreOrigin
+
+
+class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
+    """What lies where. Only a missing object, prefix or bucket means "is not there"; any other error is raised."""
+
+    _origin: ObjectStoreOrigin
+
+    if TYPE_CHECKING:
+
+        @property
+        def node(self) -> CacheNode: ...
+
+        def key_of(self, path: str) -> str: ...
+
+    def describe(self, path: str) -> ObjectInfo:
+        """Describe one object. Raises `ObjectNotFoundError`."""
+        return self.node.metadata.stat(self._origin, self.key_of(path))
+
+    def list_level(self, path: str) -> Listing:
+        """What lies directly below a directory; empty where there is nothing. Raises `ObjectNotFoundError` for a bucket."""
+        return self.node.metadata.list_level(self._origin, self.key_of(path))
+
+    def list_all(self, path: str) -> Iterator[Sequence[ObjectInfo]]:
+        """Every object below a directory, in pages. A key that ends in a slash is an empty folder."""
+        return self.node.metadata.list_all(self._origin, self.key_of(path))
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        key = self.key_of(path)
+        metadata = self.node.metadata
+        known = metadata.known(self._origin, key)
+        if known is not None and known.size:
+            return file_entry(known)
+        if not key.strip("/") or metadata.known_directory(self._origin, key):
+            return _directory_entry(key)
+        try:
+            found: ObjectInfo | None = metadata.stat(self._origin, key)
+        except ObjectNotFoundError:
+            found = None
+        if found is not None and found.size:
+            return file_entry(found)
+        # Nothing by this name, or an empty object, which may be a folder's marker: what lies below decides.
+        listing = metadata.list_level(self._origin, key)
+        if listing.objects or listing.prefixes or (listing.is_directory and found is None):
+            return _directory_entry(key)
+        if found is None:
+            raise ObjectNotFoundError(f"{self.unstrip_protocol(key)} does not exist", next_step="check the name")
+        return file_entry(found)
+
+    def exists(self, path: str, **_: Any) -> bool:
+        return self._type_of(path) is not None
+
+    def isfile(self, path: str) -> bool:
+        return self._type_of(path) == "file"
+
+    def isdir(self, path: str) -> bool:
+        return self._type_of(path) == "directory"
+
+    def _type_of(self, path: str) -> str | None:
+        try:
+            return str(self.info(path)["type"])
+        except FileNotFoundError:
+            return None
+
+    def ls(self, path: str, detail: bool = True, refresh: bool = False, **_: Any) -> Any:
+        """What lies directly below `path`. `refresh=True` asks the origin, whatever is remembered."""
+        key = self.key_of(path)
+        if refresh:
+            self.invalidate_cache(key)
+        listing = self.list_level(key)
+        entries = [_directory_entry(prefix) for prefix in listing.prefixes]
+        entries += [file_entry(info) for info in listing.objects if not info.key.endswith("/")]
+        if not entries:
+            entry = self.info(key)  # raises FileNotFoundError
+            entries = [entry] if entry["type"] == "file" else []
+        return entries if detail else sorted(entry["name"] for entry in entries)
+
+    def walk(
+        self,
+        path: str,
+        maxdepth: int | None = None,
+        topdown: bool = True,
+        on_error: str | Callable[[OSError], None] = "omit",
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """fsspec's, but "omit" omits only what is not there: a refused listing is no empty one."""
+        tell = _omit_missing if on_error == "omit" else on_error
+        yield from super().walk(path, maxdepth=maxdepth, topdown=topdown, on_error=tell, **kwargs)
+
+    def find(
+        self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
+    ) -> Any:
+        """Every file below `path`, by one listing (by one a directory with `maxdepth`); with `withdirs` directories too."""
+        key = self.key_of(path)
+        out: dict[str, Any] = {}
+        if maxdepth is not None:
+            self.list_level(key)  # a missing bucket is an error in either case
+            out = super().find(key, maxdepth=maxdepth, withdirs=withdirs, detail=True, **kwargs)
+        else:
+            if kwargs.get("refresh"):
+                self.invalidate_cache(key)
+            for page in self.list_all(key):
+                for info in page:
+                    if withdirs:
+                        out.update((name, _directory_entry(name)) for name in parents(info.key, key) if name not in out)
+                    if not info.key.endswith("/"):
+                        out[info.key] = file_entry(info)
+            if (withdirs or not out) and key.strip("/"):
+                try:
+                    entry = self.info(key)
+                except FileNotFoundError:
+                    entry = None
+                if entry is not None and (withdirs or entry["type"] == "file"):
+                    out[key] = entry
+        return dict(sorted(out.items())) if detail else sorted(out)
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        """Ask the origin about `path`, and for listings that could name it, the next time. Cached bytes stay.
+
+        Raises `UsageError` without a path when the cache cannot forget everything at once.
+        """
+        metadata = self.node.metadata
+        if path is not None:
+            key = self.key_of(path)
+            metadata.forget(self._origin, key)
+            metadata.forget(self._origin, f"{key}/")  # the listing of the directory itself
+            return
+        forget_all: Callable[[], None] | None = getattr(metadata, "forget_all", None)
+        if forget_all is None:
+            raise UsageError("everything cannot be invalidated at once", next_step="name a path")
+        forget_all()
+
+    def created(self, path: str) -> datetime:
+        return self.modified(path)
+
+    def modified(self, path: str) -> datetime:
+        return datetime.fromtimestamp(self.describe(path).modified, UTC)
+
+    def checksum(self, path: str) -> str:
+        return self.describe(path).version
+
+
+def _omit_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def file_entry(info: ObjectInfo) -> dict[str, Any]:
+    """An object as fsspec describes a file."""
+    return {
+        "name": info.key,
+        "size": info.size,
+        "type": "file",
+        "mtime": datetime.fromtimestamp(info.modified, UTC),
+        "ETag": info.version,
+    }
+
+
+def _directory_entry(key: str) -> dict[str, Any]:
+    return {"name": key, "size": 0, "type": "directory"}
+
+
+def parents(key: str, base: str) -> list[str]:
+    """The directories between `base` and `key`, outermost first, without `base` itself."""
+    found: list[str] = []
+    while (key := key.rpartition("/")[0]) and len(key) > len(base):
+        found.append(key)
+    return found[::-1]

@@ -1,0 +1,159 @@
+"""Writable file objects that stream one object out, and know when to publish it and when not to."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from typing_extensions import Buffer
+
+from millrace.origin import ObjectWriter
+
+_log = logging.getLogger("millrace")
+
+
+class UploadFile(io.RawIOBase):
+    """A writable file that streams one object to the origin. The object becomes visible when the file is closed.
+
+    Discarded instead, with nothing visible, is what was written when
+
+    - a `with` block over this file is left by an exception;
+    - `close` is called while an exception is being handled that was not when the file was opened: so end the `with` blocks
+      of text wrappers, pyarrow streams, `pq.ParquetWriter` and `fsspec.open`, which do not say why they close. Whoever
+      closes by hand in an `except` block gets the same, and a warning in the log;
+    - the file is garbage-collected without having been closed, with a `ResourceWarning` and a line in the log.
+
+    What cannot be known: that a `close` outside of any exception came too early.
+    """
+
+    _failed = False
+    _position = 0
+
+    def __init__(self, writer: ObjectWriter, *, path: str, on_published: Callable[[], None]) -> None:
+        super().__init__()
+        self._writer = writer
+        self._on_published = on_published
+        self._handled_at_open = sys.exc_info()[1]
+        self.name = path
+        self.mode = "wb"
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def write(self, data: Buffer, /) -> int:
+        if self.closed:
+            raise ValueError(f"{self.name} is closed")
+        nbytes = memoryview(data).nbytes
+        if not self._failed:  # else the end of a compressed stream or a footer: it goes where the rest went
+            self._writer.write(data)
+        self._position += nbytes
+        return nbytes
+
+    def fail(self) -> None:
+        """Let `close` abort the upload, whatever is still written."""
+        self._failed = True
+
+    def discard(self) -> None:
+        """Abort the upload; nothing becomes visible."""
+        self.fail()
+        self.close()
+
+    def fail_under_exception(self) -> None:
+        """`fail` when an exception is on its way that was not yet when the file was opened."""
+        error = sys.exc_info()[1]
+        if error is not None and error is not self._handled_at_open and not self._failed and not self.closed:
+            self.fail()
+            _log.warning("%s was not written: closed while %s was being handled", self.name, type(error).__name__)
+
+    def close(self) -> None:
+        self.fail_under_exception()
+        self._end()
+
+    def __exit__(self, exc_type: Any, exc: Any, trace: Any) -> None:
+        self._failed = self._failed or exc_type is not None
+        self._end()
+
+    def __del__(self) -> None:
+        # Closing here would publish half an object after an exception elsewhere.
+        if not self.closed:
+            self._dealloc_warn(self)
+            self.discard()
+
+    def _dealloc_warn(self, source: object) -> None:
+        """Called also by a buffer or text wrapper over this file that is garbage-collected, before it closes the file."""
+        self.fail()
+        if self._position:
+            _log.warning("%s was not written: its file was never closed", self.name)
+            warnings.warn(f"{self.name} was not written: its file was never closed", ResourceWarning, 2, source)
+
+    def _end(self) -> None:
+        if self.closed:
+            return
+        self._handled_at_open = None
+        try:
+            if self._failed:
+                self._writer.abort()
+            else:
+                self._writer.close()
+                self._on_published()
+        finally:
+            super().close()
+
+
+class CompressedUpload(io.RawIOBase):
+    """A compressor of fsspec's over an `UploadFile`, which it ends as well: most of them leave the file below open."""
+
+    def __init__(self, upload: UploadFile, compress: Callable[..., Any]) -> None:
+        super().__init__()
+        self._upload = upload
+        self._compressor = compress(upload, mode="w")
+        self.name = upload.name
+        self.mode = "wb"
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Buffer, /) -> int:
+        self._compressor.write(data)
+        return memoryview(data).nbytes
+
+    def discard(self) -> None:
+        """Abort the upload; nothing becomes visible."""
+        self._upload.fail()
+        self._end()
+
+    def close(self) -> None:
+        self._upload.fail_under_exception()
+        self._end()
+
+    def __exit__(self, exc_type: Any, exc: Any, trace: Any) -> None:
+        if exc_type is not None:
+            self._upload.fail()
+        self._end()
+
+    def __del__(self) -> None:
+        if not self.closed:
+            self._dealloc_warn(self)
+            self.discard()
+
+    def _dealloc_warn(self, source: object) -> None:
+        self._upload._dealloc_warn(source)
+
+    def _end(self) -> None:
+        if self.closed:
+            return
+        try:
+            self._compressor.close()
+        except BaseException:
+            self._upload.fail()
+            raise
+        finally:
+            self._upload._end()
+            super().close()
