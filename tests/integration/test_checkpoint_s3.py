@@ -125,10 +125,20 @@ def test_what_is_missing_denied_or_damaged_is_said(server):
     assert isinstance(caught.value.failures[0][0], MillraceError)
 
 
-def test_a_stock_checkpoint_on_s3_is_read(server, tmp_path):
-    state = {"x": torch.randn(3000, 7), "step": 4}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"))
-    storage = open_storage("s3://runs/stock", server.target_options)
+@pytest.mark.parametrize("zstd", [False, True])
+def test_a_stock_checkpoint_on_s3_is_read(server, tmp_path, zstd):
+    from torch.distributed.checkpoint._extension import ZStandard
+
+    state, url = {"x": torch.randn(3000, 7), "step": 4}, f"s3://runs/stock-{zstd}"
+    extensions = [ZStandard()] if zstd else None
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock", _extensions=extensions))
+    storage = open_storage(url, server.target_options)
     for file in (tmp_path / "stock").iterdir():
         storage.publish(file.name, file.read_bytes(), replace=True)
-    assert_same(load(state, "s3://runs/stock", server), state)
+    assert_same(load(state, url, server), state)
+    summary = describe(url, server.target_options)
+    assert (summary.format_version, summary.tensors, summary.objects) == (0, 1, 1)
+    # Saving over it leaves nothing of it.
+    save(state, url, server)
+    assert_same(load(state, url, server), state)
+    assert [name for name in names(url, server) if not name.endswith(".millrace")] == []
