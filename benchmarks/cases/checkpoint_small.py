@@ -1,0 +1,65 @@
+"""Twenty thousand small tensors: what each tensor costs beside its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from benchmarks.checkpoints import Opener, digest, folder_bytes, millrace, raw_bytes, stock, tensors_of, warm_up
+from benchmarks.harness import Case, Measure, Options, Prepared
+
+
+def _state(count: int) -> dict[str, dict[str, Any]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(count, 64, generator=generator) * 0.02
+    return {"model": {f"layers.{number}.bias": values[number].clone() for number in range(count)}}
+
+
+@contextmanager
+def prepare(options: Options) -> Iterator[Prepared]:
+    count = 2000 if options.quick else 20_000
+    state = _state(count)
+    yield Prepared(
+        {"count": count},
+        expected=digest(state),
+        notes=(f"{count} fp32 tensors of 64 elements, {raw_bytes(state) / 1e6:.1f} MB; files synced.",),
+    )
+
+
+case = Case(
+    name="checkpoint_small", title="Twenty thousand small tensors", prepare=prepare, baseline="stock plain, 2 threads"
+)
+
+
+def _save_and_load(measure: Measure, context: Mapping[str, Any], openers: tuple[Opener, Opener]) -> str:
+    import torch.distributed.checkpoint as dcp
+
+    place = f"{context['scratch']}/checkpoint"
+    warm_up(openers, f"{context['scratch']}/warm-up")
+    state = _state(context["count"])
+    with measure("save") as figures:
+        dcp.save(state, storage_writer=openers[0](place), no_dist=True)
+        figures["MB stored"] = folder_bytes(place) / 1e6
+    for tensor in tensors_of(state):
+        tensor.fill_(7)
+    with measure("load"):
+        dcp.load(state, storage_reader=openers[1](place), no_dist=True)
+    return digest(state)
+
+
+@case.contender("stock plain, 2 threads")
+def stock_plain(measure: Measure, context: Mapping[str, Any]) -> str:
+    return _save_and_load(measure, context, stock(2))
+
+
+@case.contender("stock ZStandard, 2 threads")
+def stock_zstd(measure: Measure, context: Mapping[str, Any]) -> str:
+    return _save_and_load(measure, context, stock(2, "zstd"))
+
+
+@case.contender("Millrace, 2 threads")
+def millrace_typed(measure: Measure, context: Mapping[str, Any]) -> str:
+    return _save_and_load(measure, context, millrace(2))

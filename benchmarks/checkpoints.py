@@ -1,0 +1,171 @@
+"""What the checkpoint cases share: a state that was really trained, and the ways of saving and loading it.
+
+The state is that of a byte-level transformer language model, initialised as GPT-2 is (normal, 0.02) and trained with
+AdamW on the source code of Python's standard library, which every machine has: weights in bf16, the same in fp32, and
+both moments in fp32. It is made once for each size and kept in `.deps`.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import ROOT, Measure, Options
+
+_CONTEXT = 32
+_BATCH = 4
+_RATE = 3e-4
+
+
+def _text(limit: int) -> bytes:
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return b"".join(source.read_bytes() for source in sources)[:limit]
+
+
+def train(width: int, layers: int, steps: int) -> dict[str, Any]:
+    """The state after training: `bf16` and `fp32` (the weights), `exp_avg` and `exp_avg_sq` (fp32), `losses`."""
+    import torch
+
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(width, width // 64, 4 * width, dropout=0.0, batch_first=True)
+    embedding, body = torch.nn.Embedding(256, width), torch.nn.TransformerEncoder(layer, layers)
+    head = torch.nn.Linear(width, 256)
+    model = torch.nn.ModuleDict({"embedding": embedding, "body": body, "head": head})
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
+    text = torch.frombuffer(bytearray(_text(4 << 20)), dtype=torch.uint8).long()
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(_CONTEXT)
+    losses = []
+    for _ in range(steps):
+        starts = torch.randint(len(text) - _CONTEXT - 1, (_BATCH,))
+        batch = torch.stack([text[start : start + _CONTEXT + 1] for start in starts])
+        scores = head(body(embedding(batch[:, :-1]), mask=mask, is_causal=True))
+        loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    parameters = dict(model.named_parameters())
+    state = optimizer.state
+    return {
+        "bf16": {name: value.detach().to(torch.bfloat16) for name, value in parameters.items()},
+        "fp32": {name: value.detach().clone() for name, value in parameters.items()},
+        "exp_avg": {name: state[value]["exp_avg"] for name, value in parameters.items()},
+        "exp_avg_sq": {name: state[value]["exp_avg_sq"] for name, value in parameters.items()},
+        "losses": torch.tensor(losses),
+    }
+
+
+def trained(options: Options) -> tuple[Path, str]:
+    """The file with the trained state, made if need be, and a sentence about it."""
+    import torch
+
+    width, layers, steps = (256, 2, 20) if options.quick else (1024, 6, 60)
+    file = ROOT / ".deps" / f"trained-{width}-{layers}-{steps}.pt"
+    if not file.exists():
+        file.parent.mkdir(exist_ok=True)
+        aside = file.with_suffix(f".{os.getpid()}")
+        torch.save(train(width, layers, steps), aside)
+        aside.rename(file)
+    losses = torch.load(file, mmap=True)["losses"]
+    return file, (
+        f"A transformer ({layers} layers of width {width}, initialised with a deviation of 0.02 as GPT-2 is) after {steps} "
+        f"steps of AdamW ({_RATE:g}) on the standard library's source code, byte by byte: loss {losses[0]:.1f} -> "
+        f"{losses[-5:].mean():.1f}."
+    )
+
+
+def parts_of(file: str | Path, *names: str) -> dict[str, dict[str, Any]]:
+    """Some of `bf16`, `fp32`, `exp_avg` and `exp_avg_sq`, read into memory."""
+    import torch
+
+    whole = torch.load(file, mmap=True)
+    return {name: {key: value.clone() for key, value in whole[name].items()} for name in names}
+
+
+WEIGHTS_AND_ADAM = ("bf16", "exp_avg", "exp_avg_sq")
+
+
+def tensors_of(state: Mapping[str, Any]) -> list[Any]:
+    """All tensors, in an order that depends on their names only."""
+    return [tensor for _, group in sorted(state.items()) for _, tensor in sorted(group.items())]
+
+
+def raw_bytes(state: Mapping[str, Any]) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(state))
+
+
+def digest(state: Mapping[str, Any]) -> str:
+    """Depends on every bit of every tensor."""
+    import torch
+    import xxhash
+
+    whole = xxhash.xxh3_128()
+    for tensor in tensors_of(state):
+        whole.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return whole.hexdigest()
+
+
+# A place (a folder or URL) to a writer of it, and to a reader.
+Opener = Callable[[str], Any]
+
+
+def stock(threads: int, extension: str | None = None, *, sync_files: bool = True) -> tuple[Opener, Opener]:
+    """Torch's own writer and reader, with `ZStandard` or `ZstdPlanes` in them, or plain."""
+    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+    from torch.distributed.checkpoint._extension import ZStandard
+
+    from millrace.checkpoint import ZstdPlanes, extension_registry
+
+    def writer(place: str) -> Any:
+        extensions = {None: None, "zstd": [ZStandard()], "planes": [ZstdPlanes()]}[extension]
+        return FileSystemWriter(place, sync_files=sync_files, thread_count=threads, _extensions=extensions)
+
+    return writer, lambda place: FileSystemReader(place, _extension_registry=extension_registry())
+
+
+def millrace(threads: int, compression: Any = "typed", **options: Any) -> tuple[Opener, Opener]:
+    from millrace.checkpoint import CheckpointReader, CheckpointWriter
+
+    return (
+        lambda place: CheckpointWriter(place, thread_count=threads, compression=compression, **options),
+        lambda place: CheckpointReader(place, thread_count=threads, target_options=options.get("target_options")),
+    )
+
+
+def warm_up(openers: tuple[Opener, Opener], place: str) -> None:
+    """What is imported on first use is paid once a process, not once a checkpoint."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    small = {"x": torch.arange(1000.0)}
+    dcp.save(small, storage_writer=openers[0](place), no_dist=True)
+    dcp.load(small, storage_reader=openers[1](place), no_dist=True)
+
+
+def folder_bytes(place: str) -> int:
+    return sum(path.stat().st_size for path in Path(place).rglob("*") if path.is_file())
+
+
+def save_and_load(measure: Measure, context: Mapping[str, Any], openers: tuple[Opener, Opener]) -> str:
+    """Save weights and moments to `context["place"]`, load them; returns the digest of what came back."""
+    import torch.distributed.checkpoint as dcp
+
+    place = context.get("place") or context["scratch"]
+    warm_up(openers, f"{place}/warm-up")
+    state, checkpoint = parts_of(context["state"], *WEIGHTS_AND_ADAM), f"{place}/checkpoint"
+    with measure("save") as figures:
+        dcp.save(state, storage_writer=openers[0](checkpoint), no_dist=True)
+        if "place" not in context:
+            stored = folder_bytes(checkpoint)
+            figures |= {"MB stored": stored / 1e6, "size to raw": stored / raw_bytes(state)}
+    for tensor in tensors_of(state):
+        tensor.fill_(7)
+    with measure("load"):
+        dcp.load(state, storage_reader=openers[1](checkpoint), no_dist=True)
+    return digest(state)
