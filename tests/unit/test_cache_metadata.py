@@ -184,6 +184,19 @@ def test_a_listing_from_before_a_write_is_not_remembered(make: Make) -> None:
     assert sum(len(page) for page in cache.list_all(origin, "b/d")) == 1501
 
 
+def test_everything_can_be_forgotten(make: Make) -> None:
+    origin = MemoryOrigin()
+    origin.put("b/d/k", b"1")
+    cache, _, _ = make(math.inf)
+    cache.stat(origin, "b/d/k")
+    cache.list_level(origin, "b/d")
+    cache.forget_all()
+    assert cache.known(origin, "b/d/k") is None
+    assert not cache.known_directory(origin, "b/d")
+    origin.put("b/d/k", b"22")
+    assert cache.stat(origin, "b/d/k").size == 2
+
+
 def test_forgetting_gives_up_the_version_that_was_known(make: Make) -> None:
     origin = MemoryOrigin()
     origin.put("b/k", b"1")

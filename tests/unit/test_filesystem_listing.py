@@ -85,6 +85,10 @@ def test_what_is_remembered_can_be_invalidated(fs: millrace.MillraceFileSystem, 
     assert fs.info(f"{data}/x")["size"] == 1
     fs.invalidate_cache(f"{data}/x")
     assert fs.info(f"{data}/x")["size"] == 7
+    (data / "x").write_bytes(b"again")
+    assert fs.info(f"{data}/x")["size"] == 7
+    fs.invalidate_cache()
+    assert fs.info(f"{data}/x")["size"] == 5
 
 
 def test_empty_local_directory_is_one(fs: millrace.MillraceFileSystem, data: Path) -> None:

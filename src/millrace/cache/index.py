@@ -261,6 +261,12 @@ class Index:
             for key in delete:
                 txn.delete(key)
 
+    def clear_meta(self) -> None:
+        """Remove every metadata record; who asked the origin before that stores nothing."""
+        with _translated(self._path), self._env.begin(write=True) as txn:
+            self._add(txn, b"changes", 1)
+            txn.drop(self._meta, delete=False)
+
     def change_count(self) -> int:
         """How often `change_meta` ran; to be read before the origin is asked."""
         return self._number(b"changes")

@@ -138,6 +138,10 @@ class MetadataCache:
         if value is not None:
             self._on_changed(origin, _Record.unpack(value).info)
 
+    def forget_all(self) -> None:
+        """Drop everything that is remembered, for every process of this node. What is cached stays, and is found again."""
+        self._index.clear_meta()
+
     # --- listings ---------------------------------------------------------------------------------
 
     def known_directory(self, origin: Origin, prefix: str) -> bool:
@@ -280,6 +284,9 @@ class NoMemory:
         return origin.head(key)
 
     def forget(self, origin: Origin, key: str) -> None:
+        pass
+
+    def forget_all(self) -> None:
         pass
 
     def known_directory(self, origin: Origin, prefix: str) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsspec.implementations.chained import ChainedFileSystem
 
-from millrace.errors import ObjectNotFoundError, UsageError
+from millrace.errors import ObjectNotFoundError
 from millrace.origin import Listing, ObjectInfo
 
 if TYPE_CHECKING:
@@ -130,20 +130,17 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
         return dict(sorted(out.items())) if detail else sorted(out)
 
     def invalidate_cache(self, path: str | None = None) -> None:
-        """Ask the origin about `path`, and for listings that could name it, the next time. Cached bytes stay.
+        """Ask the origin about `path`, and for listings that could name it, the next time; without it, about everything.
 
-        Raises `UsageError` without a path when the cache cannot forget everything at once.
+        Cached bytes stay. With a path, listings below it are not forgotten.
         """
         metadata = self.node.metadata
-        if path is not None:
-            key = self.key_of(path)
-            metadata.forget(self._origin, key)
-            metadata.forget(self._origin, f"{key}/")  # the listing of the directory itself
+        if path is None:
+            metadata.forget_all()
             return
-        forget_all: Callable[[], None] | None = getattr(metadata, "forget_all", None)
-        if forget_all is None:
-            raise UsageError("everything cannot be invalidated at once", next_step="name a path")
-        forget_all()
+        key = self.key_of(path)
+        metadata.forget(self._origin, key)
+        metadata.forget(self._origin, f"{key}/")  # the listing of the directory itself
 
     def created(self, path: str) -> datetime:
         return self.modified(path)
