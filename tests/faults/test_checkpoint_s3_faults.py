@@ -114,6 +114,7 @@ def test_hiccups_are_retried(region, options):
     assert_holds(1, url, options)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("what", ["every part", "the last part", "completing"])
 def test_a_store_that_keeps_failing_fails_the_save(server, region, options, what):
     url = f"s3://runs/failing-{what.replace(' ', '-')}"

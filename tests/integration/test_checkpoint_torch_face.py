@@ -242,7 +242,7 @@ def test_the_planners_own_errors_are_left_as_they_are(tmp_path):
 
 
 def test_an_object_that_is_too_long_fails_the_save(tmp_path, monkeypatch):
-    monkeypatch.setattr("millrace.checkpoint.writer.MAX_BLOB_BYTES", 5000)
+    monkeypatch.setattr("millrace.checkpoint.sources.MAX_BLOB_BYTES", 5000)
     save(tmp_path, {"text": "x" * 1000})
     failure = failure_of(lambda: save(tmp_path, {"text": "x" * 10_000}))
     assert isinstance(failure, UnsupportedObjectError)
