@@ -52,6 +52,8 @@ _SAMPLE_PIECES, _SAMPLE_BYTES = 4, 8192
 _WORTH = 0.99
 # Ordinary zstd takes three times as long as Huffman alone, so it has to save a little more.
 _WORTH_MATCHING = 0.97
+# What the bit operations work on at a time.
+_BLOCK_BYTES = 256 << 10
 # Effort.MAX looks at more, since it chooses between results that are close together.
 _MAX_SAMPLE_BYTES = 64 << 10
 _STRONG_LEVEL = 19
@@ -222,22 +224,25 @@ class PlaneCodec:
         if width == 1:
             # One plane holds the same set of bytes in any rotation: its entropy does not change.
             return [data]
-        # Few calls over the whole chunk: each gives the interpreter lock away and has to get it back. Numpy narrows in
-        # blocks that stay in the nearest cache, several times as fast as it would copy with a stride.
+        # Blocks stay in the second-level cache; still smaller ones would only make for more calls, of which each gives
+        # the interpreter lock away and has to get it back. Numpy narrows several times as fast as it copies with a stride.
         words = _elements(data, kind)
         planes = self._array("planes", np.uint8, data.size).reshape(width, words.size)
-        for number in range(1, width):
-            np.right_shift(words, 8 * number - turn, out=planes[number], casting="unsafe")
-        lowest = planes[0]
-        np.copyto(lowest, words, casting="unsafe")
-        if turn:
-            np.left_shift(lowest, turn, out=lowest)
-            high = self._array("narrow", np.uint8, words.size)
-            if turn == 1:
-                np.less(words.view(_SIGNED[width]), 0, out=high.view(np.bool_))
-            else:
-                np.right_shift(words, bits - turn, out=high, casting="unsafe")
-            np.bitwise_or(lowest, high, out=lowest)
+        step = _BLOCK_BYTES // width
+        for start in range(0, words.size, step):
+            block, parts = words[start : start + step], planes[:, start : start + step]
+            for number in range(1, width):
+                np.right_shift(block, 8 * number - turn, out=parts[number], casting="unsafe")
+            lowest = parts[0]
+            np.copyto(lowest, block, casting="unsafe")
+            if turn:
+                np.left_shift(lowest, turn, out=lowest)
+                high = self._array("narrow", np.uint8, block.size)
+                if turn == 1:
+                    np.less(block.view(_SIGNED[width]), 0, out=high.view(np.bool_))
+                else:
+                    np.right_shift(block, bits - turn, out=high, casting="unsafe")
+                np.bitwise_or(lowest, high, out=lowest)
         return list(planes)
 
     # --- decoding ---------------------------------------------------------------------------------
@@ -298,18 +303,21 @@ class PlaneCodec:
             target[:] = planes[0]
             return
         words = _elements(target, kind)
-        if width == 8 and turn:
-            self._join_wide(planes, words, turn)
-            return
-        np.copyto(words, planes[-1])
-        for plane in reversed(planes[:-1]):
-            np.left_shift(words, 8, out=words)
-            np.bitwise_or(words, plane, out=words)
-        if turn:
-            high = self._array("wide", words.dtype, words.size)
-            np.left_shift(words, bits - turn, out=high)
-            np.right_shift(words, turn, out=words)
-            np.bitwise_or(words, high, out=words)
+        step = _BLOCK_BYTES // width
+        for start in range(0, words.size, step):
+            block, parts = words[start : start + step], [plane[start : start + step] for plane in planes]
+            if width == 8 and turn:
+                self._join_wide(parts, block, turn)
+                continue
+            np.copyto(block, parts[-1])
+            for part in reversed(parts[:-1]):
+                np.left_shift(block, 8, out=block)
+                np.bitwise_or(block, part, out=block)
+            if turn:
+                high = self._array("wide", words.dtype, block.size)
+                np.left_shift(block, bits - turn, out=high)
+                np.right_shift(block, turn, out=block)
+                np.bitwise_or(block, high, out=block)
 
     def _join_wide(self, planes: list[Array], words: Array, turn: int) -> None:
         """`_join` by quarters of a word, each of which needs only its two planes and a few bits of the next."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import numpy as np
 from typing_extensions import Buffer
 
 from millrace.errors import (
@@ -248,15 +249,17 @@ class LocalStorage:
 
     def read(self, file: StoredFile, start: int, stop: int) -> Buffer:
         path = self._file(file.name)
+        if start == stop:
+            return b""
         with _translated(path), open(path, "rb", buffering=0) as stream:
-            data = bytearray(stop - start)
-            view, position = memoryview(data), 0
-            while position < len(data):
+            # A bytearray would be filled with zeros first.
+            view, position = np.empty(stop - start, dtype=np.uint8).data, 0
+            while position < len(view):
                 count = os.preadv(stream.fileno(), [view[position:]], start + position)
                 if count == 0:
                     raise StorageError(f"{path} is shorter than it was", next_step="load again")
                 position += count
-            return data
+            return view
 
     def names(self) -> Sequence[str]:
         with _translated(self._path):
