@@ -236,11 +236,12 @@ class PlaneCodec:
             lowest = parts[0]
             np.copyto(lowest, block, casting="unsafe")
             if turn:
-                np.left_shift(lowest, turn, out=lowest)
                 high = self._array("narrow", np.uint8, block.size)
-                if turn == 1:
+                if turn == 1:  # bytes add, and compare, three times as fast as they shift
+                    np.add(lowest, lowest, out=lowest)
                     np.less(block.view(_SIGNED[width]), 0, out=high.view(np.bool_))
                 else:
+                    np.left_shift(lowest, turn, out=lowest)
                     np.right_shift(block, bits - turn, out=high, casting="unsafe")
                 np.bitwise_or(lowest, high, out=lowest)
         return list(planes)
