@@ -63,3 +63,64 @@ def stock_zstd(measure: Measure, context: Mapping[str, Any]) -> str:
 @case.contender("Millrace, 2 threads")
 def millrace_typed(measure: Measure, context: Mapping[str, Any]) -> str:
     return _save_and_load(measure, context, millrace(2))
+
+
+@case.contender("no storage at all")
+def no_storage(measure: Measure, context: Mapping[str, Any]) -> str:
+    """What torch's planner costs by itself, which every writer and reader pays: tensors are kept in a dict."""
+    import torch
+    from torch.distributed.checkpoint.metadata import StorageMeta
+    from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+
+    kept: dict[Any, Any] = {}
+
+    def done(value: Any) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(value)
+        return future
+
+    class Both(StorageWriter, StorageReader):  # type: ignore[misc]
+        def reset(self, checkpoint_id: Any = None) -> None:
+            pass
+
+        def storage_meta(self) -> Any:
+            return StorageMeta()
+
+        def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def prepare_local_plan(self, plan: Any) -> Any:
+            return plan
+
+        def prepare_global_plan(self, plans: Any) -> Any:
+            return plans
+
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            for item in plan.items:
+                kept[item.index] = planner.resolve_data(item).clone()
+            return done([WriteResult(index=item.index, size_in_bytes=1, storage_data=None) for item in plan.items])
+
+        def finish(self, metadata: Any, results: Any) -> None:
+            kept["metadata"] = metadata
+
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return kept["metadata"]
+
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            for item in plan.items:
+                target = planner.resolve_tensor(item)
+                target.copy_(kept[item.storage_index])
+                planner.commit_tensor(item, target)
+            return done(None)
+
+        @classmethod
+        def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+            return True
+
+    def opener(place: str) -> Any:
+        return Both()
+
+    return _save_and_load(measure, context, (opener, opener))
