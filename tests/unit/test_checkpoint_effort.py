@@ -61,12 +61,23 @@ def test_everything_is_compressed_before_slow_storage():
 
 def test_effort_falls_to_raw_before_fast_storage_and_the_rates_stay_known():
     efforts = feed(Adaptive(threads=2), 400, sink=50 * GB)
-    assert set(efforts[:8]) == {Effort.TYPED}
-    assert typed_part(efforts[20:]) == pytest.approx(1 / 32, abs=0.01)
+    assert set(efforts[:80]) == {Effort.TYPED}
+    assert typed_part(efforts[120:]) == pytest.approx(1 / 32, abs=0.01)
+
+
+def test_buffers_that_fill_at_once_are_not_taken_for_fast_storage():
+    schedule = Adaptive(threads=2)
+    total, busy = 0, 0.0
+    for number in range(300):
+        assert schedule.next() == Effort.TYPED
+        schedule.encoded(Effort.TYPED, MB, MB * 8 // 10, MB / (0.85 * GB))
+        total += MB * 8 // 10
+        busy += 0.0 if number < 50 else 0.8 * MB / (200 * MB)
+        schedule.stored(total, busy)
 
 
 def test_a_share_is_spread_evenly():
-    efforts = feed(Adaptive(threads=1), 600, sink=2 * GB)[100:]
+    efforts = feed(Adaptive(threads=1), 700, sink=2 * GB)[150:]
     expected = typed_share(sink=2 * GB, typed=0.85 * GB, raw=4.5 * GB, ratio=0.8)
     assert 0.2 < expected < 0.8
     assert typed_part(efforts) == pytest.approx(expected, abs=0.02)
@@ -76,9 +87,9 @@ def test_a_share_is_spread_evenly():
 
 def test_effort_follows_storage_that_changes():
     schedule = Adaptive(threads=2)
-    assert typed_part(feed(schedule, 300, sink=50 * GB)[100:]) < 0.05
+    assert typed_part(feed(schedule, 300, sink=50 * GB)[150:]) < 0.05
     slow = feed(schedule, 300, sink=100 * MB)  # another file: its count begins at nothing
-    assert typed_part(slow[100:]) == 1.0
+    assert typed_part(slow[200:]) == 1.0
     assert typed_part(feed(schedule, 1500, sink=50 * GB)[1000:]) < 0.2
 
 

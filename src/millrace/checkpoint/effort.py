@@ -20,8 +20,10 @@ _STEADY = {"typed": Effort.TYPED, "max": Effort.MAX, "none": Effort.RAW}
 _RAW_SPEED_UP = 5.0
 # A rate forgets half of what it knows after so many bytes.
 _HALF_LIFE_BYTES = 64 << 20
-# So many bytes are stored before the first judgement: a buffer fills at once, whatever is behind it.
-_SETTLE_BYTES = 8 << 20
+# So many bytes are stored before the first judgement: the buffers of an upload fill at once, whatever is behind them.
+_FIRST_BYTES = 80 << 20
+# And so many between one judgement and the next.
+_STEP_BYTES = 8 << 20
 # Some chunks are compressed in any case, so that the ratio and the codec's speed stay known.
 _LEAST_SHARE = 1 / 32
 
@@ -136,7 +138,7 @@ class Adaptive:
             if total_bytes < self._seen_bytes:  # another file
                 self._seen_bytes, self._seen_seconds = 0, 0.0
             new = total_bytes - self._seen_bytes
-            if new < _SETTLE_BYTES:
+            if new < (_FIRST_BYTES if self._seen_bytes == 0 else _STEP_BYTES):
                 return
             self._sink.add(new, busy_seconds - self._seen_seconds, new)
             self._seen_bytes, self._seen_seconds = total_bytes, busy_seconds
