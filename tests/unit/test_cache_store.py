@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cache.counters import Counters, totals
+from millrace.cache.records import ObjectName
 from millrace.cache.store import Store
 from millrace.config import Amount
 from millrace.errors import ConfigurationError, StorageError, UnsupportedFormatError
@@ -12,6 +13,7 @@ from millrace.events import Event, add_hook
 
 BLOCK = 64 << 10
 NAME = bytes(range(16))
+ORIGIN_NAME = ObjectName("s3://", "bucket/key", "v1")
 
 
 def make_store(directory: Path, capacity_bytes: int = 1 << 30) -> Store:
@@ -19,7 +21,7 @@ def make_store(directory: Path, capacity_bytes: int = 1 << 30) -> Store:
 
 
 def write(store: Store, name: bytes, data: bytes) -> None:
-    entry = store.index.create(name, len(data), BLOCK)
+    entry = store.index.create(name, len(data), BLOCK, ORIGIN_NAME)
     descriptor = store.open_data(entry)
     for block in range(-(-len(data) // BLOCK)):
         assert store.write_block(entry, descriptor, block, data[block * BLOCK : (block + 1) * BLOCK])
@@ -43,7 +45,7 @@ def test_blocks_come_back_after_reopening(tmp_path: Path) -> None:
 
 def test_an_object_is_complete_only_with_its_last_block(tmp_path: Path) -> None:
     store = make_store(tmp_path / "s")
-    entry = store.index.create(NAME, BLOCK + 1, BLOCK)
+    entry = store.index.create(NAME, BLOCK + 1, BLOCK, ORIGIN_NAME)
     descriptor = store.open_data(entry)
     assert os.fstat(descriptor).st_size == BLOCK + 1  # the size proves nothing
     store.write_block(entry, descriptor, 1, b"x")
@@ -59,7 +61,7 @@ def test_an_object_is_complete_only_with_its_last_block(tmp_path: Path) -> None:
 
 def test_an_empty_object_is_complete(tmp_path: Path) -> None:
     store = make_store(tmp_path / "s")
-    assert store.index.create(NAME, 0, BLOCK).complete
+    assert store.index.create(NAME, 0, BLOCK, ORIGIN_NAME).complete
     store.close()
 
 
@@ -96,7 +98,7 @@ def test_removal_frees_the_bytes_but_not_under_a_reader(tmp_path: Path) -> None:
     # A fetch that began before the removal must not bring the object back.
     assert not store.write_block(entry, descriptor, 0, b"a" * BLOCK)
     assert store.index.get(NAME) is None
-    again = store.index.create(NAME, BLOCK, BLOCK)
+    again = store.index.create(NAME, BLOCK, BLOCK, ORIGIN_NAME)
     assert store.path(again) != store.path(entry)
     os.close(descriptor)
     store.close()

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from millrace.cache.store import disk_errors
+from millrace.cache.failures import disk_errors
 
 NAMES = (
     "origin_requests",
@@ -33,6 +33,7 @@ NAMES = (
 size, whatever part of it is read); `uncached_bytes` came from the origin and were not kept, for want of room.
 """
 
+_SLOTS = {name: slot for slot, name in enumerate(NAMES)}
 _FILE_BYTES = 4096
 _U64 = struct.Struct("<Q")
 _RETIRED = "retired"
@@ -45,7 +46,6 @@ class Counters:
         self._directory = directory
         with disk_errors(directory):
             self._open(directory)
-        self._values = [0] * len(NAMES)
         self._lock = threading.Lock()
 
     def _open(self, directory: Path) -> None:
@@ -59,6 +59,7 @@ class Counters:
             # The lock says that this process lives; the kernel drops it when it ends, however it ends.
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             self._map = mmap.mmap(self._descriptor, _FILE_BYTES)
+            self._numbers = memoryview(self._map).cast("Q")
 
     def abandon(self) -> None:
         """In a forked child: let go of the parent's lock, so that it ends with the parent. The map is never written."""
@@ -66,15 +67,15 @@ class Counters:
 
     def close(self) -> None:
         """Stop counting; the file is folded by the next process that opens the store."""
+        self._numbers.release()
         self._map.close()
         os.close(self._descriptor)
 
     def add(self, name: str, amount: int = 1) -> None:
-        """Add to one counter."""
-        slot = NAMES.index(name)
+        """Add to one counter, for every process to see at once."""
+        slot = _SLOTS[name]
         with self._lock:
-            self._values[slot] += amount
-            _U64.pack_into(self._map, slot * _U64.size, self._values[slot])
+            self._numbers[slot] += amount
 
     def totals(self) -> dict[str, int]:
         """The sums over every process, dead or alive, since the store was made."""

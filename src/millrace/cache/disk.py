@@ -8,8 +8,11 @@ from pathlib import Path
 from millrace.cache.counters import Counters
 from millrace.cache.flight import Flights, ProcessLocks
 from millrace.cache.held import HeldBlocks
-from millrace.cache.maps import MapCache
+from millrace.cache.housekeeping import every_tick, no_more
+from millrace.cache.maps import MapCache, Sweeper
+from millrace.cache.signals import Signals
 from millrace.cache.store import Store
+from millrace.cache.usage import UsageLog
 from millrace.config import CacheOptions
 from millrace.events import Event, emit
 
@@ -24,10 +27,32 @@ class Disk:
         self.locks = ProcessLocks(directory / "locks")
         self.counters = Counters(directory / "counters")
         self.maps = MapCache()
+        self.usage = UsageLog(self._count_opens)
+        self._sweeper = Sweeper()
         self.flights = Flights()
         self.held = HeldBlocks()
         self._limits = (options.capacity, options.min_free)
         self._full_reported = False
+
+    def keep_house(self) -> None:
+        """Have `tidy` called twice a second, because something is kept in memory from now on."""
+        every_tick(self.tidy)
+
+    def tidy(self) -> None:
+        """Let go of maps whose files are gone, and add up what was used."""
+        self.usage.settle()
+        removals = self.signals.removals
+        if (everything := self._sweeper.due(removals)) or self.maps.unchecked:
+            self.maps.sweep(all_of_them=everything)
+
+    def _count_opens(self, opens: int, nbytes: int) -> None:
+        self.counters.add("native_opens", opens)
+        self.counters.add("cache_bytes", nbytes)
+
+    @property
+    def signals(self) -> Signals:
+        """Whether anything was removed or changed in the index, by any process; see `Index.stamp`."""
+        return self.store.index.signals
 
     def limit(self, options: CacheOptions) -> None:
         """Take the limits of `options`; the newest hold."""
@@ -37,11 +62,17 @@ class Disk:
             self._limits = limits
             self.store.set_limits(capacity=options.capacity, min_free=options.min_free)
 
+    def enforce_limits(self) -> None:
+        """Bring the store inside its limits, after these were lowered. Nothing can be evicted yet: it is only said."""
+        used, capacity = self.store.index.used_bytes(), self.store.capacity_bytes()
+        if used > capacity:
+            emit(Event(name="cache.over_capacity", subject=str(self.store.directory), nbytes=used - capacity))
+
     def remove(self, object_id: bytes) -> None:
         """Forget an object version, its file and its map. Readers that have it open keep reading."""
         entry = self.store.index.get(object_id)
         if entry is not None:
-            self.maps.drop(self.store.path(entry))
+            self.maps.drop(entry.generation)
             self.store.remove(object_id)
 
     def report_full(self) -> None:
@@ -58,11 +89,15 @@ class Disk:
 
     def close(self) -> None:
         """Close everything; files and maps that are in use stay readable."""
+        no_more(self.tidy)
+        self.usage.settle()
+        self.maps.clear()
         self.counters.close()
         self.locks.close()
         self.store.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the parent's kernel locks, and touch nothing else of it."""
+        """In a forked child: let go of the parent's kernel locks and of its maps, and touch nothing else of it."""
+        self.maps.abandon()
         self.counters.abandon()
         self.locks.close()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from typing_extensions import Buffer
 
-from millrace.cache.store import disk_errors
+from millrace.cache.failures import disk_errors
 
 PATIENCE_SECONDS = 30.0
 

@@ -1,243 +1,333 @@
 """The index of a store: LMDB, read by any process in about a microsecond without asking anyone.
 
-Four tables: `objects` (one record an object version), `blocks` (one checksum a block that is here), `meta` (what the
-origin said about a key, and pages of listings) and `state` (the store's own numbers). A block is in the cache when, and
-only when, its checksum is in `blocks` under the object's current generation; a file's name or size proves nothing.
+Six tables: `objects` (one record an object version), `blocks` (one checksum a block of an object with a file of its own),
+`segments` and `members` (which object lies in which segment), `meta` (what the origin said about a key, and pages of
+listings) and `state` (the store's own numbers). A block is in the cache when, and only when, its checksum is in `blocks`
+under the object's current generation, or the object lies in a segment; a file's name or size proves nothing.
 
-LMDB is opened without sync: killing a process loses nothing (the pages are the kernel's), and after a crash of the
-machine the store is discarded (see `store.py`), so a write costs microseconds instead of a disk flush.
-
-Traps handled here: one environment a process (py-lmdb refuses a second); a reader slot a transaction, so the table is
-large; slots of killed readers are cleared on open; after a fork the child must open anew (`node.py` sees to it), but must
-neither close what it inherited (that waits for threads that do not exist in the child) nor open the same path (py-lmdb
-believes it open). It opens a hard link instead: LMDB's locks belong to the file, not to its name. py-lmdb 3 sees through
-the link, hence the upper bound on its version.
+The index is never flushed and belongs to one boot of the machine; another builds it anew from the files (`rebuild.py`).
+How LMDB is opened, and its traps: `environment.py`. How the records look: `records.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
-import struct
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import lmdb
 
-from millrace.errors import DiskFullError, StorageError
+from millrace.cache.environment import index_errors, open_environment, translated
+from millrace.cache.records import (
+    BLOCK_PREFIX_BYTES,
+    Entry,
+    ObjectName,
+    SegmentRecord,
+    block_key,
+    block_of,
+    generation_key,
+    member_key,
+    member_of,
+    number,
+    pack_number,
+)
+from millrace.cache.signals import Signals, Stamp
 
-_DATA_NAME = "index.mdb"
-_MAP_BYTES = 64 << 30  # address space, not disk
-_MAX_READERS = 8192
+if TYPE_CHECKING:
+    from lmdb import _Database as _Table
 
-_OBJECT = struct.Struct("<QQIIQ")
-_CHECKSUM = struct.Struct("<Q")
-_U64 = struct.Struct("<Q")
-_BLOCK_KEY = struct.Struct(">16sQI")
+    _Transaction = lmdb.Transaction[bytes]
 
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """The record of one object version in a store.
-
-    `generation` is never used twice in a store: a file is named by it, so that nothing that may be mapped is ever
-    written again. `present` counts the blocks that are here.
-    """
-
-    object_id: bytes
-    generation: int
-    size: int
-    block_bytes: int
-    present: int
-
-    @property
-    def complete(self) -> bool:
-        """Every block is here."""
-        return self.present * self.block_bytes >= self.size
-
-
-class DamagedIndexError(StorageError):
-    """The index cannot be read; what it said is lost. Handled inside the cache."""
-
-    code = "damaged-index"
-
-
-@contextmanager
-def _translated(path: str) -> Iterator[None]:
-    try:
-        yield
-    except lmdb.DiskError as error:
-        raise DiskFullError(f"cache index {path}: {error}", next_step="free disk space") from error
-    except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError) as error:
-        raise DamagedIndexError(
-            f"cache index {path}: {error}", next_step="remove the cache directory; it is filled again from the origin"
-        ) from error
-    except lmdb.Error as error:
-        # LMDB tells a full disk while it writes as a plain system error.
-        if os.strerror(errno.ENOSPC) in str(error):
-            raise DiskFullError(f"cache index {path}: {error}", next_step="free disk space") from error
-        raise StorageError(f"cache index {path}: {error}", next_step="check the disk and its permissions") from error
-
-
-_fork_depth = 0
-
-
-def _count_forks() -> None:
-    global _fork_depth
-    _fork_depth += 1
-
-
-os.register_at_fork(after_in_child=_count_forks)
-
-
-def _path_for_this_process(directory: Path) -> str:
-    """The name under which this process opens the index: a hard link of its own for every level of forking."""
-    path = directory / _DATA_NAME
-    if _fork_depth == 0:
-        return str(path)
-    alias = directory / f"fork{_fork_depth}-{_DATA_NAME}"
-    for suffix in ("", "-lock"):
-        # The first to come makes the file; LMDB fills an empty one in.
-        os.close(os.open(f"{path}{suffix}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        with contextlib.suppress(FileExistsError):
-            os.link(f"{path}{suffix}", f"{alias}{suffix}")
-    return str(alias)
+_SIGNALS_NAME = "signals"
 
 
 class Index:
     """Typed access to the tables. Thread-safe; any number of processes at once; not usable after a fork.
 
-    Raises `DamagedIndexError` when the files are no index, or shorter than they were.
+    `signals` is raised by whatever takes something away. Raises `DamagedIndexError` when the files are no index, or
+    shorter than they were.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._path = _path_for_this_process(directory)
-        with _translated(self._path):
-            self._env = lmdb.open(
-                self._path,
-                subdir=False,
-                map_size=_MAP_BYTES,
-                max_dbs=4,
-                max_readers=_MAX_READERS,
-                sync=False,
-                metasync=False,
-                readahead=False,
-                mode=0o600,
-            )
-            # The lock file is written through a memory map: a hole in it, on a full disk, would kill the process.
-            with open(f"{self._path}-lock", "rb+") as lock_file:
-                os.posix_fallocate(lock_file.fileno(), 0, os.fstat(lock_file.fileno()).st_size)
-            self._check_length()
-            self._env.reader_check()
+        self._env, self._path = open_environment(directory, tables=6)
+        try:
+            self.signals = Signals(directory / _SIGNALS_NAME)
+            self._open_tables()
+        except BaseException:
+            self._env.close()
+            raise
+
+    def _open_tables(self) -> None:
+        with index_errors(self._path):
             self._objects = self._env.open_db(b"objects")
             self._blocks = self._env.open_db(b"blocks")
+            self._segments = self._env.open_db(b"segments")
+            self._members = self._env.open_db(b"members")
             self._meta = self._env.open_db(b"meta")
             self._state = self._env.open_db(b"state")
-
-    def _check_length(self) -> None:
-        """Reading past the end of a file that was cut would kill the process."""
-        needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        if os.stat(self._path).st_size < needed:
-            self._env.close()
-            raise DamagedIndexError(f"cache index {self._path} was cut", next_step="remove the cache directory")
+            with self._env.begin(write=True) as txn:
+                self.signals.lower_to(txn.id() - 1)
 
     def close(self) -> None:
         """Close the environment. Nothing of this process may use the index any more."""
         self._env.close()
 
-    # --- objects and blocks -----------------------------------------------------------------------
+    def stamp(self) -> Stamp | None:
+        """The numbers to note with what is looked up *after* this call; None while a change is just being made.
+
+        What was looked up is true as long as `signals.read()` gives these numbers.
+        """
+        seen = self.signals.read()
+        with self._reading(self._state) as txn:
+            return seen if max(seen) <= txn.id() else None
+
+    # --- objects ----------------------------------------------------------------------------------
 
     def get(self, object_id: bytes) -> Entry | None:
         """The record of an object version, or None."""
-        with _translated(self._path), self._env.begin(self._objects) as txn:
-            value = txn.get(object_id)
-        return None if value is None else Entry(object_id, *_OBJECT.unpack(value)[:4])
+        try:
+            with self._env.begin(self._objects) as txn:
+                value = txn.get(object_id)
+        except lmdb.Error as error:
+            raise translated(error, self._path) from error
+        return None if value is None else Entry.unpack(object_id, value)
 
-    def create(self, object_id: bytes, size: int, block_bytes: int) -> Entry:
+    def create(self, object_id: bytes, size: int, block_bytes: int, name: ObjectName) -> Entry:
         """Return the record of an object version, making an empty one with a new generation when there is none."""
         entry = self.get(object_id)  # without the writers' lock, which every process of the node shares
         if entry is not None:
             return entry
-        with _translated(self._path), self._env.begin(write=True) as txn:
-            value = txn.get(object_id, db=self._objects)
-            if value is not None:
-                return Entry(object_id, *_OBJECT.unpack(value)[:4])
-            generation = self._add(txn, b"generation", 1)
-            txn.put(object_id, _OBJECT.pack(generation, size, block_bytes, 0, 0), db=self._objects)
-            return Entry(object_id, generation, size, block_bytes, 0)
+        with self._writing() as txn:
+            entry = self._get(txn, object_id)
+            if entry is None:
+                generation = self._add(txn, b"generation", 1)
+                entry = Entry(object_id, generation, size, block_bytes, 0, packed_name=name.pack())
+                self._put(txn, entry)
+            return entry
 
-    def checksums(self, entry: Entry, blocks: Iterable[int]) -> list[int | None]:
-        """The checksum of each block, None where it is not here."""
-        with _translated(self._path), self._env.begin(self._blocks) as txn:
-            values = [txn.get(_BLOCK_KEY.pack(entry.object_id, entry.generation, block)) for block in blocks]
-        return [None if value is None else _CHECKSUM.unpack(value)[0] for value in values]
+    def add_small(
+        self, object_id: bytes, size: int, name: ObjectName, *, segment: int, offset: int, checksum: int
+    ) -> Entry | None:
+        """Record that an object lies whole in a segment, whose bytes were written before.
 
-    def add_block(self, entry: Entry, block: int, nbytes: int, checksum: int) -> bool:
-        """Record that a block's bytes are in the file. False when the object was removed meanwhile: drop the bytes."""
-        key = _BLOCK_KEY.pack(entry.object_id, entry.generation, block)
-        with _translated(self._path), self._env.begin(write=True) as txn:
-            value = txn.get(entry.object_id, db=self._objects)
-            if value is None:
+        When the object is recorded already, in whatever place, that record stays and is returned: the bytes in the segment
+        are then waste. None when the segment was removed meanwhile.
+        """
+        with self._writing() as txn:
+            record = self._segment(txn, segment)
+            if record is None:
+                return None
+            grown = max(0, offset + size - record.written_bytes)
+            self._add(txn, b"used", grown)
+            entry = self._get(txn, object_id)
+            added = entry is None
+            if entry is None:
+                generation = self._add(txn, b"generation", 1)
+                entry = Entry(
+                    object_id, generation, size, max(1, size), 1, segment, offset, checksum, packed_name=name.pack()
+                )
+                self._put(txn, entry)
+                txn.put(member_key(segment, object_id), b"", db=self._members)
+            self._put_segment(
+                txn,
+                record._replace(
+                    written_bytes=record.written_bytes + grown, live_bytes=record.live_bytes + (size if added else 0)
+                ),
+            )
+            return entry
+
+    def seal(self, entry: Entry, *, inode: int, ctime_ns: int) -> bool:
+        """Record that all blocks were verified from the file with this inode and change time.
+
+        False when the object was removed or has lost blocks meanwhile.
+        """
+        with self._writing() as txn:
+            now = self._current(txn, entry)
+            if now is None or not now.complete:
                 return False
-            generation, size, block_bytes, present, flags = _OBJECT.unpack(value)
-            if generation != entry.generation:
-                return False
-            if txn.put(key, _CHECKSUM.pack(checksum), db=self._blocks, overwrite=False):
-                record = _OBJECT.pack(generation, size, block_bytes, present + 1, flags)
-                txn.put(entry.object_id, record, db=self._objects)
-                self._add(txn, b"used", nbytes)
+            self._put(txn, now._replace(seal_inode=inode, seal_ctime_ns=ctime_ns))
             return True
 
-    def drop_block(self, entry: Entry, block: int, nbytes: int) -> None:
-        """Forget a block whose bytes turned out wrong."""
-        with _translated(self._path), self._env.begin(write=True) as txn:
-            if not txn.delete(_BLOCK_KEY.pack(entry.object_id, entry.generation, block), db=self._blocks):
-                return
-            value = txn.get(entry.object_id, db=self._objects)
-            if value is not None:
-                generation, size, block_bytes, present, flags = _OBJECT.unpack(value)
-                record = _OBJECT.pack(generation, size, block_bytes, present - 1, flags)
-                txn.put(entry.object_id, record, db=self._objects)
-            self._add(txn, b"used", -nbytes)
+    def unseal(self, entry: Entry) -> None:
+        """Record that the file must be verified again before it is believed."""
+        with self._writing() as txn:
+            now = self._current(txn, entry)
+            if now is not None and now.sealed:
+                self._put(txn, now._replace(seal_inode=0, seal_ctime_ns=0))
+                self.signals.removed(txn.id())
 
     def remove(self, object_id: bytes) -> Entry | None:
-        """Forget an object version and all its blocks in one step; returns its last record, or None."""
-        with _translated(self._path), self._env.begin(write=True) as txn:
-            value = txn.pop(object_id, db=self._objects)
-            if value is None:
+        """Forget an object version and all its blocks in one step; returns its last record, or None.
+
+        The bytes of an object in a segment count as used until the segment goes.
+        """
+        with self._writing() as txn:
+            entry = self._get(txn, object_id)
+            if entry is None:
                 return None
-            entry = Entry(object_id, *_OBJECT.unpack(value)[:4])
-            freed = 0
-            cursor = txn.cursor(self._blocks)
-            prefix = _BLOCK_KEY.pack(object_id, entry.generation, 0)
-            found = cursor.set_range(prefix)
-            while found and cursor.key()[:24] == prefix[:24]:
-                block = _BLOCK_KEY.unpack(cursor.key())[2]
-                freed += min((block + 1) * entry.block_bytes, entry.size) - block * entry.block_bytes
-                found = cursor.delete()
-            self._add(txn, b"used", -freed)
+            txn.delete(object_id, db=self._objects)
+            if entry.place:
+                txn.delete(member_key(entry.place, object_id), db=self._members)
+                record = self._segment(txn, entry.place)
+                if record is not None:
+                    self._put_segment(txn, record._replace(live_bytes=max(0, record.live_bytes - entry.size)))
+            else:
+                self._add(txn, b"used", -self._delete_blocks(txn, entry))
+            self.signals.removed(txn.id())
             return entry
 
     def entries(self) -> Iterator[Entry]:
         """Every object record, as of one moment."""
-        with _translated(self._path), self._env.begin(self._objects) as txn:
+        with self._reading(self._objects) as txn:
             for key, value in txn.cursor():
-                yield Entry(key, *_OBJECT.unpack(value)[:4])
+                yield Entry.unpack(key, value)
+
+    def page(self, after: bytes, limit: int) -> list[Entry]:
+        """Up to `limit` object records in the order of their ids, from the one after `after` (`b""`: the first) on."""
+        with self._reading(self._objects) as txn:
+            cursor = txn.cursor()
+            found = cursor.set_range(after + b"\0")
+            rows = itertools.islice(cursor, limit) if found else ()
+            return [Entry.unpack(key, value) for key, value in rows]
+
+    def sample(self, keys: Iterable[bytes]) -> list[Entry]:
+        """For each of `keys` the record at or after it, round the end; for random keys, random records.
+
+        Ids are digests, so every record is about equally likely. Empty when there are no objects.
+        """
+        found = []
+        with self._reading(self._objects) as txn:
+            cursor = txn.cursor()
+            for key in keys:
+                if cursor.set_range(key) or cursor.first():
+                    found.append(Entry.unpack(*cursor.item()))
+        return found
 
     def used_bytes(self) -> int:
-        """Bytes of all blocks that are here."""
+        """Bytes of all blocks that are here, and of all segments."""
         return self._number(b"used")
+
+    # --- blocks -----------------------------------------------------------------------------------
+
+    def checksums(self, entry: Entry, blocks: Iterable[int]) -> list[int | None]:
+        """The checksum of each block, None where it is not here."""
+        object_id, generation = entry.object_id, entry.generation
+        try:
+            with self._env.begin(self._blocks) as txn:
+                values = [txn.get(block_key(object_id, generation, block)) for block in blocks]
+        except lmdb.Error as error:
+            raise translated(error, self._path) from error
+        return [None if value is None else number(value) for value in values]
+
+    def add_block(self, entry: Entry, block: int, nbytes: int, checksum: int) -> Entry | None:
+        """Record that a block's bytes are in the file; returns the record as it is now.
+
+        None when the object was removed meanwhile: drop the bytes.
+        """
+        key = block_key(entry.object_id, entry.generation, block)
+        with self._writing() as txn:
+            now = self._current(txn, entry)
+            if now is not None and txn.put(key, pack_number(checksum), db=self._blocks, overwrite=False):
+                now = now._replace(present=now.present + 1)
+                self._put(txn, now)
+                self._add(txn, b"used", nbytes)
+            return now
+
+    def drop_block(self, entry: Entry, block: int, nbytes: int) -> bool:
+        """Forget a block whose bytes turned out wrong, and the seal of its file. False when it was not here."""
+        with self._writing() as txn:
+            if not txn.delete(block_key(entry.object_id, entry.generation, block), db=self._blocks):
+                return False
+            now = self._current(txn, entry)
+            if now is not None:
+                self._put(txn, now._replace(present=now.present - 1, seal_inode=0, seal_ctime_ns=0))
+            self._add(txn, b"used", -nbytes)
+            self.signals.removed(txn.id())
+            return True
+
+    # --- segments ---------------------------------------------------------------------------------
+
+    def new_generation(self) -> int:
+        """A number that no object or segment of this store has had."""
+        with self._writing() as txn:
+            return self._add(txn, b"generation", 1)
+
+    def add_segment(self, generation: int, group: str) -> None:
+        """Record a new, empty segment."""
+        with self._writing() as txn:
+            self._put_segment(txn, SegmentRecord(generation, 0, 0, group))
+
+    def segment(self, generation: int) -> SegmentRecord | None:
+        """The record of a segment, or None."""
+        with self._reading(self._segments) as txn:
+            return self._segment(txn, generation)
+
+    def segment_records(self) -> list[SegmentRecord]:
+        """Every segment, the oldest first."""
+        with self._reading(self._segments) as txn:
+            return [SegmentRecord.unpack(key, value) for key, value in txn.cursor()]
+
+    def remove_segment(self, generation: int) -> list[Entry] | None:
+        """Forget a segment with all objects in it in one step; returns their last records. None when there is none."""
+        with self._writing() as txn:
+            record = self._segment(txn, generation)
+            if record is None:
+                return None
+            removed = []
+            cursor = txn.cursor(self._members)
+            cursor.set_range(member_key(generation))
+            while (object_id := member_of(cursor.key(), generation)) is not None:
+                entry = self._get(txn, object_id)
+                if entry is not None and entry.place == generation:
+                    txn.delete(object_id, db=self._objects)
+                    removed.append(entry)
+                cursor.delete()
+            txn.delete(generation_key(generation), db=self._segments)
+            self._add(txn, b"used", -record.written_bytes)
+            self.signals.removed(txn.id())
+            return removed
+
+    # --- a new index from the files ---------------------------------------------------------------
+
+    def restore(self, objects: Sequence[tuple[Entry, Sequence[tuple[int, int]]]], *, used_bytes: int) -> None:
+        """Enter objects that were found in files, with their (block, checksum) pairs, all in one step.
+
+        `used_bytes` is what their blocks take; segments are entered apart. Objects that are recorded already are replaced.
+        """
+        with self._writing() as txn:
+            for entry, blocks in objects:
+                self._put(txn, entry)
+                if entry.place:
+                    txn.put(member_key(entry.place, entry.object_id), b"", db=self._members)
+                for block, value in blocks:
+                    txn.put(block_key(entry.object_id, entry.generation, block), pack_number(value), db=self._blocks)
+            self._add(txn, b"used", used_bytes)
+
+    def restore_segments(self, records: Iterable[SegmentRecord]) -> None:
+        """Enter segments that were found."""
+        with self._writing() as txn:
+            for record in records:
+                self._put_segment(txn, record)
+                self._add(txn, b"used", record.written_bytes)
+
+    def raise_generation(self, least: int) -> None:
+        """See to it that every new generation is above `least`."""
+        with self._writing() as txn:
+            now = self._read(txn, b"generation")
+            self._add(txn, b"generation", max(0, least - now))
 
     # --- metadata ---------------------------------------------------------------------------------
 
     def get_meta(self, key: bytes) -> bytes | None:
         """A metadata record, or None."""
-        with _translated(self._path), self._env.begin(self._meta) as txn:
-            value: bytes | None = txn.get(key)
-            return value
+        try:
+            with self._env.begin(self._meta) as txn:
+                value: bytes | None = txn.get(key)
+                return value
+        except lmdb.Error as error:
+            raise translated(error, self._path) from error
 
     def put_meta(self, records: Sequence[tuple[bytes, bytes]], *, unless_changed_since: int | None = None) -> bool:
         """Write metadata records, all in one step.
@@ -245,7 +335,7 @@ class Index:
         With `unless_changed_since`, an earlier `change_count`, nothing is written when `change_meta` ran since then; gives
         whether it was written.
         """
-        with _translated(self._path), self._env.begin(self._meta, write=True) as txn:
+        with self._writing(self._meta) as txn:
             if unless_changed_since is not None and self._read(txn, b"changes") != unless_changed_since:
                 return False
             for key, value in records:
@@ -254,18 +344,20 @@ class Index:
 
     def change_meta(self, records: Sequence[tuple[bytes, bytes]] = (), delete: Iterable[bytes] = ()) -> None:
         """Write and remove records because the origin has changed; who asked the origin before that stores nothing."""
-        with _translated(self._path), self._env.begin(self._meta, write=True) as txn:
+        with self._writing(self._meta) as txn:
             self._add(txn, b"changes", 1)
             for key, value in records:
                 txn.put(key, value)
             for key in delete:
                 txn.delete(key)
+            self.signals.changed(txn.id())
 
     def clear_meta(self) -> None:
         """Remove every metadata record; who asked the origin before that stores nothing."""
-        with _translated(self._path), self._env.begin(write=True) as txn:
+        with self._writing() as txn:
             self._add(txn, b"changes", 1)
             txn.drop(self._meta, delete=False)
+            self.signals.changed(txn.id())
 
     def change_count(self) -> int:
         """How often `change_meta` ran; to be read before the origin is asked."""
@@ -273,21 +365,62 @@ class Index:
 
     def delete_meta(self, keys: Iterable[bytes]) -> None:
         """Remove metadata records; a missing one is no error."""
-        with _translated(self._path), self._env.begin(self._meta, write=True) as txn:
+        with self._writing(self._meta) as txn:
             for key in keys:
                 txn.delete(key)
 
-    # --- the store's own numbers ------------------------------------------------------------------
+    # --- inside transactions ----------------------------------------------------------------------
+
+    @contextmanager
+    def _reading(self, table: _Table | None) -> Iterator[_Transaction]:
+        with index_errors(self._path), self._env.begin(table) as txn:
+            yield txn
+
+    @contextmanager
+    def _writing(self, table: _Table | None = None) -> Iterator[_Transaction]:
+        with index_errors(self._path), self._env.begin(table, write=True) as txn:
+            yield txn
+
+    def _get(self, txn: _Transaction, object_id: bytes) -> Entry | None:
+        value = txn.get(object_id, db=self._objects)
+        return None if value is None else Entry.unpack(object_id, value)
+
+    def _current(self, txn: _Transaction, entry: Entry) -> Entry | None:
+        """The record as it is now; None when the object was removed, and perhaps made anew, meanwhile."""
+        now = self._get(txn, entry.object_id)
+        return now if now is not None and now.generation == entry.generation else None
+
+    def _put(self, txn: _Transaction, entry: Entry) -> None:
+        txn.put(entry.object_id, entry.pack(), db=self._objects)
+
+    def _delete_blocks(self, txn: _Transaction, entry: Entry) -> int:
+        """Delete the checksums of an object; gives the bytes that they stood for."""
+        freed = 0
+        prefix = block_key(entry.object_id, entry.generation, 0)[:BLOCK_PREFIX_BYTES]
+        cursor = txn.cursor(self._blocks)
+        cursor.set_range(prefix)
+        while cursor.key()[:BLOCK_PREFIX_BYTES] == prefix:
+            block = block_of(cursor.key())
+            freed += min((block + 1) * entry.block_bytes, entry.size) - block * entry.block_bytes
+            cursor.delete()
+        return freed
+
+    def _segment(self, txn: _Transaction, generation: int) -> SegmentRecord | None:
+        key = generation_key(generation)
+        value = txn.get(key, db=self._segments)
+        return None if value is None else SegmentRecord.unpack(key, value)
+
+    def _put_segment(self, txn: _Transaction, record: SegmentRecord) -> None:
+        txn.put(generation_key(record.generation), record.pack(), db=self._segments)
 
     def _number(self, name: bytes) -> int:
-        with _translated(self._path), self._env.begin(self._state) as txn:
+        with self._reading(self._state) as txn:
             return self._read(txn, name)
 
-    def _read(self, txn: lmdb.Transaction, name: bytes) -> int:
-        value = txn.get(name, db=self._state)
-        return 0 if value is None else int(_U64.unpack(value)[0])
+    def _read(self, txn: _Transaction, name: bytes) -> int:
+        return number(txn.get(name, db=self._state))
 
-    def _add(self, txn: lmdb.Transaction, name: bytes, amount: int) -> int:
-        number = max(0, self._read(txn, name) + amount)
-        txn.put(name, _U64.pack(number), db=self._state)
-        return number
+    def _add(self, txn: _Transaction, name: bytes, amount: int) -> int:
+        total = max(0, self._read(txn, name) + amount)
+        txn.put(name, pack_number(total), db=self._state)
+        return total

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,10 +19,13 @@ import pyarrow as pa
 from millrace.cache.blocks import BLOCK_BYTES, object_id
 from millrace.cache.counters import NAMES
 from millrace.cache.disk import Disk
-from millrace.cache.index import Entry
+from millrace.cache.failures import LostDataError
 from millrace.cache.metadata import MetadataCache, NoMemory
+from millrace.cache.native import NativeObject, open_entry
 from millrace.cache.reader import BlockReader, ObjectReader, OriginReader, Threads
-from millrace.cache.store import LostDataError
+from millrace.cache.records import Entry, ObjectName
+from millrace.cache.signals import Signals
+from millrace.cache.usage import Use
 from millrace.config import CacheOptions
 from millrace.errors import StorageError
 from millrace.events import Event, emit
@@ -54,6 +58,11 @@ class CacheNode:
 
     def open_native(self, origin: Origin, info: ObjectInfo) -> pa.BufferReader | None:
         """A native pyarrow file of an object that is completely here, else None."""
+        found = self.find_native(origin, info)
+        return None if found is None else pa.BufferReader(found.buffer)
+
+    def find_native(self, origin: Origin, info: ObjectInfo) -> NativeObject | None:
+        """The memory of an object that is completely here, else None. Counts as one use of it."""
         if not self.options.native:
             return None
         name = object_id(origin.identity, info.key, info.version, info.size)
@@ -61,23 +70,38 @@ class CacheNode:
         if disk is None:
             return None
         try:
+            stamp = disk.store.index.stamp()
             entry = disk.store.index.get(name)
-            if entry is None or not entry.complete:
-                return None
-            file = disk.maps.open(disk.store.path(entry), entry.size)
+            found = None if entry is None else open_entry(disk, entry, stamp)
         except LostDataError as error:
             self._give_up(disk, name, error)
             return None
         except StorageError as error:
             emit(Event(name="cache.disk.failed", subject=str(disk.store.directory), detail=str(error)))
             return None
-        disk.counters.add("native_opens")
-        disk.counters.add("cache_bytes", entry.size)
-        return file
+        if found is not None:
+            disk.keep_house()
+            disk.usage.touched(Use(found.entry))
+        return found
 
-    def open_reader(self, origin: Origin, info: ObjectInfo) -> ObjectReader:
+    def changes(self) -> tuple[Signals, int] | None:
+        """The signals of the metadata, and their number of changes, to be taken before the metadata is asked.
+
+        What it then says holds while the number is the same. None when it is just being changed, or nothing is remembered.
+        """
+        if not self._disks:
+            return None
+        try:
+            stamp = self._disks[0].store.index.stamp()
+        except StorageError as error:
+            emit(Event(name="cache.disk.failed", subject=str(self._disks[0].store.directory), detail=str(error)))
+            return None
+        return None if stamp is None else (self._disks[0].signals, stamp.changes)
+
+    def open_reader(self, origin: Origin, info: ObjectInfo, *, threads: Threads | None = None) -> ObjectReader:
         """Random access to an object, from here and from the origin. The caller closes it.
 
+        `threads` fetch for it in place of the node's own.
         A disk that cannot be used costs the cache, not the read: the bytes then come straight from the origin.
         """
         name = object_id(origin.identity, info.key, info.version, info.size)
@@ -86,13 +110,13 @@ class CacheNode:
             return OriginReader(origin=origin, info=info, counters=None)
         for _ in range(2):
             try:
-                entry = disk.store.index.create(name, info.size, BLOCK_BYTES)
+                entry = disk.store.index.create(name, info.size, BLOCK_BYTES, _name_of(origin, info))
                 return BlockReader(
                     origin=origin,
                     info=info,
                     entry=entry,
                     disk=disk,
-                    threads=self._threads,
+                    threads=threads or self._threads,
                     verify=not self.options.native,
                     reopen=lambda: cache_node(self.options).open_reader(origin, info),
                 )
@@ -114,6 +138,7 @@ class CacheNode:
         """What the cache did since it was made, over all processes and disks of this node."""
         sums = dict.fromkeys(NAMES, 0)
         for disk in self._disks:
+            disk.usage.settle()
             for name, value in disk.counters.totals().items():
                 sums[name] += value
         return sums
@@ -123,6 +148,11 @@ class CacheNode:
         return [
             (disk.store.directory, disk.store.index.used_bytes(), disk.store.capacity_bytes()) for disk in self._disks
         ]
+
+    @property
+    def open_disks(self) -> Sequence[Disk]:
+        """The disks that this node uses; one that could not be opened is not among them."""
+        return self._disks
 
     def entries(self) -> list[Entry]:
         """The record of every object version that is here, on any disk."""
@@ -140,6 +170,10 @@ class CacheNode:
         """Forget an object whose file somebody removed or cut; it is fetched anew."""
         emit(Event(name="cache.file.lost", subject=str(disk.store.directory), detail=str(error)))
         disk.remove(name)
+
+
+def _name_of(origin: Origin, info: ObjectInfo) -> ObjectName:
+    return ObjectName(origin.identity, info.key, info.version)
 
 
 class _Process:

@@ -6,8 +6,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from typing_extensions import Buffer
@@ -15,10 +16,10 @@ from typing_extensions import Buffer
 from millrace.cache.blocks import BLOCK_BYTES, RUN_BLOCKS, blocks_of, coalesce, span_of
 from millrace.cache.counters import Counters
 from millrace.cache.disk import Disk
+from millrace.cache.failures import disk_errors
 from millrace.cache.flight import PATIENCE_SECONDS
 from millrace.cache.held import HELD_BYTES
-from millrace.cache.index import Entry
-from millrace.cache.store import disk_errors
+from millrace.cache.records import Entry
 from millrace.errors import OriginUnavailableError, StorageError
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
@@ -30,8 +31,8 @@ _POLL_SECONDS = (0.001, 0.05)  # first and longest pause while another process f
 class Threads:
     """The pools of a node: one for what somebody waits for, one for what is only expected."""
 
-    demand: ThreadPoolExecutor
-    ahead: ThreadPoolExecutor
+    demand: Executor
+    ahead: Executor
 
     def close(self) -> None:
         """Wait for what is under way."""
@@ -145,6 +146,26 @@ class BlockReader:
     @property
     def block_bytes(self) -> int:
         return self._entry.block_bytes
+
+    @property
+    def directory(self) -> Path:
+        """The store that the blocks go to."""
+        return self._store.directory
+
+    def missing(self, blocks: Sequence[int]) -> list[int]:
+        """Those of `blocks` that are not here; all of them when the disk cannot tell."""
+        return self._missing(blocks)
+
+    def is_sound(self, block: int) -> bool:
+        """Whether a block is here and its bytes, read from the disk now, are right. A wrong block is forgotten, and counted."""
+        try:
+            if self._store.read_block(self._entry, self._descriptor, block) is not None:
+                return True
+        except StorageError as error:
+            self._report(error)
+            return False
+        self._disk.counters.add("corrupt_blocks")
+        return False
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
@@ -328,7 +349,7 @@ class BlockReader:
     def _try_store(self, descriptor: int, block: int, piece: Buffer) -> bool:
         """Store a block; a disk that will not take it costs the copy, not the read."""
         try:
-            return self._store.write_block(self._entry, descriptor, block, piece)
+            return self._store.write_block(self._entry, descriptor, block, piece) is not None
         except StorageError as error:
             self._report(error)
             return False

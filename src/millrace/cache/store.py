@@ -17,7 +17,6 @@ Files are not flushed: a crash of the machine may leave zeros behind, so a store
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -30,39 +29,26 @@ import xxhash
 from typing_extensions import Buffer
 
 from millrace.cache.blocks import span_of
-from millrace.cache.index import DamagedIndexError, Entry, Index
+from millrace.cache.environment import DamagedIndexError
+from millrace.cache.failures import LostDataError, disk_errors
+from millrace.cache.index import Index
+from millrace.cache.records import Entry
+from millrace.cache.rules_file import NEW_RULES_NAME, RULES_NAME, RulesFile
 from millrace.config import Amount
-from millrace.errors import ConfigurationError, DiskFullError, MillraceError, StorageError, UnsupportedFormatError
+from millrace.errors import ConfigurationError, StorageError, UnsupportedFormatError
 from millrace.events import Event, emit
 
 FORMAT_NAME = "millrace-store"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
-_OWN_NAMES = frozenset({"FORMAT", "FORMAT.new", "index", "objects", "counters", "locks", "setup.lock"})
+_OWN_NAMES = frozenset(
+    {"FORMAT", "FORMAT.new", "index", "objects", "counters", "locks", "setup.lock", RULES_NAME, NEW_RULES_NAME}
+)
 
 
 def checksum(data: Buffer) -> int:
     """The checksum of a block: xxh3, 64 bits (11 GB/s, releases the GIL)."""
     return xxhash.xxh3_64_intdigest(data)
-
-
-class LostDataError(StorageError):
-    """The index and the files do not agree: somebody else removed or cut a file. Handled inside the cache."""
-
-    code = "lost-data"
-
-
-@contextmanager
-def disk_errors(path: str | Path) -> Iterator[None]:
-    """Turn the operating system's errors on a local file into ours."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, MillraceError):
-            raise
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFullError(f"no room left for {path}", next_step="free disk space or lower 'capacity'") from error
-        raise StorageError(f"{path}: {error.strerror}", next_step="check the disk and its permissions") from error
 
 
 def _boot_id() -> str:
@@ -79,6 +65,7 @@ class Store:
         self.directory = directory
         self._capacity = capacity
         self._min_free = min_free
+        self.rules = RulesFile(directory)
         self._reserved = 0
         self._reserve_lock = threading.Lock()
         with disk_errors(directory):
@@ -134,8 +121,8 @@ class Store:
         if now is None or now.generation != entry.generation or now.present:
             raise LostDataError(f"{self.path(entry)} {what}", next_step="open the object again")
 
-    def write_block(self, entry: Entry, descriptor: int, block: int, data: Buffer) -> bool:
-        """Put one block in its place and record it. False when the object was removed meanwhile.
+    def write_block(self, entry: Entry, descriptor: int, block: int, data: Buffer) -> Entry | None:
+        """Put one block in its place and record it; returns the record. None when the object was removed meanwhile.
 
         Raises `DiskFullError` or `StorageError`; the block is then not recorded.
         """
@@ -189,7 +176,7 @@ class Store:
         wanted = self._reserved + nbytes
         if free - wanted < self._min_free.of(total):
             return False
-        return self.index.used_bytes() + wanted <= self._capacity.of(total)
+        return self.index.used_bytes() + wanted <= self._limit().of(total)
 
     @contextmanager
     def reserved(self, nbytes: int) -> Iterator[bool]:
@@ -212,7 +199,17 @@ class Store:
         """The capacity on this disk."""
         with disk_errors(self.directory):
             disk = os.statvfs(self.directory)
-        return self._capacity.of(disk.f_blocks * disk.f_frsize)
+        return self._limit().of(disk.f_blocks * disk.f_frsize)
+
+    def disk_bytes(self) -> int:
+        """The size of the disk, whoever fills it."""
+        with disk_errors(self.directory):
+            disk = os.statvfs(self.directory)
+        return disk.f_blocks * disk.f_frsize
+
+    def _limit(self) -> Amount:
+        """What somebody has resized the store to holds for every process, whatever its option says."""
+        return self.rules.current().capacity or self._capacity
 
     # --- format -----------------------------------------------------------------------------------
 
@@ -233,6 +230,10 @@ class Store:
             raise UnsupportedFormatError(
                 f"{marker} was not written by Millrace", next_step="choose another 'cache_dir'"
             ) from error
+        if lines and lines[0] == f"{FORMAT_NAME} 1":
+            # Never released, so nobody's data: what it holds is fetched again.
+            self._discard("written in format 1, which this version does not read")
+            lines = []
         if lines and lines[0] != f"{FORMAT_NAME} {FORMAT_VERSION}":
             raise UnsupportedFormatError(
                 f"{self.directory} has the format {lines[0][:60]!r}, this version reads '{FORMAT_NAME} {FORMAT_VERSION}'",

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from fsspec.core import get_compression, has_magic
 
-from millrace.cache.store import disk_errors
+from millrace.cache.failures import disk_errors
 from millrace.errors import (
     ConfigurationError,
     IsDirectoryError,

@@ -1,0 +1,109 @@
+"""Opening LMDB for this process: its traps, and its errors in our own.
+
+Traps handled here: one environment a process (py-lmdb refuses a second); a reader slot a transaction, so the table is
+large; slots of killed readers are cleared on open; after a fork the child must open anew (`node.py` sees to it), but must
+neither close what it inherited (that waits for threads that do not exist in the child) nor open the same path (py-lmdb
+believes it open). It opens a hard link instead: LMDB's locks belong to the file, not to its name. py-lmdb 3 sees through
+the link, hence the upper bound on its version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lmdb
+
+from millrace.errors import DiskFullError, StorageError
+
+DATA_NAME = "index.mdb"
+_MAP_BYTES = 64 << 30  # address space, not disk
+_MAX_READERS = 8192
+
+
+class DamagedIndexError(StorageError):
+    """The index cannot be read; what it said is lost. Handled inside the cache."""
+
+    code = "damaged-index"
+
+
+def translated(error: lmdb.Error, path: str) -> StorageError:
+    """LMDB's error as one of ours."""
+    # LMDB tells a full disk while it writes as a plain system error.
+    if isinstance(error, lmdb.DiskError) or os.strerror(errno.ENOSPC) in str(error):
+        return DiskFullError(f"cache index {path}: {error}", next_step="free disk space")
+    if isinstance(error, (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)):
+        return DamagedIndexError(
+            f"cache index {path}: {error}", next_step="close what uses the cache; the next start builds the index anew"
+        )
+    return StorageError(f"cache index {path}: {error}", next_step="check the disk and its permissions")
+
+
+@contextmanager
+def index_errors(path: str) -> Iterator[None]:
+    """Turn LMDB's errors on the index at `path` into ours."""
+    try:
+        yield
+    except lmdb.Error as error:
+        raise translated(error, path) from error
+
+
+_fork_depth = 0
+
+
+def _count_forks() -> None:
+    global _fork_depth
+    _fork_depth += 1
+
+
+os.register_at_fork(after_in_child=_count_forks)
+
+
+def _path_for_this_process(directory: Path) -> str:
+    """The name under which this process opens the index: a hard link of its own for every level of forking."""
+    path = directory / DATA_NAME
+    if _fork_depth == 0:
+        return str(path)
+    alias = directory / f"fork{_fork_depth}-{DATA_NAME}"
+    for suffix in ("", "-lock"):
+        # The first to come makes the file; LMDB fills an empty one in.
+        os.close(os.open(f"{path}{suffix}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        with contextlib.suppress(FileExistsError):
+            os.link(f"{path}{suffix}", f"{alias}{suffix}")
+    return str(alias)
+
+
+def open_environment(directory: Path, *, tables: int) -> tuple[lmdb.Environment, str]:
+    """Open the index in `directory` and return it with the path that its errors name.
+
+    Opened without sync: killing a process loses nothing (the pages are the kernel's), and after a crash of the machine the
+    index is not believed (see `rebuild.py`), so a write costs microseconds instead of a disk flush. Raises
+    `DamagedIndexError` when the files are no index, or shorter than they were.
+    """
+    path = _path_for_this_process(directory)
+    with index_errors(path):
+        environment = lmdb.open(
+            path,
+            subdir=False,
+            map_size=_MAP_BYTES,
+            max_dbs=tables,
+            max_readers=_MAX_READERS,
+            sync=False,
+            metasync=False,
+            readahead=False,
+            mode=0o600,
+        )
+        # The lock file is written through a memory map: a hole in it, on a full disk, would kill the process.
+        with open(f"{path}-lock", "rb+") as lock_file:
+            os.posix_fallocate(lock_file.fileno(), 0, os.fstat(lock_file.fileno()).st_size)
+        # Reading past the end of a file that was cut would kill the process.
+        needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+        if os.stat(path).st_size < needed:
+            environment.close()
+            raise DamagedIndexError(f"cache index {path} was cut", next_step="remove the cache directory")
+        environment.reader_check()
+    return environment, path

@@ -1,0 +1,40 @@
+"""What goes wrong with local files, in our own errors."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from millrace.errors import DiskFullError, MillraceError, StorageError
+
+
+class LostDataError(StorageError):
+    """The index and the files do not agree: somebody else removed or cut a file. Handled inside the cache."""
+
+    code = "lost-data"
+
+
+class FailingDiskError(StorageError):
+    """The device does not answer, or takes no writes any more (EIO, EROFS and the like). Handled inside the cache."""
+
+    code = "failing-disk"
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FAILING = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.EUCLEAN, errno.ESTALE)
+
+
+@contextmanager
+def disk_errors(path: str | Path) -> Iterator[None]:
+    """Turn the operating system's errors on a local file into ours."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, MillraceError):
+            raise
+        if error.errno in _FULL:
+            raise DiskFullError(f"no room left for {path}", next_step="free disk space or lower 'capacity'") from error
+        kind = FailingDiskError if error.errno in _FAILING else StorageError
+        raise kind(f"{path}: {error.strerror}", next_step="check the disk and its permissions") from error

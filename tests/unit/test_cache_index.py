@@ -1,0 +1,214 @@
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millrace.cache.index import Index
+from millrace.cache.records import Entry, ObjectName, SegmentRecord
+
+NAME = ObjectName("s3://?region=eu", "bucket/a key with ü and \udc80", "etag")
+ID = bytes(range(16))
+OTHER = bytes(range(16, 32))
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    index = Index(tmp_path)
+    yield index
+    index.close()
+
+
+def fill(index: Index, object_id: bytes = ID, blocks: int = 3) -> Entry:
+    entry = index.create(object_id, blocks * 100 - 1, 100, NAME)
+    for block in range(blocks):
+        index.add_block(entry, block, min(100, entry.size - block * 100), block)
+    now = index.get(object_id)
+    assert now is not None
+    return now
+
+
+def test_a_record_comes_back_as_it_was_written(index: Index) -> None:
+    entry = index.create(ID, 299, 100, NAME)
+    assert index.get(ID) == entry
+    assert entry.name == NAME
+    assert (entry.size, entry.block_bytes, entry.present, entry.complete, entry.sealed) == (299, 100, 0, False, False)
+    assert index.create(ID, 299, 100, NAME) == entry
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"short", ObjectName("a", "b", "c").pack() + b"x", ObjectName("a", "b", "c").pack()[:-1]]
+)
+def test_what_is_no_name_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="not a packed name"):
+        ObjectName.unpack(data)
+
+
+def test_the_record_after_a_block(index: Index) -> None:
+    entry = index.create(ID, 150, 100, NAME)
+    first = index.add_block(entry, 0, 100, 7)
+    assert first is not None
+    assert not first.complete
+    second = index.add_block(entry, 1, 50, 8)
+    assert second is not None
+    assert second.complete
+    assert index.add_block(entry, 1, 50, 8) == second
+    assert index.used_bytes() == 150
+    assert index.checksums(entry, [1, 2, 0]) == [8, None, 7]
+    index.remove(ID)
+    assert index.add_block(entry, 0, 100, 7) is None
+    assert index.used_bytes() == 0
+
+
+def test_only_a_complete_object_of_the_same_generation_is_sealed(index: Index) -> None:
+    entry = index.create(ID, 150, 100, NAME)
+    assert not index.seal(entry, inode=5, ctime_ns=6)
+    index.remove(ID)
+    new = fill(index)
+    assert not index.seal(entry, inode=5, ctime_ns=6)
+    assert index.seal(new, inode=5, ctime_ns=6)
+    sealed = index.get(ID)
+    assert sealed is not None
+    assert (sealed.sealed, sealed.seal_inode, sealed.seal_ctime_ns, sealed.name) == (True, 5, 6, NAME)
+    index.unseal(sealed)
+    assert index.get(ID) == new
+    index.seal(new, inode=5, ctime_ns=6)
+    index.drop_block(new, 1, 100)
+    dropped = index.get(ID)
+    assert dropped is not None
+    assert (dropped.sealed, dropped.complete, dropped.present) == (False, False, 2)
+
+
+def test_a_segment_leaves_with_all_its_objects(index: Index) -> None:
+    segments = [index.new_generation(), index.new_generation()]
+    for segment in segments:
+        index.add_segment(segment, "data set")
+    ids = [os.urandom(16) for _ in range(20)]
+    for number, object_id in enumerate(ids):
+        entry = index.add_small(
+            object_id, 10, NAME, segment=segments[number % 2], offset=number // 2 * 10, checksum=number
+        )
+        assert entry is not None
+        assert entry == index.get(object_id)
+        assert entry.complete
+        assert (entry.offset, entry.checksum) == (number // 2 * 10, number)
+    large = fill(index)
+    assert index.used_bytes() == 200 + large.size
+    index.remove(ids[0])  # its bytes stay in the segment
+    assert index.segment(segments[0]) == SegmentRecord(segments[0], 100, 90, "data set")
+    assert index.used_bytes() == 200 + large.size
+    removed = index.remove_segment(segments[0])
+    assert removed is not None
+    assert {entry.object_id for entry in removed} == set(ids[2::2])
+    assert index.used_bytes() == 100 + large.size
+    assert {entry.object_id for entry in index.entries()} == {*ids[1::2], ID}
+    assert index.segment_records() == [SegmentRecord(segments[1], 100, 100, "data set")]
+    assert index.remove_segment(segments[0]) is None
+    assert index.add_small(OTHER, 10, NAME, segment=segments[0], offset=0, checksum=0) is None
+    assert index.get(OTHER) is None
+
+
+def test_bytes_of_an_object_that_is_here_already_are_waste(index: Index) -> None:
+    segment = index.new_generation()
+    index.add_segment(segment, "")
+    first = index.add_small(ID, 10, NAME, segment=segment, offset=0, checksum=1)
+    assert index.add_small(ID, 10, NAME, segment=segment, offset=10, checksum=1) == first
+    assert index.segment(segment) == SegmentRecord(segment, 20, 10, "")
+    assert index.used_bytes() == 20
+
+
+def test_samples_are_spread_and_wrap_round(index: Index) -> None:
+    assert index.sample([bytes(16)]) == []
+    ids = sorted(os.urandom(16) for _ in range(8))
+    for object_id in ids:
+        index.create(object_id, 1, 1, NAME)
+    found = [entry.object_id for entry in index.sample([bytes(16), ids[3], b"\xff" * 16])]
+    assert found == [ids[0], ids[3], ids[0]]
+
+
+def test_what_was_found_in_files_is_entered_at_once(index: Index) -> None:
+    large = Entry(ID, 70, 150, 100, 2, packed_name=NAME.pack())
+    small = Entry(OTHER, 71, 10, 10, 1, place=50, offset=3, checksum=4, packed_name=NAME.pack())
+    index.restore_segments([SegmentRecord(50, 40, 10, "g")])
+    index.restore([(large, [(0, 11), (1, 12)]), (small, [])], used_bytes=150)
+    index.raise_generation(1000)
+    assert index.get(ID) == large
+    assert index.get(OTHER) == small
+    assert index.checksums(large, [0, 1]) == [11, 12]
+    assert index.used_bytes() == 190
+    assert index.new_generation() == 1001
+    index.raise_generation(5)
+    assert index.new_generation() == 1002
+    assert [entry.object_id for entry in index.remove_segment(50) or []] == [OTHER]
+
+
+def test_what_takes_something_away_raises_a_signal(index: Index) -> None:
+    entry = fill(index)
+    index.seal(entry, inode=1, ctime_ns=2)
+    segment = index.new_generation()
+    index.add_segment(segment, "")
+    removals = [
+        lambda: index.unseal(entry),
+        lambda: index.drop_block(entry, 0, 100),
+        lambda: index.remove(ID),
+        lambda: index.remove_segment(segment),
+    ]
+    for remove in removals:
+        before = index.stamp()
+        remove()
+        after = index.stamp()
+        assert before is not None
+        assert after is not None
+        assert after.removals != before.removals
+        assert after.changes == before.changes
+    for change in [index.change_meta, index.clear_meta]:
+        before = index.stamp()
+        change()
+        after = index.stamp()
+        assert before is not None
+        assert after is not None
+        assert after.changes != before.changes
+        assert after.removals == before.removals
+    before = index.stamp()
+    fill(index)
+    index.remove(OTHER)  # which is not there
+    index.put_meta([(b"a", b"b")])
+    assert index.stamp() == before == index.signals.read()
+
+
+def test_signals_reach_other_processes(index: Index, tmp_path: Path) -> None:
+    fill(index)
+    before = index.signals.removals
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        Index(tmp_path).remove(ID)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert index.signals.removals != before
+    assert index.get(ID) is None
+
+
+def test_nothing_is_to_be_remembered_until_a_removal_is_visible(index: Index, tmp_path: Path) -> None:
+    fill(index)
+    pid = os.fork()
+    if pid == 0:
+        child = Index(tmp_path)
+        with child._writing() as txn:
+            child.signals.removed(txn.id())
+            os.kill(os.getpid(), signal.SIGKILL)  # before the commit
+    os.waitpid(pid, 0)
+    assert index.stamp() is None
+    index.new_generation()  # the next transaction takes the same id
+    assert index.stamp() is not None
+
+
+def test_what_a_killed_process_raised_is_taken_back_on_open(tmp_path: Path) -> None:
+    index = Index(tmp_path)
+    fill(index)
+    index.signals.removed(1 << 40)
+    index.close()
+    index = Index(tmp_path)
+    assert index.stamp() is not None
+    index.close()
