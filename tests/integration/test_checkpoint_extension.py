@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
 
-from millrace.checkpoint import CheckpointReader, ZstdPlanes, extension_registry
+from millrace.checkpoint import CheckpointReader, CheckpointWriter, ZstdPlanes, extension_registry
 from millrace.errors import CorruptCheckpointError, UnsupportedFormatError
 
 pytestmark = [
@@ -57,6 +57,16 @@ def test_every_item_comes_back_through_both_readers(tmp_path, threads):
         loaded = state(fill=0)
         dcp.load(loaded, storage_reader=reader(tmp_path, _extension_registry=extension_registry()))
         same(state(), loaded)
+
+
+@pytest.mark.parametrize("extension", [ZStandard, ZstdPlanes])
+@pytest.mark.parametrize("writer", [FileSystemWriter, CheckpointWriter])
+def test_what_comes_with_torch_or_us_needs_no_registering(tmp_path, writer, extension):
+    """Torch's reader knows ZStandard without a registry; so does ours, whoever wrote the checkpoint."""
+    dcp.save(state(), storage_writer=writer(tmp_path, _extensions=[extension()]))
+    loaded = state(fill=0)
+    dcp.load(loaded, storage_reader=CheckpointReader(tmp_path))
+    same(state(), loaded)
 
 
 def test_it_is_smaller_than_zstandard(tmp_path):

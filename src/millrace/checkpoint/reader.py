@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.storage import StorageReader
 
+from millrace.checkpoint.extension import extension_registry
 from millrace.checkpoint.fetching import ChunkFetcher, Request
 from millrace.checkpoint.format import DTYPES, Shard
 from millrace.checkpoint.garbage import collection_paused
@@ -51,8 +52,9 @@ _STAGING_BYTES = 128 << 20
 class CheckpointReader(StorageReader):  # type: ignore[misc]
     """Reads a checkpoint from a URL or local path: `dcp.load(state, storage_reader=CheckpointReader(url))`.
 
-    Reads what `CheckpointWriter` wrote, and what torch's own writer wrote (for which `_extension_registry` is, as in
-    `FileSystemReader`). Every byte is verified; damage is a `CorruptCheckpointError`.
+    Reads what `CheckpointWriter` wrote, where every byte is verified and damage is a `CorruptCheckpointError`; and what
+    torch's own writer wrote, which has no checksums. `_extension_registry` is as in `FileSystemReader`; without one
+    torch's `ZStandard` and our `ZstdPlanes` are known.
 
     - `target_options`: for the storage, as s3fs takes them.
     - `origin`: read through this instead (a cache); `path` then names the key in it.
@@ -75,7 +77,8 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         if thread_count is not None and thread_count < 1:
             raise ConfigurationError(f"thread_count={thread_count}", next_step="give a positive number")
         self._path = os.fspath(path)
-        self._extension_registry = _extension_registry
+        # As with torch's reader, what comes with the library needs no registering.
+        self._extension_registry = extension_registry() if _extension_registry is None else _extension_registry
         self._target_options = dict(target_options or {})
         self._origin = origin
         self._trusted_types = tuple(trusted_types)
