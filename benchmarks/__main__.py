@@ -19,6 +19,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("cases", nargs="*", metavar="case", help=f"default: all ({', '.join(cases)})")
     parser.add_argument("--rounds", type=int, help="default: what the case says")
     parser.add_argument("--quick", action="store_true", help="little data and one round: does it work at all")
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="only contenders whose name matches; tables are not kept then"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there as well")
     parser.add_argument("--list", action="store_true", help="name the cases and their contenders")
     parser.add_argument(
@@ -38,7 +41,12 @@ def main(arguments: list[str] | None = None) -> int:
         about = machine()
         try:
             outcome = run_case(
-                cases[name], rounds=given.rounds, quick=given.quick, scratch=given.scratch, say=_progress
+                cases[name],
+                rounds=given.rounds,
+                quick=given.quick,
+                scratch=given.scratch,
+                only=given.only,
+                say=_progress,
             )
         except (ContenderError, MillraceError) as error:
             print(error, file=sys.stderr)
@@ -46,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         print("\n" + as_markdown(outcome, about), flush=True)
         collected.append(as_json(outcome, about))
-        if not given.quick:  # quick figures are no figures to keep
+        if not given.quick and not given.only:  # quick figures are no figures to keep, and half a table is none
             _keep(outcome, collected[-1], as_markdown(outcome, about))
         status = 1 if outcome.failures else status
     if given.json:

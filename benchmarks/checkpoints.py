@@ -88,7 +88,12 @@ def parts_of(file: str | Path, *names: str) -> dict[str, dict[str, Any]]:
     return {name: {key: value.clone() for key, value in whole[name].items()} for name in names}
 
 
-WEIGHTS_AND_ADAM = ("bf16", "exp_avg", "exp_avg_sq")
+CONTENTS: Mapping[str, tuple[str, ...]] = {
+    "bf16": ("bf16",),
+    "fp32": ("fp32",),
+    "fp32 + Adam": ("fp32", "exp_avg", "exp_avg_sq"),
+}
+"""What is saved, as parts of the trained state."""
 
 
 def tensors_of(state: Mapping[str, Any]) -> list[Any]:
@@ -152,20 +157,41 @@ def folder_bytes(place: str) -> int:
     return sum(path.stat().st_size for path in Path(place).rglob("*") if path.is_file())
 
 
-def save_and_load(measure: Measure, context: Mapping[str, Any], openers: tuple[Opener, Opener]) -> str:
-    """Save weights and moments to `context["place"]`, load them; returns the digest of what came back."""
+def expected_of(file: Path, contents: Mapping[str, tuple[str, ...]] = CONTENTS) -> dict[str, str]:
+    """What `save_and_load` returns when nothing was lost."""
+    return {name: digest(parts_of(file, *parts)) for name, parts in contents.items()}
+
+
+def sizes_of(file: Path, contents: Mapping[str, tuple[str, ...]] = CONTENTS) -> str:
+    """The contents in words, for a report."""
+    states = {name: parts_of(file, *parts) for name, parts in contents.items()}
+    return "; ".join(
+        f"{name}: {raw_bytes(state) / 1e6:.0f} MB in {len(tensors_of(state))} tensors" for name, state in states.items()
+    )
+
+
+def save_and_load(
+    measure: Measure,
+    context: Mapping[str, Any],
+    openers: tuple[Opener, Opener],
+    contents: Mapping[str, tuple[str, ...]] = CONTENTS,
+) -> dict[str, str]:
+    """Save each of the contents to a checkpoint in `context["place"]` and load it; the digests of what came back."""
     import torch.distributed.checkpoint as dcp
 
     place = context.get("place") or context["scratch"]
     warm_up(openers, f"{place}/warm-up")
-    state, checkpoint = parts_of(context["state"], *WEIGHTS_AND_ADAM), f"{place}/checkpoint"
-    with measure("save") as figures:
-        dcp.save(state, storage_writer=openers[0](checkpoint), no_dist=True)
-        if "place" not in context:
-            stored = folder_bytes(checkpoint)
-            figures |= {"MB stored": stored / 1e6, "size to raw": stored / raw_bytes(state)}
-    for tensor in tensors_of(state):
-        tensor.fill_(7)
-    with measure("load"):
-        dcp.load(state, storage_reader=openers[1](checkpoint), no_dist=True)
-    return digest(state)
+    digests = {}
+    for name, parts in contents.items():
+        state, checkpoint = parts_of(context["state"], *parts), f"{place}/{name.replace(' ', '')}"
+        with measure(f"save {name}") as figures:
+            dcp.save(state, storage_writer=openers[0](checkpoint), no_dist=True)
+            if "place" not in context:
+                stored = folder_bytes(checkpoint)
+                figures |= {"MB stored": stored / 1e6, "size to raw": stored / raw_bytes(state)}
+        for tensor in tensors_of(state):
+            tensor.fill_(7)
+        with measure(f"load {name}"):
+            dcp.load(state, storage_reader=openers[1](checkpoint), no_dist=True)
+        digests[name] = digest(state)
+    return digests

@@ -26,6 +26,7 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import shutil
 import signal
 import sys
@@ -159,9 +160,19 @@ def check_results(runs: list[Run], expected: object) -> list[str]:
 
 
 def run_case(
-    case: Case, *, rounds: int | None, quick: bool, scratch: Path, say: Callable[[str], None] = lambda _: None
+    case: Case,
+    *,
+    rounds: int | None,
+    quick: bool,
+    scratch: Path,
+    only: str = "",
+    say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
-    """Prepare a case and run all its rounds. Raises `ContenderError` when a contender breaks down."""
+    """Prepare a case and run all its rounds, of contenders whose names the regular expression `only` is found in.
+
+    Raises `ContenderError` when a contender breaks down.
+    """
+    chosen = [name for name in case.contenders if re.search(only, name)]
     count = rounds or (1 if quick else case.rounds)
     folder = scratch / case.name
     shutil.rmtree(folder, ignore_errors=True)
@@ -173,7 +184,7 @@ def run_case(
         prepared_at.mkdir()
         with case.prepare(Options(quick=quick, scratch=prepared_at)) as prepared:
             for number in range(count):
-                for name in round_order(list(case.contenders), number):
+                for name in round_order(chosen, number):
                     run = _run_one(case, name, number, prepared, folder)
                     seconds = {phase: round(figures["wall s"], 2) for phase, figures in run.phases.items()}
                     say(f"{case.name}: round {number + 1} of {count}, {name}: {seconds}")

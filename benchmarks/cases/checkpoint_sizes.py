@@ -7,32 +7,32 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.checkpoints import (
-    WEIGHTS_AND_ADAM,
+    CONTENTS,
     Opener,
-    digest,
-    folder_bytes,
+    expected_of,
     millrace,
-    parts_of,
-    raw_bytes,
+    save_and_load,
+    sizes_of,
     stock,
-    tensors_of,
     trained,
-    warm_up,
 )
 from benchmarks.harness import Case, Measure, Options, Prepared
 
-_PARTS = {"bf16": ("bf16",), "fp32": ("fp32",), "exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",)}
-_PARTS["weights and Adam"] = WEIGHTS_AND_ADAM
+_CONTENTS = {
+    **CONTENTS,
+    "exp_avg": ("exp_avg",),
+    "exp_avg_sq": ("exp_avg_sq",),
+    "bf16 + Adam": ("bf16", "exp_avg", "exp_avg_sq"),
+}
 
 
 @contextmanager
 def prepare(options: Options) -> Iterator[Prepared]:
     file, about = trained(options)
-    expected = {name: digest(parts_of(file, *parts)) for name, parts in _PARTS.items()}
     yield Prepared(
         {"state": str(file)},
-        expected=expected,
-        notes=(about, "One thread, files not synced, read back from the page cache."),
+        expected=expected_of(file, _CONTENTS),
+        notes=(f"{sizes_of(file, _CONTENTS)}. {about}", "One thread, files not synced, read back from the page cache."),
     )
 
 
@@ -40,21 +40,7 @@ case = Case(name="checkpoint_sizes", title="Sizes of checkpoints", prepare=prepa
 
 
 def _sizes(measure: Measure, context: Mapping[str, Any], openers: tuple[Opener, Opener]) -> dict[str, str]:
-    import torch.distributed.checkpoint as dcp
-
-    warm_up(openers, f"{context['scratch']}/warm-up")
-    digests = {}
-    for name, parts in _PARTS.items():
-        state, place = parts_of(context["state"], *parts), f"{context['scratch']}/{name}"
-        with measure(f"save {name}") as figures:
-            dcp.save(state, storage_writer=openers[0](place), no_dist=True)
-            figures["size to raw"] = folder_bytes(place) / raw_bytes(state)
-        for tensor in tensors_of(state):
-            tensor.fill_(7)
-        with measure(f"load {name}"):
-            dcp.load(state, storage_reader=openers[1](place), no_dist=True)
-        digests[name] = digest(state)
-    return digests
+    return save_and_load(measure, context, openers, _CONTENTS)
 
 
 @case.contender("stock plain")
