@@ -50,12 +50,7 @@ class CachedFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         self._check_open()
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}.get(whence)
-        if base is None:
-            raise ValueError(f"invalid whence {whence}")
-        if base + offset < 0:
-            raise ValueError(f"negative position {base + offset}")
-        self._position = base + offset
+        self._position = _target(offset, whence, self._position, self.size)
         return self._position
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -99,6 +94,67 @@ class CachedFile(io.RawIOBase):
     def _check_open(self) -> None:
         if self.closed:
             raise ValueError(f"{self.name} is closed")
+
+
+class _MappedBytes(io.RawIOBase):
+    """The raw half of `MappedFile`."""
+
+    def __init__(self, buffer: pa.Buffer, path: str) -> None:
+        self._view = memoryview(buffer).cast("B")
+        self._position = 0
+        self.name = path
+        self.mode = "rb"
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._position = _target(offset, whence, self._position, len(self._view))
+        return self._position
+
+    def readall(self) -> bytes:
+        data = self._view[self._position :].tobytes()
+        self._position += len(data)
+        return data
+
+    def readinto(self, target: Any, /) -> int:
+        start = self._position
+        data = self._view[start : start + len(target)]
+        target[: len(data)] = data
+        self._position = start + len(data)
+        return len(data)
+
+
+class MappedFile(io.BufferedReader):
+    """What `open(path, "rb")` returns for an object that is completely here: a file over its memory map."""
+
+    def __init__(self, buffer: pa.Buffer, path: str) -> None:
+        super().__init__(_MappedBytes(buffer, path))
+        self._buffer = buffer
+        self.size = buffer.size
+
+    def read_buffer(self, nbytes: int | None = None) -> pa.Buffer:
+        """Up to `nbytes` (default: the rest) as an Arrow buffer, without a copy. pyarrow calls it."""
+        start = min(self.tell(), self.size)
+        stop = self.size if nbytes is None or nbytes < 0 else min(start + nbytes, self.size)
+        self.seek(stop)
+        return self._buffer.slice(start, stop - start)
+
+
+def _target(offset: int, whence: int, position: int, size: int) -> int:
+    """Where a file of `size` bytes that stands at `position` is after `seek(offset, whence)`."""
+    base = {io.SEEK_SET: 0, io.SEEK_CUR: position, io.SEEK_END: size}.get(whence)
+    if base is None:
+        raise ValueError(f"invalid whence {whence}")
+    if base + offset < 0:
+        raise ValueError(f"negative position {base + offset}")
+    return base + offset
 
 
 class BufferedFile(io.BufferedReader):

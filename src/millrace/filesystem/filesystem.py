@@ -20,12 +20,16 @@ from millrace.cache.node import CacheNode, cache_node
 from millrace.cache.reader import ObjectReader
 from millrace.config import OPTION_NAMES, resolve
 from millrace.errors import ConfigurationError, ObjectChangedError, ObjectNotFoundError
-from millrace.filesystem.files import BufferedFile, CachedFile
+from millrace.filesystem.files import BufferedFile, CachedFile, MappedFile
 from millrace.filesystem.handler import MillraceHandler, python_file
+from millrace.filesystem.hot import HotOpens
 from millrace.filesystem.writing import WritingFileSystem
 from millrace.origin import SCHEMES, ObjectInfo, open_origin
 
 _OWN_SCHEME = "millrace"
+
+# Names of which pyarrow decompresses a stream by itself.
+_COMPRESSED = (".bz2", ".gz", ".lz4", ".zst")
 
 # Protocols whose keys are absolute paths rather than bucket/key.
 _ROOTED = frozenset(scheme for scheme, served in SCHEMES.items() if served == "file")
@@ -60,6 +64,7 @@ class MillraceFileSystem(WritingFileSystem, PyFileSystem):  # type: ignore[misc]
         *,
         fo: str | None = None,
         _pyarrow_half: bool = True,
+        _hot: HotOpens | None = None,
         **options: Any,
     ) -> None:
         if not target_protocol:
@@ -78,12 +83,18 @@ class MillraceFileSystem(WritingFileSystem, PyFileSystem):  # type: ignore[misc]
         self._target_options = dict(target_options or {})
         self._origin = open_origin(target_protocol, self._target_options)
         self._options = resolve(arguments)
+        self._hot = HotOpens() if _hot is None else _hot
         # "s3" must be among the protocols, or Ray resolves s3:// paths against AWS; and must not be the first, or Ray
         # may bypass this file system with a client of its own.
         self.protocol = (_OWN_SCHEME, *(name for name, served in SCHEMES.items() if served == SCHEMES[target_protocol]))
         if _pyarrow_half:
             inner = MillraceFileSystem(
-                target_protocol, self._target_options, _pyarrow_half=False, skip_instance_cache=True, **arguments
+                target_protocol,
+                self._target_options,
+                _pyarrow_half=False,
+                _hot=self._hot,
+                skip_instance_cache=True,
+                **arguments,
             )
             PyFileSystem.__init__(self, MillraceHandler(inner))
 
@@ -143,12 +154,13 @@ class MillraceFileSystem(WritingFileSystem, PyFileSystem):  # type: ignore[misc]
 
         An object of one block is fetched first, and so is native from its first open on. Raises `ObjectNotFoundError`.
         """
-        info = self.describe(path)
-        node = self.node
-        file = node.open_native(self._origin, info)
-        if file is not None:
-            return file
-        reader = node.open_reader(self._origin, info)
+        buffer = self._hot.find(path)
+        if buffer is not None:
+            return pa.BufferReader(buffer)
+        info, buffer = self._look_up(path)
+        if buffer is not None:
+            return pa.BufferReader(buffer)
+        reader = self.node.open_reader(self._origin, info)
         if info.size <= reader.block_bytes:
             reader.close()
             return pa.BufferReader(pa.py_buffer(self._read_at_once(info)))
@@ -156,28 +168,72 @@ class MillraceFileSystem(WritingFileSystem, PyFileSystem):  # type: ignore[misc]
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Override of pyarrow's, which would go through C++ and back."""
-        return self.open_native(path, sequential=False)
+        buffer = self._hot.find(path)
+        return self.open_native(path, sequential=False) if buffer is None else pa.BufferReader(buffer)
 
     def open_input_stream(self, path: str, compression: str | None = "detect", buffer_size: int | None = None) -> Any:
         """Override of pyarrow's, which would go through C++ and back when there is nothing to decompress."""
-        if (compression == "detect" and not _looks_compressed(path)) or compression is None:
-            return self.open_native(path, sequential=True)
-        return PyFileSystem.open_input_stream(self, path, compression=compression, buffer_size=buffer_size)
+        if compression is not None and (compression != "detect" or str(path).endswith(_COMPRESSED)):
+            return PyFileSystem.open_input_stream(self, path, compression=compression, buffer_size=buffer_size)
+        buffer = self._hot.find(path)
+        return self.open_native(path, sequential=True) if buffer is None else pa.BufferReader(buffer)
+
+    def open(
+        self,
+        path: str,
+        mode: str = "rb",
+        block_size: int | None = None,
+        cache_options: dict[str, Any] | None = None,
+        compression: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """fsspec's. Of an object that is completely here it gives a file over the memory map."""
+        if mode == "rb" and compression is None:
+            buffer = self._hot.find(path)
+            if buffer is not None:
+                return MappedFile(buffer, path)
+        return super().open(path, mode, block_size, cache_options, compression, **kwargs)
 
     def _open(self, path: str, mode: str = "rb", autocommit: bool = True, **_: Any) -> Any:
         if mode != "rb":
             return self._open_for_writing(path, mode, autocommit=autocommit)
-        info = self.describe(path)
+        info, buffer = self._look_up(path)
+        if buffer is not None:
+            return MappedFile(buffer, path)
         return BufferedFile(self._cached_file(self.node.open_reader(self._origin, info), info, sequential=False))
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        return bytes(self._read_at_once(self.describe(path), start, end))
+        buffer = self._hot.find(path)
+        if buffer is None:
+            info, buffer = self._look_up(path)
+            if buffer is None:
+                return bytes(self._read_at_once(info, start, end))
+        if start is None and end is None:
+            return bytes(buffer.to_pybytes())
+        first, stop = _position(start, buffer.size, default=0), _position(end, buffer.size, default=buffer.size)
+        return bytes(buffer.slice(first, max(0, stop - first)).to_pybytes())
 
     # --- inside -----------------------------------------------------------------------------------
 
     def key_of(self, path: str) -> str:
         """The origin's name of what a user calls `path`. Local paths are made absolute against the current directory."""
         return str(self._strip_protocol(path)) if self._rooted else str(self._strip_protocol(path)).strip("/")
+
+    def _look_up(self, path: str) -> tuple[ObjectInfo, pa.Buffer | None]:
+        """What `path` names, and all of its bytes if they are here; remembered for the next time. Counts as a use.
+
+        Raises `ObjectNotFoundError`.
+        """
+        node = self.node
+        changes = node.changes()  # before anything is asked
+        info, until = node.metadata.stat_until(self._origin, self.key_of(path))
+        found = node.find_native(self._origin, info)
+        if found is None:
+            return info, None
+        # A relative path means something else in another directory.
+        if changes is not None and until > self._hot.clock() and not (self._rooted and path[:1] != "/"):
+            self._hot.keep(path, found, until=until, changes=changes)
+        return info, found.buffer
 
     def _cached_file(self, reader: ObjectReader, info: ObjectInfo, *, sequential: bool) -> CachedFile:
         return CachedFile(reader, path=info.key, sequential=sequential, on_changed=lambda: self._changed(info.key))
@@ -238,11 +294,3 @@ def _position(value: int | None, size: int, *, default: int) -> int:
     if value is None:
         return default
     return max(0, size + value) if value < 0 else min(value, size)
-
-
-def _looks_compressed(path: str) -> bool:
-    """Whether pyarrow would decompress a stream of this name by itself."""
-    try:
-        return pa.Codec.detect(path) is not None
-    except (TypeError, ValueError):  # pyarrow answers an unknown ending with one or the other
-        return False

@@ -1,0 +1,88 @@
+"""One daemon thread a process, for what has to be looked at now and then although nobody asks for it.
+
+A process that sits idle must still let go of files that another one has evicted. The thread starts with the first chore
+and ends with the last; a forked child has neither thread nor chores.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from millrace.errors import MillraceError
+from millrace.events import Event, emit
+
+TICK_SECONDS = 0.5
+
+Chore = Callable[[], None]
+
+
+class _Housekeeping:
+    def __init__(self) -> None:
+        self._chores: dict[Chore, None] = {}
+        self._lock = threading.Lock()  # of the list and the thread
+        self._running = threading.Lock()  # held while chores run, so that `forget` can wait for them
+        self._thread: threading.Thread | None = None
+
+    def __contains__(self, chore: Chore) -> bool:
+        return chore in self._chores
+
+    def add(self, chore: Chore) -> None:
+        with self._lock:
+            self._chores[chore] = None
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="millrace-housekeeping", daemon=True)
+                self._thread.start()
+
+    def forget(self, chore: Chore) -> None:
+        with self._running, self._lock:
+            self._chores.pop(chore, None)
+
+    def run_once(self) -> None:
+        with self._running:
+            for chore in list(self._chores):
+                try:
+                    chore()
+                except MillraceError as error:  # a disk in trouble; the next look may go well
+                    emit(Event(name="cache.housekeeping.failed", subject=repr(chore), detail=str(error)))
+
+    def _run(self) -> None:
+        pause = threading.Event()
+        while True:
+            pause.wait(TICK_SECONDS)
+            self.run_once()
+            with self._lock:
+                if not self._chores:
+                    self._thread = None
+                    return
+
+
+_housekeeping = _Housekeeping()
+
+
+def every_tick(chore: Chore) -> None:
+    """Call `chore` twice a second from now on, from the process's one thread for such things. Asking again changes nothing.
+
+    Only a `MillraceError` may come out of it.
+    """
+    if chore not in _housekeeping:
+        _housekeeping.add(chore)
+
+
+def no_more(chore: Chore) -> None:
+    """Never call `chore` again; waits for the call under way."""
+    _housekeeping.forget(chore)
+
+
+def tick() -> None:
+    """Do every chore now, in this thread. For tests."""
+    _housekeeping.run_once()
+
+
+def _after_fork() -> None:
+    global _housekeeping
+    _housekeeping = _Housekeeping()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,70 @@
+"""Complete objects as memory that pyarrow reads without any Python between."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from millrace.cache.disk import Disk
+from millrace.cache.failures import LostDataError
+from millrace.cache.maps import MapSlot, lost_or_failed
+from millrace.cache.records import Entry
+from millrace.cache.signals import Stamp
+
+SMALL_FILE_BYTES = 1 << 20
+"""Files up to this size are read whole by one `pread`, which costs less than a map that is set up and torn down."""
+
+
+class NativeObject(NamedTuple):
+    """All bytes of one object version, and where they are.
+
+    `removals` is the store's number of removals as long as this holds, None when it is just being changed. `buffer` is
+    `entry.size` bytes from `offset` on of the map in `slot`, which may be kept for the next open. Where `slot` is None
+    it is a private copy, which must not be kept.
+    """
+
+    entry: Entry
+    disk: Disk
+    removals: int | None
+    buffer: pa.Buffer
+    slot: MapSlot | None
+    offset: int
+
+
+def open_file(disk: Disk, entry: Entry, stamp: Stamp | None) -> NativeObject:
+    """A complete object with a file of its own.
+
+    Raises `LostDataError` when the file is gone or shorter than it was, `StorageError` when the disk fails.
+    """
+    removals = None if stamp is None else stamp.removals
+    path = disk.store.path(entry)
+    if entry.size <= SMALL_FILE_BYTES:
+        return NativeObject(entry, disk, removals, _read_whole(path, entry.size), None, 0)
+    slot = disk.maps.get(entry.generation)
+    buffer = slot.buffer if slot is not None else None
+    while buffer is None:  # a map may be given up between the two steps
+        slot = disk.maps.open(entry.generation, path, entry.size)
+        buffer = slot.buffer
+    return NativeObject(entry, disk, removals, buffer, slot, 0)
+
+
+def open_entry(disk: Disk, entry: Entry, stamp: Stamp | None) -> NativeObject | None:
+    """An object as its record has it; None when it is not complete. Raises as `open_file` does.
+
+    `stamp` is the index's from before the record was read.
+    """
+    return open_file(disk, entry, stamp) if entry.complete else None
+
+
+def _read_whole(path: str, size: int) -> pa.Buffer:
+    with lost_or_failed(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            data = os.pread(descriptor, size, 0)
+        finally:
+            os.close(descriptor)
+    if len(data) != size:
+        raise LostDataError(f"{path} is shorter than it was", next_step="open the object again")
+    return pa.py_buffer(data)
