@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from typing_extensions import Buffer
 
-from millrace.errors import ObjectChangedError, ObjectExistsError, ObjectNotFoundError
-from millrace.origin import Listing, ObjectInfo
+from millrace.errors import ObjectChangedError, ObjectExistsError, ObjectNotFoundError, UsageError
+from millrace.origin import Listing, ListingPage, ObjectInfo
 
 
 @dataclass
 class MemoryOrigin:
     """Implements `millrace.origin.Origin` over a dict. Thread-safe; one process.
 
-    `requests` records every call as (operation, key, start, stop). `before_read` runs before a range is read and may
-    sleep, raise, or change the object.
+    `requests` records every call as (operation, key, start, stop), a listing as one for each page. `before_read` runs before a
+    range is read and may sleep, raise, or change the object; so does `before_list(prefix, after)` before a page is listed.
     """
 
     identity: str = "memory"
     before_read: Callable[[str, int, int], None] | None = None
+    before_list: Callable[[str, str], None] | None = None
+    head_is_local: bool = False
     requests: list[tuple[str, str, int, int]] = field(default_factory=list)
     _objects: dict[str, tuple[bytes, int, float]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -50,21 +52,32 @@ class MemoryOrigin:
             info = self._info(key)
             if version is not None and version != info.version:
                 raise ObjectChangedError(f"memory://{key} was overwritten", next_step="open it again")
+            if not 0 <= start <= stop <= info.size:
+                raise UsageError(f"the range [{start}, {stop}) ends past the {info.size} bytes of memory://{key}")
             return self._objects[key][0][start:stop]
 
     def list_level(self, prefix: str) -> Listing:
         self.requests.append(("list", prefix, 0, 0))
-        base = f"{prefix}/" if prefix else ""
+        base = f"{prefix.rstrip('/')}/" if prefix else ""
         below = [key for key in sorted(self._objects) if key.startswith(base)]
         prefixes = {base + key[len(base) :].split("/", 1)[0] for key in below if "/" in key[len(base) :]}
         objects = [self._info(key) for key in below if "/" not in key[len(base) :]]
         return Listing(objects=objects, prefixes=sorted(prefixes))
 
     def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
-        self.requests.append(("list", prefix, 0, 0))
-        below = [key for key in sorted(self._objects) if key.startswith(f"{prefix}/")]
-        for start in range(0, len(below), 1000):
-            yield [self._info(key) for key in below[start : start + 1000]]
+        return (page.objects for page in self.list_pages(prefix) if page.objects)
+
+    def list_pages(
+        self, prefix: str, *, after: str = "", settled: Mapping[str, ObjectInfo] | None = None
+    ) -> Iterator[ListingPage]:
+        base = f"{prefix.rstrip('/')}/"
+        below = [key for key in sorted(self._objects) if key.startswith(base) and key > after]
+        for start in range(0, max(len(below), 1), 1000):
+            if self.before_list is not None:
+                self.before_list(prefix, after)
+            self.requests.append(("list", prefix, 0, 0))
+            page = [self._info(key) for key in below[start : start + 1000] if key in self._objects]
+            yield ListingPage(page, start + 1000 >= len(below))
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         with self._lock:
