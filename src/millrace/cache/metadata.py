@@ -94,19 +94,29 @@ class MetadataCache:
 
     def known(self, origin: Origin, key: str) -> ObjectInfo | None:
         """What is remembered of an object and still fresh; asks nobody."""
+        known = self._known_until(origin, key)
+        return None if known is None else known[0]
+
+    def _known_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float] | None:
         try:
             value = self._index.get_meta(_slot("object", origin, key))
         except StorageError as error:
             emit(Event(name="cache.disk.failed", subject="index", detail=str(error)))
             return None
         record = _Record.unpack(value) if value is not None else None
-        return record.info if record is not None and self._fresh(record.fetched) else None
+        if record is None or not self._fresh(record.fetched):
+            return None
+        return record.info, record.fetched + self._max_age
 
     def stat(self, origin: Origin, key: str) -> ObjectInfo:
         """Describe an object, from memory while fresh. Raises `ObjectNotFoundError`."""
-        info = self.known(origin, key)
-        if info is not None:
-            return info
+        return self.stat_until(origin, key)[0]
+
+    def stat_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
+        """Describe an object as `stat` does, and say until when (by `time.time`) that may be believed."""
+        known = self._known_until(origin, key)
+        if known is not None:
+            return known
         moment = self._moment()
         try:
             info = origin.head(key)
@@ -115,7 +125,7 @@ class MetadataCache:
                 self.forget(origin, key)
             raise
         self._remember(origin, [info], moment)
-        return info
+        return info, moment.asked + self._max_age
 
     def forget(self, origin: Origin, key: str) -> None:
         """Drop what is remembered of `key` and of the listings that could name it (it was written or removed).
@@ -282,6 +292,9 @@ class NoMemory:
 
     def stat(self, origin: Origin, key: str) -> ObjectInfo:
         return origin.head(key)
+
+    def stat_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
+        return origin.head(key), 0.0
 
     def forget(self, origin: Origin, key: str) -> None:
         pass
