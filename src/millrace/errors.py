@@ -86,6 +86,19 @@ class UnsupportedFormatError(UsageError):
     code = "unsupported-format"
 
 
+class StateMismatchError(UsageError):
+    """A state dict to load into does not fit the checkpoint. `keys` names every value that does not."""
+
+    code = "state-mismatch"
+    keys: tuple[str, ...] = ()
+
+
+class MissingKeyError(StateMismatchError, KeyError):
+    """A state dict to load into has keys that the checkpoint lacks. `keys` names all of them."""
+
+    code = "missing-key"
+
+
 class IsDirectoryError(UsageError, IsADirectoryError):
     """The call is for one object, and this is a directory."""
 

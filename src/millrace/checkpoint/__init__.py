@@ -11,11 +11,15 @@ from millrace.checkpoint.manifests import CheckpointSummary, describe
 
 if TYPE_CHECKING:
     from millrace.checkpoint.extension import ZstdPlanes, extension_registry
+    from millrace.checkpoint.load_planner import CheckpointLoadPlanner
     from millrace.checkpoint.reader import CheckpointReader
+    from millrace.checkpoint.save_planner import CheckpointSavePlanner
     from millrace.checkpoint.writer import CheckpointWriter, SaveStats
 
 __all__ = [
+    "CheckpointLoadPlanner",
     "CheckpointReader",
+    "CheckpointSavePlanner",
     "CheckpointSummary",
     "CheckpointWriter",
     "SaveStats",
@@ -25,7 +29,9 @@ __all__ = [
 ]
 
 _LAZY = {
+    "CheckpointLoadPlanner": "millrace.checkpoint.load_planner",
     "CheckpointReader": "millrace.checkpoint.reader",
+    "CheckpointSavePlanner": "millrace.checkpoint.save_planner",
     "CheckpointWriter": "millrace.checkpoint.writer",
     "SaveStats": "millrace.checkpoint.writer",
     "ZstdPlanes": "millrace.checkpoint.extension",

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from millrace._version import __version__
 from millrace.checkpoint.format import Manifest
@@ -32,20 +31,21 @@ def build_manifest(
     Raises `UsageError` when a tensor or object of the plan was written by no rank, or ranks had different extensions.
     """
     tensors, blobs = entries_of(metadata)
-    written: dict[Any, StoredItem] = {}
+    # By plain tuples: an index computes its hash anew, in Python, whenever it is looked up.
+    written: dict[tuple[str, Any], StoredItem] = {}
     bases: dict[int, int] = {}
     ranks: list[RankData] = []
     chunk_count = 0
     for result in (result for rank_results in results for result in rank_results):
         stored: StoredItem = result.storage_data
-        written[result.index] = stored
+        written[result.index.fqn, result.index.offset] = stored
         if id(stored.data) not in bases:
             bases[id(stored.data)] = chunk_count
             ranks.append(stored.data)
             chunk_count += len(stored.data.chunks)
-    indices = [MetadataIndex(entry.key, shard.offsets) for entry in tensors for shard in entry.shards]
-    indices += [MetadataIndex(key) for key in blobs]
-    missing = [index.fqn for index in indices if index not in written]
+    indices: list[tuple[str, Any]] = [(entry.key, shard.offsets) for entry in tensors for shard in entry.shards]
+    indices += [(key, None) for key in blobs]
+    missing = [index[0] for index in indices if index not in written]
     if missing:
         raise UsageError(
             f"no rank wrote {missing[0]!r} ({len(missing)} of {len(indices)} items are missing)",

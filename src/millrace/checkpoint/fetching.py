@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from typing_extensions import Buffer
 
 from millrace.checkpoint.format import MAX_CHUNK_OVERHEAD_BYTES, Manifest
 from millrace.checkpoint.garbage import collection_paused
+from millrace.checkpoint.memory import Memory
 from millrace.checkpoint.pipeline import run_in_order
 from millrace.checkpoint.planes import Kind, PlaneCodec, as_bytes, checksum
 from millrace.checkpoint.slices import ReadRange, Runs, coalesce, scatter_chunk
@@ -28,21 +29,23 @@ _RANGE_BYTES = 8 << 20
 _MAX_BASES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Wanted: the bytes `runs` of item number `item`, in order, in all of `out` (writable uint8)."""
+class Request(NamedTuple):
+    """Wanted: the bytes `runs` of item number `item`, in order, in all of `out` (an array is of uint8, and writable)."""
 
     item: int
     runs: Runs
-    out: np.ndarray[Any, Any]
+    out: np.ndarray[Any, Any] | Memory
 
 
-@dataclass(frozen=True, slots=True)
-class _Use:
+class _Use(NamedTuple):
     """A request's share in a chunk, which begins at byte `begin` of the request's item (negative in a pack)."""
 
     request: Request
     begin: int
+
+
+def _array(out: np.ndarray[Any, Any] | Memory) -> np.ndarray[Any, Any]:
+    return out.array() if isinstance(out, Memory) else out
 
 
 # Without slots: those would be shared by all threads.
@@ -99,18 +102,20 @@ class ChunkFetcher:
         origins = self._row_ends[first] - raw[first] + items["start"][numbers]
         begin = origins + np.fromiter((request.runs.first for request in requests), dtype=np.int64)
         end = origins + np.fromiter((request.runs.end for request in requests), dtype=np.int64)
-        lows = np.searchsorted(self._row_ends, begin, side="right").tolist()
-        highs = (np.searchsorted(self._row_ends, end, side="left") + 1).tolist()
+        lows = np.searchsorted(self._row_ends, begin, side="right")
+        highs = np.searchsorted(self._row_ends, end, side="left") + 1
+        starts = self._row_ends[lows] - raw[lows] - origins
         uses: dict[int, list[_Use]] = {}
-        for request, origin, low, high in zip(requests, origins.tolist(), lows, highs, strict=True):
+        for request, low, high, start in zip(requests, lows.tolist(), highs.tolist(), starts.tolist(), strict=True):
+            if high == low + 1:
+                uses.setdefault(low, []).append(_Use(request, start))
+                continue
             for row in range(low, high):
-                stop = int(self._row_ends[row]) - origin
-                start = stop - int(raw[row])
-                if request.runs.count > 1:
-                    some, beyond = request.runs.overlapping(start, stop)
-                    if some >= beyond:
-                        continue
-                uses.setdefault(row, []).append(_Use(request, start))
+                stop = start + int(raw[row])
+                some, beyond = request.runs.overlapping(start, stop) if request.runs.outer else (0, 1)
+                if some < beyond:
+                    uses.setdefault(row, []).append(_Use(request, start))
+                start = stop
         return uses
 
     def _deliver(self, row: int, stored: memoryview, uses: Sequence[_Use]) -> None:
@@ -120,18 +125,21 @@ class ChunkFetcher:
             runs, begin = uses[0].request.runs, uses[0].begin
             if runs.count == 1 and runs.first <= begin and begin + raw_bytes <= runs.first + runs.nbytes:
                 target = begin - runs.first
-                self._decode(row, stored, uses[0].request.out[target : target + raw_bytes])
+                self._decode(row, stored, _array(uses[0].request.out)[target : target + raw_bytes])
                 return
         if self._local.scratch.size < raw_bytes:
             self._local.scratch = np.empty(raw_bytes, dtype=np.uint8)
         decoded = self._local.scratch[:raw_bytes]
         self._decode(row, stored, decoded)
-        for use in uses:
-            runs, start = use.request.runs, use.request.runs.first - use.begin
-            if runs.count == 1 and start >= 0 and start + runs.nbytes <= raw_bytes:
-                use.request.out[:] = decoded[start : start + runs.nbytes]
+        address = decoded.ctypes.data
+        for (_, runs, out), begin in uses:
+            start = runs.first - begin
+            if runs.outer or start < 0 or start + runs.nbytes > raw_bytes:
+                scatter_chunk(runs, decoded, begin, _array(out))
+            elif isinstance(out, Memory):
+                out.fill(address + start, runs.nbytes)
             else:
-                scatter_chunk(runs, decoded, use.begin, use.request.out)
+                out[:] = decoded[start : start + runs.nbytes]
 
     def _decode(self, row: int, stored: Buffer, out: np.ndarray[Any, Any], depth: int = 0) -> None:
         chunks = self._manifest.chunks

@@ -11,9 +11,9 @@ import math
 import os
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import zstandard
@@ -70,16 +70,14 @@ class DataFile:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """A box of a tensor that is stored as one item: where it begins and how long it is, in elements per dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Properties:
+class Properties(NamedTuple):
     """What torch keeps about a tensor besides its values; names as in torch, without `torch.`."""
 
     layout: str = "strided"
@@ -88,8 +86,7 @@ class Properties:
     pin_memory: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor: its key in the flattened state dict, element type, global shape, and the shards that hold it."""
 
     key: str
@@ -182,7 +179,8 @@ def _body_limit(stored_bytes: int) -> int:
 
 
 def _is_whole(entry: TensorEntry) -> bool:
-    return entry.shards == (Shard((0,) * len(entry.shape), entry.shape),)
+    shards = entry.shards
+    return len(shards) == 1 and shards[0].sizes == entry.shape and not any(shards[0].offsets)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -244,15 +242,11 @@ def _decode_body(body: memoryview) -> Manifest:
             next_step="install a newer Millrace",
         )
     properties = [_read_properties(*row) for row in meta["properties"]]
-    dtypes = meta["dtypes"]
     manifest = Manifest(
         created=float(meta["created"]),
         writer=str(meta["writer"]),
         files=tuple(DataFile(str(name), _natural(size)) for name, size in meta["files"]),
-        tensors=tuple(
-            _read_tensor(key, dtypes[_natural(dtype)], shape, properties[_natural(number)], shards)
-            for key, dtype, shape, number, shards in meta["tensors"]
-        ),
+        tensors=tuple(_read_tensors(meta["tensors"], meta["dtypes"], properties)),
         blobs=tuple(_text(key) for key in meta["blobs"]),
         items=Table.from_bytes(ITEM_COLUMNS, sections[b"ITEM"]),
         chunks=Table.from_bytes(CHUNK_COLUMNS, sections[b"CHNK"]),
@@ -298,20 +292,29 @@ def _read_properties(layout: Any, requires_grad: Any, memory_format: Any, pin_me
     return Properties(_text(layout), bool(requires_grad), _text(memory_format), bool(pin_memory))
 
 
-def _read_tensor(key: Any, dtype: Any, shape: Any, properties: Properties, shards: Any) -> TensorEntry:
-    rank = len(shape)
-    size = _box(shape, rank)
-    boxes: tuple[Shard, ...]
-    if shards is None:
-        boxes = (Shard((0,) * rank, size),)
-    else:
-        boxes = tuple(Shard(_box(offsets, rank), _box(sizes, rank)) for offsets, sizes in shards)
+def _read_tensors(rows: Any, dtypes: Any, properties: Sequence[Properties]) -> Iterator[TensorEntry]:
+    # Most of tens of thousands of tensors are whole, and of few shapes.
+    wholes: dict[Any, tuple[Shard, ...]] = {}
+    for key, dtype, shape, number, shards in rows:
+        boxes = wholes.get(tuple(shape))
+        if boxes is None:
+            rank = len(shape)
+            boxes = wholes[tuple(shape)] = (Shard((0,) * rank, _box(shape, rank)),)
+        size = boxes[0].sizes
+        if shards is not None:
+            boxes = _read_shards(key, shards, size)
+        name = dtypes[_natural(dtype)]
+        if name not in DTYPES:
+            raise CorruptCheckpointError(f"unknown element type {name!r:.40}")
+        yield TensorEntry(_text(key), name, size, boxes, properties[_natural(number)])
+
+
+def _read_shards(key: Any, shards: Any, size: tuple[int, ...]) -> tuple[Shard, ...]:
+    boxes = tuple(Shard(_box(offsets, len(size)), _box(sizes, len(size))) for offsets, sizes in shards)
     for box in boxes:
         if any(offset + length > whole for offset, length, whole in zip(box.offsets, box.sizes, size, strict=True)):
             raise CorruptCheckpointError(f"a shard of {key!r:.100} lies outside its tensor")
-    if dtype not in DTYPES:
-        raise CorruptCheckpointError(f"unknown element type {dtype!r:.40}")
-    return TensorEntry(_text(key), dtype, size, boxes, properties)
+    return boxes
 
 
 def _check_keys_and_files(manifest: Manifest) -> None:
@@ -356,11 +359,12 @@ def _check_items(manifest: Manifest) -> None:
     """Every item must lie inside consecutive chunks of its own kind, and be as long as its shape says."""
     expected_bytes: list[int] = []
     expected_kind: list[int] = []
+    codes = {name: (itemsize, kind.code) for name, (itemsize, kind) in DTYPES.items()}
     for entry in manifest.tensors:
-        itemsize, kind = DTYPES[entry.dtype]
+        itemsize, code = codes[entry.dtype]
         for shard in entry.shards:
             expected_bytes.append(math.prod(shard.sizes) * itemsize)
-            expected_kind.append(kind.code)
+            expected_kind.append(code)
     items, chunks = manifest.items, manifest.chunks
     tensor_items = len(expected_bytes)
     if len(items) != tensor_items + len(manifest.blobs):

@@ -6,8 +6,9 @@ thousand biases are twenty chunks. An item always lies in consecutive chunks of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from millrace.checkpoint.planes import CHUNK_BYTES, Kind
 
@@ -15,8 +16,7 @@ PACK_BELOW_BYTES = CHUNK_BYTES // 8
 """Items shorter than this share a chunk; a slice of one then decodes at most one chunk too much."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """The bytes `[start, stop)` of item number `item`."""
 
     item: int
@@ -40,29 +40,42 @@ class ChunkPlan:
         return sum(part.nbytes for part in self.parts)
 
 
+@dataclass(slots=True)
+class _Pack:
+    """A chunk that is not full yet."""
+
+    parts: list[Part] = field(default_factory=list)
+    nbytes: int = 0
+
+
 class Packer:
     """Takes items one by one, in order, and gives chunks as they become full. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._open: dict[Kind, list[Part]] = {}
-        self._open_bytes: dict[Kind, int] = {}
+        self._open: dict[Kind, _Pack] = {}
 
-    def add(self, item: int, nbytes: int, kind: Kind) -> Iterator[ChunkPlan]:
-        """Place an item. Chunks of one item come out in order and without others between them."""
+    def add(self, item: int, nbytes: int, kind: Kind) -> Iterable[ChunkPlan]:
+        """Place an item, and give the chunks that are full now.
+
+        Chunks of one item come out in order and without others between them.
+        """
         if nbytes >= PACK_BELOW_BYTES:
-            for start in range(0, nbytes, CHUNK_BYTES):
-                yield ChunkPlan(kind, (Part(item, start, min(start + CHUNK_BYTES, nbytes)),))
-        elif nbytes > 0:
-            if self._open_bytes.get(kind, 0) + nbytes > CHUNK_BYTES:
-                yield self._close(kind)
-            self._open.setdefault(kind, []).append(Part(item, 0, nbytes))
-            self._open_bytes[kind] = self._open_bytes.get(kind, 0) + nbytes
+            return (
+                ChunkPlan(kind, (Part(item, start, min(start + CHUNK_BYTES, nbytes)),))
+                for start in range(0, nbytes, CHUNK_BYTES)
+            )
+        if nbytes == 0:
+            return ()
+        pack = self._open.get(kind)
+        full: Sequence[ChunkPlan] = ()
+        if pack is None or pack.nbytes + nbytes > CHUNK_BYTES:
+            full = () if pack is None else (ChunkPlan(kind, tuple(pack.parts)),)
+            pack = self._open[kind] = _Pack()
+        pack.parts.append(Part(item, 0, nbytes))
+        pack.nbytes += nbytes
+        return full
 
-    def flush(self) -> Iterator[ChunkPlan]:
+    def flush(self) -> Sequence[ChunkPlan]:
         """Give the chunks that are not full yet."""
-        for kind in list(self._open):
-            yield self._close(kind)
-
-    def _close(self, kind: Kind) -> ChunkPlan:
-        del self._open_bytes[kind]
-        return ChunkPlan(kind, tuple(self._open.pop(kind)))
+        packs, self._open = self._open, {}
+        return [ChunkPlan(kind, tuple(pack.parts)) for kind, pack in packs.items()]

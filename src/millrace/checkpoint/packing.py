@@ -7,9 +7,8 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 from typing_extensions import Buffer
 
 from millrace.checkpoint.effort import Schedule, Steady
@@ -51,8 +50,7 @@ class RankData:
     transforms: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StoredItem:
+class StoredItem(NamedTuple):
     """Where one item of a rank lies: first row in `data.chunks`, byte inside that chunk, length in bytes.
 
     All items of a rank share one `data`, which pickle then carries once.
@@ -67,7 +65,7 @@ class StoredItem:
 @dataclass(slots=True)
 class _Job:
     plan: ChunkPlan
-    sources: tuple[Source, ...]
+    sources: list[Source]
 
 
 @dataclass(slots=True)
@@ -169,33 +167,32 @@ def _jobs(sources: Iterable[Source], places: list[tuple[int, int, int]]) -> Iter
     def job(plan: ChunkPlan) -> _Job:
         nonlocal row
         position = 0
-        for part in plan.parts:
-            if part.start == 0:
-                places[part.item] = (row, position, held[part.item].nbytes)
-            position += part.nbytes
-        made = _Job(plan, tuple(held[part.item] for part in plan.parts))
-        for part in plan.parts:
-            if part.stop == held[part.item].nbytes:
-                del held[part.item]
+        used = []
+        for item, start, stop in plan.parts:
+            source = held[item]
+            used.append(source)
+            if start == 0:
+                places[item] = (row, position, source.nbytes)
+            if stop == source.nbytes:
+                del held[item]
+            position += stop - start
         row += 1
-        return made
+        return _Job(plan, used)
 
     for number, source in enumerate(sources):
+        nbytes = source.nbytes
         places.append((0, 0, 0))
-        if source.nbytes:
+        if nbytes:
             held[number] = source
-        for plan in packer.add(number, source.nbytes, source.kind):
+        for plan in packer.add(number, nbytes, source.kind):
             yield job(plan)
     for plan in packer.flush():
         yield job(plan)
 
 
 def _encode(job: _Job, codec: PlaneCodec, schedule: Schedule, transforms: Transforms) -> _Encoded:
-    pieces = [source.read(part.start, part.stop) for part, source in zip(job.plan.parts, job.sources, strict=True)]
-    if len(pieces) == 1:
-        raw = as_bytes(pieces[0]).data
-    else:
-        raw = np.concatenate([as_bytes(piece) for piece in pieces]).data
+    pieces = [source.read(start, stop) for (_, start, stop), source in zip(job.plan.parts, job.sources, strict=True)]
+    raw = as_bytes(pieces[0] if len(pieces) == 1 else b"".join(pieces)).data
     kind = job.plan.kind
     effort, began = schedule.next(), time.perf_counter()
     stored = transforms.apply(b"".join(codec.encode(raw, kind, effort=effort)))

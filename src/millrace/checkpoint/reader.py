@@ -10,12 +10,12 @@ from __future__ import annotations
 import io
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -34,7 +34,7 @@ from millrace.checkpoint.pipeline import default_threads
 from millrace.checkpoint.slices import Runs, box_runs, split_box
 from millrace.checkpoint.stock import StockReader, summarize_stock
 from millrace.checkpoint.storage import CheckpointStorage, open_storage
-from millrace.checkpoint.tensors import bytes_of, check_blob, copy_bits, metadata_of, torch_dtype
+from millrace.checkpoint.tensors import bytes_of, check_blob, copy_bits, metadata_of, plain_memory, torch_dtype
 from millrace.checkpoint.transforms import transforms_for
 from millrace.errors import (
     CheckpointNotFoundError,
@@ -224,19 +224,25 @@ class _ItemIndex:
 
     def __init__(self, loaded: LoadedManifest) -> None:
         self.manifest = loaded.manifest
-        self._numbers: dict[Any, tuple[int, Shard | None, str]] = {}
+        # By plain tuples: an index computes its hash anew, in Python, whenever it is looked up.
+        self._numbers: dict[tuple[str, Any], tuple[int, Shard | None, str]] = {}
+        self._dtypes: dict[str, Any] = {}
         number = 0
-        for entry in self.manifest.tensors:
-            for shard in entry.shards:
-                self._numbers[MetadataIndex(entry.key, shard.offsets)] = (number, shard, entry.dtype)
+        for key, dtype, _, shards, _ in self.manifest.tensors:
+            for shard in shards:
+                self._numbers[key, shard.offsets] = (number, shard, dtype)
                 number += 1
         for key in self.manifest.blobs:
-            self._numbers[MetadataIndex(key)] = (number, None, "uint8")
+            self._numbers[key, None] = (number, None, "uint8")
             number += 1
+
+    def dtype(self, name: str) -> Any:
+        known = self._dtypes.get(name)
+        return known if known is not None else self._dtypes.setdefault(name, torch_dtype(name))
 
     def find(self, index: Any) -> tuple[int, Shard | None, str]:
         try:
-            return self._numbers[index]
+            return self._numbers[index.fqn, index.offset]
         except KeyError as error:
             raise UsageError(
                 f"the load plan asks for {index.fqn!r} at {index.offset}, which the checkpoint does not have",
@@ -247,8 +253,11 @@ class _ItemIndex:
 class _Load(Protocol):
     """A part of a plan that is read at once. `staging_bytes` of host memory are held until `commit`."""
 
-    request: Request | None
-    staging_bytes: int
+    @property
+    def request(self) -> Request | None: ...
+
+    @property
+    def staging_bytes(self) -> int: ...
 
     def commit(self, trusted_types: Sequence[type]) -> None:
         """Give the planner what was read."""
@@ -273,63 +282,69 @@ class _BlobLoad:
         self._planner.load_bytes(self._item, io.BytesIO(data))
 
 
-class _TensorLoad:
-    """A tensor, or a piece of one: its bytes go into `target`, which `commit` copies to `piece` unless they are one."""
+class _DirectLoad(NamedTuple):
+    """A tensor whose bytes go straight into its memory. There may be tens of thousands."""
+
+    item: Any
+    planner: Any
+    tensor: Any
+    request: Request | None
+    staging_bytes: int = 0
+
+    def commit(self, trusted_types: Sequence[type]) -> None:
+        self.planner.commit_tensor(self.item, self.tensor)
+
+
+class _StagedLoad:
+    """A piece of a tensor, whose bytes go into `staged`, which `commit` copies to `piece`; `tensor` with the last one."""
 
     def __init__(self, item: Any, planner: Any, tensor: Any, piece: Any, staged: Any, request: Request | None) -> None:
         self._item, self._planner, self._tensor = item, planner, tensor
         self._piece, self._staged = piece, staged
         self.request = request
-        self.staging_bytes = 0 if staged is None else staged.numel() * staged.element_size()
+        self.staging_bytes = staged.numel() * staged.element_size()
 
     def commit(self, trusted_types: Sequence[type]) -> None:
-        if self._staged is not None:
-            copy_bits(self._staged, self._piece)
+        copy_bits(self._staged, self._piece)
         if self._tensor is not None:
             self._planner.commit_tensor(self._item, self._tensor)
 
 
-def _tensor_loads(item: Any, planner: Any, index: _ItemIndex) -> Iterator[_TensorLoad]:
+def _tensor_loads(item: Any, planner: Any, index: _ItemIndex) -> Iterable[_Load]:
     number, shard, dtype_name = index.find(item.storage_index)
     if shard is None:
         raise UsageError(
             f"{item.storage_index.fqn!r} is an object in the checkpoint", next_step="load it into an object"
         )
     itemsize, _ = DTYPES[dtype_name]
-    dtype = torch_dtype(dtype_name)
-    tensor = planner.resolve_tensor(item).detach()
-    lengths = tuple(item.lengths)
-    if tuple(tensor.shape) != lengths:
+    dtype = index.dtype(dtype_name)
+    tensor, lengths = planner.resolve_tensor(item), tuple(item.lengths)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.shape != lengths:
         raise UsageError(
             f"{item.dest_index.fqn!r} has shape {tuple(tensor.shape)} where the plan says {lengths}",
             next_step="check the load planner",
         )
-    if _is_plain(tensor, dtype):
+    memory = plain_memory(tensor) if tensor.dtype == dtype else None
+    if memory is not None:
         runs = box_runs(shard.sizes, item.storage_offsets, lengths, itemsize)
-        request = None if runs is None else Request(number, runs, bytes_of(tensor).numpy())
-        yield _TensorLoad(item, planner, tensor, None, None, request)
-        return
-    pieces = list(split_box(lengths, itemsize, _STAGING_BYTES))
-    for position, (offsets, sizes) in enumerate(pieces):
-        staged = torch.empty(sizes, dtype=dtype)
+        return (_DirectLoad(item, planner, tensor, None if runs is None else Request(number, runs, memory)),)
+    return _staged_loads(item, planner, tensor, number, shard.sizes, dtype)
+
+
+def _staged_loads(
+    item: Any, planner: Any, tensor: Any, number: int, sizes: Sequence[int], dtype: Any
+) -> Iterator[_Load]:
+    pieces = list(split_box(item.lengths, dtype.itemsize, _STAGING_BYTES))
+    for position, (offsets, lengths) in enumerate(pieces):
+        staged = torch.empty(lengths, dtype=dtype)
         begin = [first + more for first, more in zip(item.storage_offsets, offsets, strict=True)]
-        runs = box_runs(shard.sizes, begin, sizes, itemsize)
+        runs = box_runs(sizes, begin, lengths, dtype.itemsize)
         request = None if runs is None else Request(number, runs, bytes_of(staged).numpy())
-        piece = tensor[tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))]
+        piece = tensor[tuple(slice(first, first + length) for first, length in zip(offsets, lengths, strict=True))]
         last = position == len(pieces) - 1
-        yield _TensorLoad(item, planner, tensor if last else None, piece, staged, request)
-
-
-def _is_plain(tensor: Any, dtype: Any) -> bool:
-    """Whether bytes can be decoded straight into the tensor's memory."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-        and tensor.dtype == dtype
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+        yield _StagedLoad(item, planner, tensor if last else None, piece, staged, request)
 
 
 def _waves(items: Sequence[Any], planner: Any, index: _ItemIndex) -> Iterator[list[_Load]]:
@@ -337,12 +352,8 @@ def _waves(items: Sequence[Any], planner: Any, index: _ItemIndex) -> Iterator[li
     wave: list[_Load] = []
     staged = 0
     for item in items:
-        loads: Iterator[_Load]
-        if item.type == LoadItemType.BYTE_IO:
-            loads = iter([_BlobLoad(item, planner, index)])
-        else:
-            loads = _tensor_loads(item, planner, index)
-        for load in loads:
+        blob = item.type == LoadItemType.BYTE_IO
+        for load in (_BlobLoad(item, planner, index),) if blob else _tensor_loads(item, planner, index):
             wave.append(load)
             staged += load.staging_bytes
             if staged >= _STAGING_BYTES:

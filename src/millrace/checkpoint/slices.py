@@ -6,6 +6,7 @@ increasing order. The box in row-major order is the runs, one after the other.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def box_runs(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int
     """
     if tuple(sizes) == tuple(lengths) and not any(offsets) and len(offsets) == len(sizes):
         nbytes = itemsize * math.prod(sizes)
-        return Runs(0, nbytes, (), ()) if nbytes else None
+        return _all_of(nbytes) if nbytes else None
     boxes = list(zip(sizes, offsets, lengths, strict=True))
     if any(offset < 0 or length < 0 or offset + length > size for size, offset, length in boxes):
         raise ValueError(f"a slice at {tuple(offsets)} of {tuple(lengths)} does not lie in {tuple(sizes)}")
@@ -98,6 +99,11 @@ def box_runs(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int
         if lengths[dim] != sizes[dim]:
             break
     return Runs(first, nbytes, tuple(lengths[:dim]), tuple(strides[:dim]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _all_of(nbytes: int) -> Runs:
+    return Runs(0, nbytes, (), ())
 
 
 def split_box(lengths: Sequence[int], itemsize: int, limit_bytes: int) -> Iterator[tuple[list[int], list[int]]]:

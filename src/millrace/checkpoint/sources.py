@@ -10,9 +10,10 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from typing_extensions import Buffer
 
 from millrace.checkpoint.format import DTYPES, MAX_BLOB_BYTES
+from millrace.checkpoint.layout import PACK_BELOW_BYTES
 from millrace.checkpoint.packing import Source
 from millrace.checkpoint.planes import OPAQUE, Kind, checksum
-from millrace.checkpoint.tensors import check_blob, dtype_name, flat_bytes
+from millrace.checkpoint.tensors import check_blob, dtype_name, flat_bytes, plain_memory
 from millrace.errors import UnsupportedObjectError, UsageError
 
 
@@ -22,11 +23,19 @@ def sources_of(plan: Any, planner: Any, trusted_types: Sequence[type]) -> Iterat
     Raises `UnsupportedObjectError`, naming the key, for what no checkpoint can hold.
     """
     checked: set[int] = set()
+    # Lengths and kinds of what is alike, which most of tens of thousands of tensors are.
+    known: dict[Any, tuple[int, Kind]] = {}
     for item in plan.items:
         if item.type == WriteItemType.BYTE_IO:
             yield _blob_source(planner.resolve_data(item).getbuffer(), item.index.fqn, trusted_types, checked)
-        else:
-            yield TensorSource(planner, item)
+            continue
+        described = item.tensor_data
+        dtype, sizes = described.properties.dtype, described.chunk.sizes
+        shape = known.get((dtype, sizes))
+        if shape is None:
+            itemsize, kind = DTYPES[dtype_name(dtype, item.index.fqn)]
+            shape = known[dtype, sizes] = (sizes.numel() * itemsize, kind)
+        yield TensorSource(planner, item, *shape)
 
 
 def _blob_source(data: memoryview, key: str, trusted_types: Sequence[type], checked: set[int]) -> Source:
@@ -60,36 +69,39 @@ class TensorSource:
     """A tensor, or one rank's part of it: looked up when its first byte is read, copied to the CPU piece by piece."""
 
     # There may be tens of thousands, most of them read once and in one piece.
-    __slots__ = ("_dtype", "_flat", "_item", "_lock", "_planner", "kind", "nbytes")
+    __slots__ = ("_flat", "_item", "_lock", "_planner", "kind", "nbytes")
 
     kind: Kind
     nbytes: int
 
-    def __init__(self, planner: Any, item: Any) -> None:
+    def __init__(self, planner: Any, item: Any, nbytes: int, kind: Kind) -> None:
         self._planner, self._item = planner, item
+        self.nbytes, self.kind = nbytes, kind
         self._lock = threading.Lock()
         self._flat: Any = None
-        described = item.tensor_data
-        self._dtype = described.properties.dtype
-        itemsize, self.kind = DTYPES[dtype_name(self._dtype, item.index.fqn)]
-        self.nbytes = described.chunk.sizes.numel() * itemsize
 
     def read(self, start: int, stop: int) -> Buffer:
+        if stop - start < PACK_BELOW_BYTES and stop - start == self.nbytes:
+            tensor = self._resolve()
+            memory = plain_memory(tensor)
+            return self._flatten(tensor).cpu().numpy() if memory is None else memory.tobytes()
         with self._lock:
             if self._flat is None:
-                self._flat = self._resolve()
-        flat = self._flat if stop - start == self.nbytes else self._flat[start:stop]
-        values: Buffer = flat.cpu().numpy()
+                self._flat = self._flatten(self._resolve())
+        values: Buffer = self._flat[start:stop].cpu().numpy()
         return values
 
     def _resolve(self) -> Any:
-        key = self._item.index.fqn
         tensor = self._planner.resolve_data(self._item)
-        sizes = self._item.tensor_data.chunk.sizes
-        if tensor.dtype != self._dtype or tensor.shape != sizes:
+        described = self._item.tensor_data
+        dtype, sizes = described.properties.dtype, described.chunk.sizes
+        if tensor.dtype != dtype or tensor.shape != sizes:
             raise UsageError(
-                f"the planner announced {key!r} as {self._dtype} {tuple(sizes)} and gave {tensor.dtype} "
+                f"the planner announced {self._item.index.fqn!r} as {dtype} {tuple(sizes)} and gave {tensor.dtype} "
                 f"{tuple(tensor.shape)}",
                 next_step="make its plan say what its resolve_data returns",
             )
-        return flat_bytes(tensor, key)
+        return tensor
+
+    def _flatten(self, tensor: Any) -> Any:
+        return flat_bytes(tensor, self._item.index.fqn)

@@ -16,7 +16,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from millrace.checkpoint.flattening import PLAIN_TENSORS
 from millrace.checkpoint.format import DTYPES, Manifest, Properties, Shard, TensorEntry
+from millrace.checkpoint.memory import Memory
 from millrace.errors import CorruptCheckpointError, UnsupportedObjectError
 
 # `torch.serialization.safe_globals` changes state of the whole process; two threads must not undo each other's.
@@ -57,6 +59,23 @@ def flat_bytes(tensor: Any, key: str) -> Any:
     return bytes_of(plain if plain.is_contiguous() else as_integers(plain).contiguous())
 
 
+def plain_memory(tensor: Any) -> Memory | None:
+    """The memory of a tensor that has its values in this process's memory, one after the other; None for another."""
+    if (
+        type(tensor) in PLAIN_TENSORS
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    ):
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        # A tensor of zeros that nobody has written to may have no memory yet.
+        if address or not nbytes:
+            return Memory(address, nbytes, tensor)
+    return None
+
+
 def as_integers(tensor: Any) -> Any:
     """The same memory with integers of the same width in it: torch cannot copy every dtype. Complex128 stays itself."""
     dtype = _INTEGERS.get(tensor.element_size())
@@ -95,42 +114,73 @@ def check_blob(data: bytes | memoryview, key: str, trusted_types: Sequence[type]
 def entries_of(metadata: Any) -> tuple[tuple[TensorEntry, ...], tuple[str, ...]]:
     """The manifest's tensors and blobs for a planner's `Metadata`, which is left as it is."""
     tensors, blobs = [], []
+    # Most of tens of thousands of tensors are alike in all but their keys, and so are described by the same objects.
+    known: dict[Any, Properties] = {}
+    wholes: dict[Any, tuple[tuple[int, ...], tuple[Shard, ...]]] = {}
     for key, value in metadata.state_dict_metadata.items():
         if isinstance(value, BytesStorageMetadata):
             blobs.append(key)
             continue
-        properties = Properties(
-            layout=_name(value.properties.layout),
-            requires_grad=bool(value.properties.requires_grad),
-            memory_format=_name(value.properties.memory_format),
-            pin_memory=bool(value.properties.pin_memory),
-        )
-        shards = tuple(Shard(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.chunks)
-        dtype = dtype_name(value.properties.dtype, key)
-        tensors.append(TensorEntry(key, dtype, tuple(value.size), shards, properties))
+        given = value.properties
+        kind = (given.layout, given.requires_grad, given.memory_format, given.pin_memory)
+        properties = known.get(kind)
+        if properties is None:
+            properties = known[kind] = _properties(given)
+        size, chunks = value.size, value.chunks
+        if len(chunks) == 1 and chunks[0].sizes == size and not any(chunks[0].offsets):
+            shape, shards = wholes.get(size) or wholes.setdefault(size, _whole(size))
+        else:
+            shape = tuple(size)
+            shards = tuple(Shard(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
+        tensors.append(TensorEntry(key, dtype_name(given.dtype, key), shape, shards, properties))
     return tuple(tensors), tuple(blobs)
+
+
+def _properties(given: Any) -> Properties:
+    return Properties(
+        layout=_name(given.layout),
+        requires_grad=bool(given.requires_grad),
+        memory_format=_name(given.memory_format),
+        pin_memory=bool(given.pin_memory),
+    )
+
+
+def _whole(size: Any) -> tuple[tuple[int, ...], tuple[Shard, ...]]:
+    shape = tuple(size)
+    return shape, (Shard((0,) * len(shape), shape),)
 
 
 def metadata_of(manifest: Manifest) -> Any:
     """The `Metadata` that a load planner works with. Raises `CorruptCheckpointError` for what no planner has saved."""
     _check_paths(manifest.planner_data)
     described: dict[str, Any] = {}
-    for entry in manifest.tensors:
-        properties = TensorProperties(
-            dtype=torch_dtype(entry.dtype),
-            layout=_attribute(entry.properties.layout, torch.layout),
-            requires_grad=entry.properties.requires_grad,
-            memory_format=_attribute(entry.properties.memory_format, torch.memory_format),
-            pin_memory=entry.properties.pin_memory,
-        )
-        described[entry.key] = TensorStorageMetadata(
-            properties=properties,
-            size=torch.Size(entry.shape),
-            chunks=[ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in entry.shards],
+    # The same descriptions for all tensors that are alike, as `entries_of` does.
+    known: dict[Any, Any] = {}
+    sizes: dict[Any, Any] = {}
+    boxes: dict[Shard, Any] = {}
+    for key, dtype, shape, shards, properties in manifest.tensors:
+        described[key] = TensorStorageMetadata(
+            known.get((dtype, properties))
+            or known.setdefault((dtype, properties), _torch_properties(dtype, properties)),
+            sizes.get(shape) or sizes.setdefault(shape, torch.Size(shape)),
+            [
+                boxes.get(box) or boxes.setdefault(box, ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1])))
+                for box in shards
+            ],
         )
     for key in manifest.blobs:
         described[key] = BytesStorageMetadata()
     return Metadata(state_dict_metadata=described, planner_data=manifest.planner_data)
+
+
+def _torch_properties(dtype: str, properties: Properties) -> Any:
+    return TensorProperties(
+        dtype=torch_dtype(dtype),
+        layout=_attribute(properties.layout, torch.layout),
+        requires_grad=properties.requires_grad,
+        memory_format=_attribute(properties.memory_format, torch.memory_format),
+        pin_memory=properties.pin_memory,
+    )
 
 
 def _check_paths(planner_data: Any) -> None:
@@ -140,7 +190,9 @@ def _check_paths(planner_data: Any) -> None:
     lengths: dict[Any, int] = {}
     try:
         for path in planner_data.values():
-            for depth, part in enumerate(path if isinstance(path, tuple) else ()):
+            if not isinstance(path, tuple) or int not in map(type, path):
+                continue
+            for depth, part in enumerate(path):
                 if type(part) is int:
                     if part < 0:
                         raise CorruptCheckpointError("the manifest's planner data counts backwards")

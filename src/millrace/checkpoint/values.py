@@ -33,7 +33,12 @@ def pack_value(value: Any, what: str) -> Any:
     if isinstance(value, bytes):
         return {"b": base64.b64encode(value).decode("ascii")}
     if isinstance(value, dict):
-        return {"d": [[pack_value(key, what), pack_value(member, what)] for key, member in value.items()]}
+        return {
+            "d": [
+                [key if type(key) is str else pack_value(key, what), pack_value(member, what)]
+                for key, member in value.items()
+            ]
+        }
     raise UnsupportedObjectError(
         f"{what} contains a {type(value).__qualname__}, which cannot be stored without a pickle",
         next_step="use None, bool, int, float, str, bytes, list, tuple and dict",
@@ -53,5 +58,5 @@ def unpack_value(packed: Any) -> Any:
         if tag == "b":
             return base64.b64decode(content, validate=True)
         if tag == "d":
-            return {unpack_value(key): unpack_value(member) for key, member in content}
+            return {key if type(key) is str else unpack_value(key): unpack_value(member) for key, member in content}
     raise CorruptCheckpointError("the manifest holds a value of an unknown type")
