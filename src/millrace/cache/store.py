@@ -17,17 +17,21 @@ Files are not flushed: a crash of the machine may leave zeros behind, so a store
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import shutil
+import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
 from typing_extensions import Buffer
 
+from millrace.cache import trailer
 from millrace.cache.blocks import span_of
 from millrace.cache.environment import DamagedIndexError
 from millrace.cache.failures import LostDataError, disk_errors
@@ -42,13 +46,43 @@ FORMAT_NAME = "millrace-store"
 FORMAT_VERSION = 2
 
 _OWN_NAMES = frozenset(
-    {"FORMAT", "FORMAT.new", "index", "objects", "counters", "locks", "setup.lock", RULES_NAME, NEW_RULES_NAME}
+    {
+        "FORMAT",
+        "FORMAT.new",
+        "index",
+        "objects",
+        "counters",
+        "segments",
+        "locks",
+        "setup.lock",
+        RULES_NAME,
+        NEW_RULES_NAME,
+    }
 )
 
 
 def checksum(data: Buffer) -> int:
     """The checksum of a block: xxh3, 64 bits (11 GB/s, releases the GIL)."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+def unlink(path: str) -> None:
+    """Remove a data file, or what somebody put in its place; a folder that is not empty is left."""
+    with disk_errors(path):
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except IsADirectoryError:
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+
+
+def _write(descriptor: int, data: Buffer, offset: int) -> None:
+    view = memoryview(data)
+    position = 0
+    while position < len(view):
+        position += os.pwrite(descriptor, view[position:], offset + position)
 
 
 def _boot_id() -> str:
@@ -96,10 +130,11 @@ class Store:
         """Open the data file for reading and writing blocks; returns a descriptor to close.
 
         The file of an object without blocks is made, sparse. Raises `LostDataError` when blocks are recorded but their file
-        is gone or has another size: what the index says of them is not true any more.
+        is gone, is no file any more or has another size: what the index says of them is not true.
         """
         path = self.path(entry)
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        # O_NONBLOCK: opening what somebody put in the file's place, such as a FIFO, must not wait.
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with disk_errors(path):
             try:
                 descriptor = os.open(path, flags)
@@ -107,14 +142,27 @@ class Store:
                 self._require_no_blocks(entry, "is gone")
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 descriptor = os.open(path, flags | os.O_CREAT, 0o600)
+            except OSError as error:
+                if error.errno not in (errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+                    raise
+                raise LostDataError(f"{path} is no file any more", next_step="open the object again") from error
             try:
-                if os.fstat(descriptor).st_size != entry.size:
-                    self._require_no_blocks(entry, "has another size")
-                    os.ftruncate(descriptor, entry.size)
+                self._check_size(entry, descriptor)
             except BaseException:
                 os.close(descriptor)
                 raise
             return descriptor
+
+    def _check_size(self, entry: Entry, descriptor: int) -> None:
+        expected = trailer.file_bytes(entry)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise LostDataError(f"{self.path(entry)} is no file any more", next_step="open the object again")
+        if found.st_size != expected:
+            self._require_no_blocks(entry, "has another size")
+            if found.st_size > expected:
+                os.ftruncate(descriptor, expected)
+            _write(descriptor, trailer.pack_footer(entry), trailer.footer_offset(entry))
 
     def _require_no_blocks(self, entry: Entry, what: str) -> None:
         now = self.index.get(entry.object_id)
@@ -130,11 +178,11 @@ class Store:
         start, stop = span_of(block, block + 1, entry.size, entry.block_bytes)
         if len(view) != stop - start:
             raise ValueError(f"block {block} has {len(view)} bytes instead of {stop - start}")
+        value = checksum(view)
         with disk_errors(self.path(entry)):
-            position = 0
-            while position < len(view):
-                position += os.pwrite(descriptor, view[position:], start + position)
-        return self.index.add_block(entry, block, len(view), checksum(view))
+            _write(descriptor, view, start)
+            _write(descriptor, trailer.pack_block(entry, block, value), trailer.block_offset(entry, block))
+        return self.index.add_block(entry, block, len(view), value)
 
     def read_block(self, entry: Entry, descriptor: int, block: int) -> bytes | None:
         """Read one block and verify it. None when it is not here; a wrong one is forgotten, reported, and also None."""
@@ -146,9 +194,39 @@ class Store:
             data = os.pread(descriptor, stop - start, start)
         if len(data) == stop - start and checksum(data) == expected:
             return data
-        self.index.drop_block(entry, block, stop - start)
-        emit(Event(name="cache.block.corrupt", subject=self.path(entry), nbytes=stop - start, detail=f"block {block}"))
+        self._drop_block(entry, descriptor, block)
         return None
+
+    def wrong_blocks(self, entry: Entry, descriptor: int, blocks: range, *, stop: Callable[[], bool]) -> list[int]:
+        """Verify blocks from the file without returning their bytes; gives those that are not here or wrong.
+
+        Wrong ones are forgotten and reported. Ends early when `stop()` says so; the blocks that are left count as wrong.
+        """
+        wrong = []
+        buffer = memoryview(bytearray(min(entry.block_bytes, entry.size)))
+        for block, expected in zip(blocks, self.index.checksums(entry, blocks), strict=True):
+            if stop():
+                return [*wrong, *range(block, blocks.stop)]
+            first, last = span_of(block, block + 1, entry.size, entry.block_bytes)
+            with disk_errors(self.path(entry)):
+                nbytes = os.preadv(descriptor, [buffer[: last - first]], first)
+            if expected is None:
+                wrong.append(block)
+            elif nbytes != last - first or checksum(buffer[: last - first]) != expected:
+                self._drop_block(entry, descriptor, block)
+                wrong.append(block)
+        return wrong
+
+    def _drop_block(self, entry: Entry, descriptor: int, block: int) -> None:
+        start, stop = span_of(block, block + 1, entry.size, entry.block_bytes)
+        path = self.path(entry)
+        emit(Event(name="cache.block.corrupt", subject=path, nbytes=stop - start, detail=f"block {block}"))
+        try:
+            # First the file and then the index: whoever fetches the block anew does so after both.
+            with disk_errors(path):
+                _write(descriptor, bytes(trailer.BLOCK_ENTRY_BYTES), trailer.block_offset(entry, block))
+        finally:
+            self.index.drop_block(entry, block, stop - start)
 
     def missing(self, entry: Entry, blocks: Sequence[int]) -> list[int]:
         """Those of `blocks` that are not here."""
@@ -159,8 +237,7 @@ class Store:
         """Forget an object version and unlink its file. Readers that have it open or mapped keep reading."""
         entry = self.index.remove(object_id)
         if entry is not None:
-            with disk_errors(self.path(entry)):
-                Path(self.path(entry)).unlink(missing_ok=True)
+            unlink(self.path(entry))
 
     # --- room -------------------------------------------------------------------------------------
 

@@ -1,0 +1,100 @@
+"""What a data file says of itself, behind the object's bytes, so that the index can be built anew. Pure: no I/O.
+
+Layout of a data file::
+
+    0                                the object's bytes, with holes where blocks are not here
+    size, rounded up to 4 KiB        16 bytes a block: its checksum and a mark, or zeros
+    then                             the packed name (origin, key, version)
+    the last 64 bytes                magic, object id, generation, size, block bytes, length of name, checksum of all this
+
+A mark is a checksum of what identifies the block and of its checksum. Zeros, torn writes and entries of other files carry no
+valid mark. That a mark is valid does not prove that the bytes are there: they are verified before their first use.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import xxhash
+
+from millrace.cache.blocks import block_count
+from millrace.cache.records import Entry
+
+_MAGIC = b"MLRCobj2"
+_FOOTER = struct.Struct("<8s16sQQIIQ8x")
+_CHECKED_BYTES = 48  # of the footer: all before its checksum
+_BLOCK = struct.Struct("<QQ")
+_MARKED = struct.Struct("<16sQQQ")
+_ALIGNMENT = 4096
+
+FOOTER_BYTES = _FOOTER.size
+BLOCK_ENTRY_BYTES = _BLOCK.size
+
+
+def entries_offset(entry: Entry) -> int:
+    """Where the entries of the blocks begin."""
+    return -(-entry.size // _ALIGNMENT) * _ALIGNMENT
+
+
+def block_offset(entry: Entry, block: int) -> int:
+    """Where the entry of a block lies."""
+    return entries_offset(entry) + block * BLOCK_ENTRY_BYTES
+
+
+def footer_offset(entry: Entry) -> int:
+    """Where the name lies, with the footer behind it."""
+    return block_offset(entry, block_count(entry.size, entry.block_bytes))
+
+
+def file_bytes(entry: Entry) -> int:
+    """The size of the data file of an object."""
+    return footer_offset(entry) + len(entry.packed_name) + FOOTER_BYTES
+
+
+def pack_footer(entry: Entry) -> bytes:
+    """The name and the footer."""
+    fields = (_MAGIC, entry.object_id, entry.generation, entry.size, entry.block_bytes, len(entry.packed_name))
+    unchecked = _FOOTER.pack(*fields, 0)
+    return entry.packed_name + _FOOTER.pack(*fields, _footer_checksum(entry.packed_name, unchecked))
+
+
+def pack_block(entry: Entry, block: int, checksum: int) -> bytes:
+    """The entry of a block that is here."""
+    return _BLOCK.pack(checksum, _mark(entry, block, checksum))
+
+
+def parse_footer(tail: bytes, total_bytes: int) -> Entry | int | None:
+    """The record of an object, without blocks, from the last bytes of its file of `total_bytes`.
+
+    None where these are no footer; the number of bytes that are needed where `tail` is too short.
+    """
+    if len(tail) < FOOTER_BYTES:
+        return None if total_bytes < FOOTER_BYTES else FOOTER_BYTES
+    footer = tail[-FOOTER_BYTES:]
+    magic, object_id, generation, size, block_bytes, name_bytes, checksum = _FOOTER.unpack(footer)
+    if magic != _MAGIC or FOOTER_BYTES + name_bytes > total_bytes:
+        return None
+    if len(tail) < FOOTER_BYTES + name_bytes:
+        return FOOTER_BYTES + name_bytes
+    name = tail[len(tail) - FOOTER_BYTES - name_bytes : len(tail) - FOOTER_BYTES]
+    if checksum != _footer_checksum(name, footer) or not block_bytes:
+        return None
+    entry = Entry(object_id, generation, size, block_bytes, 0, packed_name=name)
+    return entry if file_bytes(entry) == total_bytes else None
+
+
+def parse_blocks(entry: Entry, data: bytes) -> list[tuple[int, int]]:
+    """(block, checksum) of every block with a valid entry, from the bytes between `entries_offset` and `footer_offset`."""
+    return [
+        (block, checksum)
+        for block, (checksum, mark) in enumerate(_BLOCK.iter_unpack(data))
+        if mark == _mark(entry, block, checksum)
+    ]
+
+
+def _mark(entry: Entry, block: int, checksum: int) -> int:
+    return xxhash.xxh3_64_intdigest(_MARKED.pack(entry.object_id, entry.generation, block, checksum))
+
+
+def _footer_checksum(name: bytes, footer: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(footer[:_CHECKED_BYTES] + name)
