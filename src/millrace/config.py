@@ -112,6 +112,16 @@ def parse_consistency(value: str | float) -> float:
     )
 
 
+def parse_seconds(value: str | float, *, option: str) -> float:
+    """Parse a time such as `"1d"`, `"12h"`, `"90s"` or `90` into seconds. Raises `ConfigurationError` naming `option`."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+        return float(value)
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if match and match[2].upper() in _SECONDS and float(match[1]):
+        return float(match[1]) * _SECONDS[match[2].upper()]
+    raise ConfigurationError(f"{option}={value!r} is no time", next_step="write a time such as '90s', '12h' or '7d'")
+
+
 def _parse_members(settings: Mapping[str, Any]) -> str:
     members = settings.get("members")
     if settings.get("etcd_host"):

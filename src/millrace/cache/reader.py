@@ -152,12 +152,20 @@ class BlockReader:
         """The store that the blocks go to."""
         return self._store.directory
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the disk would keep `nbytes` more, as far as can be told before."""
+        try:
+            return self._store.has_room(nbytes)
+        except StorageError as error:
+            self._report(error)
+            return False
+
     def missing(self, blocks: Sequence[int]) -> list[int]:
         """Those of `blocks` that are not here; all of them when the disk cannot tell."""
         return self._missing(blocks)
 
     def is_sound(self, block: int) -> bool:
-        """Whether a block is here and its bytes, read from the disk now, are right. A wrong block is forgotten, and counted."""
+        """Whether a block is here and its bytes, read from the disk now, are right. A wrong one is forgotten, and counted."""
         try:
             if self._store.read_block(self._entry, self._descriptor, block) is not None:
                 return True

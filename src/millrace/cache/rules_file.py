@@ -18,8 +18,8 @@ from millrace.cache.rules import NO_RULES, Rules, decode, encode
 from millrace.errors import MillraceError, StorageError
 from millrace.events import Event, emit
 
-FILE_NAME = "rules.json"
-TEMPORARY_NAME = "rules.json.new"
+RULES_NAME = "rules.json"
+NEW_RULES_NAME = "rules.json.new"
 
 _LOOK_EVERY_SECONDS = 0.5
 
@@ -34,7 +34,7 @@ class RulesFile:
 
     def __init__(self, directory: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
-        self._path = directory / FILE_NAME
+        self._path = directory / RULES_NAME
         self._clock = clock
         self._lock = threading.Lock()
         self._rules = NO_RULES
@@ -78,7 +78,7 @@ class RulesFile:
             return new
 
     def _write(self, data: bytes) -> None:
-        temporary = self._directory / TEMPORARY_NAME
+        temporary = self._directory / NEW_RULES_NAME
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with open(descriptor, "wb") as file:
             file.write(data)

@@ -20,9 +20,11 @@ from millrace.cache.node import CacheNode, cache_node
 from millrace.cache.reader import ObjectReader
 from millrace.config import OPTION_NAMES, resolve
 from millrace.errors import ConfigurationError, ObjectChangedError, ObjectNotFoundError
+from millrace.filesystem import opens
 from millrace.filesystem.files import BufferedFile, CachedFile, MappedFile
 from millrace.filesystem.handler import MillraceHandler, python_file
 from millrace.filesystem.hot import HotOpens
+from millrace.filesystem.managing import CacheManagement
 from millrace.filesystem.writing import WritingFileSystem
 from millrace.origin import SCHEMES, ObjectInfo, open_origin
 
@@ -48,7 +50,7 @@ def filesystem(protocol: str, target_options: Mapping[str, Any] | None = None, *
     return MillraceFileSystem(target_protocol=protocol, target_options=target_options, **options)
 
 
-class MillraceFileSystem(WritingFileSystem, PyFileSystem):  # type: ignore[misc]
+class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # type: ignore[misc]
     """See `filesystem`. Registered with fsspec as `millrace`; `target_protocol` names what lies behind."""
 
     protocol: str | tuple[str, ...] = _OWN_SCHEME
@@ -227,6 +229,8 @@ class MillraceFileSystem(WritingFileSystem, PyFileSystem):  # type: ignore[misc]
         node = self.node
         changes = node.changes()  # before anything is asked
         info, until = node.metadata.stat_until(self._origin, self.key_of(path))
+        if opens.listeners:
+            opens.tell(self._origin.identity, info.key)
         found = node.find_native(self._origin, info)
         if found is None:
             return info, None

@@ -17,6 +17,7 @@ from millrace.cache.native import NativeObject
 from millrace.cache.signals import Signals, Stamp
 from millrace.cache.usage import Use
 from millrace.errors import StorageError
+from millrace.filesystem import opens
 
 _MAX_ENTRIES = 1 << 16
 
@@ -80,6 +81,8 @@ class HotOpens:
             return None
         slot.used = True
         hot.touched(hot)
+        if opens.listeners:
+            opens.tell(hot.entry.name.origin, hot.entry.name.key)
         return buffer if hot.whole else buffer.slice(hot.offset, hot.entry.size)
 
     def keep(self, path: str, found: NativeObject, *, until: float, changes: tuple[Signals, int]) -> None:

@@ -1,0 +1,101 @@
+"""Brings whole objects into the cache, piece by piece, in the threads of whoever wants them there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from millrace.cache.blocks import block_count, coalesce, span_of
+from millrace.cache.node import CacheNode
+from millrace.cache.reader import BlockReader, Threads
+from millrace.errors import StorageError
+from millrace.origin import ObjectInfo, Origin
+
+PIECE_BLOCKS = 2
+"""Blocks that are asked for with one request (8 MiB): few enough bytes for many requests at a time to fit into memory."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Inline(Executor):
+    """Runs what is submitted at once, in the calling thread."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001 - the future carries it, as with any executor
+            future.set_exception(error)
+        return future
+
+
+_INLINE = Threads(demand=_Inline(), ahead=_Inline())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedPiece:
+    """What became of a piece: bytes that came from the origin, whether all of it is in the cache now, and blocks of it that
+    were there but wrong.
+    """
+
+    fetched_bytes: int
+    kept: bool
+    bad_blocks: int
+
+
+class Fill:
+    """One object version on its way into the cache. `fetch` may run in many threads at once; close it at the end.
+
+    `pieces` are the runs of blocks to fetch: those that are not here, or all of them with `verify`. Raises `StorageError`
+    when no disk can be used.
+    """
+
+    def __init__(self, node: CacheNode, origin: Origin, info: ObjectInfo, *, verify: bool = False) -> None:
+        reader = node.open_reader(origin, info, threads=_INLINE)
+        if not isinstance(reader, BlockReader):
+            raise StorageError("no cache directory can be used", next_step="'millrace doctor' says why")
+        self.info = info
+        self.directory = str(reader.directory)
+        self._reader = reader
+        self._verify = verify
+        every = range(block_count(info.size, reader.block_bytes))
+        try:
+            missing = every if verify else reader.missing(every)
+        except BaseException:
+            reader.close()
+            raise
+        self.pieces = coalesce(missing, PIECE_BLOCKS)
+
+    def nbytes(self, piece: range) -> int:
+        """Bytes of a piece."""
+        start, stop = span_of(piece.start, piece.stop, self.info.size, self._reader.block_bytes)
+        return stop - start
+
+    def fetch(self, piece: range) -> FetchedPiece:
+        """Bring a piece here, in this thread, or wait until somebody else has. Raises what `ObjectReader.read` raises."""
+        wanted = list(piece)
+        bad = 0
+        if self._verify:
+            here = set(wanted) - set(self._reader.missing(wanted))
+            sound = {block for block in here if self._reader.is_sound(block)}
+            bad = len(here) - len(sound)
+            wanted = [block for block in wanted if block not in sound]
+        if not wanted:
+            return FetchedPiece(fetched_bytes=0, kept=True, bad_blocks=0)
+        self._reader.fetch(wanted)
+        return FetchedPiece(
+            fetched_bytes=sum(self.nbytes(range(block, block + 1)) for block in wanted),
+            kept=not self._reader.missing(wanted),
+            bad_blocks=bad,
+        )
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the disk would keep `nbytes` more, as far as can be told before."""
+        return self._reader.has_room(nbytes)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        self._reader.close()

@@ -1,0 +1,310 @@
+"""`fs.load`: bring objects into this node's cache before anybody reads them.
+
+What is here already is skipped, which is all that resuming takes: the cache itself remembers. Many objects are loaded at
+once, and several pieces of one, each with a request of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from millrace.cache.filling import Fill
+from millrace.errors import (
+    DiskFullError,
+    MillraceError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+)
+from millrace.filesystem.selection import select
+from millrace.origin import ObjectInfo
+
+if TYPE_CHECKING:
+    from millrace.filesystem.listing import ListingFileSystem
+
+THREADS = 32
+"""Requests at a time. With pieces of 8 MiB they hold up to 256 MiB of memory."""
+
+_LISTED_AHEAD = 100_000  # objects: what bounds the memory of a listing
+_REPORT_SECONDS = 0.5
+_GRACE_SECONDS = 1.0  # for requests under way, when somebody interrupts
+_RATE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadProgress:
+    """How far a load has come, in objects and bytes.
+
+    `objects` and `nbytes` are what was asked for, as far as it is listed (`listed`: to the end). `done_objects` are wholly
+    here; `done_bytes` are here, of which `fetched_bytes` came from the origin just now. `bad_blocks` failed their check and
+    were fetched again. `missing_objects` were gone from the origin when their turn came. `left_objects` did not fit.
+    `bytes_per_second` is the speed of the last seconds, in bytes from the origin.
+    """
+
+    objects: int = 0
+    nbytes: int = 0
+    listed: bool = False
+    done_objects: int = 0
+    done_bytes: int = 0
+    fetched_bytes: int = 0
+    bad_blocks: int = 0
+    missing_objects: int = 0
+    left_objects: int = 0
+    seconds: float = 0.0
+    bytes_per_second: float = 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long it still takes at this speed; None while that cannot be told."""
+        left = self.nbytes - self.done_bytes
+        if not self.listed or (left and not self.bytes_per_second):
+            return None
+        return left / self.bytes_per_second if left else 0.0
+
+
+def load(
+    fs: ListingFileSystem,
+    urls: str | Iterable[str],
+    *,
+    progress: Callable[[LoadProgress], None] | None = None,
+    verify: bool = False,
+) -> LoadProgress:
+    """Bring everything that `urls` name into the cache of this node; returns when it is here. See `CacheManagement.load`."""
+    chosen = [urls] if isinstance(urls, str) else list(urls)
+    selections = [select(fs, url) for url in chosen]  # what is missing is an error before anything is fetched
+    return _Load(fs, selections, verify=verify, progress=progress or (lambda _: None)).run()
+
+
+class _Load:
+    """One call of `load`: a thread that lists, threads that fetch, and the caller's, which waits and reports."""
+
+    def __init__(
+        self,
+        fs: ListingFileSystem,
+        selections: list[Iterator[ObjectInfo]],
+        *,
+        verify: bool,
+        progress: Callable[[LoadProgress], None],
+    ) -> None:
+        self._fs = fs
+        self._node = fs.node
+        self._selections = selections
+        self._verify = verify
+        self._report = progress
+        self._change = threading.Condition()
+        self._objects: deque[ObjectInfo] = deque()
+        self._pieces: deque[tuple[_Job, range]] = deque()
+        self._working = 0
+        self._stopping = False
+        self._error: Exception | None = None
+        self._first_missing = ""
+        self._full: set[str] = set()  # directories of disks that take no more
+        self._state = LoadProgress()
+        self._started = time.monotonic()
+        self._samples: deque[tuple[float, int]] = deque([(self._started, 0)])
+
+    def run(self) -> LoadProgress:
+        # Not daemons: at the interpreter's end they would be cut off inside a library.
+        threads = [threading.Thread(target=self._list, name="millrace-load-list")]
+        threads += [threading.Thread(target=self._work, name=f"millrace-load-{number}") for number in range(THREADS)]
+        try:
+            for thread in threads:
+                thread.start()
+            while not self._finished():
+                self._report(self._progress())
+            for thread in threads:
+                thread.join()
+        finally:
+            with self._change:
+                self._stopping = True
+                self._change.notify_all()
+            deadline = time.monotonic() + _GRACE_SECONDS
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join(max(0.0, deadline - time.monotonic()))
+            state = self._progress()
+            self._report(state)
+        if isinstance(self._error, MillraceError):
+            raise _with_progress(self._error, state) from self._error
+        if self._error is not None:
+            raise self._error
+        if state.left_objects:
+            raise DiskFullError(
+                f"the cache is full: {state.done_objects} of {state.objects} objects, {_size(state.done_bytes)} of "
+                f"{_size(state.nbytes)}, are in it",
+                next_step="enlarge it with 'millrace resize', free something with 'millrace free', or load less",
+            )
+        if state.missing_objects:
+            raise ObjectNotFoundError(
+                f"{state.missing_objects} of {state.objects} objects have gone since they were listed, the first is "
+                f"{self._first_missing}; the others are in the cache",
+                next_step="load again what you need",
+            )
+        return state
+
+    def _finished(self) -> bool:
+        """Wait a moment; whether nothing is left to do."""
+        with self._change:
+            return self._change.wait_for(lambda: self._stopping or self._idle(), _REPORT_SECONDS)
+
+    def _idle(self) -> bool:
+        return self._state.listed and not (self._objects or self._pieces or self._working)
+
+    def _progress(self) -> LoadProgress:
+        now = time.monotonic()
+        with self._change:
+            state = replace(self._state, seconds=now - self._started)
+        self._samples.append((now, state.fetched_bytes))
+        while len(self._samples) > 2 and now - self._samples[0][0] > _RATE_SECONDS:
+            self._samples.popleft()
+        (then, before), (now, after) = self._samples[0], self._samples[-1]
+        return replace(state, bytes_per_second=(after - before) / (now - then) if now > then else 0.0)
+
+    # --- the listing thread -----------------------------------------------------------------------
+
+    def _list(self) -> None:
+        try:
+            seen: set[int] = set()
+            for selection in self._selections:
+                for info in selection:
+                    if len(self._selections) > 1:  # two of them may name the same object
+                        if (name := hash(info.key)) in seen:
+                            continue
+                        seen.add(name)
+                    with self._change:
+                        self._change.wait_for(lambda: self._stopping or len(self._objects) < _LISTED_AHEAD)
+                        if self._stopping:
+                            return
+                        self._objects.append(info)
+                        self._add(objects=1, nbytes=info.size)
+                        self._change.notify()
+            with self._change:
+                self._state = replace(self._state, listed=True)
+        except Exception as error:  # noqa: BLE001 - as below
+            self._fail(error)
+        finally:
+            with self._change:
+                self._change.notify_all()
+
+    # --- the working threads ----------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (step := self._next()) is not None:
+            try:
+                step()
+            except Exception as error:  # noqa: BLE001 - of whatever kind, the caller raises it
+                self._fail(error)
+            finally:
+                with self._change:
+                    self._working -= 1
+                    if self._stopping or self._idle():
+                        self._change.notify_all()
+
+    def _next(self) -> Callable[[], None] | None:
+        """What to do next; None when nothing is left. What was begun comes first."""
+        with self._change:
+            self._change.wait_for(lambda: self._stopping or self._pieces or self._objects or self._idle())
+            if self._stopping or not (self._pieces or self._objects):
+                return None
+            self._working += 1
+            if self._pieces:
+                return partial(self._fetch, *self._pieces.popleft())
+            if len(self._objects) == _LISTED_AHEAD:
+                self._change.notify_all()  # the listing waits
+            return partial(self._begin, self._objects.popleft())
+
+    def _begin(self, info: ObjectInfo, *, is_retry: bool = False) -> None:
+        job = _Job(Fill(self._node, self._fs._origin, info, verify=self._verify), is_retry=is_retry)
+        first, *others = job.fill.pieces or [range(0)]
+        with self._change:
+            self._count(job, info.size - sum(map(job.fill.nbytes, job.fill.pieces)))
+            self._pieces.extend((job, piece) for piece in others)
+            self._change.notify(len(others))
+        self._fetch(job, first)
+
+    def _fetch(self, job: _Job, piece: range) -> None:
+        try:
+            if not (job.replaced or job.fill.directory in self._full or not piece):
+                self._fetch_piece(job, piece)
+        except (ObjectChangedError, ObjectNotFoundError) as error:
+            job.replaced = error
+        finally:
+            with self._change:
+                job.pieces_left -= 1
+                ended = job.pieces_left <= 0
+        if ended:
+            job.fill.close()
+            self._end(job)
+
+    def _fetch_piece(self, job: _Job, piece: range) -> None:
+        done = job.fill.fetch(piece)
+        with self._change:
+            self._add(fetched_bytes=done.fetched_bytes, bad_blocks=done.bad_blocks)
+            if done.kept:
+                self._count(job, job.fill.nbytes(piece))
+            else:
+                self._full.add(job.fill.directory)
+
+    def _end(self, job: _Job) -> None:
+        info = job.fill.info
+        if job.replaced is None:
+            with self._change:
+                self._add(**{"done_objects" if job.done_bytes == info.size else "left_objects": 1})
+            return
+        # Another version has come, or none is left: what was counted for the old one does not count.
+        self._fs.invalidate_cache(info.key)
+        try:
+            now = None if job.is_retry else self._fs.describe(info.key)
+        except ObjectNotFoundError:
+            now = None
+        with self._change:
+            self._add(nbytes=(now.size if now else 0) - info.size)
+            self._count(job, -job.done_bytes)
+            if now is None:
+                self._add(missing_objects=1)
+                self._first_missing = self._first_missing or self._fs.unstrip_protocol(info.key)
+        if now is not None:
+            self._begin(now, is_retry=True)
+
+    def _fail(self, error: Exception) -> None:
+        with self._change:
+            self._error = self._error or error
+            self._stopping = True
+            self._change.notify_all()
+
+    def _count(self, job: _Job, nbytes: int) -> None:
+        job.done_bytes += nbytes
+        self._add(done_bytes=nbytes)
+
+    def _add(self, **amounts: int) -> None:
+        """Add to numbers of the state. Under the lock."""
+        self._state = replace(self._state, **{name: getattr(self._state, name) + n for name, n in amounts.items()})
+
+
+class _Job:
+    """An object under way. Its fields change under the lock of its load."""
+
+    def __init__(self, fill: Fill, *, is_retry: bool) -> None:
+        self.fill = fill
+        self.is_retry = is_retry
+        self.pieces_left = len(fill.pieces)
+        self.done_bytes = 0
+        self.replaced: MillraceError | None = None
+
+
+def _with_progress(error: MillraceError, state: LoadProgress) -> MillraceError:
+    """The error that ended a load, saying what was achieved until then."""
+    total = f"{state.objects}{'' if state.listed else ' or more'}"
+    return type(error)(
+        f"{error.message}; {state.done_objects} of {total} objects are in the cache",
+        next_step=f"{error.next_step or 'see to it'}, then load again to go on with the rest",
+    )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
