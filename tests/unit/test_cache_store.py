@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from millrace.cache.counters import Counters, totals
+from millrace.cache.failures import LostDataError
 from millrace.cache.records import ObjectName
 from millrace.cache.store import Store
 from millrace.config import Amount
@@ -125,14 +126,50 @@ def test_foreign_and_newer_directories_are_refused_untouched(tmp_path: Path) -> 
     assert (foreign / "thesis.tex").read_text() == "precious"
 
 
-def test_a_store_of_an_earlier_boot_is_discarded(tmp_path: Path) -> None:
+def test_a_store_of_format_1_is_emptied_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old = tmp_path / "s" / "objects" / "ab" / "abcd-1"
+    old.parent.mkdir(parents=True)
+    old.write_text("of another format")
+    (tmp_path / "s" / "index").mkdir()
+    (tmp_path / "s" / "index" / "index.mdb").write_text("of another format")
+    (tmp_path / "s" / "FORMAT").write_text("millrace-store 1\nboot\n")
+    events: list[Event] = []
+    remove = add_hook(events.append)
     store = make_store(tmp_path / "s")
-    write(store, NAME, b"perhaps zeros by now")
+    remove()
+    assert [event.name for event in events] == ["cache.store.discarded"]
+    assert "format 1" in caplog.text
+    assert not old.exists()
+    write(store, NAME, b"works")
     store.close()
-    (tmp_path / "s" / "FORMAT").write_text("millrace-store 1\nanother-boot\n")
+    assert (tmp_path / "s" / "FORMAT").read_text().startswith("millrace-store 2\n")
+
+
+@pytest.mark.parametrize("intruder", ["folder", "full folder", "symlink", "fifo", "socket"])
+def test_what_is_no_file_any_more_is_lost_data(tmp_path: Path, intruder: str) -> None:
     store = make_store(tmp_path / "s")
-    assert store.index.get(NAME) is None
-    assert store.index.used_bytes() == 0
+    write(store, NAME, b"abc")
+    entry = store.index.get(NAME)
+    assert entry is not None
+    path = Path(store.path(entry))
+    path.unlink()
+    match intruder:
+        case "folder" | "full folder":
+            path.mkdir()
+            if intruder == "full folder":
+                (path / "inside").write_text("")
+        case "symlink":
+            path.symlink_to(tmp_path / "s" / "FORMAT")
+        case "fifo":
+            os.mkfifo(path)
+        case "socket":
+            os.mknod(path, stat.S_IFSOCK | 0o600)
+    with pytest.raises(LostDataError):
+        store.open_data(entry)
+    store.remove(NAME)
+    write(store, NAME, b"abc")
+    assert os.path.lexists(path) == (intruder == "full folder")
+    assert (tmp_path / "s" / "FORMAT").read_text().startswith("millrace-store 2\n")
     store.close()
 
 

@@ -318,6 +318,16 @@ class Index:
             now = self._read(txn, b"generation")
             self._add(txn, b"generation", max(0, least - now))
 
+    @property
+    def built(self) -> bool:
+        """Whether all that lies in the files was entered."""
+        return self._number(b"built") == 1
+
+    def set_built(self) -> None:
+        """Say that all that lies in the files was entered."""
+        with self._writing() as txn:
+            txn.put(b"built", pack_number(1), db=self._state)
+
     # --- metadata ---------------------------------------------------------------------------------
 
     def get_meta(self, key: bytes) -> bytes | None:

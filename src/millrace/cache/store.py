@@ -1,27 +1,28 @@
 """One disk's share of the cache: sparse files of blocks beside their index.
 
-Layout of a store directory (format 1)::
+Layout of a store directory (format 2)::
 
-    FORMAT               "millrace-store 1", then the boot id of the machine that wrote it
-    index/               LMDB, see `index.py`
-    objects/ab/abcd...-7 one sparse file an object version: 32 hex digits of its id, a dash, its generation
+    FORMAT               "millrace-store 2", then the boot id of the machine that wrote the index
+    index/               LMDB, see `index.py`, and the page of signals
+    objects/ab/abcd...-7 one sparse file an object version: 32 hex digits of its id, a dash, its generation; see `trailer.py`
+    segments/            small objects, many in a file, see `segments.py`
     counters/            see `counters.py`
     locks                byte-range locks of fetches, see `flight.py`
 
-Any number of processes read and write one store at once. A block is written to its place in the file first and recorded
-in the index second, so what the index names is there; writing a block twice writes the same bytes. A file is unlinked
-after its record is gone and its name is never used again, so whoever has it open or mapped keeps reading it.
+Any number of processes read and write one store at once. A block is written to its place in the file first, then to the
+file's trailer, and recorded in the index last, so what the index names is there; writing a block twice writes the same
+bytes. A file is unlinked after its record is gone and its name is never used again, so whoever has it open or mapped keeps
+reading it.
 
-Files are not flushed: a crash of the machine may leave zeros behind, so a store that another boot wrote is discarded.
+Nothing is flushed. After another start of the machine the index is built anew from the trailers (`rebuild.py`), and every
+block is verified before its first use.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -33,32 +34,13 @@ from typing_extensions import Buffer
 
 from millrace.cache import trailer
 from millrace.cache.blocks import span_of
-from millrace.cache.environment import DamagedIndexError
 from millrace.cache.failures import LostDataError, disk_errors
-from millrace.cache.index import Index
 from millrace.cache.records import Entry
-from millrace.cache.rules_file import NEW_RULES_NAME, RULES_NAME, RulesFile
+from millrace.cache.rules_file import RulesFile
+from millrace.cache.setup import open_directory
 from millrace.config import Amount
-from millrace.errors import ConfigurationError, StorageError, UnsupportedFormatError
+from millrace.errors import StorageError
 from millrace.events import Event, emit
-
-FORMAT_NAME = "millrace-store"
-FORMAT_VERSION = 2
-
-_OWN_NAMES = frozenset(
-    {
-        "FORMAT",
-        "FORMAT.new",
-        "index",
-        "objects",
-        "counters",
-        "segments",
-        "locks",
-        "setup.lock",
-        RULES_NAME,
-        NEW_RULES_NAME,
-    }
-)
 
 
 def checksum(data: Buffer) -> int:
@@ -85,10 +67,6 @@ def _write(descriptor: int, data: Buffer, offset: int) -> None:
         position += os.pwrite(descriptor, view[position:], offset + position)
 
 
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-
 class Store:
     """Opens or creates the store in `directory`. Thread- and process-safe; not usable after a fork.
 
@@ -102,14 +80,7 @@ class Store:
         self.rules = RulesFile(directory)
         self._reserved = 0
         self._reserve_lock = threading.Lock()
-        with disk_errors(directory):
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if directory.stat().st_uid != os.geteuid():
-                raise StorageError(f"{directory} belongs to another user", next_step="choose another 'cache_dir'")
-            with open(directory / "setup.lock", "a", encoding="ascii") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                self._prepare()
-                self.index = self._open_index()
+        self.index = open_directory(directory)
 
     def close(self) -> None:
         """Close the index. Files opened from the store stay readable."""
@@ -123,8 +94,7 @@ class Store:
 
     def path(self, entry: Entry) -> str:
         """The data file of an object version."""
-        name = entry.object_id.hex()
-        return f"{self.directory}/objects/{name[:2]}/{name}-{entry.generation}"
+        return f"{self.directory}/objects/{trailer.file_name(entry)}"
 
     def open_data(self, entry: Entry) -> int:
         """Open the data file for reading and writing blocks; returns a descriptor to close.
@@ -287,58 +257,3 @@ class Store:
     def _limit(self) -> Amount:
         """What somebody has resized the store to holds for every process, whatever its option says."""
         return self.rules.current().capacity or self._capacity
-
-    # --- format -----------------------------------------------------------------------------------
-
-    def _prepare(self) -> None:
-        """Recognise, refuse, discard or create what lies in the directory. Runs under the set-up lock."""
-        marker = self.directory / "FORMAT"
-        try:
-            lines = marker.read_text(encoding="ascii").splitlines()
-        except FileNotFoundError:
-            foreign = sorted(set(os.listdir(self.directory)) - _OWN_NAMES)
-            if foreign:
-                raise ConfigurationError(
-                    f"{self.directory} is no cache directory (it holds {foreign[0]!r})",
-                    next_step="choose an empty directory for 'cache_dir'",
-                ) from None
-            lines = []
-        except UnicodeDecodeError as error:
-            raise UnsupportedFormatError(
-                f"{marker} was not written by Millrace", next_step="choose another 'cache_dir'"
-            ) from error
-        if lines and lines[0] == f"{FORMAT_NAME} 1":
-            # Never released, so nobody's data: what it holds is fetched again.
-            self._discard("written in format 1, which this version does not read")
-            lines = []
-        if lines and lines[0] != f"{FORMAT_NAME} {FORMAT_VERSION}":
-            raise UnsupportedFormatError(
-                f"{self.directory} has the format {lines[0][:60]!r}, this version reads '{FORMAT_NAME} {FORMAT_VERSION}'",
-                next_step="choose another 'cache_dir', or remove this one",
-            )
-        boot = _boot_id()
-        if lines[1:2] != [boot]:
-            self._discard("written before the last start of this machine")
-            temporary = self.directory / "FORMAT.new"
-            temporary.unlink(missing_ok=True)
-            with open(temporary, "x", encoding="ascii") as file:
-                file.write(f"{FORMAT_NAME} {FORMAT_VERSION}\n{boot}\n")
-            os.replace(temporary, marker)
-        for name in ("index", "objects", "counters"):
-            (self.directory / name).mkdir(mode=0o700, exist_ok=True)
-
-    def _open_index(self) -> Index:
-        try:
-            return Index(self.directory / "index")
-        except DamagedIndexError as error:
-            # Without it nothing says what the files hold. They are a cache: the origin has it all.
-            self._discard(str(error))
-            for name in ("index", "objects"):
-                (self.directory / name).mkdir(mode=0o700)
-            return Index(self.directory / "index")
-
-    def _discard(self, reason: str) -> None:
-        for name in ("index", "objects"):
-            if (self.directory / name).exists():
-                shutil.rmtree(self.directory / name)
-                emit(Event(name="cache.store.discarded", subject=str(self.directory), detail=reason))

@@ -31,6 +31,12 @@ FOOTER_BYTES = _FOOTER.size
 BLOCK_ENTRY_BYTES = _BLOCK.size
 
 
+def file_name(entry: Entry) -> str:
+    """The name of the data file, below the folder of all of them."""
+    name = entry.object_id.hex()
+    return f"{name[:2]}/{name}-{entry.generation}"
+
+
 def entries_offset(entry: Entry) -> int:
     """Where the entries of the blocks begin."""
     return -(-entry.size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,140 @@
+"""Opening a store directory: recognise, refuse, empty, rebuild or create what lies there.
+
+`FORMAT` names the format and the boot of the machine that wrote the index. All of this happens under one lock, so the
+first process does it and the others wait.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from millrace.cache.environment import DATA_NAME, DamagedIndexError
+from millrace.cache.failures import disk_errors
+from millrace.cache.index import Index
+from millrace.cache.rebuild import rebuild
+from millrace.cache.rules_file import NEW_RULES_NAME, RULES_NAME
+from millrace.errors import ConfigurationError, StorageError, UnsupportedFormatError
+from millrace.events import Event, emit
+
+_log = logging.getLogger("millrace")
+
+FORMAT_NAME = "millrace-store"
+FORMAT_VERSION = 2
+
+_MARKER = "FORMAT"
+_LOCK = "setup.lock"
+_DATA_FOLDERS = ("objects", "segments")
+_OWN_NAMES = frozenset(
+    {_MARKER, f"{_MARKER}.new", "index", *_DATA_FOLDERS, "counters", "locks", _LOCK, RULES_NAME, NEW_RULES_NAME}
+)
+
+
+def open_directory(directory: Path) -> Index:
+    """Make the store in `directory` ready, and open its index.
+
+    Raises `ConfigurationError` or `UnsupportedFormatError` when the directory holds something else, which is left as it
+    is, and `StorageError` when it cannot be used.
+    """
+    with disk_errors(directory):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if directory.stat().st_uid != os.geteuid():
+            raise StorageError(f"{directory} belongs to another user", next_step="choose another 'cache_dir'")
+        with open(directory / _LOCK, "a", encoding="ascii") as lock:
+            # This kind of lock is not inherited: a child that is forked meanwhile does not hold it for ever.
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            return _open(directory)
+
+
+def boot_id() -> str:
+    """What tells this boot of the machine from others."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _open(directory: Path) -> Index:
+    lines = _read_marker(directory)
+    if lines and lines[0] == f"{FORMAT_NAME} 1":
+        # Never released, so nobody's data: what it holds is fetched again.
+        _discard(directory, ("index", *_DATA_FOLDERS), "written in format 1, which this version does not read")
+        lines = []
+    if lines and lines[0] != f"{FORMAT_NAME} {FORMAT_VERSION}":
+        raise UnsupportedFormatError(
+            f"{directory} has the format {lines[0][:60]!r}, this version reads '{FORMAT_NAME} {FORMAT_VERSION}'",
+            next_step="choose another 'cache_dir', or remove this one",
+        )
+    for name in ("counters", *_DATA_FOLDERS):
+        (directory / name).mkdir(mode=0o700, exist_ok=True)
+    boot = boot_id()
+    if lines[1:2] != [boot]:
+        if (directory / "index").exists():
+            _discard(directory, ("index",), "not flushed before the last start of this machine")
+        _write_marker(directory, boot)
+    return _open_index(directory)
+
+
+def _open_index(directory: Path) -> Index:
+    """The index; a new one, built from the files, where it is gone, damaged, or was never finished."""
+    folder = directory / "index"
+    if (folder / DATA_NAME).exists():
+        try:
+            index = Index(folder)
+        except DamagedIndexError as error:
+            reason = str(error)
+        else:
+            if index.built:
+                return index
+            index.close()
+            reason = "it was not finished"
+        _discard(directory, ("index",), reason)
+    elif folder.exists():
+        # Without the data, what lies beside it (locks, signals) belongs to processes that still use the deleted one.
+        shutil.rmtree(folder)
+    folder.mkdir(mode=0o700)
+    index = Index(folder)
+    try:
+        rebuild(directory, index)
+    except BaseException:
+        index.close()
+        raise
+    return index
+
+
+def _read_marker(directory: Path) -> list[str]:
+    """The lines of `FORMAT`; none where there is no store yet. Refuses what was not made by us."""
+    marker = directory / _MARKER
+    try:
+        return marker.read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:
+        foreign = sorted(set(os.listdir(directory)) - _OWN_NAMES)
+        if foreign:
+            raise ConfigurationError(
+                f"{directory} is no cache directory (it holds {foreign[0]!r})",
+                next_step="choose an empty directory for 'cache_dir'",
+            ) from None
+        return []
+    except UnicodeDecodeError as error:
+        raise UnsupportedFormatError(
+            f"{marker} was not written by Millrace", next_step="choose another 'cache_dir'"
+        ) from error
+
+
+def _write_marker(directory: Path, boot: str) -> None:
+    temporary = directory / f"{_MARKER}.new"
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "x", encoding="ascii") as file:
+        file.write(f"{FORMAT_NAME} {FORMAT_VERSION}\n{boot}\n")
+    os.replace(temporary, directory / _MARKER)
+
+
+def _discard(directory: Path, names: tuple[str, ...], reason: str) -> None:
+    """Remove folders of the store, and say so."""
+    there = [name for name in names if (directory / name).exists()]
+    for name in there:
+        shutil.rmtree(directory / name)
+    if there:
+        what = "the index" if there == ["index"] else "what was cached"
+        emit(Event(name="cache.store.discarded", subject=str(directory), detail=f"{what}: {reason}"))
+        _log.warning("the cache in %s gives up %s: %s", directory, what, reason)
