@@ -1,0 +1,63 @@
+import os
+import threading
+
+import pytest
+
+from millrace.cache import housekeeping
+from millrace.errors import StorageError
+from millrace.events import Event, add_hook
+
+
+def test_a_chore_is_done_until_it_is_taken_back() -> None:
+    done = threading.Event()
+    every = housekeeping.every_tick
+    every(done.set)
+    every(done.set)
+    assert done.wait(10)  # by the thread
+    housekeeping.no_more(done.set)
+    done.clear()
+    housekeeping.tick()
+    assert not done.is_set()
+    housekeeping.no_more(done.set)
+
+
+def test_a_disk_in_trouble_is_told_and_looked_at_again() -> None:
+    events: list[Event] = []
+    remove = add_hook(events.append)
+    calls = []
+
+    def chore() -> None:
+        calls.append(1)
+        raise StorageError("no index")
+
+    housekeeping.every_tick(chore)
+    try:
+        housekeeping.tick()
+        housekeeping.tick()
+    finally:
+        housekeeping.no_more(chore)
+        remove()
+    assert len(calls) >= 2
+    assert events[0].name == "cache.housekeeping.failed"
+    assert "no index" in events[0].detail
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_child_has_neither_chores_nor_the_thread() -> None:
+    done = threading.Event()
+    housekeeping.every_tick(done.set)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                fresh = threading.Event()
+                housekeeping.tick()
+                alone = threading.active_count() == 1
+                housekeeping.every_tick(fresh.set)
+                code = 0 if alone and fresh.wait(10) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        housekeeping.no_more(done.set)

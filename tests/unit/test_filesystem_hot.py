@@ -1,0 +1,388 @@
+"""Opens that were answered before: when they may be believed, and what they keep."""
+
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import millrace
+from millrace.cache import housekeeping
+from millrace.cache.node import close_nodes
+
+Make = Callable[..., millrace.MillraceFileSystem]
+SIZE = 3 << 20
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def build(**options: object) -> millrace.MillraceFileSystem:
+        return millrace.filesystem("file", **{"cache_dir": str(tmp_path / "cache"), "min_free": 0, **options})
+
+    return build
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return write(tmp_path / "x.bin", b"a")
+
+
+def write(path: Path, letter: bytes, size: int = SIZE) -> str:
+    path.write_bytes(letter * size)
+    return str(path)
+
+
+def warm(fs: millrace.MillraceFileSystem, path: str) -> None:
+    fs.cat_file(path)
+    fs.cat_file(path)
+    assert fs._hot.find(path) is not None
+
+
+def first(fs: millrace.MillraceFileSystem, path: str) -> bytes:
+    """The first byte by every door, which must all say the same."""
+    with fs.open(path) as file:
+        seen = {file.read(1), fs.cat_file(path, 0, 1), fs.open_input_file(path).read(1)}
+    seen |= {fs.open_input_stream(path).read(1), fs.handler.open_input_file(path).read(1)}
+    (only,) = seen
+    return only
+
+
+CHILD = """
+import os, sys, pickle, time
+fs = pickle.load(open(sys.argv[1], "rb"))
+def maps():
+    return sum("/objects/" in line and "(deleted)" in line for line in open("/proc/self/maps"))
+for line in sys.stdin:
+    verb, path, text = line.rstrip("\\n").split(" ", 2)
+    if verb == "read":
+        try:
+            fs.cat_file(path, 0, 1)
+            answer = fs.cat_file(path, 0, 1).decode()
+        except FileNotFoundError:
+            answer = "missing"
+    elif verb == "hot":
+        answer = str(fs._hot.find(path) is not None)
+    elif verb == "write":
+        answer = str(fs.pipe_file(path, text.encode() * %d))
+    elif verb == "remove":
+        answer = str(fs.rm(path))
+    elif verb == "evict":
+        for disk in fs.node._disks:
+            for entry in disk.store.index.entries():
+                disk.remove(entry.object_id)
+        answer = "evicted"
+    elif verb == "let-go":  # idle until the maps of removed files are gone
+        deadline = time.monotonic() + 20
+        while maps() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        answer = str(maps())
+    elif verb == "maps":
+        answer = str(maps())
+    print(answer, flush=True)
+"""
+
+
+class Child:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def __call__(self, verb: str, path: str = "-", text: str = "") -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{verb} {path} {text}\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().strip()
+
+
+@contextmanager
+def child(fs: millrace.MillraceFileSystem, tmp_path: Path) -> Iterator[Child]:
+    (tmp_path / "fs.pickle").write_bytes(pickle.dumps(fs))
+    command = [sys.executable, "-c", CHILD % SIZE, str(tmp_path / "fs.pickle")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Child(process)  # which ends when its input does
+
+
+def test_the_second_open_asks_nobody(make: Make, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fs = make()
+    warm(fs, path)
+    monkeypatch.setattr(type(fs), "_look_up", lambda *_: pytest.fail("asked"))
+    assert first(fs, path) == b"a"
+    assert isinstance(fs.open_input_stream(path), pa.BufferReader)
+
+
+def test_what_another_process_writes_or_removes_is_seen_at_the_next_open(make: Make, path: str, tmp_path: Path) -> None:
+    fs = make(consistency="immutable")
+    with child(fs, tmp_path) as other:
+        for letter in "bcd":
+            warm(fs, path)
+            assert other("read", path) == first(fs, path).decode()
+            assert other("hot", path) == "True"
+            other("write", path, letter)
+            assert first(fs, path) == letter.encode()
+        warm(fs, path)
+        fs.pipe_file(path, b"e" * SIZE)  # and the other way
+        assert other("read", path) == "e"
+        other("remove", path)
+        with pytest.raises(FileNotFoundError):
+            fs.open_input_file(path)
+        assert other("read", path) == "missing"
+
+
+def test_what_another_process_evicts_is_not_kept_on_disk(make: Make, path: str, tmp_path: Path) -> None:
+    fs = make()
+    with child(fs, tmp_path) as other:
+        assert other("read", path) == "a"
+        assert other("hot", path) == "True"
+        warm(fs, path)
+        fs.node._disks[0].remove(next(fs.node._disks[0].store.index.entries()).object_id)
+        assert other("maps") in ("0", "1")
+        assert other("let-go") == "0"  # without having been asked for anything
+        assert other("hot", path) == "False"
+        assert other("read", path) == "a"
+
+
+def test_an_evicted_file_goes_from_this_process_too(make: Make, path: str, tmp_path: Path) -> None:
+    fs = make()
+    warm(fs, path)
+    kept = fs.open_input_file(path)
+    with child(fs, tmp_path) as other:
+        other("evict")
+    assert fs._hot.find(path) is None
+    for _ in range(3):
+        housekeeping.tick()
+    assert len(fs.node._disks[0].maps) == 0
+    assert kept.read() == b"a" * SIZE  # whoever has it open reads on
+    assert first(fs, path) == b"a"
+
+
+def test_the_removal_of_others_costs_an_open_one_look(make: Make, path: str, tmp_path: Path) -> None:
+    fs = make()
+    other = write(tmp_path / "y.bin", b"y")
+    warm(fs, path)
+    warm(fs, other)
+    info = fs.describe(other)
+    fs.node.discard(fs._origin, info)
+    assert fs._hot.find(other) is None
+    assert fs._hot.find(path) is not None
+    assert first(fs, path) == b"a"
+
+
+def test_an_object_that_was_filled_anew_is_another(make: Make, path: str) -> None:
+    fs = make()
+    warm(fs, path)
+    fs.node.discard(fs._origin, fs.describe(path))
+    fs.cat_file(path)  # a new file, of another generation
+    assert fs._hot.find(path) is None
+    assert fs.node.find_native(fs._origin, fs.describe(path)) is not None
+
+
+def test_the_origin_is_asked_again_when_its_answer_has_expired(
+    make: Make, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs = make(consistency="60s")
+    now = SimpleNamespace(value=time.time())
+    monkeypatch.setattr(fs._hot, "clock", lambda: now.value)
+    monkeypatch.setattr(fs.node.metadata, "_clock", lambda: now.value)
+    warm(fs, path)
+    write(Path(path), b"b")  # behind the cache's back
+    now.value += 59
+    assert first(fs, path) == b"a"
+    now.value += 2
+    assert fs._hot.find(path) is None
+    assert first(fs, path) == b"b"
+
+
+def test_always_asks_always(make: Make, path: str) -> None:
+    fs = make(consistency="always")
+    for letter in (b"a", b"b", b"c"):
+        write(Path(path), letter)
+        os.utime(path, (1, ord(letter)))
+        assert first(fs, path) == letter
+        assert len(fs._hot) == 0
+
+
+def test_immutable_never_asks_again(make: Make, path: str) -> None:
+    fs = make(consistency="immutable")
+    warm(fs, path)
+    write(Path(path), b"b")
+    fs._hot.clock = lambda: time.time() + 1e9
+    assert first(fs, path) == b"a"
+
+
+def test_forgetting_what_is_known_of_the_origin_is_heard(make: Make, path: str) -> None:
+    fs = make(consistency="immutable")
+    warm(fs, path)
+    write(Path(path), b"b")
+    fs.invalidate_cache(path)
+    assert first(fs, path) == b"b"
+    warm(fs, path)
+    write(Path(path), b"c")
+    fs.invalidate_cache()
+    assert first(fs, path) == b"c"
+
+
+def test_a_relative_path_follows_the_directory(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fs = make()
+    for letter in ("a", "b"):
+        (tmp_path / letter).mkdir()
+        write(tmp_path / letter / "f", letter.encode())
+    for _ in range(3):
+        for letter in ("a", "b"):
+            monkeypatch.chdir(tmp_path / letter)
+            assert first(fs, "f") == letter.encode()
+
+
+def test_without_native_files_nothing_is_hot(make: Make, path: str) -> None:
+    fs = make(native=False)
+    for _ in range(3):
+        assert first(fs, path) == b"a"
+    assert len(fs._hot) == 0
+
+
+def test_closed_caches_are_opened_again(make: Make, path: str) -> None:
+    fs = make()
+    warm(fs, path)
+    close_nodes()
+    assert fs._hot.find(path) is None
+    assert first(fs, path) == b"a"
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_opens_anew(make: Make, path: str) -> None:
+    fs = make(consistency="immutable")
+    warm(fs, path)
+    before = fs.cache_counters()["native_opens"]
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            cold = fs._hot.find(path) is None
+            warm(fs, path)
+            fs.pipe_file(path, b"b" * SIZE)
+            code = 0 if cold and first(fs, path) == b"b" else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert first(fs, path) == b"b"
+    assert fs.cache_counters()["native_opens"] > before
+
+
+def test_a_pickled_one_carries_nothing_hot(make: Make, path: str) -> None:
+    fs = make()
+    warm(fs, path)
+    other = pickle.loads(pickle.dumps(fs))
+    assert len(pickle.dumps(fs)) < 2000
+    assert first(other, path) == b"a"
+
+
+def test_many_threads_and_an_eviction_under_them(make: Make, tmp_path: Path) -> None:
+    fs = make(consistency="immutable")
+    paths = [write(tmp_path / f"{letter}.bin", letter.encode(), 2 << 20) for letter in "abcdef"]
+    wrong: list[Any] = []
+    stop = threading.Event()
+
+    def read(seed: int) -> None:
+        try:
+            for step in range(60):
+                path = paths[(seed + step) % len(paths)]
+                letter = os.path.basename(path)[:1].encode()
+                if fs.open_input_file(path).read(100) != letter * 100 or fs.cat_file(path, -3) != letter * 3:
+                    wrong.append(path)
+        except Exception as error:  # noqa: BLE001 - shown by the assertion
+            wrong.append(error)
+
+    def evict() -> None:
+        while not stop.is_set():
+            for entry in fs.node.entries():
+                fs.node._disks[0].remove(entry.object_id)
+            stop.wait(0.05)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(128)]
+    evictor = threading.Thread(target=evict)
+    for thread in (*threads, evictor):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    evictor.join()
+    assert not wrong
+
+
+def test_the_table_is_bounded(make: Make, tmp_path: Path) -> None:
+    fs = make(consistency="immutable")
+    fs._hot._limit = 3
+    paths = [write(tmp_path / f"{number}", b"%d" % number, 2 << 20) for number in range(8)]
+    for path in paths:
+        warm(fs, path)
+    assert len(fs._hot) <= 6
+    assert fs._hot.find(paths[0]) is None
+    assert fs._hot.find(paths[-3]) is not None
+    assert [first(fs, path) for path in paths] == [b"%d" % number for number in range(8)]
+
+
+def test_neither_descriptors_nor_maps_nor_memory_are_left_behind(make: Make, path: str) -> None:
+    fs = make(consistency="immutable")
+    warm(fs, path)
+
+    def held() -> tuple[int, int]:
+        with open("/proc/self/maps", encoding="utf-8") as maps:
+            return len(os.listdir("/proc/self/fd")), sum("/objects/" in line for line in maps)
+
+    gc.collect()  # what earlier tests left
+    before = held()
+    opens = 25_000
+    for _ in range(opens):
+        fs.open_input_stream(path).read(1)
+        fs.open_input_file(path).read_at(1, 5)
+        fs.open(path).close()
+        fs.cat_file(path, 5, 6)
+    assert held() == before
+    assert before[1] == 1
+    assert fs.cache_counters()["native_opens"] >= 4 * opens
+
+
+def test_a_mapped_file_behaves_like_a_file(make: Make, tmp_path: Path) -> None:
+    content = b"".join(b"line %d\n" % number for number in range(300_000))
+    (tmp_path / "lines.txt").write_bytes(content)
+    path = str(tmp_path / "lines.txt")
+    fs = make()
+    warm(fs, path)
+    with fs.open(path) as file:
+        assert (file.name, file.mode, file.size) == (path, "rb", len(content))
+        assert file.readable()
+        assert file.seekable()
+        assert not file.writable()
+        assert file.readline() == b"line 0\n"
+        assert next(file) == b"line 1\n"
+        assert file.tell() == 14
+        assert file.read_buffer(6).to_pybytes() == b"line 2"
+        assert file.tell() == 20
+        assert file.seek(-3, 2) == len(content) - 3
+        assert file.read() == content[-3:]
+        assert file.read() == b""
+        assert file.read_buffer().to_pybytes() == b""
+        file.seek(5 << 20)
+        assert file.read(1) == b""
+        assert file.read_buffer(3).to_pybytes() == b""
+        file.seek(1000)
+        target = bytearray(1 << 20)
+        assert file.readinto(target) == 1 << 20
+        assert bytes(target) == content[1000 : 1000 + (1 << 20)]
+        with pytest.raises(ValueError, match="negative"):
+            file.seek(-1)
+    with pytest.raises(ValueError, match="closed"):
+        file.read()
+    with fs.open(path, "r") as text:
+        assert sum(1 for _ in text) == 300_000
+    with pytest.raises(FileNotFoundError):
+        fs.open(f"{tmp_path}/nothing")
