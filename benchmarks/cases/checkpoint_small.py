@@ -34,19 +34,25 @@ case = Case(
 )
 
 
-def _save_and_load(measure: Measure, context: Mapping[str, Any], openers: tuple[Opener, Opener]) -> str:
+def _save_and_load(
+    measure: Measure, context: Mapping[str, Any], openers: tuple[Opener, Opener], *, own_planners: bool = False
+) -> str:
     import torch.distributed.checkpoint as dcp
+
+    from millrace.checkpoint import CheckpointLoadPlanner, CheckpointSavePlanner
 
     place = f"{context['scratch']}/checkpoint"
     warm_up(openers, f"{context['scratch']}/warm-up")
     state = _state(context["count"])
     with measure("save") as figures:
-        dcp.save(state, storage_writer=openers[0](place), no_dist=True)
+        planner = CheckpointSavePlanner() if own_planners else None
+        dcp.save(state, storage_writer=openers[0](place), planner=planner, no_dist=True)
         figures["MB stored"] = folder_bytes(place) / 1e6
     for tensor in tensors_of(state):
         tensor.fill_(7)
     with measure("load"):
-        dcp.load(state, storage_reader=openers[1](place), no_dist=True)
+        load_planner = CheckpointLoadPlanner() if own_planners else None
+        dcp.load(state, storage_reader=openers[1](place), planner=load_planner, no_dist=True)
     return digest(state)
 
 
@@ -63,6 +69,17 @@ def stock_zstd(measure: Measure, context: Mapping[str, Any]) -> str:
 @case.contender("Millrace, 2 threads")
 def millrace_typed(measure: Measure, context: Mapping[str, Any]) -> str:
     return _save_and_load(measure, context, millrace(2))
+
+
+@case.contender("Millrace with its planners")
+def millrace_planned(measure: Measure, context: Mapping[str, Any]) -> str:
+    return _save_and_load(measure, context, millrace(2), own_planners=True)
+
+
+@case.contender("stock plain, our planners")
+def stock_planned(measure: Measure, context: Mapping[str, Any]) -> str:
+    """What the planners alone bring: they work with every writer and reader."""
+    return _save_and_load(measure, context, stock(2), own_planners=True)
 
 
 @case.contender("no storage at all")

@@ -6,6 +6,9 @@ import contextlib
 import gc
 import threading
 from collections.abc import Iterator
+from typing import TypeVar
+
+Value = TypeVar("Value")
 
 _lock = threading.Lock()
 _pauses = 0
@@ -33,3 +36,14 @@ def collection_paused() -> Iterator[None]:
             _pauses -= 1
             if _pauses == 0 and _was_enabled:
                 gc.enable()
+
+
+def each_paused(values: Iterator[Value]) -> Iterator[Value]:
+    """The same values, with garbage collection paused while each of them is made, and not while it is used."""
+    while True:
+        with collection_paused():
+            try:
+                value = next(values)
+            except StopIteration:
+                return
+        yield value

@@ -13,6 +13,7 @@ from typing_extensions import Buffer
 
 from millrace.checkpoint.effort import Schedule, Steady
 from millrace.checkpoint.format import DataFile
+from millrace.checkpoint.garbage import collection_paused, each_paused
 from millrace.checkpoint.layout import ChunkPlan, Packer
 from millrace.checkpoint.pipeline import run_in_order
 from millrace.checkpoint.planes import Effort, Kind, PlaneCodec, as_bytes, checksum
@@ -126,7 +127,7 @@ def write_items(
         return _encode(job, codecs.codec, plan, after)
 
     try:
-        with contextlib.closing(run_in_order(_jobs(sources, places), encode, threads)) as encoded_chunks:
+        with contextlib.closing(run_in_order(each_paused(_jobs(sources, places)), encode, threads)) as encoded_chunks:
             for encoded in encoded_chunks:
                 if current is None or current.size >= _FILE_BYTES:
                     if current is not None:
@@ -147,7 +148,8 @@ def write_items(
         raise
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
     data = RankData(tuple(files), chunk_table(columns), after.descriptors)
-    return [StoredItem(data, *place) for place in places]
+    with collection_paused():
+        return [StoredItem(data, *place) for place in places]
 
 
 def discard(storage: CheckpointStorage, names: list[str]) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from millrace.checkpoint.extension import extension_registry
 from millrace.checkpoint.fetching import ChunkFetcher, Request
 from millrace.checkpoint.format import DTYPES, Shard
-from millrace.checkpoint.garbage import collection_paused
+from millrace.checkpoint.garbage import collection_paused, each_paused
 from millrace.checkpoint.manifests import (
     CheckpointSummary,
     LoadedManifest,
@@ -166,12 +166,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
             index = _ItemIndex(self._loaded)
         transforms = transforms_for(self._loaded.manifest.transforms, self._extension_registry)
         fetcher = ChunkFetcher(self._storage(), self._loaded.manifest, self._threads, transforms)
-        waves = _waves(plan.items, planner, index)
-        while True:
-            with collection_paused():
-                wave = next(waves, None)
-            if wave is None:
-                break
+        for wave in each_paused(_waves(plan.items, planner, index)):
             fetcher.fetch([load.request for load in wave if load.request is not None])
             for load in wave:
                 load.commit(self._trusted_types)
