@@ -78,6 +78,12 @@ def url_of(origin: str, key: str) -> str:
     return f"{origin.partition('+')[0]}://{key}"
 
 
+def origins(node: CacheNode) -> set[str]:
+    """The identities of all origins of which something is cached, or for which there is a rule."""
+    found = {place[0] for disk in node.open_disks for place in disk.store.rules.current().by_place}
+    return found | {entry.name.origin for disk in node.open_disks for entry in _entries(disk, None)}
+
+
 # --- what is here -------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,8 @@ from millrace._version import __version__
 from millrace.errors import MillraceError
 
 EPILOG = (
-    "Exit codes: 0 done; 1 an error, told in one line on stderr; 2 a bad command line; 130 interrupted; 141 whoever read "
+    "Exit codes: 0 done; 1 an error, told in one line on stderr; 2 a bad command line; 3 the cache is full (load); "
+    "130 interrupted; 141 whoever read "
     "the output closed it; 143 terminated; 129 hung up. MILLRACE_DEBUG=1 adds the traceback of an error."
 )
 
@@ -30,9 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     from millrace.cli.demo import demo
     from millrace.cli.doctor import doctor
+    from millrace.cli.load import load
+    from millrace.cli.ls import ls
+    from millrace.cli.rules import free, limit, pin, resize, unpin
     from millrace.cli.status import status
 
-    for command in (demo, doctor, status):
+    for command in (demo, doctor, free, limit, load, ls, pin, resize, status, unpin):
         millrace.add_command(command)
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -49,14 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.exceptions.Abort, KeyboardInterrupt) as end:
         # A signal other than Ctrl-C comes as a `KeyboardInterrupt` that says so.
         word, code = end.args if len(end.args) == 2 else ("interrupted", 130)
-        _tell(f"{word}; nothing is left running")
+        tell(f"{word}; nothing is left running")
         return int(code)
     except click.ClickException as error:
         path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "millrace"
-        _tell(f"{error.format_message().rstrip('.')}: see '{path} --help'")
+        tell(f"{error.format_message().rstrip('.')}: see '{path} --help'")
         return error.exit_code
     except MillraceError as error:
-        _tell(str(error))
+        tell(str(error))
         _debug()
         return 1
     except BrokenPipeError as error:
@@ -70,12 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _unexpected(error: Exception) -> int:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     hint = "" if os.environ.get("MILLRACE_DEBUG") == "1" else "MILLRACE_DEBUG=1 shows where; "
-    _tell(f"unexpected {text}: {hint}please report this as a defect of Millrace")
+    tell(f"unexpected {text}: {hint}please report this as a defect of Millrace")
     _debug()
     return 1
 
 
-def _tell(line: str) -> None:
+def tell(line: str) -> None:
+    """Write an error, or what is worth knowing besides the result, in one line to stderr."""
     with contextlib.suppress(OSError):  # stderr is gone as well: the exit code is all that can still be told
         click.echo(f"millrace: {line}", err=True)
 

@@ -10,8 +10,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from millrace.cache.filling import Fill
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 THREADS = 32
 """Requests at a time. With pieces of 8 MiB they hold up to 256 MiB of memory."""
 
+_LOOKUPS = 16
 _LISTED_AHEAD = 100_000  # objects: what bounds the memory of a listing
 _REPORT_SECONDS = 0.5
 _GRACE_SECONDS = 1.0  # for requests under way, when somebody interrupts
@@ -76,8 +79,7 @@ def load(
 ) -> LoadProgress:
     """Bring everything that `urls` name into the cache of this node; returns when it is here. See `CacheManagement.load`."""
     chosen = [urls] if isinstance(urls, str) else list(urls)
-    selections = [select(fs, url) for url in chosen]  # what is missing is an error before anything is fetched
-    return _Load(fs, selections, verify=verify, progress=progress or (lambda _: None)).run()
+    return _Load(fs, chosen, verify=verify, progress=progress or (lambda _: None)).run()
 
 
 class _Load:
@@ -86,14 +88,14 @@ class _Load:
     def __init__(
         self,
         fs: ListingFileSystem,
-        selections: list[Iterator[ObjectInfo]],
+        urls: list[str],
         *,
         verify: bool,
         progress: Callable[[LoadProgress], None],
     ) -> None:
         self._fs = fs
         self._node = fs.node
-        self._selections = selections
+        self._urls = urls
         self._verify = verify
         self._report = progress
         self._change = threading.Condition()
@@ -169,20 +171,14 @@ class _Load:
 
     def _list(self) -> None:
         try:
-            seen: set[int] = set()
-            for selection in self._selections:
-                for info in selection:
-                    if len(self._selections) > 1:  # two of them may name the same object
-                        if (name := hash(info.key)) in seen:
-                            continue
-                        seen.add(name)
-                    with self._change:
-                        self._change.wait_for(lambda: self._stopping or len(self._objects) < _LISTED_AHEAD)
-                        if self._stopping:
-                            return
-                        self._objects.append(info)
-                        self._add(objects=1, nbytes=info.size)
-                        self._change.notify()
+            for info in self._selected():
+                with self._change:
+                    self._change.wait_for(lambda: self._stopping or len(self._objects) < _LISTED_AHEAD)
+                    if self._stopping:
+                        return
+                    self._objects.append(info)
+                    self._add(objects=1, nbytes=info.size)
+                    self._change.notify()
             with self._change:
                 self._state = replace(self._state, listed=True)
         except Exception as error:  # noqa: BLE001 - as below
@@ -190,6 +186,22 @@ class _Load:
         finally:
             with self._change:
                 self._change.notify_all()
+
+    def _selected(self) -> Iterator[ObjectInfo]:
+        """Everything to load, each object once."""
+        with ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="millrace-load-look") as pool:
+            # Wholly, before anything is fetched: what is missing is an error at once.
+            selections = list(pool.map(self._select, self._urls))
+        seen: set[int] = set()
+        for info in chain.from_iterable(selections):
+            if len(selections) > 1:  # two of them may name the same object
+                if (name := hash(info.key)) in seen:
+                    continue
+                seen.add(name)
+            yield info
+
+    def _select(self, url: str) -> Iterator[ObjectInfo]:
+        return iter(()) if self._stopping else select(self._fs, url)
 
     # --- the working threads ----------------------------------------------------------------------
 
@@ -299,6 +311,8 @@ class _Job:
 
 def _with_progress(error: MillraceError, state: LoadProgress) -> MillraceError:
     """The error that ended a load, saying what was achieved until then."""
+    if not state.objects:
+        return type(error)(error.message, next_step=error.next_step)
     total = f"{state.objects}{'' if state.listed else ' or more'}"
     return type(error)(
         f"{error.message}; {state.done_objects} of {total} objects are in the cache",

@@ -21,6 +21,11 @@ class CacheManagement(ListingFileSystem):
     says so also a pattern. Raises `StorageError` when there is no cache directory that can be used.
     """
 
+    @property
+    def origin_identity(self) -> str:
+        """Names the storage behind, as `CachedObject.origin` does."""
+        return self._origin.identity
+
     def load(
         self,
         urls: str | Iterable[str],

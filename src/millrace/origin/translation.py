@@ -17,6 +17,9 @@ from millrace.origin.obstore_library import obstore_library
 # The error code of the S3 protocol. obstore gives it on only inside its text; where it does not, the error is a general one.
 _S3_CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
 
+# Answers to a listing, which obstore does not tell from any other failure.
+_REFUSALS = frozenset({"AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch"})
+
 
 def s3_code(error: BaseException) -> str | None:
     """The error code in the server's answer (`NoSuchBucket`, ...), None where there is none."""
@@ -33,7 +36,8 @@ def translate(error: Exception, url: str, identity: str) -> MillraceError | None
         return ObjectChangedError(f"{url} was overwritten while it was read", next_step="open it again")
     if isinstance(error, library.AlreadyExistsError):
         return ObjectExistsError(f"{url} exists already", next_step="choose another name")
-    if isinstance(error, library.PermissionDeniedError | library.UnauthenticatedError | PermissionError):
+    refused = isinstance(error, library.PermissionDeniedError | library.UnauthenticatedError | PermissionError)
+    if refused or s3_code(error) in _REFUSALS:
         return DeniedError(
             f"access to {url} was denied", next_step="check the credentials and their rights on this bucket"
         )

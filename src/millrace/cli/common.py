@@ -1,0 +1,109 @@
+"""What the commands about a node's cache have in common: options, the cache they mean, and how figures are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from millrace.cache.node import CacheNode
+    from millrace.cache.rules import Place
+    from millrace.filesystem import MillraceFileSystem
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def cache_dir_option(command: F) -> F:
+    """`--cache-dir`, several times."""
+    text = "Cache directory; repeat for several disks. Default: the configured one."
+    return click.option("--cache-dir", multiple=True, help=text)(command)
+
+
+def endpoint_option(command: F) -> F:
+    """`--endpoint-url`."""
+    return click.option("--endpoint-url", help="Address of an S3 service other than AWS.")(command)
+
+
+def json_option(command: F) -> F:
+    """`--json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+
+
+# --- the cache that is meant --------------------------------------------------------------------------
+
+
+def file_system(urls: Sequence[str], cache_dir: Sequence[str], endpoint_url: str | None) -> MillraceFileSystem:
+    """The file system that serves `urls`, with credentials from the environment. All must be of one storage."""
+    from millrace.errors import UsageError
+    from millrace.filesystem import filesystem
+    from millrace.origin import split_url
+
+    schemes = sorted({split_url(url)[0] for url in urls})
+    if len(schemes) > 1:
+        raise UsageError(f"URLs of {' and '.join(schemes)} together", next_step="use one command for each")
+    options = {"endpoint_url": endpoint_url} if endpoint_url else None
+    return filesystem(schemes[0], target_options=options, cache_dir=list(cache_dir) or None)
+
+
+def existing_node(cache_dir: Sequence[str]) -> tuple[CacheNode, list[str]]:
+    """The cache that is there, and the directories without one. Makes nothing: where there is no cache is an error."""
+    from millrace.cache.node import cache_node, store_exists
+    from millrace.config import resolve
+    from millrace.errors import ConfigurationError
+
+    options = resolve({"cache_dir": list(cache_dir) or None})
+    there = tuple(path for path in options.cache_dirs if store_exists(replace(options, cache_dirs=(path,))))
+    missing = [str(path) for path in options.cache_dirs if path not in there]
+    if not there:
+        raise ConfigurationError(
+            f"no cache in {', '.join(missing)}",
+            next_step="read something through millrace.filesystem first, or name the directory with --cache-dir",
+        )
+    # Only what is there: a cache makes the directories that it is given.
+    return cache_node(replace(options, cache_dirs=there)), missing
+
+
+def places_of(node: CacheNode, url: str, endpoint_url: str | None) -> list[Place]:
+    """Where `url` points, at every service of which something is known here; with an endpoint at that one only."""
+    from millrace.cache.catalog import origins
+    from millrace.errors import UsageError
+    from millrace.filesystem import filesystem
+    from millrace.origin import split_url
+
+    scheme = split_url(url)[0]
+    named = filesystem(scheme, target_options={"endpoint_url": endpoint_url} if endpoint_url else None)
+    key = named.key_of(url).rstrip("/")
+    if "*" in key or "?" in key:
+        raise UsageError(f"{url!r} is a pattern", next_step="name an object or a prefix")
+    if endpoint_url:
+        return [(named.origin_identity, key)]
+    kind = named.origin_identity.partition("+")[0]
+    return [(origin, key) for origin in sorted(origins(node)) if origin.partition("+")[0] == kind]
+
+
+# --- figures for people -------------------------------------------------------------------------------
+
+
+def size_text(nbytes: float) -> str:
+    """An amount of bytes with three digits: `512 B`, `26.1 kB`, `1.20 GB`."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while nbytes >= 999.5 and len(units) > 1:
+        nbytes /= 1000
+        del units[0]
+    digits = 0 if units[0] == "B" or nbytes >= 99.95 else 1 if nbytes >= 9.995 else 2
+    return f"{nbytes:.{digits}f} {units[0]}"
+
+
+def time_text(seconds: float) -> str:
+    """A duration: `9 s`, `2:05`, `1:02:05`, `3 d`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02}"
+    if whole < 86400 or whole % 86400:
+        return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
+    return f"{whole // 86400} d"
