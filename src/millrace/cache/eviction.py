@@ -118,15 +118,15 @@ def touched(unit: Unit, *, clock: int, capacity_bytes: int) -> Unit:
 def group_touched(
     group: Group, *, clock: int, nbytes: int, capacity_bytes: int, before: Unit | None, hit: bool
 ) -> Group:
-    """The group's record after a use of a unit of `nbytes` at `clock`.
+    """The group's record after a read at `clock` of a unit that has `nbytes` in all.
 
     `before` is the unit's record from before this use, None when it was unknown.
     """
-    memory = max(1, _PAUSE_MEMORY * max(capacity_bytes, group.bytes))
-    longest_gap = max(clock - group.last, int(group.longest_gap * max(0.0, 1.0 - nbytes / memory)))
-    last = max(group.last, clock)
+    pause, last = clock - group.last, max(group.last, clock)
     if before is not None and continues(before, clock, capacity_bytes):
-        return replace(group, last=last, longest_gap=longest_gap)
+        return replace(group, last=last, longest_gap=max(pause, group.longest_gap))
+    forgotten = nbytes / max(1, _PAUSE_MEMORY * max(capacity_bytes, group.bytes))
+    longest_gap = max(pause, int(group.longest_gap * max(0.0, 1.0 - forgotten)))
     weight = min(1.0, nbytes / max(1, _MEMORY * capacity_bytes))
     passed = None if before is None else clock - before.last
     recent = passed is not None and passed <= _RECENT * capacity_bytes
