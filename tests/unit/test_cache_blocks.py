@@ -1,3 +1,5 @@
+import random
+
 import pytest
 
 from millrace.cache.blocks import ReadAhead, block_count, blocks_of, coalesce, object_id, span_of
@@ -56,6 +58,32 @@ def test_read_ahead_opens_on_sequential_reads_and_closes_on_others() -> None:
     assert windows == [1, 2, 4, 8, 16, 16]
     assert list(state.wanted(100, 10)) == [6, 7, 8, 9]  # never past the end
     assert state.after(500, 510).window == 0
+
+
+def windows_after(*reads: tuple[int, int]) -> list[int]:
+    state, windows = ReadAhead(), []
+    for start, stop in reads:
+        state = state.after(start, stop)
+        windows.append(state.window)
+    return windows
+
+
+def test_read_ahead_of_columns_that_are_read_in_turn() -> None:
+    # The footer; then two columns of a row group, buffer by buffer in turn; then the next row group.
+    assert windows_after((900, 1000), (4, 104), (104, 204), (204, 304), (304, 404)) == [0, 0, 1, 2, 4]
+    assert windows_after((0, 100), (200, 300), (100, 200), (300, 400), (400, 500)) == [1, 2, 2, 4, 8]
+
+
+def test_read_ahead_skips_small_gaps_and_no_large_ones() -> None:
+    assert windows_after((0, 100), (120, 200), (210, 300)) == [1, 2, 4]
+    assert windows_after((0, 100), (250, 260)) == [1, 0]
+    assert windows_after((0, 100), (1000, 1100), (2000, 2100), (3000, 3100)) == [1, 0, 0, 0]
+
+
+def test_read_ahead_leaves_random_reads_alone() -> None:
+    source = random.Random(0)
+    places = [source.randrange(1, 1 << 30) for _ in range(1000)]
+    assert not any(windows_after(*((place, place + 65536) for place in places)))
 
 
 def test_read_ahead_of_a_reader_that_wants_everything() -> None:

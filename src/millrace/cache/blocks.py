@@ -57,20 +57,27 @@ def coalesce(blocks: Iterable[int], max_run: int) -> list[range]:
 class ReadAhead:
     """How far to fetch ahead of one reader, as a value: `after(start, stop)` gives the next one.
 
-    A read that continues where the last one ended doubles the window, up to `READ_AHEAD_BLOCKS`; any other read closes
-    it. A reader that is known to want everything starts with the whole window open (`ReadAhead(window=...)`).
+    Reads that together cover most of the bytes from where they began are a scan, in whatever order they come: column by
+    column, or by several threads. Each one that carries a scan on doubles the window, up to `READ_AHEAD_BLOCKS`. Any other
+    read begins anew, with the window closed, so that random reads fetch nothing that nobody asked for. A reader that is
+    known to want everything starts with the whole window open (`ReadAhead(window=...)`).
     """
 
-    expected: int = 0
+    base: int = 0
+    frontier: int = 0
+    covered: int = 0
     window: int = 0
 
     def after(self, start: int, stop: int) -> ReadAhead:
         """The state after the bytes `[start, stop)` were read."""
-        sequential = start == self.expected and stop > start
-        window = min(max(1, self.window * 2), READ_AHEAD_BLOCKS) if sequential else 0
-        return ReadAhead(expected=stop, window=window)
+        frontier = max(self.frontier, stop)
+        covered = min(self.covered + stop - start, frontier - self.base)
+        if start < self.base or stop <= start or 2 * covered < frontier - self.base:
+            return ReadAhead(base=start, frontier=stop, covered=stop - start)
+        window = min(max(1, self.window * 2), READ_AHEAD_BLOCKS) if frontier > self.frontier else self.window
+        return ReadAhead(self.base, frontier, covered, window)
 
     def wanted(self, size: int, block_bytes: int) -> range:
         """The blocks that should be on their way, none past the end of an object of `size` bytes."""
-        first = -(-self.expected // block_bytes)
+        first = -(-self.frontier // block_bytes)
         return range(first, min(first + self.window, block_count(size, block_bytes)))

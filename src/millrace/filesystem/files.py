@@ -35,8 +35,11 @@ class CachedFile(io.RawIOBase):
         self.name = path
         self.mode = "rb"
         self.size = reader.size
+        self._wanted = range(0)
         if sequential:
-            reader.prefetch(self._ahead.wanted(reader.size, reader.block_bytes))
+            # The first block by itself: the first read is not to wait for a request of several.
+            reader.prefetch(range(min(1, reader.size)))
+            self._fetch_ahead()
 
     def readable(self) -> bool:
         return True
@@ -82,7 +85,7 @@ class CachedFile(io.RawIOBase):
             return b""
         self._ahead = self._ahead.after(start, stop)
         if self._ahead.window:
-            self._reader.prefetch(self._ahead.wanted(self.size, self._reader.block_bytes))
+            self._fetch_ahead()
         try:
             data = self._reader.read(start, stop)
         except (ObjectChangedError, ObjectNotFoundError):
@@ -90,6 +93,12 @@ class CachedFile(io.RawIOBase):
             raise
         self._position = stop
         return data
+
+    def _fetch_ahead(self) -> None:
+        wanted = self._ahead.wanted(self.size, self._reader.block_bytes)
+        if wanted != self._wanted:  # small reads in one block want the same
+            self._wanted = wanted
+            self._reader.prefetch(wanted)
 
     def _check_open(self) -> None:
         if self.closed:

@@ -8,25 +8,27 @@ no Python between.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from fsspec.utils import tokenize
 from pyarrow.fs import PyFileSystem
-from typing_extensions import Buffer
 
 from millrace.cache.node import CacheNode, cache_node
 from millrace.cache.reader import ObjectReader
 from millrace.config import OPTION_NAMES, resolve
 from millrace.errors import ConfigurationError, ObjectChangedError, ObjectNotFoundError
 from millrace.filesystem import opens
+from millrace.filesystem.batches import Range, as_list, bounds, read_batch, read_ranges
 from millrace.filesystem.files import BufferedFile, CachedFile, MappedFile
 from millrace.filesystem.handler import MillraceHandler, python_file
 from millrace.filesystem.hot import HotOpens
 from millrace.filesystem.managing import CacheManagement
 from millrace.filesystem.writing import WritingFileSystem
 from millrace.origin import SCHEMES, ObjectInfo, open_origin
+
+_T = TypeVar("_T")
 
 _OWN_SCHEME = "millrace"
 
@@ -165,7 +167,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         reader = self.node.open_reader(self._origin, info)
         if info.size <= reader.block_bytes:
             reader.close()
-            return pa.BufferReader(pa.py_buffer(self._read_at_once(info)))
+            return pa.BufferReader(pa.py_buffer(self._read_at_once(info, lambda reader: reader.read(0, reader.size))))
         return python_file(self._cached_file(reader, info, sequential=sequential))
 
     def open_input_file(self, path: str) -> pa.NativeFile:
@@ -206,14 +208,34 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         buffer = self._hot.find(path)
-        if buffer is None:
-            info, buffer = self._look_up(path)
-            if buffer is None:
-                return bytes(self._read_at_once(info, start, end))
-        if start is None and end is None:
+        if buffer is not None and start is None and end is None:
             return bytes(buffer.to_pybytes())
-        first, stop = _position(start, buffer.size, default=0), _position(end, buffer.size, default=buffer.size)
-        return bytes(buffer.slice(first, max(0, stop - first)).to_pybytes())
+        return self._read_ranges(path, [(start, end)], buffer)[0]
+
+    def cat_ranges(
+        self,
+        paths: list[str],
+        starts: int | list[int | None] | None,
+        ends: int | list[int | None] | None,
+        max_gap: int | None = None,
+        on_error: str = "return",
+        **_: Any,
+    ) -> list[bytes | Exception]:
+        """fsspec's. What is not here is fetched all at once, by blocks, so `max_gap` changes nothing."""
+        if not isinstance(paths, list):
+            raise TypeError("paths must be a list")
+        ranges = list(zip(as_list(starts, len(paths)), as_list(ends, len(paths)), strict=True))
+        return self._cat_batch(paths, ranges, on_error)
+
+    def cat(self, path: Any, recursive: bool = False, on_error: str = "raise", **kwargs: Any) -> Any:
+        """fsspec's. Of several objects those that are not here are fetched at once."""
+        paths = self.expand_path(path, recursive=recursive, **kwargs)
+        if len(paths) == 1 and not isinstance(path, list) and paths[0] == self._strip_protocol(path):
+            return self.cat_file(paths[0], **kwargs)
+        wanted = (kwargs.get("start"), kwargs.get("end"))
+        answers = self._cat_batch(paths, [wanted] * len(paths), "raise" if on_error == "raise" else "return")
+        named = dict(zip(paths, answers, strict=True))
+        return {name: data for name, data in named.items() if on_error != "omit" or not isinstance(data, Exception)}
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -235,24 +257,51 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         if found is None:
             return info, None
         # A relative path means something else in another directory.
-        if changes is not None and until > self._hot.clock() and not (self._rooted and path[:1] != "/"):
+        if changes is not None and until > self._hot.clock() and not (self._rooted and str(path)[:1] != "/"):
             self._hot.keep(path, found, until=until, changes=changes)
         return info, found.buffer
 
     def _cached_file(self, reader: ObjectReader, info: ObjectInfo, *, sequential: bool) -> CachedFile:
         return CachedFile(reader, path=info.key, sequential=sequential, on_changed=lambda: self._changed(info.key))
 
-    def _read_at_once(self, info: ObjectInfo, start: int | None = None, end: int | None = None) -> Buffer:
-        """A range of an object of which nothing was handed out yet: if it was overwritten meanwhile, of its new version."""
-        try:
-            return self._read_version(info, start, end)
-        except ObjectChangedError:
-            return self._read_version(self.describe(info.key), start, end)  # forgotten by now: this asks the origin
+    def _cat_batch(self, paths: Sequence[str], ranges: Sequence[Range], on_error: str) -> list[bytes | Exception]:
+        """Ranges of objects, of which those that were not opened before are read several at a time."""
+        hot = {path: self._hot.find(path) for path in paths}
+        answers: list[bytes | Exception] = [b""] * len(paths)
+        rest = []
+        for place, path in enumerate(paths):
+            buffer = hot[path]
+            if buffer is None:
+                rest.append(place)
+            else:
+                (answers[place],) = self._read_ranges(path, [ranges[place]], buffer)
+        found = read_batch([paths[place] for place in rest], [ranges[place] for place in rest], self._read_ranges)
+        for place, answer in zip(rest, found, strict=True):
+            if isinstance(answer, Exception) and on_error == "raise":
+                raise answer
+            answers[place] = answer
+        return answers
 
-    def _read_version(self, info: ObjectInfo, start: int | None, end: int | None) -> Buffer:
+    def _read_ranges(self, path: str, ranges: Sequence[Range], buffer: pa.Buffer | None = None) -> list[bytes]:
+        """Ranges of one version of an object, from its map where there is one."""
+        if buffer is None:
+            info, buffer = self._look_up(path)
+            if buffer is None:
+                return self._read_at_once(info, lambda reader: read_ranges(reader, ranges))
+        spans = [bounds(wanted, buffer.size) for wanted in ranges]
+        return [buffer.slice(start, stop - start).to_pybytes() for start, stop in spans]
+
+    def _read_at_once(self, info: ObjectInfo, read: Callable[[ObjectReader], _T]) -> _T:
+        """Read of an object of which nothing was handed out yet: if it was overwritten meanwhile, of its new version."""
+        try:
+            return self._read_version(info, read)
+        except ObjectChangedError:
+            return self._read_version(self.describe(info.key), read)  # forgotten by now: this asks the origin
+
+    def _read_version(self, info: ObjectInfo, read: Callable[[ObjectReader], _T]) -> _T:
         reader = self.node.open_reader(self._origin, info)
         try:
-            return reader.read(_position(start, info.size, default=0), _position(end, info.size, default=info.size))
+            return read(reader)
         except (ObjectChangedError, ObjectNotFoundError):
             self._changed(info.key)
             raise
@@ -292,9 +341,3 @@ def _fsspec_options(options: dict[str, Any]) -> dict[str, Any]:
             next_step=f"known ones are {', '.join((*OPTION_NAMES, 'target_protocol', 'target_options'))}",
         )
     return options
-
-
-def _position(value: int | None, size: int, *, default: int) -> int:
-    if value is None:
-        return default
-    return max(0, size + value) if value < 0 else min(value, size)

@@ -1,0 +1,150 @@
+"""Ranges of many objects at once, through `cat_ranges` and `cat`, and what an opened stream fetches ahead."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import millrace
+from millrace.cache.node import CacheNode
+from millrace.config import resolve
+from millrace.filesystem.batches import as_list, bounds, read_batch
+from millrace.filesystem.files import CachedFile
+from millrace.testing.origins import MemoryOrigin
+
+Make = Callable[..., millrace.MillraceFileSystem]
+BLOCK = 4 << 20
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def build(**options: object) -> millrace.MillraceFileSystem:
+        return millrace.filesystem("file", **{"cache_dir": str(tmp_path / "cache"), "min_free": 0, **options})
+
+    return build
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[CacheNode]:
+    node = CacheNode(resolve({"cache_dir": str(tmp_path / "own"), "min_free": 0}, environ={"HOME": "/"}, file={}))
+    yield node
+    node.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "span"),
+    [
+        ((None, None), (0, 10)),
+        ((2, 5), (2, 5)),
+        ((-3, None), (7, 10)),
+        ((None, -3), (0, 7)),
+        ((-30, 99), (0, 10)),
+        ((5, 2), (5, 5)),
+        ((20, 30), (10, 10)),
+    ],
+)
+def test_bounds_are_those_of_a_slice(wanted: tuple[int | None, int | None], span: tuple[int, int]) -> None:
+    assert bounds(wanted, 10) == span
+    assert bytes(range(10))[slice(*wanted)] == bytes(range(10))[slice(*span)]
+
+
+def test_one_bound_for_all_or_one_for_each() -> None:
+    assert as_list(None, 2) == [None, None]
+    assert as_list(3, 2) == [3, 3]
+    assert as_list([1, None], 2) == [1, None]
+    with pytest.raises(ValueError, match="1 bounds for 2 paths"):
+        as_list([1], 2)
+
+
+def test_a_batch_asks_for_each_object_once_and_several_at_a_time() -> None:
+    together = threading.Barrier(3)
+    asked = []
+
+    def read(path: str, ranges: object) -> list[bytes]:
+        asked.append((path, ranges))
+        together.wait(20)
+        if path == "c":
+            raise FileNotFoundError(path)
+        return [path.encode() + str(each).encode() for each in ranges]  # type: ignore[attr-defined]
+
+    answers = read_batch(["a", "b", "a", "c"], [(0, 1), (0, 2), (0, 3), (0, 4)], read)
+    assert answers[:3] == [b"a(0, 1)", b"b(0, 2)", b"a(0, 3)"]
+    assert isinstance(answers[3], FileNotFoundError)
+    assert sorted(asked) == [("a", [(0, 1), (0, 3)]), ("b", [(0, 2)]), ("c", [(0, 4)])]
+    assert read_batch([], [], read) == []
+
+
+def test_ranges_are_fetched_by_blocks_with_few_requests(make: Make, tmp_path: Path) -> None:
+    content = os.urandom(6 * BLOCK)
+    (tmp_path / "x").write_bytes(content)
+    (tmp_path / "y").write_bytes(content[::-1])
+    fs = make()
+    x, y = f"{tmp_path}/x", f"{tmp_path}/y"
+    starts = [0, BLOCK + 5, 5 * BLOCK, -10, 7]
+    ends = [10, BLOCK + 50, 5 * BLOCK + 1, None, 3]
+    expected = [content[slice(a, b)] for a, b in zip(starts, ends, strict=True)]
+    assert fs.cat_ranges([x] * 5, starts, ends) == expected
+    counters = fs.cache_counters()
+    assert (counters["origin_requests"], counters["origin_bytes"]) == (2, 3 * BLOCK)  # blocks 0 and 1, and 5
+    assert fs.cat_ranges([x, y], 1, 4) == [content[1:4], content[::-1][1:4]]
+    fs.cat_file(x)
+    for _ in range(2):  # from the map, then from the hot map
+        assert fs.cat_ranges([x] * 5, starts, ends) == expected
+        assert fs.cat([x, y], end=3) == {x: content[:3], y: content[::-1][:3]}
+    assert fs.cat(x, start=-3) == content[-3:]
+
+
+def test_what_a_batch_does_with_errors(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"abc")
+    fs = make()
+    paths = [f"{tmp_path}/x", f"{tmp_path}/none"]
+    first, second = fs.cat_ranges(paths, 0, 2)
+    assert first == b"ab"
+    assert isinstance(second, FileNotFoundError)
+    with pytest.raises(FileNotFoundError):
+        fs.cat_ranges(paths, 0, 2, on_error="raise")
+    with pytest.raises(FileNotFoundError):
+        fs.cat(paths)
+    assert fs.cat(paths, on_error="omit") == {paths[0]: b"abc"}
+    assert isinstance(fs.cat(paths, on_error="return")[paths[1]], FileNotFoundError)
+    with pytest.raises(TypeError, match="list"):
+        fs.cat_ranges(paths[0], 0, 2)
+    with pytest.raises(ValueError, match="bounds"):
+        fs.cat_ranges(paths, [0], [2, 3])
+
+
+def test_the_first_read_of_a_stream_waits_for_its_own_block_only(node: CacheNode) -> None:
+    origin = MemoryOrigin()
+    origin.put("k", os.urandom(9 * BLOCK))
+    go_on = threading.Event()
+    origin.before_read = lambda key, start, stop: None if stop <= BLOCK else go_on.wait(30) and None
+    info = origin.head("k")
+    file = CachedFile(node.open_reader(origin, info), path="k", sequential=True)
+    try:
+        assert len(file.read(100)) == 100  # while everything else is held up
+        assert not go_on.is_set()
+    finally:
+        go_on.set()
+    node.close()  # waits for what is under way
+    file.close()
+    assert origin.bytes_read() == 9 * BLOCK
+    assert node.find_native(origin, info) is not None  # filled in the background
+
+
+def test_columns_that_are_read_in_turn_are_read_ahead(node: CacheNode) -> None:
+    origin = MemoryOrigin()
+    origin.put("k", os.urandom(12 * BLOCK))
+    info = origin.head("k")
+    file = CachedFile(node.open_reader(origin, info), path="k", sequential=False)
+    file.seek(-8, os.SEEK_END)
+    file.read(8)  # the footer
+    for place in (0, 2, 1, 3):
+        file.seek(place * BLOCK)
+        file.read(BLOCK)
+    node.close()
+    file.close()
+    assert origin.bytes_read() > 6 * BLOCK
+    ranges = [(start, stop) for verb, _, start, stop in origin.requests if verb == "read"]
+    assert sum(stop - start for start, stop in ranges) == len({*(b for r in ranges for b in range(*r, BLOCK))}) * BLOCK
