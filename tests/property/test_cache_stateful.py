@@ -188,9 +188,9 @@ class CacheMachine(RuleBasedStateMachine):
         if choice.random() < 0.7:
             marker.write_text(f"{name}\n00000000-0000-0000-0000-{seed:012}\n")
         if damage == "index":
-            shutil.rmtree(marker.parent / "index")
+            shutil.rmtree(marker.parent / "index", ignore_errors=True)  # an earlier crash may have taken it
         elif damage == "empty":
-            for path in (marker.parent / "index").iterdir():
+            for path in (marker.parent / "index").glob("*"):
                 path.write_bytes(b"")
         else:
             files = sorted(
