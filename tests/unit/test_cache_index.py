@@ -162,18 +162,19 @@ def test_what_takes_something_away_raises_a_signal(index: Index) -> None:
         assert after is not None
         assert after.removals != before.removals
         assert after.changes == before.changes
-    for change in [index.change_meta, index.clear_meta]:
-        before = index.stamp()
-        change()
-        after = index.stamp()
-        assert before is not None
-        assert after is not None
-        assert after.changes != before.changes
-        assert after.removals == before.removals
+    before = index.stamp()
+    with index.meta_writing(changed=True) as txn:
+        txn.put(b"a", b"a")
+    after = index.stamp()
+    assert before is not None
+    assert after is not None
+    assert after.changes != before.changes
+    assert after.removals == before.removals
     before = index.stamp()
     fill(index)
     index.remove(OTHER)  # which is not there
-    index.put_meta([(b"a", b"b")])
+    with index.meta_writing() as txn:
+        txn.put(b"a", b"b")
     assert index.stamp() == before == index.signals.read()
 
 

@@ -1,13 +1,19 @@
 import math
+import random
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from millrace.cache.flight import ProcessLocks
 from millrace.cache.index import Index
 from millrace.cache.metadata import MetadataCache
-from millrace.errors import ChangedError, ObjectNotFoundError
-from millrace.origin import ObjectInfo, Origin
+from millrace.cache.page_map import PageMap
+from millrace.cache.turns import Turns
+from millrace.errors import DeniedError, ObjectNotFoundError
+from millrace.origin import ListingPage, ObjectInfo, Origin
 from millrace.testing.origins import MemoryOrigin
 
 
@@ -28,15 +34,22 @@ def index(tmp_path: Path) -> Iterator[Index]:
 
 
 @pytest.fixture
-def make(index: Index) -> Callable[..., tuple[MetadataCache, Clock, list[ObjectInfo]]]:
+def make(index: Index, tmp_path: Path) -> Iterator[Callable[..., tuple[MetadataCache, Clock, list[ObjectInfo]]]]:
+    locks = ProcessLocks(tmp_path / "locks")
+
     def build(max_age: float) -> tuple[MetadataCache, Clock, list[ObjectInfo]]:
         clock, changed = Clock(), []
         cache = MetadataCache(
-            index, max_age_seconds=max_age, on_changed=lambda _, info: changed.append(info), clock=clock
+            PageMap(index),
+            Turns(locks),
+            max_age_seconds=max_age,
+            on_changed=lambda _, info: changed.append(info),
+            clock=clock,
         )
         return cache, clock, changed
 
-    return build
+    yield build
+    locks.close()
 
 
 Make = Callable[..., tuple[MetadataCache, Clock, list[ObjectInfo]]]
@@ -105,21 +118,23 @@ def test_a_listing_is_remembered_and_describes_its_objects(make: Make) -> None:
     assert cache.list_level(origin, "b/d") == level
     assert level.prefixes == ["b/d/sub"]
     assert len(level.objects) == 2500
-    assert origin.count("list") == 2
+    assert origin.count("list") == 3  # pages; the level needed none of its own
     assert origin.count("head") == 0
     clock.now += 61
     assert sum(len(page) for page in cache.list_all(origin, "b/d")) == 2501
-    assert origin.count("list") == 3
+    assert origin.count("list") == 6
 
 
-def test_a_listing_that_was_broken_off_is_not_taken_for_whole(make: Make) -> None:
+def test_a_listing_that_was_broken_off_is_continued(make: Make) -> None:
     origin = MemoryOrigin()
-    for number in range(1500):
+    for number in range(2500):
         origin.put(f"b/d/{number:05}", b"")
     cache, _, _ = make(60)
     next(cache.list_all(origin, "b/d"))
-    assert not cache.known_directory(origin, "b/d")
-    assert sum(len(page) for page in cache.list_all(origin, "b/d")) == 1500
+    assert cache.known_directory(origin, "b/d")
+    assert origin.count("list") == 1
+    assert sum(len(page) for page in cache.list_all(origin, "b/d")) == 2500
+    assert origin.count("list") == 3
 
 
 def test_a_write_forgets_the_object_and_the_listings_above(make: Make) -> None:
@@ -134,19 +149,19 @@ def test_a_write_forgets_the_object_and_the_listings_above(make: Make) -> None:
     assert not cache.known_directory(origin, "b/d")
 
 
-def test_a_reader_of_a_listing_that_was_replaced_twice_is_told(make: Make) -> None:
+def test_a_reader_goes_on_in_a_listing_that_others_ask_for_anew(make: Make) -> None:
     origin = MemoryOrigin()
     for number in range(2500):
         origin.put(f"b/d/{number:05}", b"")
     cache, clock, _ = make(60)
     list(cache.list_all(origin, "b/d"))
     reading = cache.list_all(origin, "b/d")
-    next(reading)
+    found = list(next(reading))
     for _ in range(2):
         clock.now += 61
         list(cache.list_all(origin, "b/d"))
-    with pytest.raises(ChangedError, match="list it again"):
-        list(reading)
+    found += [info for page in reading for info in page]
+    assert [info.key for info in found] == [f"b/d/{number:05}" for number in range(2500)]
 
 
 def test_memory_origin_is_an_origin() -> None:
@@ -215,16 +230,342 @@ def test_listings_do_not_pile_up(make: Make, index: Index) -> None:
     def records() -> int:
         return sum(1 for _ in all_meta(index))
 
+    def changes() -> int:
+        return sum(1 for key in all_meta(index) if key.startswith(b"T"))  # of which some thousands are kept
+
     counts = []
     for _ in range(5):
         clock.now += 1
         cache.forget(origin, "b/d/00000")
         list(cache.list_all(origin, "b/d"))
-        counts.append(records())
-    assert counts[-1] == counts[2]
+        cache.stat(origin, "b/d/00000")
+        counts.append(records() - changes())
+    assert counts == [counts[0]] * 5
 
 
 def all_meta(index: Index) -> Iterator[bytes]:
-    with index._env.begin(index._meta) as txn:
+    with index.meta_reading() as txn:
         for key, _ in txn.cursor():
-            yield key
+            yield bytes(key)
+
+
+# --- what has expired is asked for again by the page ----------------------------------------------
+
+
+def fill(origin: MemoryOrigin, count: int, prefix: str = "b/d/") -> list[str]:
+    keys = [f"{prefix}{number:05}" for number in range(count)]
+    for key in keys:
+        origin.put(key, b"x")
+    return keys
+
+
+def listed(cache: MetadataCache, origin: MemoryOrigin, prefix: str) -> list[str]:
+    return [info.key for page in cache.list_all(origin, prefix) for info in page]
+
+
+@pytest.mark.parametrize("count", [1, 999, 1000, 1001, 2000, 3500])
+def test_an_expired_epoch_costs_a_request_a_thousand_keys(make: Make, count: int) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, count)
+    cache, clock, changed = make(60)
+    assert listed(cache, origin, "b/d") == keys
+    for epoch in range(3):
+        clock.now += 61
+        origin.requests.clear()
+        for key in random.Random(epoch).sample(keys, count):
+            assert cache.stat(origin, key).size == 1
+        assert origin.requests == [("list", "b/d", 0, 0)] * -(-count // 1000)
+        assert cache.remembered_directory(origin, "b/d")
+        assert listed(cache, origin, "b/d") == keys
+        assert cache.below(origin, "b/d") == "something"
+        assert origin.count("head") == 0
+        assert origin.count("list") == -(-count // 1000)
+    assert changed == []
+
+
+def test_many_threads_ask_once_for_each_page(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, 3000)
+    cache, clock, _ = make(60)
+    listed(cache, origin, "b/d")
+    clock.now += 61
+    origin.requests.clear()
+    all_in = threading.Barrier(16)
+
+    def epoch(seed: int) -> None:
+        all_in.wait()
+        for key in random.Random(seed).sample(keys, 300):
+            cache.stat(origin, key)
+        assert listed(cache, origin, "b/d") == keys
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(epoch, range(16)))
+    assert origin.count("list") == 3
+    assert origin.count("head") == 0
+
+
+def test_what_changed_is_told_what_is_gone_is_forgotten_what_is_new_appears(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, 2500)
+    cache, clock, changed = make(60)
+    old = {info.key: info for page in cache.list_all(origin, "b/d") for info in page}
+    origin.put("b/d/00100", b"other")
+    origin.delete(["b/d/00200", "b/d/01700"])
+    origin.put("b/d/00300x", b"new")
+    clock.now += 61
+    origin.requests.clear()
+    assert cache.stat(origin, "b/d/00001") == old["b/d/00001"]
+    assert changed == [old["b/d/00100"], old["b/d/00200"]]
+    assert cache.stat(origin, "b/d/00100").size == 5
+    assert cache.known(origin, "b/d/00300x") is not None
+    with pytest.raises(ObjectNotFoundError):
+        cache.stat(origin, "b/d/01700")
+    assert changed == [old["b/d/00100"], old["b/d/00200"], old["b/d/01700"]]
+    assert listed(cache, origin, "b/d") == sorted({*keys, "b/d/00300x"} - {"b/d/00200", "b/d/01700"})
+    assert origin.count("list") == 3
+    assert origin.count("head") == 1  # for the one that was gone
+
+
+def test_pages_do_not_shatter(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = set(fill(origin, 4990))
+    cache, clock, _ = make(60)
+    rng = random.Random(1)
+    listed(cache, origin, "b/d")
+    for _ in range(5):
+        for key in rng.sample(sorted(keys), 50):
+            origin.delete([key])
+            keys.remove(key)
+        for _ in range(50):
+            key = f"b/d/{rng.randrange(5000):05}+{rng.randrange(1000)}"
+            origin.put(key, b"new")
+            keys.add(key)
+        clock.now += 61
+        for key in rng.sample(sorted(keys), 200):
+            cache.stat(origin, key)
+    for most in (12, -(-len(keys) // 1000)):  # a listing makes whole pages again
+        clock.now += 61
+        origin.requests.clear()
+        for key in rng.sample(sorted(keys), len(keys)):
+            cache.stat(origin, key)
+        assert origin.count("list") + origin.count("head") <= most
+        clock.now += 61
+        assert listed(cache, origin, "b/d") == sorted(keys)
+
+
+def test_keys_that_were_never_listed_are_asked_for_alone(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, 5)
+    cache, clock, _ = make(60)
+    for _ in range(2):
+        clock.now += 61
+        for key in keys:
+            cache.stat(origin, key)
+            cache.stat(origin, key)
+    assert origin.count("head") == 10
+    assert origin.count("list") == 0
+
+
+def test_a_local_origin_is_asked_for_each_object(make: Make) -> None:
+    origin = MemoryOrigin(head_is_local=True)
+    keys = fill(origin, 5)
+    cache, clock, _ = make(60)
+    listed(cache, origin, "b/d")
+    clock.now += 61
+    for key in keys:
+        cache.stat(origin, key)
+    assert origin.count("head") == 5
+    assert origin.count("list") == 1
+
+
+def test_always_asks_for_each_object_and_listing(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, 3)
+    cache, _, _ = make(0)
+    for _ in range(2):
+        assert listed(cache, origin, "b/d") == keys
+        cache.stat(origin, keys[0])
+        assert not cache.remembered_directory(origin, "b/d")
+    assert origin.count("head") == 2
+    assert origin.count("list") == 2
+
+
+def test_a_level_that_was_listed_is_asked_for_anew(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, 1500)
+    origin.put("b/d/sub/x", b"1")
+    cache, clock, _ = make(60)
+    for _ in range(3):
+        clock.now += 61
+        origin.requests.clear()
+        for _ in range(2):
+            level = cache.list_level(origin, "b/d")
+            assert [info.key for info in level.objects] == keys
+            assert level.prefixes == ["b/d/sub"]
+        clock.now += 61
+        for key in keys[::100]:
+            assert cache.stat(origin, key).size == 1
+        assert origin.requests == [("list", "b/d", 0, 0)] * 2
+
+
+def test_a_listing_that_may_not_be_made_is_replaced_by_questions_about_objects(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, 3)
+    cache, clock, _ = make(60)
+    listed(cache, origin, "b/d")
+    clock.now += 61
+
+    def refuse(prefix: str, after: str) -> None:
+        raise DeniedError("no listing for you")
+
+    origin.before_list = refuse
+    assert cache.stat(origin, keys[0]).size == 1
+    assert origin.count("head") == 1
+
+
+def test_a_long_name_is_found(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = sorted(f"b/d/{'l' * 900}{number:05}" for number in range(1500))
+    for key in keys:
+        origin.put(key, b"x")
+    cache, _, _ = make(math.inf)
+    for _ in range(2):
+        assert listed(cache, origin, "b/d") == keys
+    for key in (keys[0], keys[999], keys[1000], keys[-1]):
+        assert cache.stat(origin, key).size == 1
+    cache.forget(origin, keys[1000])
+    origin.put(keys[1000], b"yy")
+    assert cache.stat(origin, keys[1000]).size == 2
+
+
+def test_a_write_elsewhere_does_not_cost_what_is_on_its_way(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, 10)
+    cache, _, _ = make(math.inf)
+    origin.before_list = lambda prefix, after: cache.forget(origin, "b/elsewhere")
+    assert listed(cache, origin, "b/d") == keys
+    origin.before_list = None
+    assert cache.known(origin, keys[3]) is not None
+    assert listed(cache, origin, "b/d") == keys
+    assert origin.count("list") == 1
+
+
+def test_an_answer_from_before_everything_was_forgotten_is_not_remembered(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, 10)
+    cache, _, _ = make(math.inf)
+    origin.before_list = lambda prefix, after: cache.forget_all()
+    listed(cache, origin, "b/d")
+    assert cache.known(origin, keys[0]) is None
+    assert not cache.known_directory(origin, "b/d")
+
+
+class FolderOrigin(MemoryOrigin):
+    """Lists folder by folder, as servers with real directories do: `a/x` before `a-b`."""
+
+    def list_pages(self, prefix: str, *, after: str = "", settled: object = None) -> Iterator[ListingPage]:
+        def place(key: str) -> str:
+            return key.replace("/", "\0")
+
+        below = sorted((key for key in self._objects if key.startswith(f"{prefix.rstrip('/')}/")), key=place)
+        below = [key for key in below if place(key) > place(after)]
+        for start in range(0, max(len(below), 1), 1000):
+            self.requests.append(("list", prefix, 0, 0))
+            yield ListingPage([self._info(key) for key in below[start : start + 1000]], start + 1000 >= len(below))
+
+
+class ShuffledOrigin(MemoryOrigin):
+    """Lists in no order that could be kept."""
+
+    def list_pages(self, prefix: str, *, after: str = "", settled: object = None) -> Iterator[ListingPage]:
+        pages = list(super().list_pages(prefix))
+        infos = [info for page in pages for info in page.objects]
+        random.Random(0).shuffle(infos)
+        skipped = next((number + 1 for number, info in enumerate(infos) if info.key == after), 0)
+        yield ListingPage(infos[skipped:], True)
+
+
+def test_an_origin_that_lists_folder_by_folder(make: Make) -> None:
+    origin = FolderOrigin()
+    keys = [*fill(origin, 1500, "b/train/"), *fill(origin, 1500, "b/train-clean/"), "b/train.txt", "b/zz"]
+    for key in keys[-2:]:
+        origin.put(key, b"1")
+    cache, clock, changed = make(60)
+    listed(cache, origin, "b")  # in which the order shows, and what was remembered before is dropped
+    for _ in range(3):
+        clock.now += 61
+        origin.requests.clear()
+        for _ in range(2):
+            assert sorted(listed(cache, origin, "b")) == sorted(keys)
+            for key in random.Random(1).sample(keys, 100):
+                assert cache.stat(origin, key).size == 1
+        assert origin.count("list") == 4
+        assert origin.count("head") == 0
+    assert sorted(listed(cache, origin, "b/train")) == keys[:1500]
+    assert origin.count("list") == 4
+    assert changed == []
+
+
+def test_an_origin_without_any_order_is_listed_and_not_remembered(make: Make) -> None:
+    origin = ShuffledOrigin()
+    keys = fill(origin, 50)
+    cache, _, _ = make(math.inf)
+    for _ in range(2):
+        assert sorted(listed(cache, origin, "b/d")) == keys
+    assert cache.known(origin, keys[0]) is None
+    assert cache.stat(origin, keys[0]).size == 1
+
+
+@pytest.mark.parametrize("kind", [MemoryOrigin, FolderOrigin, ShuffledOrigin])
+@pytest.mark.parametrize("seed", range(6))
+def test_answers_are_always_right(make: Make, kind: type[MemoryOrigin], seed: int) -> None:
+    """Whatever was listed before, and however: after every change that is told or old enough, all answers are right."""
+    rng = random.Random(seed)
+    origin = kind()
+    cache, clock, _ = make(60)
+    names = ["a", "a-b", "a.txt", "a0", "b", "ä", "%41", "a b", "日"]
+
+    def some_key() -> str:
+        return "/".join(["b", *(rng.choice(names) for _ in range(rng.randrange(1, 4)))])
+
+    def is_free(key: str) -> bool:
+        """Whether no object would lie below another one, which a directory tree cannot hold."""
+        above = ("/".join(key.split("/")[:depth]) for depth in range(2, key.count("/") + 1))
+        return not any(name in origin._objects for name in above) and not any(
+            other.startswith(f"{key}/") for other in origin._objects
+        )
+
+    def some_prefix() -> str:
+        return rng.choice(["b", some_key().rpartition("/")[0], some_key()])
+
+    for step in range(300):
+        if rng.random() < 0.5:
+            told = rng.random() < 0.6
+            for _ in range(rng.randrange(1, 4)):
+                key = some_key()
+                if rng.random() < 0.6 and is_free(key):
+                    origin.put(key, b"x" * rng.randrange(1, 9))
+                else:
+                    origin.delete([key])
+                if told:
+                    cache.forget(origin, key)
+            if not told:
+                clock.now += 61
+        action, prefix = rng.randrange(5), some_prefix()
+        below = sorted(key for key in origin._objects if key.startswith(f"{prefix}/"))
+        if action == 0:
+            assert sorted(listed(cache, origin, prefix)) == below, (step, prefix)
+        elif action == 1:
+            level, truth = cache.list_level(origin, prefix), origin.list_level(prefix)
+            assert sorted(info.key for info in level.objects) == sorted(info.key for info in truth.objects)
+            assert sorted(level.prefixes) == sorted(truth.prefixes), (step, prefix)
+        elif action == 2:
+            assert (cache.below(origin, prefix) == "something") == bool(below), (step, prefix)
+        elif action == 3:
+            assert cache.remembered_directory(origin, prefix) <= bool(below), (step, prefix)
+        for key in rng.sample(sorted(origin._objects), min(3, len(origin._objects))):
+            assert cache.stat(origin, key) == origin._info(key), (step, key)
+        missing = some_key()
+        if missing not in origin._objects:
+            with pytest.raises(ObjectNotFoundError):
+                cache.stat(origin, missing)

@@ -49,9 +49,10 @@ def test_find_asks_for_one_listing(
     fs: millrace.MillraceFileSystem, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    list_all, list_level = fs._origin.list_all, fs._origin.list_level
-    monkeypatch.setattr(fs._origin, "list_all", lambda key: (asked.append(key), list_all(key))[1])
-    monkeypatch.setattr(fs._origin, "list_level", lambda key: (asked.append(key), list_level(key))[1])
+    list_pages = fs._origin.list_pages
+    monkeypatch.setattr(
+        fs._origin, "list_pages", lambda key, **options: (asked.append(key), list_pages(key, **options))[1]
+    )
     assert len(fs.find(str(data))) == 3
     assert asked == [str(data)]
 

@@ -12,10 +12,10 @@ How LMDB is opened, and its traps: `environment.py`. How the records look: `reco
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import lmdb
 
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from lmdb import _Database as _Table
 
     _Transaction = lmdb.Transaction[bytes]
+    MetaTransaction = lmdb.Transaction[memoryview]
+
+_T = TypeVar("_T")
 
 _SIGNALS_NAME = "signals"
 
@@ -328,56 +331,42 @@ class Index:
         with self._writing() as txn:
             txn.put(b"built", pack_number(1), db=self._state)
 
-    # --- metadata ---------------------------------------------------------------------------------
+    # --- metadata (its records: `page_map.py`) -----------------------------------------------------
 
-    def get_meta(self, key: bytes) -> bytes | None:
-        """A metadata record, or None."""
+    def last_meta_before(self, key: bytes, read: Callable[[bytes, memoryview], _T]) -> _T | None:
+        """What `read` makes of the last metadata record before `key`; None where there is none.
+
+        The view that `read` gets is valid only inside it.
+        """
         try:
-            with self._env.begin(self._meta) as txn:
-                value: bytes | None = txn.get(key)
-                return value
+            with self._env.begin(self._meta, buffers=True) as txn:
+                cursor = txn.cursor()
+                if not (cursor.prev() if cursor.set_range(key) else cursor.last()):
+                    return None
+                return read(bytes(cursor.key()), cursor.value())
         except lmdb.Error as error:
             raise translated(error, self._path) from error
 
-    def put_meta(self, records: Sequence[tuple[bytes, bytes]], *, unless_changed_since: int | None = None) -> bool:
-        """Write metadata records, all in one step.
+    @contextmanager
+    def meta_reading(self) -> Iterator[MetaTransaction]:
+        """A transaction that reads metadata; values are views that are valid only inside it."""
+        with index_errors(self._path), self._env.begin(self._meta, buffers=True) as txn:
+            yield txn
 
-        With `unless_changed_since`, an earlier `change_count`, nothing is written when `change_meta` ran since then; gives
-        whether it was written.
+    @contextmanager
+    def meta_writing(self, *, changed: bool = False) -> Iterator[MetaTransaction]:
+        """A transaction that writes metadata, all in one step; views that it gave end with the next write.
+
+        `changed` tells everyone who believes what he was told that the origin has changed.
         """
-        with self._writing(self._meta) as txn:
-            if unless_changed_since is not None and self._read(txn, b"changes") != unless_changed_since:
-                return False
-            for key, value in records:
-                txn.put(key, value)
-            return True
+        with index_errors(self._path), self._env.begin(self._meta, write=True, buffers=True) as txn:
+            yield txn
+            if changed:
+                self.signals.changed(txn.id())
 
-    def change_meta(self, records: Sequence[tuple[bytes, bytes]] = (), delete: Iterable[bytes] = ()) -> None:
-        """Write and remove records because the origin has changed; who asked the origin before that stores nothing."""
-        with self._writing(self._meta) as txn:
-            self._add(txn, b"changes", 1)
-            for key, value in records:
-                txn.put(key, value)
-            for key in delete:
-                txn.delete(key)
-            self.signals.changed(txn.id())
-
-    def clear_meta(self) -> None:
-        """Remove every metadata record; who asked the origin before that stores nothing."""
-        with self._writing() as txn:
-            self._add(txn, b"changes", 1)
-            txn.drop(self._meta, delete=False)
-            self.signals.changed(txn.id())
-
-    def change_count(self) -> int:
-        """How often `change_meta` ran; to be read before the origin is asked."""
-        return self._number(b"changes")
-
-    def delete_meta(self, keys: Iterable[bytes]) -> None:
-        """Remove metadata records; a missing one is no error."""
-        with self._writing(self._meta) as txn:
-            for key in keys:
-                txn.delete(key)
+    def drop_meta(self, txn: MetaTransaction) -> None:
+        """Remove every metadata record, inside a transaction that writes."""
+        txn.drop(self._meta, delete=False)
 
     # --- inside transactions ----------------------------------------------------------------------
 

@@ -1,91 +1,57 @@
 """What the origin said about keys, remembered in the index for as long as the chosen consistency allows.
 
-One record a key (size, version, time), and listings in pages of a thousand names, so that a listing of any length is read
-in bounded memory. A listing refreshes the records of everything that it names: opening a listed object asks nothing.
+A listing is remembered in pages (`page_map.py`), each with the time when it was asked for. What has expired is asked again
+by the page: one request for a thousand keys, whether a listing or a single object is wanted, one at a time on a node. A key
+that no listing has named is asked for alone. Figures and reasons: docs/design/0006-metadata.md.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal, TypeVar
 
-from millrace.cache.index import Index
-from millrace.errors import ChangedError, StorageError
+from millrace.cache.listing_stream import Answer, ListingStream, base_of, end_of
+from millrace.cache.page_map import Moment, PageMap, Space, Stretch, level_space
+from millrace.cache.pages import Page, encode
+from millrace.cache.turns import Turns
+from millrace.errors import DeniedError, StorageError
 from millrace.events import Event, emit
 from millrace.origin import Listing, ObjectInfo, Origin
 
+_T = TypeVar("_T")
+
 PAGE_OBJECTS = 1000
 
-Depth = Literal["level", "all"]
-"""Whether a listing names what lies directly below its prefix, or everything."""
+_LEVEL_PAGES = 10
+"""A level is derived from at most so many pages of everything, and asked for anew as a whole up to that length."""
 
+_NOWHERE = Space(b"nowhere!")
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    info: ObjectInfo
-    fetched: float
-
-    def pack(self) -> bytes:
-        info = self.info
-        return json.dumps([info.key, info.size, info.version, info.modified, self.fetched]).encode()
-
-    @classmethod
-    def unpack(cls, value: bytes) -> _Record:
-        key, size, version, modified, fetched = json.loads(value)
-        return cls(ObjectInfo(key, size, version, modified), fetched)
-
-
-@dataclass(frozen=True, slots=True)
-class _Moment:
-    """When the origin was asked: the time, and how many changes were known by then."""
-
-    asked: float
-    changes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Listed:
-    """A listing that is remembered: when it was asked for, how many pages it has, and the one before it."""
-
-    asked: float
-    pages: int
-    previous: float | None
-    stale: bool = False
-
-    def pack(self) -> bytes:
-        return json.dumps([self.asked, self.pages, self.previous, self.stale]).encode()
-
-    @classmethod
-    def unpack(cls, value: bytes) -> _Listed:
-        return cls(*json.loads(value))
-
-
-def _slot(kind: str, origin: Origin, key: str, extra: str = "") -> bytes:
-    """The key of a record in the index: a digest, because S3's keys are longer than LMDB's may be."""
-    text = "\0".join((kind, origin.identity, key, extra))
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=20).digest()
+Below = Literal["something", "empty", "nothing"]
+"""What lies below a key: something; nothing, but it is a directory all the same; or it is none."""
 
 
 class MetadataCache:
     """Answers `stat` and listings from the index while they are fresh, else from the origin.
 
     `max_age_seconds` is 0 (ask every time), `inf` (never ask twice) or a time. `on_changed` is told the old description
-    of an object whose version turns out to have changed, or which is gone. Thread- and process-safe.
+    of an object whose version turns out to have changed, or which is gone. Thread- and process-safe. A disk in trouble costs
+    the memory, not the answer.
     """
 
     def __init__(
         self,
-        index: Index,
+        pages: PageMap,
+        turns: Turns,
         *,
         max_age_seconds: float,
         on_changed: Callable[[Origin, ObjectInfo], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._index = index
+        self._map = pages
+        self._turns = turns
         self._max_age = max_age_seconds
         self._on_changed = on_changed
         self._clock = clock
@@ -97,17 +63,6 @@ class MetadataCache:
         known = self._known_until(origin, key)
         return None if known is None else known[0]
 
-    def _known_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float] | None:
-        try:
-            value = self._index.get_meta(_slot("object", origin, key))
-        except StorageError as error:
-            emit(Event(name="cache.disk.failed", subject="index", detail=str(error)))
-            return None
-        record = _Record.unpack(value) if value is not None else None
-        if record is None or not self._fresh(record.fetched):
-            return None
-        return record.info, record.fetched + self._max_age
-
     def stat(self, origin: Origin, key: str) -> ObjectInfo:
         """Describe an object, from memory while fresh. Raises `ObjectNotFoundError`."""
         return self.stat_until(origin, key)[0]
@@ -115,173 +70,381 @@ class MetadataCache:
     def stat_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
         """Describe an object as `stat` does, and say until when (by `time.time`) that may be believed."""
         known = self._known_until(origin, key)
-        if known is not None:
-            return known
-        moment = self._moment()
-        try:
-            info = origin.head(key)
-        except FileNotFoundError:
-            if self._index.get_meta(_slot("object", origin, key)) is not None:
-                self.forget(origin, key)
-            raise
-        self._remember(origin, [info], moment)
-        return info, moment.asked + self._max_age
+        if known is None and self._asks_by_listing(origin):
+            known = self._stat_by_listing(origin, key)
+        return self._stat_alone(origin, key) if known is None else known
 
     def forget(self, origin: Origin, key: str) -> None:
-        """Drop what is remembered of `key` and of the listings that could name it (it was written or removed).
+        """Drop what is remembered of `key`, because it was written or removed; listings that could name it are asked again.
 
-        The version that was known is reported as changed. An answer of the origin that is on its way is not remembered.
+        A key that ends in a slash is a directory, whose listing is asked again. The version that was known is reported as
+        changed. What the origin said of the key before, and is still on its way, is not remembered.
         """
-        slot = _slot("object", origin, key)
-        value = self._index.get_meta(slot)
-        stale: list[tuple[bytes, bytes]] = []
-        parent = key
-        while parent:
-            parent = parent.rpartition("/")[0]
-            for depth in ("level", "all"):
-                listed = _slot("listed", origin, parent, depth)
-                record = self._index.get_meta(listed)
-                if record is not None:
-                    # Kept, but never fresh again: the next listing finds here which pages to remove.
-                    stale.append((listed, replace(_Listed.unpack(record), stale=True).pack()))
-        self._index.change_meta(stale, delete=[slot])
-        if value is not None:
-            self._on_changed(origin, _Record.unpack(value).info)
+        self._report(origin, [self._map.change(origin.identity, key)])
 
     def forget_all(self) -> None:
         """Drop everything that is remembered, for every process of this node. What is cached stays, and is found again."""
-        self._index.clear_meta()
+        self._map.clear()
 
-    # --- listings ---------------------------------------------------------------------------------
+    def _known_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float] | None:
+        if not self._max_age:
+            return None
+        try:
+            space = self._space(origin)
+            known = self._map.look_up(space, key)
+            if known is None or known.info is None or not self._fresh(known.asked):
+                known = self._map.look_up(_level(origin, key[: key.rfind("/") + 1]), key)
+            if known is not None and known.info is not None and self._fresh(known.asked):
+                return known.info, known.asked + self._max_age
+            record = self._map.record(space, key)
+        except StorageError as error:
+            _report_disk(error)
+            return None
+        return (record[0], record[1] + self._max_age) if record is not None and self._fresh(record[1]) else None
+
+    def _stat_alone(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
+        moment = self._moment(origin)
+        try:
+            info = origin.head(key)
+        except FileNotFoundError:
+            if self._tolerantly(lambda: self._map.is_remembered(origin.identity, key), False):
+                self.forget(origin, key)
+            raise
+        space = self._space(origin)
+        self._report(origin, [self._tolerantly(lambda: self._map.store_record(space, info, moment), None)])
+        return info, moment.asked + self._max_age
+
+    def _stat_by_listing(self, origin: Origin, key: str) -> tuple[ObjectInfo, float] | None:
+        """Ask for the page of the listing that named `key`; None where none did, or it does not any more."""
+        for _ in range(2):  # once more where so much is new that the page does not reach the key
+            stretch = self._listed_in(origin, key)
+            if stretch is None:
+                return self._stat_by_level(origin, key)
+            space = self._space(origin)
+            start = space.key(stretch.lower)
+            with self._turn(origin, start):
+                known = self._known_until(origin, key)  # somebody may have asked meanwhile
+                if known is not None:
+                    return known
+                try:
+                    answer = self._pull(origin, self._stream(origin, stretch.root, start))[0]
+                except DeniedError:  # who may read an object may not be allowed to list
+                    return None
+            for info in answer.objects:
+                if info.key == key:
+                    return info, self._clock() + self._max_age
+            if space.position(answer.through) >= space.position(key):
+                return None
+        return None
+
+    def _stat_by_level(self, origin: Origin, key: str) -> tuple[ObjectInfo, float] | None:
+        """Ask for the level that named `key`, unless it is long."""
+        parent = key[: key.rfind("/") + 1]
+        level = _level(origin, parent)
+        known = self._tolerantly(lambda: self._map.look_up(level, key), None)
+        if known is None or known.info is None or self._tolerantly(lambda: self._is_long(level, parent), True):
+            return None
+        self.list_level(origin, parent[:-1])
+        return self._known_until(origin, key)
+
+    def listing_root(self, origin: Origin, key: str) -> str | None:
+        """The prefix whose listing named `key`, however long ago; None where none is remembered."""
+        stretch = self._listed_in(origin, key)
+        return None if stretch is None else stretch.root
+
+    def _listed_in(self, origin: Origin, key: str) -> Stretch | None:
+        return self._tolerantly(lambda: self._map.stretch_naming(self._space(origin), key), None)
+
+    # --- directories ------------------------------------------------------------------------------
 
     def known_directory(self, origin: Origin, prefix: str) -> bool:
         """Whether a fresh listing says that something lies below `prefix`; asks nobody."""
-        for depth in ("level", "all"):
-            first = next(self._pages(origin, prefix, depth), ((), ()))
-            if any(first):
+        return self._fresh_below(origin, prefix) is True
+
+    def remembered_directory(self, origin: Origin, prefix: str) -> bool:
+        """Whether something lies below `prefix`, by what is remembered, asked anew where that has expired.
+
+        False where nothing is known: this never asks about what was no directory before.
+        """
+        below = self._fresh_below(origin, prefix)
+        if below is None and self._asks_by_listing(origin) and self._was_directory(origin, prefix):
+            return self.below(origin, prefix) == "something"
+        return below is True
+
+    def below(self, origin: Origin, prefix: str, *, believe_nothing: bool = False) -> Below:
+        """What lies below `prefix`. Asks for one page of its listing where that is not known.
+
+        That there is nothing is believed of a listing only with `believe_nothing`: somebody may be about to write.
+        """
+        below = self._fresh_below(origin, prefix)
+        if below or (below is False and believe_nothing):
+            return "something" if below else "nothing"
+        for answer in self._walk(origin, prefix):
+            if answer.objects:
+                return "something"
+            if answer.is_directory:
+                return "empty"
+        return "nothing"
+
+    def _fresh_below(self, origin: Origin, prefix: str) -> bool | None:
+        """Whether fresh pages name something below `prefix`; None where they do not say."""
+        if not self._max_age:
+            return None
+        try:
+            space = self._space(origin)
+            base, end = (space.position(text) for text in (base_of(prefix), end_of(prefix)))
+            marker = self._map.look_up(space, base_of(prefix))
+            if marker is not None and marker.info is not None and self._fresh(marker.asked):
                 return True
-        return False
+
+            def read(stretch: Stretch, page: Page) -> tuple[bool, bool, str]:
+                return self._fresh(stretch.asked), page.names_below(encode(base)), self._complete_to(stretch)
+
+            after = base
+            while (found := self._map.read_after(space, after, read)) is not None:
+                fresh, named, through = found
+                if fresh and named:
+                    return True
+                if through >= end:
+                    return False
+                if through <= after:
+                    break
+                after = through
+            level = self._map.read_after(
+                _level(origin, base_of(prefix)),
+                base_of(prefix),
+                lambda stretch, page: self._fresh(stretch.asked) and page.names_below(encode(base_of(prefix))),
+            )
+        except StorageError as error:
+            _report_disk(error)
+            return None
+        return True if level else None
+
+    def _complete_to(self, stretch: Stretch) -> str:
+        """Up to where a page can be believed to name everything; nowhere when it has expired."""
+        return stretch.through if self._fresh(stretch.asked) and not stretch.incomplete else ""
+
+    def _was_directory(self, origin: Origin, prefix: str) -> bool:
+        """Whether the first remembered page, however old, names something below `prefix`."""
+        base = base_of(prefix)
+        return self._names_below(self._space(origin), base) or self._names_below(_level(origin, base), base)
+
+    def _names_below(self, space: Space, base: str) -> bool:
+        position = space.position(base)
+        found = self._tolerantly(
+            lambda: self._map.read_after(space, position, lambda _, page: page.names_below(encode(position))), None
+        )
+        return found is True
+
+    # --- listings ---------------------------------------------------------------------------------
+
+    def list_all(self, origin: Origin, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
+        """Every object below `prefix`, in pages, in bounded memory; each page is from memory while it is fresh."""
+        return (answer.objects for answer in self._walk(origin, prefix) if answer.objects)
 
     def list_level(self, origin: Origin, prefix: str) -> Listing:
         """What lies directly below `prefix`; an empty listing where there is nothing."""
-        try:
-            pages = list(self._pages(origin, prefix, "level"))
-        except ChangedError:
-            pages = []  # replaced while it was read: ask the origin
-        objects = [info for page, _ in pages for info in page]
-        prefixes = [name for _, names in pages for name in names]
-        if objects or prefixes:  # that there is nothing is never believed: somebody may be about to write
-            return Listing(objects=objects, prefixes=prefixes)
-        moment = self._moment()
+        base = base_of(prefix)
+        remembered = self._fresh_level(origin, base)
+        if remembered is not None:
+            return remembered
+        with self._turns.take(encode(f"level\0{origin.identity}\0{base}")):
+            remembered = self._fresh_level(origin, base)  # somebody may have asked meanwhile
+            return self._ask_for_level(origin, prefix) if remembered is None else remembered
+
+    def _walk(self, origin: Origin, prefix: str) -> Iterator[Answer]:
+        """What lies below a directory: fresh pages from memory, each run of others as one stream from the origin."""
+        after, end = base_of(prefix), end_of(prefix)
+        found = stuck = False
+        stream: ListingStream | None = None
+        while after != end:
+            answer = self._fresh_page(self._space(origin), prefix, after)
+            if answer is None:
+                root, start = (prefix, after) if stuck else self._what_to_ask(origin, prefix, after)
+                with self._turn(origin, start):
+                    answer = self._fresh_page(self._space(origin), prefix, after)  # somebody may have asked meanwhile
+                    if answer is None:
+                        if stream is None or (stream.root, stream.after) not in ((root, start), (prefix, after)):
+                            stream = self._stream(origin, root, start)
+                        answer, ordered = self._pull(origin, stream)
+                        if not ordered:
+                            break
+                        if stream.root != prefix:
+                            answer = answer.within(prefix, after, self._space(origin))
+            yield answer
+            stuck = answer.through == after
+            after, found = answer.through, found or bool(answer.objects)
+        if after != end or (not found and stream is None):
+            # An order that cannot be kept; or there is nothing, which is never believed: somebody may be about to write.
+            yield from self._walk_unremembered(origin, prefix, after if after != end else "")
+
+    def _walk_unremembered(self, origin: Origin, prefix: str, after: str) -> Iterator[Answer]:
+        for page in origin.list_pages(prefix, after=after):
+            yield Answer(page.objects, end_of(prefix), page.is_directory)
+
+    def _fresh_page(self, space: Space, prefix: str, after: str) -> Answer | None:
+        """What a fresh and complete page says about what follows `after` below `prefix`."""
+        if not self._max_age:
+            return None
+
+        def read(stretch: Stretch, page: Page) -> Answer | None:
+            if not self._complete_to(stretch):
+                return None
+            infos = page.infos()
+            if space.folders_first:
+                infos = [ObjectInfo(space.key(each.key), each.size, each.version, each.modified) for each in infos]
+            return Answer(infos, space.key(stretch.through))
+
+        answer = self._tolerantly(lambda: self._map.read_after(space, space.position(after), read), None)
+        return None if answer is None else answer.within(prefix, after, space)
+
+    def _what_to_ask(self, origin: Origin, prefix: str, after: str) -> tuple[str, str]:
+        """Which listing to ask, and after which key: that of the page which has expired, if it is one further up."""
+        if self._asks_by_listing(origin):
+            space = self._space(origin)
+            stretch = self._tolerantly(
+                lambda: self._map.read_after(space, space.position(after), lambda stretch, _: stretch), None
+            )
+            if stretch is not None and base_of(prefix).startswith(base_of(stretch.root)):
+                return stretch.root, space.key(stretch.lower)
+        return prefix, after
+
+    # --- one level --------------------------------------------------------------------------------
+
+    def _fresh_level(self, origin: Origin, base: str) -> Listing | None:
+        level = _level(origin, base)
+        space = self._space(origin)
+        infos = self._fresh_infos(level, base, None)
+        if infos is None:
+            infos = self._fresh_infos(space, base, _LEVEL_PAGES)
+        if not infos:  # that there is nothing is never believed
+            return None
+        objects = [info for info in infos if "/" not in info.key[len(base) :]]
+        deeper = (info.key for info in infos if "/" in info.key[len(base) :])
+        prefixes = dict.fromkeys(base + key[len(base) :].partition("/")[0] for key in deeper)
+        return Listing(objects=objects, prefixes=list(prefixes))
+
+    def _fresh_infos(self, space: Space, base: str, most_pages: int | None) -> list[ObjectInfo] | None:
+        """Everything that fresh pages name below `base`; None when some are missing, or there are too many."""
+        if not self._max_age:
+            return None
+        found: list[ObjectInfo] = []
+        after, pages = base, 0
+        while after != end_of(base):
+            answer = self._fresh_page(space, base, after)
+            pages += 1
+            if answer is None or (most_pages is not None and pages > most_pages):
+                return None
+            found += answer.objects
+            after = answer.through
+        return found
+
+    def _is_long(self, level: Space, base: str) -> bool:
+        after, pages = base, 0
+        while (through := self._map.read_after(level, after, lambda stretch, _: stretch.through)) is not None:
+            after, pages = through, pages + 1
+        return pages > _LEVEL_PAGES
+
+    def _ask_for_level(self, origin: Origin, prefix: str) -> Listing:
+        base = base_of(prefix)
+        moment = self._moment(origin)
         listing = origin.list_level(prefix)
-        writer = _ListingWriter(self, origin, prefix, "level", moment)
-        writer.add(listing.objects, listing.prefixes)
-        writer.finish()
+        space = self._space(origin)
+        level = _level(origin, base)
+        folders = [ObjectInfo(f"{name}/", 0, "", 0.0) for name in listing.prefixes]
+        # Where there are no directories, a level is everything.
+        target, keys = (level, space) if folders else (space, None)
+        entries = sorted([*listing.objects, *folders], key=lambda info: target.position(info.key))
+
+        def store() -> list[ObjectInfo | None]:
+            gone: list[ObjectInfo | None] = []
+            if not folders:
+                self._map.drop(level)
+            lower, end = target.position(base), target.position(end_of(prefix))
+            for start in range(0, max(len(entries), 1), PAGE_OBJECTS):
+                page = entries[start : start + PAGE_OBJECTS]
+                last = start + PAGE_OBJECTS >= len(entries)
+                through = end if last else target.position(page[-1].key)
+                gone += self._map.store(target, lower, through, page, moment, root=prefix, keys=keys)
+                lower = through
+            return gone
+
+        self._report(origin, self._tolerantly(store, []))
         return listing
 
-    def list_all(self, origin: Origin, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
-        """Every object below `prefix`, in pages.
+    # --- asking -----------------------------------------------------------------------------------
 
-        Raises `ChangedError` when other processes listed the prefix anew twice while this one was reading.
-        """
-        remembered = False
-        for objects, _ in self._pages(origin, prefix, "all"):
-            remembered = True
-            yield objects
-        if not remembered:
-            writer = _ListingWriter(self, origin, prefix, "all", self._moment())
-            for page in origin.list_all(prefix):
-                writer.add(page, ())
-                yield page
-            # A listing that was broken off never gets here, and so is never taken for whole.
-            writer.finish()
+    def _asks_by_listing(self, origin: Origin) -> bool:
+        return self._max_age > 0 and not origin.head_is_local
 
-    # --- inside -----------------------------------------------------------------------------------
+    def _turn(self, origin: Origin, start: str) -> AbstractContextManager[None]:
+        return self._turns.take(encode(f"page\0{origin.identity}\0{start}"))
 
-    def _moment(self) -> _Moment:
-        return _Moment(self._clock(), self._index.change_count())
+    def _stream(self, origin: Origin, root: str, start: str) -> ListingStream:
+        def settled(key: str) -> ObjectInfo | None:
+            space = self._space(origin)
+            return self._tolerantly(lambda: self._map.listed(space, key) or self._map.listed(space, f"{key}/"), None)
 
-    def _fresh(self, fetched: float) -> bool:
-        return self._max_age > 0 and self._clock() - fetched <= self._max_age
+        return ListingStream(origin, root, start, settled)
 
-    def _remember(self, origin: Origin, infos: Sequence[ObjectInfo], moment: _Moment) -> None:
-        records = []
-        for info in infos:
-            slot = _slot("object", origin, info.key)
-            value = self._index.get_meta(slot)
-            if value is not None:
-                old = _Record.unpack(value).info
-                if (old.version, old.size) != (info.version, info.size):
-                    self._on_changed(origin, old)
-            records.append((slot, _Record(info, moment.asked).pack()))
-        self._write(records, moment)
+    def _pull(self, origin: Origin, stream: ListingStream) -> tuple[Answer, bool]:
+        """Take one page of a stream and remember it; also gives whether it is in an order that can be kept."""
+        start, asked = stream.after, self._moment(origin)
+        # A client may have the page already, since it asked for the one before.
+        moment = stream.asked or asked
+        page, stream.asked = stream.next_page(), asked
+        answer = Answer(page.objects, stream.after, page.is_directory)
+        keys = [info.key for info in page.objects]
+        ordered = self._tolerantly(lambda: self._map.learn_order(origin.identity, keys, start), False)
+        if ordered and stream.after != start:
+            space = self._space(origin)
 
-    def _write(self, records: Sequence[tuple[bytes, bytes]], moment: _Moment) -> None:
-        """Remember an answer of the origin, unless something was written there since it was asked.
+            def store() -> list[ObjectInfo | None]:
+                return [
+                    *self._map.store(
+                        space,
+                        space.position(start),
+                        space.position(stream.after),
+                        page.objects,
+                        moment,
+                        root=stream.root,
+                        keep_empty=start != base_of(stream.root),
+                    )
+                ]
 
-        A disk that will not take it costs the memory, not the read.
-        """
+            self._report(origin, self._tolerantly(store, []))
+        return answer, ordered
+
+    def _space(self, origin: Origin) -> Space:
+        return self._tolerantly(lambda: self._map.space(origin.identity), _NOWHERE)
+
+    def _moment(self, origin: Origin) -> Moment:
+        now = self._clock()
+        return self._tolerantly(lambda: self._map.moment(origin.identity, now), Moment(now, -1))
+
+    def _fresh(self, asked: float) -> bool:
+        return self._max_age > 0 and self._clock() - asked <= self._max_age
+
+    def _report(self, origin: Origin, gone: Iterable[ObjectInfo | None]) -> None:
+        for info in gone:
+            if info is not None and not info.key.endswith("/"):
+                self._on_changed(origin, info)
+
+    def _tolerantly(self, act: Callable[[], _T], otherwise: _T) -> _T:
+        """Do something with the index; a disk in trouble costs what it would have given."""
         try:
-            self._index.put_meta(records, unless_changed_since=moment.changes)
+            return act()
         except StorageError as error:
-            emit(Event(name="cache.disk.failed", subject="index", detail=str(error)))
-
-    def _pages(self, origin: Origin, prefix: str, depth: Depth) -> Iterator[tuple[Sequence[ObjectInfo], Sequence[str]]]:
-        """The pages of a remembered listing while it is fresh; none when it is not remembered."""
-        value = self._index.get_meta(_slot("listed", origin, prefix, depth))
-        listed = _Listed.unpack(value) if value is not None else None
-        if listed is None or listed.stale or not self._fresh(listed.asked):
-            return
-        for number in range(listed.pages):
-            page = self._index.get_meta(_page_slot(origin, prefix, depth, listed.asked, number))
-            if page is None:
-                raise ChangedError(f"the listing of {prefix} changed while it was read", next_step="list it again")
-            names, sizes, versions, modified, prefixes = json.loads(page)
-            yield [ObjectInfo(*row) for row in zip(names, sizes, versions, modified, strict=True)], prefixes
+            _report_disk(error)
+            return otherwise
 
 
-def _page_slot(origin: Origin, prefix: str, depth: Depth, asked: float, number: int) -> bytes:
-    return _slot("page", origin, prefix, f"{depth} {asked} {number}")
+def _level(origin: Origin, base: str) -> Space:
+    return level_space(origin.identity, base)
 
 
-class _ListingWriter:
-    """Writes a listing page by page; it is valid from `finish` on. Two generations of pages are kept for readers."""
-
-    def __init__(self, cache: MetadataCache, origin: Origin, prefix: str, depth: Depth, moment: _Moment) -> None:
-        self._cache, self._origin, self._prefix, self._depth, self._moment = cache, origin, prefix, depth, moment
-        self._pages = 0
-
-    def add(self, objects: Sequence[ObjectInfo], prefixes: Sequence[str]) -> None:
-        for start in range(0, max(len(objects), 1), PAGE_OBJECTS):
-            page = objects[start : start + PAGE_OBJECTS]
-            self._cache._remember(self._origin, page, self._moment)
-            columns = [
-                [info.key for info in page],
-                [info.size for info in page],
-                [info.version for info in page],
-                [info.modified for info in page],
-                list(prefixes) if start == 0 else [],
-            ]
-            slot = _page_slot(self._origin, self._prefix, self._depth, self._moment.asked, self._pages)
-            self._cache._write([(slot, json.dumps(columns).encode())], self._moment)
-            self._pages += 1
-
-    def finish(self) -> None:
-        index = self._cache._index
-        slot = _slot("listed", self._origin, self._prefix, self._depth)
-        value = index.get_meta(slot)
-        old = _Listed.unpack(value) if value is not None else None
-        new = _Listed(self._moment.asked, self._pages, previous=old.asked if old else None)
-        self._cache._write([(slot, new.pack())], self._moment)
-        if old is not None and old.previous is not None:
-            self._delete_pages(old.previous)
-
-    def _delete_pages(self, asked: float) -> None:
-        index = self._cache._index
-        number = 0
-        while index.get_meta(slot := _page_slot(self._origin, self._prefix, self._depth, asked, number)) is not None:
-            index.delete_meta([slot])
-            number += 1
+def _report_disk(error: StorageError) -> None:
+    emit(Event(name="cache.disk.failed", subject="index", detail=str(error)))
 
 
 class NoMemory:
@@ -299,11 +462,25 @@ class NoMemory:
     def forget(self, origin: Origin, key: str) -> None:
         pass
 
+    def listing_root(self, origin: Origin, key: str) -> str | None:
+        return None
+
     def forget_all(self) -> None:
         pass
 
     def known_directory(self, origin: Origin, prefix: str) -> bool:
         return False
+
+    def remembered_directory(self, origin: Origin, prefix: str) -> bool:
+        return False
+
+    def below(self, origin: Origin, prefix: str, *, believe_nothing: bool = False) -> Below:
+        for page in origin.list_pages(prefix):
+            if page.objects:
+                return "something"
+            if page.is_directory:
+                return "empty"
+        return "nothing"
 
     def list_level(self, origin: Origin, prefix: str) -> Listing:
         return origin.list_level(prefix)

@@ -22,9 +22,11 @@ from millrace.cache.disk import Disk
 from millrace.cache.failures import LostDataError
 from millrace.cache.metadata import MetadataCache, NoMemory
 from millrace.cache.native import NativeObject, open_entry
+from millrace.cache.page_map import PageMap
 from millrace.cache.reader import BlockReader, ObjectReader, OriginReader, Threads
 from millrace.cache.records import Entry, ObjectName
 from millrace.cache.signals import Signals
+from millrace.cache.turns import Turns
 from millrace.cache.usage import Use
 from millrace.config import CacheOptions
 from millrace.errors import StorageError
@@ -54,7 +56,12 @@ class CacheNode:
         self.metadata: MetadataCache | NoMemory = NoMemory()
         if self._disks:
             index = self._disks[0].store.index
-            self.metadata = MetadataCache(index, max_age_seconds=options.max_age_seconds, on_changed=self.discard)
+            self.metadata = MetadataCache(
+                PageMap(index),
+                Turns(self._disks[0].locks),
+                max_age_seconds=options.max_age_seconds,
+                on_changed=self.discard,
+            )
 
     def open_native(self, origin: Origin, info: ObjectInfo) -> pa.BufferReader | None:
         """A native pyarrow file of an object that is completely here, else None."""

@@ -46,7 +46,7 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
         known = metadata.known(self._origin, key)
         if known is not None and known.size:
             return file_entry(known)
-        if not key.strip("/") or metadata.known_directory(self._origin, key):
+        if not key.strip("/") or metadata.remembered_directory(self._origin, key):
             return _directory_entry(key)
         try:
             found: ObjectInfo | None = metadata.stat(self._origin, key)
@@ -55,8 +55,8 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
         if found is not None and found.size:
             return file_entry(found)
         # Nothing by this name, or an empty object, which may be a folder's marker: what lies below decides.
-        listing = metadata.list_level(self._origin, key)
-        if listing.objects or listing.prefixes or (listing.is_directory and found is None):
+        below = metadata.below(self._origin, key, believe_nothing=found is not None)
+        if below == "something" or (below == "empty" and found is None):
             return _directory_entry(key)
         if found is None:
             raise ObjectNotFoundError(f"{self.unstrip_protocol(key)} does not exist", next_step="check the name")

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from millrace.errors import ConfigurationError
-from millrace.origin.protocol import Listable, Listing, ObjectInfo, ObjectWriter, Origin, Readable, Writable
+from millrace.origin.protocol import (
+    Listable,
+    Listing,
+    ListingPage,
+    ObjectInfo,
+    ObjectWriter,
+    Origin,
+    Readable,
+    Writable,
+)
 
 if TYPE_CHECKING:
     from millrace.origin.object_store import ObjectStoreOrigin
@@ -15,6 +24,7 @@ __all__ = [
     "SCHEMES",
     "Listable",
     "Listing",
+    "ListingPage",
     "ObjectInfo",
     "ObjectWriter",
     "Origin",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -28,7 +28,7 @@ from millrace.errors import (
 from millrace.origin.credentials import credential_provider
 from millrace.origin.obstore_library import obstore_library
 from millrace.origin.options import s3_options
-from millrace.origin.protocol import Listing, ObjectInfo
+from millrace.origin.protocol import Listing, ListingPage, ObjectInfo
 from millrace.origin.translation import s3_code, translate
 from millrace.origin.upload import PART_BYTES, ObjectUpload
 
@@ -93,6 +93,10 @@ class ObjectStoreOrigin:
     @property
     def identity(self) -> str:
         return self._identity
+
+    @property
+    def head_is_local(self) -> bool:
+        return self._scheme == "file"
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -171,33 +175,81 @@ class ObjectStoreOrigin:
             )
 
     def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
-        prefix = prefix.strip("/")
+        for page in self.list_pages(prefix):
+            if page.objects:
+                yield page.objects
+
+    def list_pages(
+        self, prefix: str, *, after: str = "", settled: Callable[[str], ObjectInfo | None] | None = None
+    ) -> Iterator[ListingPage]:
+        if self._scheme == "file":
+            return self._list_local_pages(prefix.strip("/"), after)
+        return self._list_remote_pages(prefix.strip("/"), after, settled or (lambda _: None))
+
+    def _list_remote_pages(
+        self, prefix: str, after: str, settled: Callable[[str], ObjectInfo | None]
+    ) -> Iterator[ListingPage]:
         client, path = self._locate(prefix)
         bucket = self._bucket(prefix)
+        # The marker of the folder itself is wanted when listing begins, and is not an object below it.
+        offset = after.removeprefix(bucket).rstrip("/") if after.rstrip("/") != prefix else ""
         with self._translated(prefix):
             held_back: list[ObjectInfo] = []
-            for page in obstore_library().list(client, path or None, chunk_size=_LIST_PAGE):
-                found = held_back + [self._info(bucket + meta["path"], meta) for meta in page if meta["path"] != path]
+            is_directory = not path
+            for chunk in obstore_library().list(client, path or None, offset=offset or None, chunk_size=_LIST_PAGE):
+                last = len(chunk) < _LIST_PAGE
+                is_directory = is_directory or any(meta["path"] == path for meta in chunk)
+                found = held_back + [self._info(bucket + meta["path"], meta) for meta in chunk if meta["path"] != path]
                 objects = without_folder_markers(found)
                 # Whether the last one is a marker shows with the first of the next page.
-                held_back = objects[-1:] if objects and objects[-1].size == 0 else []
-                if len(objects) > len(held_back):
-                    yield self._with_empty_folders(objects[: len(objects) - len(held_back)])
-            if held_back:
-                yield self._with_empty_folders(held_back)
+                held_back = objects[-1:] if objects and objects[-1].size == 0 and not last else []
+                objects = objects[: len(objects) - len(held_back)]
+                yield ListingPage(self._with_empty_folders(objects, settled), last, is_directory)
+                if last:
+                    return
+            yield ListingPage(self._with_empty_folders(held_back, settled), True, is_directory)
 
-    def _with_empty_folders(self, objects: Sequence[ObjectInfo]) -> Sequence[ObjectInfo]:
+    def _list_local_pages(self, prefix: str, after: str) -> Iterator[ListingPage]:
+        """A walk in the order of the keys, which obstore's own is not; bounded by the largest directory."""
+        objects: list[ObjectInfo] = []
+        is_directory = os.path.isdir("/" + prefix)
+        for info in self._walk(prefix, after):
+            objects.append(info)
+            if len(objects) == _LIST_PAGE:
+                yield ListingPage(objects, False, is_directory)
+                objects = []
+        yield ListingPage(objects, True, is_directory)
+
+    def _walk(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
+        listing = self.list_level(prefix)
+        entries: list[tuple[str, ObjectInfo | None]] = [(info.key, info) for info in listing.objects]
+        entries += [(f"{name}/", None) for name in listing.prefixes]
+        for key, info in sorted(entries, key=lambda entry: entry[0]):
+            if info is None:
+                if key > after or after.startswith(key):
+                    yield from self._walk(key, after)
+            elif key > after:
+                yield info
+
+    def _with_empty_folders(
+        self, objects: Sequence[ObjectInfo], settled: Callable[[str], ObjectInfo | None]
+    ) -> Sequence[ObjectInfo]:
         """Tell the markers of empty folders from empty objects, by a slash at the end of their key.
 
         obstore takes the slash off, but cannot fetch such a name either: an empty object that a listing names and a request
-        does not find is a marker. Costs a request for each empty object.
+        does not find is a marker. Costs a request for each empty object that is not settled.
         """
-        empty = [info.key for info in objects if not info.size] if self._scheme != "file" else []
+        empty = [info for info in objects if not info.size]
         if not empty:
             return objects
-        with ThreadPoolExecutor(min(len(empty), _MARKER_THREADS), thread_name_prefix="millrace-markers") as pool:
-            folders = {key for key, found in zip(empty, pool.map(self._is_object, empty), strict=True) if not found}
-        return [replace(info, key=f"{info.key}/") if info.key in folders else info for info in objects]
+        earlier = {info.key: settled(info.key) for info in empty}
+        names = {info.key: told.key for info in empty if (told := earlier[info.key]) is not None and _same(info, told)}
+        unsure = [info.key for info in empty if info.key not in names]
+        if unsure:
+            with ThreadPoolExecutor(min(len(unsure), _MARKER_THREADS), thread_name_prefix="millrace-markers") as pool:
+                for key, found in zip(unsure, pool.map(self._is_object, unsure), strict=True):
+                    names[key] = key if found else f"{key}/"
+        return [info if info.size else replace(info, key=names[info.key]) for info in objects]
 
     def _is_object(self, key: str) -> bool:
         try:
@@ -304,6 +356,10 @@ class ObjectStoreOrigin:
             if translated is None:
                 raise
             raise translated from error
+
+
+def _same(info: ObjectInfo, earlier: ObjectInfo) -> bool:
+    return (info.version, info.modified) == (earlier.version, earlier.modified)
 
 
 def without_folder_markers(objects: Sequence[ObjectInfo]) -> list[ObjectInfo]:

@@ -7,7 +7,7 @@ uses fresh connections of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -42,6 +42,20 @@ class Listing:
     is_directory: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ListingPage:
+    """A stretch of a listing, as one request brings it: at most 1,000 objects in the origin's order.
+
+    `last` says that nothing follows; a page may be empty and not the last one. `is_directory` says that the prefix itself is
+    there, whatever lies below: its folder's marker was seen, or it is a bucket or a local directory. `last` and
+    `is_directory` may both be False for an empty page: then there is no such prefix so far.
+    """
+
+    objects: Sequence[ObjectInfo]
+    last: bool
+    is_directory: bool = False
+
+
 @runtime_checkable
 class Readable(Protocol):
     """Reads whole objects and ranges of them."""
@@ -49,6 +63,11 @@ class Readable(Protocol):
     @property
     def identity(self) -> str:
         """Names the storage (scheme and endpoint) without any secret: equal means the same bytes under the same key."""
+        ...
+
+    @property
+    def head_is_local(self) -> bool:
+        """Whether `head` sends no request over a network, so that a page of a listing is no cheaper way to many of them."""
         ...
 
     def head(self, key: str) -> ObjectInfo:
@@ -78,6 +97,16 @@ class Listable(Protocol):
         """Yield every object below the directory `prefix`, in pages, in bounded memory.
 
         A key that ends in a slash is an empty folder. Raises `ObjectNotFoundError` where there is no such bucket.
+        """
+        ...
+
+    def list_pages(
+        self, prefix: str, *, after: str = "", settled: Callable[[str], ObjectInfo | None] | None = None
+    ) -> Iterator[ListingPage]:
+        """As `list_all`, from the keys that follow `after` in the origin's order (the whole by default).
+
+        Lazy: one request for each page that is taken, none before. `settled` gives what an earlier listing said of an empty
+        object, or of an empty folder by its key without the slash: if unchanged, nobody asks again which of both it is.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -19,8 +19,8 @@ from millrace.origin import Listing, ListingPage, ObjectInfo
 class MemoryOrigin:
     """Implements `millrace.origin.Origin` over a dict. Thread-safe; one process.
 
-    `requests` records every call as (operation, key, start, stop), a listing as one for each page. `before_read` runs before a
-    range is read and may sleep, raise, or change the object; so does `before_list(prefix, after)` before a page is listed.
+    `requests` records every call as (operation, key, start, stop), a listing as one for each page. `before_read` runs before
+    a range is read and may sleep, raise, or change the object; so does `before_list(prefix, after)` before a page is listed.
     """
 
     identity: str = "memory"
@@ -68,16 +68,19 @@ class MemoryOrigin:
         return (page.objects for page in self.list_pages(prefix) if page.objects)
 
     def list_pages(
-        self, prefix: str, *, after: str = "", settled: Mapping[str, ObjectInfo] | None = None
+        self, prefix: str, *, after: str = "", settled: Callable[[str], ObjectInfo | None] | None = None
     ) -> Iterator[ListingPage]:
-        base = f"{prefix.rstrip('/')}/"
-        below = [key for key in sorted(self._objects) if key.startswith(base) and key > after]
-        for start in range(0, max(len(below), 1), 1000):
+        base, last = f"{prefix.rstrip('/')}/", False
+        while not last:
             if self.before_list is not None:
                 self.before_list(prefix, after)
             self.requests.append(("list", prefix, 0, 0))
-            page = [self._info(key) for key in below[start : start + 1000] if key in self._objects]
-            yield ListingPage(page, start + 1000 >= len(below))
+            with self._lock:
+                below = sorted(key for key in self._objects if key.startswith(base) and key > after)
+                page = [self._info(key) for key in below[:1000]]
+            last = len(below) <= 1000
+            yield ListingPage(page, last)
+            after = page[-1].key if page else after
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         with self._lock:

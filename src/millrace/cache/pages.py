@@ -1,0 +1,221 @@
+"""A page of a listing as bytes: a thousand objects, one of which is found without reading the others. No I/O.
+
+Layout: a header; a hash table of the names (u16 numbers of objects, linear probing, at most half full); sizes (u64) and
+times (f64) of all objects; where each name and each version begins (u32); then the texts: the bound `through`, the
+listing's root, the prefix that all names share, the names, the versions. Names are sorted by their bytes.
+
+Names here are *positions*: keys as the origin sorts them, see `page_map.py`. Figures: docs/design/0006-metadata.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+
+import xxhash
+
+from millrace.origin import ObjectInfo
+
+MOST_OBJECTS = 4096
+"""A page may hold so many objects; a listing brings a thousand."""
+
+_VERSION = 1
+_INCOMPLETE = 1
+_STRUCK = 2**64 - 1
+_NO_OBJECT = 0xFFFF
+_SEPARATOR = "\n"
+
+# Format, flags, objects, slots of the hash table, when asked; then where sizes, times, starts of names and versions,
+# the five texts and the end lie.
+_HEADER = struct.Struct("<BBHHxxd10I")
+_FLAGS_AT = 1
+_SLOT = struct.Struct("<H")
+_PAIR = struct.Struct("<II")
+_SIZE = struct.Struct("<Q")
+_TIME = struct.Struct("<d")
+
+
+def encode(text: str) -> bytes:
+    """A key or a position as it is stored and sorted."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def decode(data: bytes) -> str:
+    """The reverse of `encode`."""
+    return data.decode("utf-8", "surrogatepass")
+
+
+def storable(position: str, info: ObjectInfo) -> bool:
+    """Whether a page can hold an object: its texts must not contain what separates them."""
+    return _SEPARATOR not in position and _SEPARATOR not in info.version
+
+
+def pack_page(
+    entries: Sequence[tuple[str, ObjectInfo]], *, asked: float, through: str, root: str, incomplete: bool = False
+) -> bytes:
+    """A page of objects by position, in ascending order; the key of an object's description is not kept.
+
+    `asked` is when the origin was asked; the page says what there is up to the position `through`, in a listing of `root`.
+    An `incomplete` page does not tell what else is there.
+    """
+    names = [position for position, _ in entries]
+    cut = _shared(names[0], names[-1]) if names else 0
+    prefix = names[0][:cut] if names else ""
+    name_parts = [encode(name[cut:]) for name in names]
+    version_parts = [encode(info.version) for _, info in entries]
+    sections = [
+        _hash_table(name_parts),
+        array("Q", [info.size for _, info in entries]).tobytes(),
+        array("d", [info.modified for _, info in entries]).tobytes(),
+        _starts(name_parts),
+        _starts(version_parts),
+        encode(through),
+        encode(root),
+        encode(prefix),
+        b"\n".join(name_parts),
+        b"\n".join(version_parts),
+    ]
+    ends = list(accumulate(map(len, sections), initial=_HEADER.size))
+    flags = _INCOMPLETE if incomplete else 0
+    header = _HEADER.pack(_VERSION, flags, len(entries), len(sections[0]) // _SLOT.size, asked, *ends[1:])
+    return header + b"".join(sections)
+
+
+def _shared(first: str, last: str) -> int:
+    """How many characters two texts, and so all that sort between them, begin with alike."""
+    for number, (one, other) in enumerate(zip(first, last, strict=False)):
+        if one != other:
+            return number
+    return min(len(first), len(last))
+
+
+def _hash_table(names: Sequence[bytes]) -> bytes:
+    slots = 1 << max(1, (2 * len(names) - 1).bit_length())
+    table = array("H", [_NO_OBJECT]) * slots
+    digest, mask = xxhash.xxh3_64_intdigest, slots - 1
+    for number, name in enumerate(names):
+        slot = digest(name) & mask
+        while table[slot] != _NO_OBJECT:
+            slot = (slot + 1) & mask
+        table[slot] = number
+    return table.tobytes()
+
+
+def _starts(parts: Sequence[bytes]) -> bytes:
+    """Where each part begins in their join by one separator, and where one after the last would."""
+    return array("I", accumulate((len(part) + 1 for part in parts), initial=0)).tobytes()
+
+
+class Page:
+    """A packed page, read in place: nothing is copied but what is asked for.
+
+    `data` must live as long as the page.
+    """
+
+    __slots__ = ("_at", "_data", "_slots", "asked", "count", "incomplete")
+
+    def __init__(self, data: memoryview | bytes) -> None:
+        self._data = data
+        version, flags, self.count, self._slots, self.asked, *self._at = _HEADER.unpack_from(data)
+        if version != _VERSION:
+            raise ValueError(f"a page of format {version}")
+        self.incomplete = flags & _INCOMPLETE != 0
+
+    @property
+    def through(self) -> bytes:
+        """The position up to which the page says what there is."""
+        return bytes(self._data[self._at[4] : self._at[5]])
+
+    @property
+    def root(self) -> str:
+        """The prefix whose listing the page is of."""
+        return decode(bytes(self._data[self._at[5] : self._at[6]]))
+
+    @property
+    def _prefix(self) -> bytes:
+        return bytes(self._data[self._at[6] : self._at[7]])
+
+    def find(self, position: bytes) -> int | None:
+        """The number of the object at `position`; None where there is none, or it was struck out."""
+        data, at = self._data, self._at
+        prefix = data[at[6] : at[7]]
+        length = len(prefix)
+        if position[:length] != prefix:
+            return None
+        name = position[length:]
+        mask = self._slots - 1
+        slot = xxhash.xxh3_64_intdigest(name) & mask
+        while True:
+            number: int = _SLOT.unpack_from(data, _HEADER.size + 2 * slot)[0]
+            if number == _NO_OBJECT:
+                return None
+            start, stop = _PAIR.unpack_from(data, at[2] + 4 * number)
+            if data[at[7] + start : at[7] + stop - 1] == name:
+                return None if self._size(number) == _STRUCK else number
+            slot = (slot + 1) & mask
+
+    def info(self, number: int, key: str) -> ObjectInfo:
+        """The description of an object, under the `key` that it is given."""
+        data, at = self._data, self._at
+        start, stop = _PAIR.unpack_from(data, at[3] + 4 * number)
+        version = decode(bytes(data[at[8] + start : at[8] + stop - 1]))
+        return ObjectInfo(key, self._size(number), version, _TIME.unpack_from(data, at[1] + 8 * number)[0])
+
+    def _size(self, number: int) -> int:
+        size: int = _SIZE.unpack_from(self._data, self._at[0] + 8 * number)[0]
+        return size
+
+    def _name(self, number: int) -> bytes:
+        start, stop = _PAIR.unpack_from(self._data, self._at[2] + 4 * number)
+        return bytes(self._data[self._at[7] + start : self._at[7] + stop - 1])
+
+    def names_below(self, base: bytes) -> bool:
+        """Whether any object's position begins with `base`."""
+        prefix = self._prefix
+        if base.startswith(prefix):
+            wanted = base[len(prefix) :]
+            first = bisect_left(range(self.count), wanted, key=self._name)
+        else:
+            wanted, first = b"", (0 if prefix.startswith(base) else self.count)
+        while first < self.count and self._name(first).startswith(wanted):
+            if self._size(first) != _STRUCK:
+                return True
+            first += 1
+        return False
+
+    def infos(self) -> list[ObjectInfo]:
+        """Every object that is not struck out; its position stands for its key."""
+        if not self.count:
+            return []
+        data, at = self._data, self._at
+        prefix = decode(self._prefix)
+        positions = [prefix + name for name in decode(bytes(data[at[7] : at[8]])).split(_SEPARATOR)]
+        versions = decode(bytes(data[at[8] : at[9]])).split(_SEPARATOR)
+        sizes = memoryview(data)[at[0] : at[1]].cast("Q").tolist()
+        times = memoryview(data)[at[1] : at[2]].cast("d").tolist()
+        infos = map(ObjectInfo, positions, sizes, versions, times)
+        return [info for info in infos if info.size != _STRUCK]
+
+    def same_objects(self, other: Page) -> bool:
+        """Whether both hold the same names, sizes and versions."""
+        if self.count != other.count or self._prefix != other._prefix:
+            return False
+        mine, theirs = memoryview(self._data), memoryview(other._data)
+        sections = [(0, 1), (7, 8), (8, 9)]
+        return all(
+            mine[self._at[start] : self._at[stop]] == theirs[other._at[start] : other._at[stop]]
+            for start, stop in sections
+        )
+
+    def without(self, positions: Sequence[bytes]) -> bytes:
+        """This page with the objects at `positions` struck out, and incomplete."""
+        changed = bytearray(self._data)
+        changed[_FLAGS_AT] |= _INCOMPLETE
+        for position in positions:
+            number = self.find(position)
+            if number is not None:
+                _SIZE.pack_into(changed, self._at[0] + 8 * number, _STRUCK)
+        return bytes(changed)
