@@ -10,9 +10,11 @@ from millrace.cache.flight import Flights, ProcessLocks
 from millrace.cache.held import HeldBlocks
 from millrace.cache.housekeeping import every_tick, no_more
 from millrace.cache.maps import MapCache, Sweeper
+from millrace.cache.sealing import Sealer
 from millrace.cache.signals import Signals
 from millrace.cache.store import Store
 from millrace.cache.usage import UsageLog
+from millrace.cache.verified import VerifiedBlocks
 from millrace.config import CacheOptions
 from millrace.events import Event, emit
 
@@ -26,6 +28,8 @@ class Disk:
         self.store = Store(directory, capacity=options.capacity, min_free=options.min_free)
         self.locks = ProcessLocks(directory / "locks")
         self.counters = Counters(directory / "counters")
+        self.sealer = Sealer(self.store, self.counters)
+        self.verified = VerifiedBlocks()
         self.maps = MapCache()
         self.usage = UsageLog(self._count_opens)
         self._sweeper = Sweeper()
@@ -89,6 +93,7 @@ class Disk:
 
     def close(self) -> None:
         """Close everything; files and maps that are in use stay readable."""
+        self.sealer.close()
         no_more(self.tidy)
         self.usage.settle()
         self.maps.clear()

@@ -11,6 +11,7 @@ from millrace.cache.disk import Disk
 from millrace.cache.failures import LostDataError
 from millrace.cache.maps import MapSlot, lost_or_failed
 from millrace.cache.records import Entry
+from millrace.cache.sealing import seal_holds, slot_holds
 from millrace.cache.signals import Stamp
 
 SMALL_FILE_BYTES = 1 << 20
@@ -33,35 +34,59 @@ class NativeObject(NamedTuple):
     offset: int
 
 
-def open_file(disk: Disk, entry: Entry, stamp: Stamp | None) -> NativeObject:
-    """A complete object with a file of its own.
+def open_file(disk: Disk, entry: Entry, stamp: Stamp | None) -> NativeObject | None:
+    """A sealed object with a file of its own; None when the file is not any more what the seal says.
 
     Raises `LostDataError` when the file is gone or shorter than it was, `StorageError` when the disk fails.
     """
     removals = None if stamp is None else stamp.removals
     path = disk.store.path(entry)
     if entry.size <= SMALL_FILE_BYTES:
-        return NativeObject(entry, disk, removals, _read_whole(path, entry.size), None, 0)
+        whole = _read_whole(path, entry)
+        return None if whole is None else NativeObject(entry, disk, removals, whole, None, 0)
     slot = disk.maps.get(entry.generation)
+    if slot is not None and not slot_holds(entry, slot):
+        disk.maps.drop(entry.generation)  # made before the file was touched and sealed anew
+        slot = None
     buffer = slot.buffer if slot is not None else None
-    while buffer is None:  # a map may be given up between the two steps
+    while slot is None or buffer is None:  # a map may be given up between the two steps
+        with lost_or_failed(path):  # before it is mapped, too: it may be no file any more
+            if not seal_holds(entry, os.stat(path, follow_symlinks=False)):
+                return None
         slot = disk.maps.open(entry.generation, path, entry.size)
+        if not slot_holds(entry, slot):
+            disk.maps.drop(entry.generation)
+            return None
         buffer = slot.buffer
     return NativeObject(entry, disk, removals, buffer, slot, 0)
 
 
 def open_entry(disk: Disk, entry: Entry, stamp: Stamp | None) -> NativeObject | None:
-    """An object as its record has it; None when it is not complete. Raises as `open_file` does.
+    """An object as its record has it; None when it must be read through blocks. Raises as `open_file` does.
 
-    `stamp` is the index's from before the record was read.
+    `stamp` is the index's from before the record was read. An object that was never verified as a whole, or that somebody
+    touched since, is verified now or in the background (`sealing.py`).
     """
-    return open_file(disk, entry, stamp) if entry.complete else None
+    if not entry.complete:
+        return None
+    for _ in range(2):
+        sealed = disk.sealer.sealed(entry)
+        if sealed is None:
+            return None
+        found = open_file(disk, sealed, stamp)
+        if found is not None:
+            return found
+        entry = disk.sealer.break_seal(sealed)
+    return None
 
 
-def _read_whole(path: str, size: int) -> pa.Buffer:
+def _read_whole(path: str, entry: Entry) -> pa.Buffer | None:
+    size = entry.size
     with lost_or_failed(path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
+            if not seal_holds(entry, os.fstat(descriptor)):
+                return None
             data = os.pread(descriptor, size, 0)
         finally:
             os.close(descriptor)

@@ -20,6 +20,7 @@ from millrace.cache.failures import disk_errors
 from millrace.cache.flight import PATIENCE_SECONDS
 from millrace.cache.held import HELD_BYTES
 from millrace.cache.records import Entry
+from millrace.cache.sealing import seal_holds
 from millrace.errors import OriginUnavailableError, StorageError
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
@@ -138,6 +139,8 @@ class BlockReader:
         self._heir: ObjectReader | None = None
         self._descriptor = disk.store.open_data(entry)
         BlockReader._open_readers += 1
+        self._verified = disk.verified.of(entry.generation)
+        self._believed = self._seal_holds()
 
     @property
     def size(self) -> int:
@@ -165,7 +168,7 @@ class BlockReader:
         return self._missing(blocks)
 
     def is_sound(self, block: int) -> bool:
-        """Whether a block is here and its bytes, read from the disk now, are right. A wrong one is forgotten, and counted."""
+        """Whether a block is here and its bytes, read from the disk now, are right. A wrong one is forgotten and counted."""
         try:
             if self._store.read_block(self._entry, self._descriptor, block) is not None:
                 return True
@@ -202,7 +205,7 @@ class BlockReader:
         kept = stop - start - sum(self._overlap(block, start, stop) for block in fetched)
         if kept:
             self._disk.counters.add("cache_bytes", kept)
-        if not fetched and not self._verify:
+        if not fetched and (self._believed or self._verified.issuperset(blocks)) and not self._verify:
             return self._pread(start, stop)
         if len(blocks) == 1 and fetched:
             return _without_waste(self._cut(fetched[blocks[0]], blocks[0], start, stop), self._entry.block_bytes)
@@ -246,6 +249,16 @@ class BlockReader:
         if self._heir is None:
             self._heir = self._reopen()
         return self._heir
+
+    def _seal_holds(self) -> bool:
+        """Whether the file as a whole was verified and not touched since; then no block has to be looked at."""
+        entry = self._entry
+        if not entry.sealed:
+            return False
+        if seal_holds(entry, os.fstat(self._descriptor)):
+            return True
+        self._entry = self._disk.sealer.break_seal(entry)
+        return False
 
     def _crowded(self) -> bool:
         """More readers than there is memory to hold a block of each: better read just what is asked for."""
@@ -331,6 +344,7 @@ class BlockReader:
             return False
         if data is None:
             return False
+        self._verified.add(block)
         self._disk.counters.add("cache_bytes", len(data))
         self._disk.flights.land((self._entry.object_id, block), future, data)
         return True
@@ -357,10 +371,16 @@ class BlockReader:
     def _try_store(self, descriptor: int, block: int, piece: Buffer) -> bool:
         """Store a block; a disk that will not take it costs the copy, not the read."""
         try:
-            return self._store.write_block(self._entry, descriptor, block, piece) is not None
+            entry = self._store.write_block(self._entry, descriptor, block, piece)
         except StorageError as error:
             self._report(error)
             return False
+        if entry is None:
+            return False
+        self._verified.add(block)
+        if entry.complete and not entry.sealed:
+            self._disk.sealer.start(entry)
+        return True
 
     # --- bytes ------------------------------------------------------------------------------------
 
@@ -397,7 +417,9 @@ class BlockReader:
             start, stop = span_of(block, block + 1, self._entry.size, self._entry.block_bytes)
             return read_through(self._origin, self._info, start, stop, self._disk.counters)
         if data is not None:
+            self._verified.add(block)
             return data
+        self._verified.discard(block)
         self._disk.counters.add("corrupt_blocks")
         return self.fetch([block])[block]
 

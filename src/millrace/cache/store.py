@@ -167,22 +167,24 @@ class Store:
         self._drop_block(entry, descriptor, block)
         return None
 
-    def wrong_blocks(self, entry: Entry, descriptor: int, blocks: range, *, stop: Callable[[], bool]) -> list[int]:
-        """Verify blocks from the file without returning their bytes; gives those that are not here or wrong.
+    def drop_wrong_blocks(
+        self, entry: Entry, descriptor: int, blocks: range, *, stop: Callable[[], bool]
+    ) -> list[int] | None:
+        """Verify those of `blocks` that are here, without keeping their bytes; gives the wrong ones.
 
-        Wrong ones are forgotten and reported. Ends early when `stop()` says so; the blocks that are left count as wrong.
+        These are forgotten and reported. None when `stop()` said to end early.
         """
-        wrong = []
+        wrong: list[int] = []
         buffer = memoryview(bytearray(min(entry.block_bytes, entry.size)))
         for block, expected in zip(blocks, self.index.checksums(entry, blocks), strict=True):
             if stop():
-                return [*wrong, *range(block, blocks.stop)]
-            first, last = span_of(block, block + 1, entry.size, entry.block_bytes)
-            with disk_errors(self.path(entry)):
-                nbytes = os.preadv(descriptor, [buffer[: last - first]], first)
+                return None
             if expected is None:
-                wrong.append(block)
-            elif nbytes != last - first or checksum(buffer[: last - first]) != expected:
+                continue
+            start, end = span_of(block, block + 1, entry.size, entry.block_bytes)
+            with disk_errors(self.path(entry)):
+                nbytes = os.preadv(descriptor, [buffer[: end - start]], start)
+            if nbytes != end - start or checksum(buffer[: end - start]) != expected:
                 self._drop_block(entry, descriptor, block)
                 wrong.append(block)
         return wrong
@@ -206,7 +208,7 @@ class Store:
     def remove(self, object_id: bytes) -> None:
         """Forget an object version and unlink its file. Readers that have it open or mapped keep reading."""
         entry = self.index.remove(object_id)
-        if entry is not None:
+        if entry is not None and not entry.place:
             unlink(self.path(entry))
 
     # --- room -------------------------------------------------------------------------------------

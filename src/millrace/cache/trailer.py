@@ -81,7 +81,7 @@ def parse_footer(tail: bytes, total_bytes: int) -> Entry | int | None:
     if magic != _MAGIC or FOOTER_BYTES + name_bytes > total_bytes:
         return None
     if len(tail) < FOOTER_BYTES + name_bytes:
-        return FOOTER_BYTES + name_bytes
+        return FOOTER_BYTES + int(name_bytes)
     name = tail[len(tail) - FOOTER_BYTES - name_bytes : len(tail) - FOOTER_BYTES]
     if checksum != _footer_checksum(name, footer) or not block_bytes:
         return None
