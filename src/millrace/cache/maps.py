@@ -7,6 +7,8 @@ given up at any time, for want of slots or because its file was removed, and nob
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import threading
 from collections import OrderedDict
@@ -19,6 +21,20 @@ from millrace.cache.failures import LostDataError, disk_errors
 from millrace.errors import StorageError
 
 _MAX_MAPS = 4096  # the kernel allows 65,530 maps a process, and others need some
+
+
+_PAGE_MASK = ~(mmap.PAGESIZE - 1)
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
+
+
+def will_need(buffer: pa.Buffer) -> None:
+    """Have the kernel read in what it has dropped of a mapped buffer: by one read, where page faults take many small ones.
+
+    Costs about a microsecond when all of it is in memory.
+    """
+    start = buffer.address & _PAGE_MASK
+    _madvise(start, buffer.address + buffer.size - start, mmap.MADV_WILLNEED)
 
 
 class MapSlot:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-from millrace.cache.maps import MapSlot
+from millrace.cache.maps import MapSlot, will_need
 from millrace.cache.native import NativeObject
 from millrace.cache.signals import Signals, Stamp
 from millrace.cache.usage import Use
@@ -20,6 +20,7 @@ from millrace.errors import StorageError
 from millrace.filesystem import opens
 
 _MAX_ENTRIES = 1 << 16
+_IDLE_SECONDS = 10.0  # what was not used for longer may be out of memory by now
 
 
 class HotOpen(Use):
@@ -29,7 +30,19 @@ class HotOpen(Use):
     store that has the bytes.
     """
 
-    __slots__ = ("changes", "disk", "metadata", "offset", "removals", "signals", "slot", "touched", "until", "whole")
+    __slots__ = (
+        "changes",
+        "disk",
+        "last",
+        "metadata",
+        "offset",
+        "removals",
+        "signals",
+        "slot",
+        "touched",
+        "until",
+        "whole",
+    )
 
     def __init__(
         self, found: NativeObject, slot: MapSlot, *, removals: int, until: float, changes: tuple[Signals, int]
@@ -44,6 +57,7 @@ class HotOpen(Use):
         self.removals = removals
         self.metadata = changes[0].numbers
         self.changes = changes[1]
+        self.last = 0.0
         self.touched = found.disk.usage.touched
 
 
@@ -75,7 +89,7 @@ class HotOpens:
         slot = hot.slot
         buffer = slot.buffer
         # The buffer comes first: where the cache was closed, or inherited by a fork, there is none, and no signals either.
-        if buffer is None or self.clock() >= hot.until or hot.metadata[1] != hot.changes:
+        if buffer is None or (now := self.clock()) >= hot.until or hot.metadata[1] != hot.changes:
             return None
         if hot.signals[0] != hot.removals and not _renew(hot):
             return None
@@ -83,7 +97,13 @@ class HotOpens:
         hot.touched(hot)
         if opens.listeners:
             opens.tell(hot.entry.name.origin, hot.entry.name.key)
-        return buffer if hot.whole else buffer.slice(hot.offset, hot.entry.size)
+        if hot.whole:
+            return buffer
+        piece = buffer.slice(hot.offset, hot.entry.size)
+        if now - hot.last > _IDLE_SECONDS:
+            will_need(piece)
+        hot.last = now
+        return piece
 
     def keep(self, path: str, found: NativeObject, *, until: float, changes: tuple[Signals, int]) -> None:
         """Remember an open, as long as nothing changes, but not longer than `until`. A private copy is not kept."""
