@@ -11,6 +11,8 @@ from millrace.cache.held import HeldBlocks
 from millrace.cache.housekeeping import every_tick, no_more
 from millrace.cache.maps import MapCache, Sweeper
 from millrace.cache.sealing import Sealer
+from millrace.cache.segment_maps import SegmentMaps
+from millrace.cache.segments import Segments
 from millrace.cache.signals import Signals
 from millrace.cache.store import Store
 from millrace.cache.usage import UsageLog
@@ -31,6 +33,8 @@ class Disk:
         self.sealer = Sealer(self.store, self.counters)
         self.verified = VerifiedBlocks()
         self.maps = MapCache()
+        self.segments = Segments(directory / "segments", self.store.index)
+        self.segment_maps = SegmentMaps(self.segments.directory, self.maps)
         self.usage = UsageLog(self._count_opens)
         self._sweeper = Sweeper()
         self.flights = Flights()
@@ -97,6 +101,7 @@ class Disk:
         no_more(self.tidy)
         self.usage.settle()
         self.maps.clear()
+        self.segments.close()
         self.counters.close()
         self.locks.close()
         self.store.close()
@@ -104,5 +109,6 @@ class Disk:
     def abandon(self) -> None:
         """In a forked child: let go of the parent's kernel locks and of its maps, and touch nothing else of it."""
         self.maps.abandon()
+        self.segments.abandon()
         self.counters.abandon()
         self.locks.close()

@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 from millrace.cache.blocks import block_count, coalesce, span_of
 from millrace.cache.node import CacheNode
 from millrace.cache.reader import BlockReader, Threads
+from millrace.cache.small import SmallReader
 from millrace.errors import StorageError
 from millrace.origin import ObjectInfo, Origin
 
@@ -55,7 +56,7 @@ class Fill:
 
     def __init__(self, node: CacheNode, origin: Origin, info: ObjectInfo, *, verify: bool = False) -> None:
         reader = node.open_reader(origin, info, threads=_INLINE)
-        if not isinstance(reader, BlockReader):
+        if not isinstance(reader, BlockReader | SmallReader):
             raise StorageError("no cache directory can be used", next_step="'millrace doctor' says why")
         self.info = info
         self.directory = str(reader.directory)

@@ -13,6 +13,7 @@ from millrace.cache.maps import MapSlot, lost_or_failed
 from millrace.cache.records import Entry
 from millrace.cache.sealing import seal_holds, slot_holds
 from millrace.cache.signals import Stamp
+from millrace.cache.small import stored_object
 
 SMALL_FILE_BYTES = 1 << 20
 """Files up to this size are read whole by one `pread`, which costs less than a map that is set up and torn down."""
@@ -69,6 +70,8 @@ def open_entry(disk: Disk, entry: Entry, stamp: Stamp | None) -> NativeObject | 
     """
     if not entry.complete:
         return None
+    if entry.place:
+        return _open_in_segment(disk, entry, stamp)
     for _ in range(2):
         sealed = disk.sealer.sealed(entry)
         if sealed is None:
@@ -78,6 +81,13 @@ def open_entry(disk: Disk, entry: Entry, stamp: Stamp | None) -> NativeObject | 
             return found
         entry = disk.sealer.break_seal(sealed)
     return None
+
+
+def _open_in_segment(disk: Disk, entry: Entry, stamp: Stamp | None) -> NativeObject | None:
+    stored = stored_object(disk, entry)
+    if stored is None:
+        return None
+    return NativeObject(entry, disk, None if stamp is None else stamp.removals, *stored, entry.offset)
 
 
 def _read_whole(path: str, entry: Entry) -> pa.Buffer | None:

@@ -20,12 +20,14 @@ from millrace.cache.blocks import BLOCK_BYTES, object_id
 from millrace.cache.counters import NAMES
 from millrace.cache.disk import Disk
 from millrace.cache.failures import LostDataError
+from millrace.cache.groups import group_of
 from millrace.cache.metadata import MetadataCache, NoMemory
 from millrace.cache.native import NativeObject, open_entry
 from millrace.cache.page_map import PageMap
 from millrace.cache.reader import BlockReader, ObjectReader, OriginReader, Threads
 from millrace.cache.records import Entry, ObjectName
 from millrace.cache.signals import Signals
+from millrace.cache.small import SmallReader, is_small
 from millrace.cache.turns import Turns
 from millrace.cache.usage import Use
 from millrace.config import CacheOptions
@@ -117,6 +119,8 @@ class CacheNode:
             return OriginReader(origin=origin, info=info, counters=None)
         for _ in range(2):
             try:
+                if is_small(info.size, disk.store.index.get(name)):
+                    return self._small_reader(origin, info, name, disk, threads or self._threads)
                 entry = disk.store.index.create(name, info.size, BLOCK_BYTES, _name_of(origin, info))
                 return BlockReader(
                     origin=origin,
@@ -133,6 +137,20 @@ class CacheNode:
                 emit(Event(name="cache.disk.failed", subject=str(disk.store.directory), detail=str(error)))
                 break
         return OriginReader(origin=origin, info=info, counters=disk.counters)
+
+    def _small_reader(
+        self, origin: Origin, info: ObjectInfo, name: bytes, disk: Disk, threads: Threads
+    ) -> SmallReader:
+        return SmallReader(
+            origin=origin,
+            info=info,
+            object_id=name,
+            disk=disk,
+            threads=threads,
+            verify=not self.options.native,
+            group=lambda: group_of(origin.identity, info.key, self.metadata.listing_root(origin, info.key)),
+            reopen=lambda: cache_node(self.options).open_reader(origin, info),
+        )
 
     def discard(self, origin: Origin, info: ObjectInfo) -> None:
         """Forget one version of an object (it was overwritten or removed at the origin)."""

@@ -19,6 +19,7 @@ from millrace.cache import trailer
 from millrace.cache.blocks import span_of
 from millrace.cache.failures import disk_errors
 from millrace.cache.index import Index
+from millrace.cache.rebuild_segments import enter_segments
 from millrace.cache.records import Entry
 from millrace.errors import StorageError
 from millrace.events import Event, emit
@@ -52,6 +53,7 @@ def rebuild(directory: Path, index: Index, *, clock: Callable[[], float] = time.
     reporter = _Reporter(directory, found, clock)
     with disk_errors(directory):
         _enter_files(directory / "objects", index, found, reporter)
+        _enter_segments(directory / "segments", index, found, reporter)
     # The clock keeps generations apart where nothing was found that tells of the earlier ones.
     index.raise_generation(max(found.last_generation + _GENERATIONS_APART, int(time.time()) << 24))
     index.set_built()
@@ -86,6 +88,14 @@ def _enter_files(objects: Path, index: Index, found: Found, reporter: _Reporter)
             _enter(index, batch, found)
         reporter.tick()
     _enter(index, batch, found)
+
+
+def _enter_segments(segments: Path, index: Index, found: Found, reporter: _Reporter) -> None:
+    small = enter_segments(segments, index, remove=_remove, tick=reporter.tick)
+    found.objects += small.objects
+    found.nbytes += small.nbytes
+    found.dropped += small.dropped
+    found.last_generation = max(found.last_generation, small.last_generation)
 
 
 def _enter(index: Index, batch: dict[bytes, tuple[Entry, list[tuple[int, int]]]], found: Found) -> None:

@@ -118,7 +118,7 @@ class Segments:
     """
 
     def __init__(self, directory: Path, table: SegmentTable, *, max_open: int = _MAX_OPEN) -> None:
-        self._directory = directory
+        self.directory = directory
         self._table = table
         self._max_open = max_open
         self._pid = os.getpid()
@@ -136,7 +136,7 @@ class Segments:
             raise StorageError("segments are not written across a fork", next_step="open the cache in this process")
         view = memoryview(data).cast("B")
         checksum = xxhash.xxh3_64_intdigest(view)
-        with self._lock, disk_errors(self._directory):
+        with self._lock, disk_errors(self.directory):
             segment = self._segment_of(group)
             placed = segment.append(object_id, name, view, checksum)
             if placed is None:  # full
@@ -190,7 +190,7 @@ class Segments:
     def _adopt_known(self, group: str) -> _Segment | None:
         spare = self._spare.get(group, [])
         for generation in list(spare):
-            found = _Segment.adopt(self._directory, generation)
+            found = _Segment.adopt(self.directory, generation)
             if found is _Answer.BUSY:
                 continue
             spare.remove(generation)
@@ -200,11 +200,11 @@ class Segments:
 
     def _look_around(self) -> bool:
         """Note the segments that other processes made since the last look; gives whether there were any."""
-        new = [generation for generation in generations(self._directory) if generation not in self._seen]
+        new = [generation for generation in generations(self.directory) if generation not in self._seen]
         for generation in new:
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                if os.stat(data_path(self._directory, generation)).st_size <= _ROOMY_BYTES:
-                    group = _group_or_none(self._directory, generation)
+                if os.stat(data_path(self.directory, generation)).st_size <= _ROOMY_BYTES:
+                    group = _group_or_none(self.directory, generation)
                     if group is None:
                         continue  # just being made; or damaged, and then a rebuild decides
                     self._spare.setdefault(group, []).append(generation)
@@ -212,13 +212,13 @@ class Segments:
         return bool(new)
 
     def _create(self, group: str) -> _Segment:
-        os.makedirs(self._directory, mode=0o700, exist_ok=True)
-        segment = _Segment.create(self._directory, self._table.new_generation(), group)
+        os.makedirs(self.directory, mode=0o700, exist_ok=True)
+        segment = _Segment.create(self.directory, self._table.new_generation(), group)
         try:
             self._table.add_segment(segment.generation, group)
         except BaseException:
             segment.close()
-            _unlink(self._directory, segment.generation)
+            _unlink(self.directory, segment.generation)
             raise
         self._seen.add(segment.generation)
         return segment
@@ -341,4 +341,4 @@ def _data_aligned(position: int) -> int:
 
 
 def _is_idx(stem: str, suffix: str) -> bool:
-    return suffix == "idx" and stem.isascii() and stem.isdigit()
+    return suffix == "idx" and stem.isascii() and stem.isdigit() and stem[0] != "0"
