@@ -27,6 +27,7 @@ from millrace.testing.eviction import (
     S3Fifo,
     Sieve,
     simulate,
+    simulate_in_pieces,
 )
 from millrace.testing.eviction_traces import (
     Trace,
@@ -47,7 +48,7 @@ TRAIN = Group(last=NOW, bytes=2 * CAPACITY, units=100, gap=2.0 * CAPACITY)
 
 
 def unit(name: str = "v", *, idle: int = 1000, uses: float = 1.0, group: int = 0, **more: object) -> Unit:
-    return replace(Unit(key=name.encode(), nbytes=100, group=group, last=NOW - idle, uses=uses), **more)
+    return replace(Unit(key=name.encode(), nbytes=25, group=group, last=NOW - idle, uses=uses), **more)
 
 
 def chosen(
@@ -75,6 +76,10 @@ def test_reads_that_follow_closely_are_one_use() -> None:
     assert (after.uses, after.gap, after.last) == (3.0, 500, NOW)
     assert continues(before, NOW, CAPACITY)
     assert not continues(before, NOW + 1, CAPACITY)
+    large = replace(before, nbytes=CAPACITY // 40)
+    assert continues(large, NOW + CAPACITY // 12, CAPACITY)  # several readers take turns
+    assert not continues(large, NOW + CAPACITY // 9, CAPACITY)
+    assert not continues(replace(large, nbytes=CAPACITY), NOW + CAPACITY // 4, CAPACITY)
     assert touched(after, clock=NOW - 50, capacity_bytes=CAPACITY) == after  # a record that is written late
 
 
@@ -285,6 +290,14 @@ def test_loops_reach_the_optimum(ratio: float, shuffled: bool) -> None:
 )
 def test_other_loops_reach_it_too(trace: Trace, optimum: float) -> None:
     assert simulate(Millrace, trace) >= 0.95 * optimum
+
+
+@pytest.mark.parametrize("units", [25, 50])
+def test_loops_reach_it_when_units_are_read_in_pieces_and_kept_in_part(units: int) -> None:
+    assert simulate_in_pieces(epochs(2, units=units)) >= 0.95 * 0.5
+    assert simulate_in_pieces(epochs(1.25, shuffled=True, units=units)) >= 0.95 * 0.8
+    assert simulate_in_pieces(new_data_set(2, units=units)) >= 0.95 * 0.5
+    assert simulate_in_pieces(training_and_validation(units=units)) >= 0.95 * 0.4
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,9 @@ _DEAD_GAPS = 1.5  # `Group.gap` is about 1.7 loops in shuffled ones, which leave
 _LONG_GAPS = 16  # a gap above `Group.gap` moves it so many times more than one below
 _GROUP_PAUSE = 4  # a group that is idle for a capacity divided by this has ended, unless it is known to pause
 _FEW_UNITS = 4  # that a group of so few is idle says nothing
-_RUN = 64  # reads of a unit within a capacity divided by this are one use
+_RUN = 64  # reads of a unit within a capacity divided by this are one use,
+_RUN_SIZES = 4  # or within so many times its size,
+_LONGEST_RUN = 4  # but not more than a capacity divided by this
 _MEMORY = 2  # in capacities of a group's own traffic: how far its averages look back
 _PAUSE_MEMORY = 8  # likewise, or in sizes of the group: how long a pause is remembered
 _RECENT = 0.9  # of a capacity: what an LRU by samples surely keeps
@@ -99,7 +101,9 @@ class Group:
 
 def continues(unit: Unit, clock: int, capacity_bytes: int) -> bool:
     """Whether a read at `clock` belongs to the same run of reads as the last one."""
-    return clock - unit.last < capacity_bytes // _RUN
+    # Several readers take turns, so while one unit is read once, several times its size may pass.
+    own = min(_RUN_SIZES * unit.nbytes, capacity_bytes // _LONGEST_RUN)
+    return clock - unit.last < max(capacity_bytes // _RUN, own)
 
 
 def touched(unit: Unit, *, clock: int, capacity_bytes: int) -> Unit:

@@ -3,8 +3,7 @@
     for name, policy in POLICIES.items():
         print(name, simulate(policy, epochs(2, shuffled=True)))
 
-The traces are in `millrace.testing.eviction_traces`. All is deterministic. Whole units are admitted or not; what is larger
-than the cache never is.
+The traces are in `millrace.testing.eviction_traces`. All is deterministic. Units are admitted whole, if they fit at all.
 Sources: Belady 1966 (the optimum, here also free not to admit); SIEVE: Zhang et al., NSDI 2024; S3-FIFO: Yang et al.,
 SOSP 2023. Both are written from the papers. LRU and the rest are folklore.
 """
@@ -16,6 +15,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Protocol
 
 from millrace.cache.eviction import (
@@ -301,6 +301,57 @@ class Millrace:
             del self._records[unit]
             group = self._groups[record.group]
             self._groups[record.group] = replace(group, bytes=group.bytes - record.nbytes, units=group.units - 1)
+
+
+def simulate_in_pieces(trace: Trace, *, readers: int = 8, pieces: int = 16, seed: int = 1) -> float:
+    """The byte hit ratio of Millrace when `readers` read at once, each a unit of its own in `pieces`, in random turns.
+
+    What is not here is kept piece by piece, so a unit may be here in part, as in the store. An evicted one goes as a whole.
+    """
+    generator = random.Random(seed)
+    capacity, free, clock = trace.capacity_bytes, trace.capacity_bytes, 0
+    records: dict[int, Unit] = {}
+    groups: dict[int, Group] = {}
+    present: dict[int, set[int]] = {}
+    residents = _Bag()
+    hits = total = 0
+    coming = iter(enumerate(trace.accesses))
+    reading = [[*access, 0] for access in islice(coming, readers)]
+    while reading:
+        reader = generator.choice(reading)
+        number, unit, piece = reader
+        reader[2] += 1
+        if reader[2] == pieces:
+            reading.remove(reader)
+            reading += [[*access, 0] for access in islice(coming, 1)]
+        nbytes, name = trace.nbytes[unit], trace.groups[unit]
+        clock += nbytes // pieces
+        hit = piece in present.get(unit, ())
+        before = records.get(unit)
+        group = groups.get(name, Group(last=clock))
+        group = group_touched(group, clock=clock, nbytes=nbytes, capacity_bytes=capacity, before=before, hit=hit)
+        if before is None:
+            group = replace(group, bytes=group.bytes + nbytes, units=group.units + 1)
+            records[unit] = Unit(key=unit.to_bytes(8, "big"), nbytes=nbytes, group=name, last=clock)
+        else:
+            records[unit] = touched(before, clock=clock, capacity_bytes=capacity)
+        groups[name] = group
+        if number >= trace.measured_from:
+            total += nbytes // pieces
+            hits += nbytes // pieces if hit else 0
+        while not hit and free < nbytes // pieces:
+            sample = [records[drawn] for drawn in residents.draw(generator, SAMPLE_SIZE) if drawn != unit]
+            victim = choose(sample, records[unit], groups, clock=clock, capacity_bytes=capacity)
+            if victim is None:
+                break
+            gone = int.from_bytes(victim.key, "big")
+            residents.discard(gone)
+            free += len(present.pop(gone)) * (victim.nbytes // pieces)
+        if not hit and free >= nbytes // pieces:
+            residents.add(unit)
+            present.setdefault(unit, set()).add(piece)
+            free -= nbytes // pieces
+    return hits / total
 
 
 class _Bag:
