@@ -14,7 +14,7 @@ from benchmarks.cases.opens import _BUCKET, _upload
 from benchmarks.harness import Case, Measure, Options, Prepared
 from millrace.testing.s3 import S3Server
 
-_RAY_BUFFER_BYTES = 1 << 20  # what Ray Data sets for its fragments
+_RAY_BUFFER_BYTES = 8 << 20  # what Ray Data sets for its fragments
 
 
 @contextmanager
@@ -60,9 +60,7 @@ def _run(measure: Measure, context: Mapping[str, Any], base: str, filesystem: An
     import pyarrow.parquet as pq
 
     paths = [f"{base}/part-{number}.parquet" for number in range(context["files"])]
-    buffered = pads.ParquetFragmentScanOptions(
-        use_buffered_stream=True, buffer_size=_RAY_BUFFER_BYTES, pre_buffer=False
-    )
+    buffered = pads.ParquetFragmentScanOptions(use_buffered_stream=True, buffer_size=_RAY_BUFFER_BYTES)
     seen = []
 
     def read_table() -> None:

@@ -351,6 +351,41 @@ def test_neither_descriptors_nor_maps_nor_memory_are_left_behind(make: Make, pat
     assert fs.cache_counters()["native_opens"] >= 4 * opens
 
 
+def test_small_objects_are_slices_of_one_map(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fs = make(consistency="immutable")
+    paths = [write(tmp_path / f"{number}", b"%d" % (number % 10), 26_000) for number in range(50)]
+    for _ in range(3):  # fetched, verified, then a slice
+        for path in paths:
+            fs.cat_file(path)
+    assert all(fs._hot.find(path) is not None for path in paths)
+    assert len(fs.node._disks[0].maps) == 1
+    assert [first(fs, path) for path in paths] == [b"%d" % (number % 10) for number in range(50)]
+    asked: list[int] = []
+    monkeypatch.setattr(sys.modules[type(fs._hot).__module__], "will_need", lambda buffer: asked.append(buffer.size))
+    fs.open_input_stream(paths[0])
+    assert asked == []
+    fs._hot.clock = lambda: time.time() + 11  # long enough for its pages to be gone
+    fs.open_input_stream(paths[0])
+    fs.open_input_stream(paths[0])
+    assert asked == [26_000]
+    fs.pipe_file(paths[1], b"x" * 10_000)
+    assert first(fs, paths[1]) == b"x"
+    assert first(fs, paths[2]) == b"2"
+
+
+def test_uses_are_noted_for_eviction(make: Make, path: str) -> None:
+    fs = make()
+    usage = fs.node._disks[0].usage
+    fs.open(path).close()  # through blocks: nothing is here yet
+    (entry,) = fs.node.entries()
+    assert usage.drain() == {entry.object_id: (1, 0)}
+    warm(fs, path)
+    usage.drain()
+    for _ in range(10):
+        fs.open_input_file(path)
+    assert usage.drain() == {entry.object_id: (10, 10 * SIZE)}
+
+
 def test_a_mapped_file_behaves_like_a_file(make: Make, tmp_path: Path) -> None:
     content = b"".join(b"line %d\n" % number for number in range(300_000))
     (tmp_path / "lines.txt").write_bytes(content)

@@ -122,6 +122,7 @@ class CacheNode:
                 if is_small(info.size, disk.store.index.get(name)):
                     return self._small_reader(origin, info, name, disk, threads or self._threads)
                 entry = disk.store.index.create(name, info.size, BLOCK_BYTES, _name_of(origin, info))
+                disk.usage.opened(entry)
                 return BlockReader(
                     origin=origin,
                     info=info,
