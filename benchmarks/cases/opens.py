@@ -114,6 +114,9 @@ def _run(
         for number in range(context["opens"]):
             open_large(large[number % len(large)])
         figures["opens"] = context["opens"]
+    with measure(f"large files, open, {_THREADS} threads") as figures:
+        _together(lambda number: [open_large(large[number % len(large)]) for _ in range(context["opens"] // _THREADS)])
+        figures["opens"] = context["opens"]
     with measure("64 KiB reads") as figures:
         checks.append(_random_reads(context, large, open_for_reads, read_at, seed=0, count=context["reads"]))
         figures["reads"] = context["reads"]
@@ -145,12 +148,16 @@ def _in_threads(context: Mapping[str, Any], paths: list[str], open_file: OpenLar
             context, paths, open_file, read_at, seed=number, count=context["reads"] // _THREADS
         )
 
+    _together(work)
+    return sum(sums)
+
+
+def _together(work: Callable[[int], object]) -> None:
     threads = [threading.Thread(target=work, args=(number,)) for number in range(_THREADS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return sum(sums)
 
 
 def _arrow_read(file: Any, position: int) -> Any:
