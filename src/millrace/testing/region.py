@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -78,15 +78,24 @@ class Traffic:
     bytes_up: int = 0
 
 
+def _total(rows: Iterable[Traffic]) -> Traffic:
+    rows = list(rows)
+    return Traffic(
+        sum(row.requests for row in rows), sum(row.bytes_down for row in rows), sum(row.bytes_up for row in rows)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RegionStats(Traffic):
-    """Totals since the start or the last `reset`, and the same by HTTP method.
+    """Totals since the start or the last `reset`, and the same by HTTP method, and by kind of request.
 
-    `cpu_seconds` is what the proxy process has used since its start, for all requests.
+    The kinds are the methods, but a GET that lists a bucket is a `LIST`. `cpu_seconds` is what the proxy process has used
+    since its start, for all requests.
     """
 
     by_method: Mapping[str, Traffic] = field(default_factory=dict)
     cpu_seconds: float = 0.0
+    by_kind: Mapping[str, Traffic] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +205,13 @@ class EmulatedRegion:
     def stats(self, prefix: str = "/") -> RegionStats:
         """What went through, of paths that begin with `prefix` (`/bucket/train/`), in this region's whole life."""
         answer = self._ask({"do": "stats", "prefix": prefix})
-        rows = {method: Traffic(*row) for method, row in answer["by_method"].items()}
+        kinds = {kind: Traffic(*row) for kind, row in answer["by_kind"].items()}
+        methods = {kind: row for kind, row in kinds.items() if kind not in ("GET", "LIST")}
+        if downloads := [kinds[kind] for kind in ("GET", "LIST") if kind in kinds]:
+            methods["GET"] = _total(downloads)
+        total = _total(kinds.values())
         return RegionStats(
-            sum(row.requests for row in rows.values()),
-            sum(row.bytes_down for row in rows.values()),
-            sum(row.bytes_up for row in rows.values()),
-            rows,
-            answer["cpu_seconds"],
+            total.requests, total.bytes_down, total.bytes_up, methods, answer["cpu_seconds"], by_kind=kinds
         )
 
     def reset(self) -> None:

@@ -80,26 +80,32 @@ class Rule:
         return True
 
 
+def kind_of(method: str, query: str) -> str:
+    """The HTTP method, or LIST for a GET that lists a bucket, by the parameters that only such a request has."""
+    parameters = urllib.parse.parse_qs(query, keep_blank_values=True)
+    return "LIST" if method == "GET" and parameters.keys() & {"list-type", "prefix", "delimiter"} else method
+
+
 class Counters:
-    """Requests and body bytes by method and path. Thread-safe."""
+    """Requests and body bytes by kind and path. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rows: dict[tuple[str, str], list[int]] = {}
 
-    def add(self, method: str, path: str, *, requests: int = 0, down: int = 0, up: int = 0) -> None:
+    def add(self, kind: str, path: str, *, requests: int = 0, down: int = 0, up: int = 0) -> None:
         with self._lock:
-            row = self._rows.setdefault((method, path), [0, 0, 0])
+            row = self._rows.setdefault((kind, path), [0, 0, 0])
             row[0] += requests
             row[1] += down
             row[2] += up
 
-    def by_method(self, prefix: str) -> dict[str, list[int]]:
+    def by_kind(self, prefix: str) -> dict[str, list[int]]:
         with self._lock:
-            rows = [(method, list(row)) for (method, path), row in self._rows.items() if path.startswith(prefix)]
+            rows = [(kind, list(row)) for (kind, path), row in self._rows.items() if path.startswith(prefix)]
         totals: dict[str, list[int]] = {}
-        for method, row in rows:
-            total = totals.setdefault(method, [0, 0, 0])
+        for kind, row in rows:
+            total = totals.setdefault(kind, [0, 0, 0])
             for column, value in enumerate(row):
                 total[column] += value
         return totals
@@ -229,7 +235,7 @@ class Proxy:
         """Carry out one command of the owner and return the answer."""
         what = given.pop("do")
         if what == "stats":
-            return {"by_method": self.counters.by_method(given["prefix"]), "cpu_seconds": time.process_time()}
+            return {"by_kind": self.counters.by_kind(given["prefix"]), "cpu_seconds": time.process_time()}
         if what == "reset":
             self.counters.reset()
         elif what == "shape":
@@ -256,7 +262,7 @@ class _Connection:
         self.proxy = proxy
         self.client = Stream(client)
         self.server: Stream | None = None
-        self.method = self.path = ""
+        self.method = self.path = self.kind = ""
 
     def close(self) -> None:
         self.client.close()
@@ -270,8 +276,9 @@ class _Connection:
             return False
         request = Head(raw)
         self.method, target = request.start[0], request.start[1]
-        self.path = urllib.parse.unquote(urllib.parse.urlsplit(target).path)
-        self.proxy.counters.add(self.method, self.path, requests=1)
+        url = urllib.parse.urlsplit(target)
+        self.path, self.kind = urllib.parse.unquote(url.path), kind_of(self.method, url.query)
+        self.proxy.counters.add(self.kind, self.path, requests=1)
         fault = self.proxy.fault_for(self.method, self.path)
         time.sleep(self.proxy.round_trip_seconds)
         if fault is not None and fault["kind"] == "status":
@@ -390,10 +397,10 @@ class _Connection:
         # Counted first: a client that has the last byte may ask for the counters at once.
         if way == "down":
             self.proxy.down.wait(len(view))
-            self.proxy.counters.add(self.method, self.path, down=len(view))
+            self.proxy.counters.add(self.kind, self.path, down=len(view))
         else:
             self.proxy.up.wait(len(view))
-            self.proxy.counters.add(self.method, self.path, up=len(view))
+            self.proxy.counters.add(self.kind, self.path, up=len(view))
         sink.sendall(view)
 
     def _refuse(self, request: Head, status: int) -> bool:
