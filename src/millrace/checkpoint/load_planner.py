@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -72,29 +72,34 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
 
 def _check(state: Mapping[str, Any], described: Mapping[str, Any], partial: bool) -> None:
     """Raise `MissingKeyError` or `StateMismatchError`, each with everything that is wrong."""
-    missing: list[str] = []
-    if not partial:
-        missing = [key for key in state if key not in described]
+    missing = [] if partial else [key for key in state if key not in described]
     if missing:
-        example = next(iter(described), None)
-        holds = f"the checkpoint holds {len(described)} keys" + (f", as {example!r}" if example is not None else "")
-        error = MissingKeyError(
-            f"the checkpoint lacks {len(missing)} of {len(state)} keys: {_some([repr(key) for key in missing])} ({holds})",
-            next_step="name the keys as they were saved, or pass allow_partial_load=True to leave these as they are",
+        first = f", the first of them {next(iter(described))!r}" if described else ""
+        raise _naming(
+            missing,
+            MissingKeyError(
+                f"the checkpoint lacks {len(missing)} of {len(state)} keys: {_some([repr(key) for key in missing])} "
+                f"(it has {len(described)}{first})",
+                next_step="name the keys as they were saved, or pass allow_partial_load=True to leave these as they are",
+            ),
         )
-        error.keys = tuple(missing)
-        raise error
-    differing = [
-        (key, problem) for key, value in state.items() if (problem := _mismatch(value, described.get(key))) is not None
-    ]
+    differing = {
+        key: problem for key, value in state.items() if (problem := _mismatch(value, described.get(key))) is not None
+    }
     if differing:
-        mismatch = StateMismatchError(
-            f"the checkpoint does not fit {len(differing)} of {len(state)} keys: "
-            + _some([f"{key!r} {problem}" for key, problem in differing]),
-            next_step="build the state dict with the settings of the model that was saved",
+        raise _naming(
+            differing,
+            StateMismatchError(
+                f"the checkpoint does not fit {len(differing)} of {len(state)} keys: "
+                + _some([f"{key!r} {problem}" for key, problem in differing.items()]),
+                next_step="build the state dict with the settings of the model that was saved",
+            ),
         )
-        mismatch.keys = tuple(key for key, _ in differing)
-        raise mismatch
+
+
+def _naming(keys: Iterable[str], error: StateMismatchError) -> StateMismatchError:
+    error.keys = tuple(keys)
+    return error
 
 
 def _mismatch(value: Any, described: Any) -> str | None:

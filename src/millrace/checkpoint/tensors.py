@@ -56,6 +56,9 @@ def flat_bytes(tensor: Any, key: str) -> Any:
             next_step="make it a dense tensor with values before saving",
         )
     plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain._is_zerotensor():
+        # It has no memory before it is copied.
+        plain = plain.clone()
     return bytes_of(plain if plain.is_contiguous() else as_integers(plain).contiguous())
 
 
