@@ -17,10 +17,12 @@ from millrace.cache.signals import Signals
 from millrace.cache.store import Store
 from millrace.cache.usage import UsageLog
 from millrace.cache.verified import VerifiedBlocks
-from millrace.config import CacheOptions
+from millrace.config import DEFAULT_CAPACITY, CacheOptions, parse_amount
 from millrace.events import Event, emit
 
 _log = logging.getLogger("millrace")
+
+_DEFAULT_CAPACITY = parse_amount(DEFAULT_CAPACITY, option="capacity")
 
 
 class Disk:
@@ -30,7 +32,8 @@ class Disk:
         self.store = Store(directory, capacity=options.capacity, min_free=options.min_free)
         self.locks = ProcessLocks(directory / "locks")
         self.counters = Counters(directory / "counters")
-        self.sealer = Sealer(self.store, self.counters)
+        self.store.on_corrupt = lambda: self.counters.add("corrupt_blocks")
+        self.sealer = Sealer(self.store)
         self.verified = VerifiedBlocks()
         self.maps = MapCache()
         self.segments = Segments(directory / "segments", self.store.index)
@@ -40,6 +43,7 @@ class Disk:
         self.flights = Flights()
         self.held = HeldBlocks()
         self._limits = (options.capacity, options.min_free)
+        self._tell_of_resize(options)
         self._full_reported = False
 
     def keep_house(self) -> None:
@@ -69,6 +73,18 @@ class Disk:
             _log.warning("the cache in %s gets new limits: capacity or min_free differ", self.store.directory)
             self._limits = limits
             self.store.set_limits(capacity=options.capacity, min_free=options.min_free)
+            self._tell_of_resize(options)
+
+    def _tell_of_resize(self, options: CacheOptions) -> None:
+        """Who asks for a capacity of his own should know that it is not what holds."""
+        resized = self.store.rules.current().capacity
+        if resized not in (None, options.capacity) and options.capacity != _DEFAULT_CAPACITY:
+            _log.warning(
+                "the cache in %s was resized to %.1f GB, which holds in place of the option 'capacity' until "
+                "'millrace resize --default'",
+                self.store.directory,
+                self.store.capacity_bytes() / 1e9,
+            )
 
     def enforce_limits(self) -> None:
         """Bring the store inside its limits, after these were lowered. Nothing can be evicted yet: it is only said."""

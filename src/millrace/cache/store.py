@@ -81,6 +81,8 @@ class Store:
         self._reserved = 0
         self._reserve_lock = threading.Lock()
         self.index = open_directory(directory)
+        self.on_corrupt: Callable[[], None] = lambda: None
+        """Called for every block that turned out wrong."""
 
     def close(self) -> None:
         """Close the index. Files opened from the store stay readable."""
@@ -192,13 +194,14 @@ class Store:
     def _drop_block(self, entry: Entry, descriptor: int, block: int) -> None:
         start, stop = span_of(block, block + 1, entry.size, entry.block_bytes)
         path = self.path(entry)
-        emit(Event(name="cache.block.corrupt", subject=path, nbytes=stop - start, detail=f"block {block}"))
         try:
             # First the file and then the index: whoever fetches the block anew does so after both.
             with disk_errors(path):
                 _write(descriptor, bytes(trailer.BLOCK_ENTRY_BYTES), trailer.block_offset(entry, block))
         finally:
-            self.index.drop_block(entry, block, stop - start)
+            if self.index.drop_block(entry, block, stop - start):
+                emit(Event(name="cache.block.corrupt", subject=path, nbytes=stop - start, detail=f"block {block}"))
+                self.on_corrupt()
 
     def missing(self, entry: Entry, blocks: Sequence[int]) -> list[int]:
         """Those of `blocks` that are not here."""
