@@ -98,7 +98,7 @@ def _run(
             for offset in range(start, min(start + (8 << 20), context["large_bytes"]), _READ_BYTES):
                 read_at(file, offset)
         open_large(path)
-    for read in (read_whole, *(alternatives or {}).values()):
+    for read in (read_whole, read_whole, *(alternatives or {}).values()):
         for path in small:
             read(path)
     total = 0

@@ -55,7 +55,7 @@ def test_read_ahead_opens_on_sequential_reads_and_closes_on_others() -> None:
     for start in range(0, 60, 10):
         state = state.after(start, start + 10)
         windows.append(state.window)
-    assert windows == [1, 2, 4, 8, 16, 16]
+    assert windows == [0, 1, 2, 4, 8, 16]
     assert list(state.wanted(100, 10)) == [6, 7, 8, 9]  # never past the end
     assert state.after(500, 510).window == 0
 
@@ -71,13 +71,13 @@ def windows_after(*reads: tuple[int, int]) -> list[int]:
 def test_read_ahead_of_columns_that_are_read_in_turn() -> None:
     # The footer; then two columns of a row group, buffer by buffer in turn; then the next row group.
     assert windows_after((900, 1000), (4, 104), (104, 204), (204, 304), (304, 404)) == [0, 0, 1, 2, 4]
-    assert windows_after((0, 100), (200, 300), (100, 200), (300, 400), (400, 500)) == [1, 2, 2, 4, 8]
+    assert windows_after((0, 100), (200, 300), (100, 200), (300, 400), (400, 500)) == [0, 1, 1, 2, 4]
 
 
 def test_read_ahead_skips_small_gaps_and_no_large_ones() -> None:
-    assert windows_after((0, 100), (120, 200), (210, 300)) == [1, 2, 4]
-    assert windows_after((0, 100), (250, 260)) == [1, 0]
-    assert windows_after((0, 100), (1000, 1100), (2000, 2100), (3000, 3100)) == [1, 0, 0, 0]
+    assert windows_after((0, 100), (120, 200), (210, 300)) == [0, 1, 2]
+    assert windows_after((0, 100), (250, 260)) == [0, 0]
+    assert windows_after((0, 100), (1000, 1100), (2000, 2100), (3000, 3100)) == [0, 0, 0, 0]
 
 
 def test_read_ahead_leaves_random_reads_alone() -> None:

@@ -72,7 +72,8 @@ class ReadAhead:
         """The state after the bytes `[start, stop)` were read."""
         frontier = max(self.frontier, stop)
         covered = min(self.covered + stop - start, frontier - self.base)
-        if start < self.base or stop <= start or 2 * covered < frontier - self.base:
+        first = not self.covered and not self.window  # may be a look at the head of the file, no more
+        if first or start < self.base or stop <= start or 2 * covered < frontier - self.base:
             return ReadAhead(base=start, frontier=stop, covered=stop - start)
         window = min(max(1, self.window * 2), READ_AHEAD_BLOCKS) if frontier > self.frontier else self.window
         return ReadAhead(self.base, frontier, covered, window)

@@ -23,8 +23,8 @@ class NativeObject(NamedTuple):
     """All bytes of one object version, and where they are.
 
     `removals` is the store's number of removals as long as this holds, None when it is just being changed. `buffer` is
-    `entry.size` bytes from `offset` on of the map in `slot`, which may be kept for the next open. Where `slot` is None
-    it is a private copy, which must not be kept.
+    all bytes; the same are at `offset` of the map in `slot`, which may be kept for the next open, when there is one.
+    `buffer` itself may be a private copy, so it must not be kept.
     """
 
     entry: Entry
@@ -87,7 +87,10 @@ def _open_in_segment(disk: Disk, entry: Entry, stamp: Stamp | None) -> NativeObj
     stored = stored_object(disk, entry)
     if stored is None:
         return None
-    return NativeObject(entry, disk, None if stamp is None else stamp.removals, *stored, entry.offset)
+    data, slot = stored
+    if slot is None:
+        slot = disk.segment_maps.slot_for_later(entry)
+    return NativeObject(entry, disk, None if stamp is None else stamp.removals, data, slot, entry.offset)
 
 
 def _read_whole(path: str, entry: Entry) -> pa.Buffer | None:

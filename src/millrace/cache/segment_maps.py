@@ -4,7 +4,7 @@ The first read of an object by a process is a `pread` with a checksum. It finds 
 the bytes, and an unreadable disk is an error then, where through a map it would kill the process. Later reads copy nothing.
 
 A slice whose pages the kernel has dropped would be read in by page faults, which on ext4 takes three times as long as
-`pread` (26 KB cold: 223-277 us, against 74). Asking the kernel for the range first (MADV_WILLNEED) makes it equal
+`pread` (26 KB cold: 223-277 us, against 74). Asking the kernel for the range first (`will_need`) makes it equal
 (71-86 us), and where the pages are there costs about a microsecond, no more than asking whether they are: through ctypes
 1.3 us, mincore 1.3-1.7; `preadv2(RWF_NOWAIT)` takes .5 but looks at one page and needs a descriptor a segment. (In the same
 run pread with its checksum took 3.0 us, a slice .14.)
@@ -12,8 +12,6 @@ run pread with its checksum took 3.0 us, a slice .14.)
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import threading
 from pathlib import Path
@@ -22,17 +20,13 @@ import pyarrow as pa
 import xxhash
 
 from millrace.cache.failures import LostDataError
-from millrace.cache.maps import MapCache, MapSlot, lost_or_failed
+from millrace.cache.maps import MapCache, MapSlot, lost_or_failed, will_need
 from millrace.cache.records import Entry
 from millrace.cache.segments import SEGMENT_BYTES, data_path
 
 _UNIT_SHIFT = 9  # one bit for 512 bytes: no two objects of that size begin in the same unit
 _SLICED_BYTES = 1 << _UNIT_SHIFT
 _MARKED_SEGMENTS = 2048  # at 16 KiB each
-_PAGE_MASK = ~(mmap.PAGESIZE - 1)
-
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
 
 
 class SegmentMaps:
@@ -81,6 +75,20 @@ class SegmentMaps:
             self._mark(entry.place, unit)
         return pa.py_buffer(data), None
 
+    def slot_for_later(self, entry: Entry) -> MapSlot | None:
+        """The map in which an object that `get` has just verified can be found from now on.
+
+        None below 512 bytes, and where the map is too short: a segment that grows is not mapped for each of its objects.
+        """
+        if entry.size < _SLICED_BYTES:
+            return None
+        stop = entry.offset + entry.size
+        slot = self._maps.get(entry.place)
+        if slot is None:
+            return self._map(entry.place, stop)
+        buffer = slot.buffer
+        return slot if buffer is not None and buffer.size >= stop else None
+
     def forget(self, segment: int) -> None:
         """Verify everything in a segment again before it is believed, and give up its map."""
         with self._lock:
@@ -88,15 +96,15 @@ class SegmentMaps:
         self._maps.drop(segment)
 
     def _slice(self, entry: Entry) -> tuple[pa.Buffer, MapSlot]:
-        offset, stop = entry.offset, entry.offset + entry.size
+        stop = entry.offset + entry.size
         slot = self._maps.get(entry.place)
         buffer = None if slot is None else slot.buffer
         while slot is None or buffer is None or buffer.size < stop:  # a map may be given up between the two steps
             slot = self._map(entry.place, stop)
             buffer = slot.buffer
-        start = offset & _PAGE_MASK
-        _madvise(buffer.address + start, stop - start, mmap.MADV_WILLNEED)
-        return buffer.slice(offset, entry.size), slot
+        piece = buffer.slice(entry.offset, entry.size)
+        will_need(piece)
+        return piece, slot
 
     def _map(self, segment: int, stop: int) -> MapSlot:
         """A map of a segment as long as the file is now, at least up to `stop`: never past its end."""
