@@ -373,6 +373,17 @@ def test_small_objects_are_slices_of_one_map(make: Make, tmp_path: Path, monkeyp
     assert first(fs, paths[2]) == b"2"
 
 
+def test_native_opens_of_another_process_are_counted_soon(make: Make, path: str, tmp_path: Path) -> None:
+    fs = make()
+    with child(fs, tmp_path) as other:
+        for _ in range(5):
+            assert other("read", path) == "a"
+        deadline = time.monotonic() + 20
+        while fs.cache_counters()["native_opens"] < 9 and time.monotonic() < deadline:
+            time.sleep(0.05)  # its housekeeping adds up twice a second
+        assert fs.cache_counters()["native_opens"] == 9  # of ten: the first filled it
+
+
 def test_uses_are_noted_for_eviction(make: Make, path: str) -> None:
     fs = make()
     usage = fs.node._disks[0].usage
