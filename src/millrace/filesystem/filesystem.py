@@ -215,13 +215,16 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
     def cat_ranges(
         self,
         paths: list[str],
-        starts: int | list[int | None] | None,
-        ends: int | list[int | None] | None,
+        starts: int | Sequence[int | None] | None,
+        ends: int | Sequence[int | None] | None,
         max_gap: int | None = None,
         on_error: str = "return",
         **_: Any,
-    ) -> list[bytes | Exception]:
-        """fsspec's. What is not here is fetched all at once, by blocks, so `max_gap` changes nothing."""
+    ) -> list[Any]:
+        """fsspec's: bytes for each range, or with `on_error="return"` the exception.
+
+        What is not here is fetched all at once, by blocks, so `max_gap` changes nothing.
+        """
         if not isinstance(paths, list):
             raise TypeError("paths must be a list")
         ranges = list(zip(as_list(starts, len(paths)), as_list(ends, len(paths)), strict=True))
