@@ -83,10 +83,25 @@ def in_old_shards(tensor: torch.Tensor, dim: int) -> object:
     """As a ShardedTensor, torch's older kind, cut along one dimension."""
     from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 
-    size, rank = tensor.shape[dim] // 2, dist.get_rank()
+    size, rank = tensor.shape[dim] // dist.get_world_size(), dist.get_rank()
     offsets = [size * rank if number == dim else 0 for number in range(2)]
     local = tensor.narrow(dim, offsets[dim], size).contiguous()
     return init_from_local_shards([Shard.from_tensor_and_offsets(local, offsets, rank)], *tensor.shape)
+
+
+def old_values() -> torch.Tensor:
+    return torch.randn(60, 40, generator=torch.Generator().manual_seed(5))
+
+
+def load_in_old_shards(place: pathlib.Path) -> None:
+    """Cut along either dimension, over as many ranks as there are."""
+    for dim in (0, 1):
+        target = in_old_shards(torch.zeros(60, 40), dim)
+        dcp.load({"x": target}, storage_reader=CheckpointReader(place))
+        (shard,) = target.local_shards()
+        size = shard.tensor.shape[dim]
+        assert size * dist.get_world_size() == old_values().shape[dim]
+        assert torch.equal(shard.tensor, old_values().narrow(dim, dist.get_rank() * size, size))
 
 
 def gathered(state: dict) -> dict:
@@ -118,14 +133,10 @@ def run_rank(root: pathlib.Path) -> None:
     loaded = sharded(zeroed(whole()), turned=True)
     dcp.load(loaded, storage_reader=CheckpointReader(root / "two"))
     assert_same(gathered(loaded), whole())
-    values = torch.randn(60, 40, generator=torch.Generator().manual_seed(5))
-    dcp.save({"x": in_old_shards(values, 0)}, storage_writer=CheckpointWriter(root / "old shards"))
-    for dim in (0, 1):
-        target = in_old_shards(torch.zeros(60, 40), dim)
-        dcp.load({"x": target}, storage_reader=CheckpointReader(root / "old shards"))
-        (shard,) = target.local_shards()
-        size = values.shape[dim] // 2
-        assert torch.equal(shard.tensor, values.narrow(dim, dist.get_rank() * size, size))
+    dcp.save({"x": in_old_shards(old_values(), 0)}, storage_writer=CheckpointWriter(root / "old shards"))
+    # What these two saved, and what one process did.
+    for place in ("old shards", "one unsharded"):
+        load_in_old_shards(root / place)
 
     # Overwriting: with another content, and with a rank that fails.
     dcp.save(sharded(whole(1)), storage_writer=CheckpointWriter(root / "twice"), process_group=group)
@@ -178,6 +189,19 @@ def run_four(root: pathlib.Path) -> None:
         loaded = sharded(zeroed(whole()), turned)
         dcp.load(loaded, storage_reader=CheckpointReader(root / "two"))
         assert_same(gathered(loaded), whole())
+    load_in_old_shards(root / "old shards")
+    # On a grid of two by two, as tensor parallelism inside data parallelism has it.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    grid = init_device_mesh("cpu", (2, 2))
+    for places in ([Shard(0), Shard(1)], [Replicate(), Shard(1)], [Shard(0), Shard(0)]):
+        loaded = {key: distribute_tensor(torch.zeros_like(whole()[key]), grid, places) for key in ("rows", "columns")}
+        dcp.load(loaded, storage_reader=CheckpointReader(root / "two"))
+        assert_same(gathered(loaded), {key: whole()[key] for key in loaded})
+    # And back: what four saved on the grid, for one process to load.
+    state = {key: distribute_tensor(whole()[key], grid, [Replicate(), Shard(0)]) for key in ("rows", "columns")}
+    dcp.save(state, storage_writer=CheckpointWriter(root / "grid"))
 
 
 class DiesOnRankOne(DefaultSavePlanner):
@@ -248,6 +272,7 @@ def ran(tmp_path_factory):
     """Where two ranks have saved what `run_rank` says."""
     root = tmp_path_factory.mktemp("ranks")
     dcp.save(whole(), storage_writer=CheckpointWriter(root / "one"))
+    dcp.save({"x": old_values()}, storage_writer=CheckpointWriter(root / "one unsharded"))
     run("two", 2, root)
     return root
 
@@ -265,6 +290,10 @@ def test_one_process_loads_what_two_saved(ran):
 
 def test_four_ranks_load_what_two_saved(ran):
     run("four", 4, ran)
+    expected = {key: whole()[key] for key in ("rows", "columns")}
+    assert_same(load(ran / "grid", zeroed(expected)), expected)
+    # Of two copies one is stored.
+    assert describe(ran / "grid").raw_bytes == sum(tensor.nbytes for tensor in expected.values())
 
 
 def test_a_rank_that_dies_fails_the_save_of_the_other(ran):
@@ -274,7 +303,7 @@ def test_a_rank_that_dies_fails_the_save_of_the_other(ran):
 
 def test_old_shards_are_loaded_whole(ran):
     state = load(ran / "old shards", {"x": torch.zeros(60, 40)})
-    assert torch.equal(state["x"], torch.randn(60, 40, generator=torch.Generator().manual_seed(5)))
+    assert torch.equal(state["x"], old_values())
 
 
 def test_a_failing_rank_leaves_the_previous_checkpoint(ran):

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, _save_state_dict
 
-from millrace.checkpoint import CheckpointReader, CheckpointWriter, describe
+from millrace.checkpoint import CheckpointReader, CheckpointWriter, ZstdPlanes, describe
 from millrace.checkpoint import reader as reader_module
 from millrace.errors import (
     CheckpointNotFoundError,
@@ -295,6 +295,23 @@ def test_loading_needs_no_second_copy(tmp_path, monkeypatch, how):
     with Watch() as watch:
         load(tmp_path, {"x": target}, thread_count=2)
     assert watch.added < nbytes // 2
+
+
+@pytest.mark.parametrize("how", ["typed", "max", "none", "ZstdPlanes"])
+def test_saving_needs_no_second_copy(tmp_path, how):
+    """A few chunks a thread, whatever the tensor's length."""
+    nbytes = 256 << 20
+
+    def writer(place: str):
+        if how == "ZstdPlanes":
+            return dcp.FileSystemWriter(tmp_path / place, sync_files=False, _extensions=[ZstdPlanes()])
+        return CheckpointWriter(tmp_path / place, sync_files=False, compression=how, thread_count=2)
+
+    dcp.save({"x": torch.randn(1 << 20)}, storage_writer=writer("warm-up"))  # what is loaded once
+    state = {"x": torch.randn(nbytes // 4 // 1024, 1024)}
+    with Watch() as watch:
+        dcp.save(state, storage_writer=writer("run"))
+    assert watch.added < nbytes // 4
 
 
 # --- a process group (this file is its own program) -----------------------------------------------
