@@ -50,10 +50,11 @@ class CacheManagement(ListingFileSystem):
         paths: Iterable[str],
         *,
         window: int | str = "1GB",
+        follow_opens: bool = True,
         on_error: Callable[[str, Exception], None] | None = None,
     ) -> Prefetch:
-        """Fetch ahead of a reader who will open `paths` in this order. See `Prefetch`."""
-        return Prefetch(self, paths, window=window, on_error=on_error)
+        """Fetch ahead of a reader who will open `paths` in this order, at most `window` bytes. See `Prefetch`."""
+        return Prefetch(self, paths, window=window, follow_opens=follow_opens, on_error=on_error)
 
     def cached(self, prefix: str | None = None) -> Iterator[CachedObject]:
         """Every object of which something is in this node's cache, at or below `prefix`; of any origin without it."""

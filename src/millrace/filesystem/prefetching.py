@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ _FETCHES = 16  # requests at a time: as many as a node reads ahead with
 _LOOKUPS = 8
 _LOOKED_UP_AHEAD = 64  # paths whose sizes are asked for beyond the window, where listings have not told them
 _STEPS_AHEAD = 100_000  # paths; what bounds a window of empty or repeated files
+_REMEMBERED = 100_000  # paths
 _GRACE_SECONDS = 1.0
 
 OnError = Callable[[str, Exception], None]
@@ -56,18 +57,24 @@ class PrefetchProgress:
 class Prefetch:
     """Fetches `paths` in their order, at most `window` bytes ahead of the reader, in threads of its own.
 
-    The reader is whoever opens the paths through any Millrace file system in this process; opening one counts all before it
-    as passed. A reader in another process is followed by `advance(path)`. `paths` may be any iterable, also an endless
-    one: it is consumed in a thread, as far as the window reaches. What is in the cache already counts to the window, and is
-    not fetched again. A path that cannot be fetched is left to the reader; `on_error(path, error)` hears of it, in one of
-    the threads, and must not raise. A full cache is not filled further.
+    The reader is whoever opens the paths through any Millrace file system in this process (with `follow_opens`); opening one
+    counts all before it as passed. A reader in another process is followed by `advance(path)`. `paths` may be any iterable,
+    also an endless one: it is consumed in a thread, as far as the window reaches. What is in the cache already counts to
+    the window, and is not fetched again. A path that cannot be fetched is left to the reader; `on_error(path, error)` hears
+    of it, in one of the threads, and must not raise. A full cache is not filled further.
 
     A context manager; `close` gives up what was not begun. Thread-safe. In a forked child it does nothing. It ends by itself
     after the last path.
     """
 
     def __init__(
-        self, fs: ListingFileSystem, paths: Iterable[str], *, window: int | str, on_error: OnError | None = None
+        self,
+        fs: ListingFileSystem,
+        paths: Iterable[str],
+        *,
+        window: int | str,
+        follow_opens: bool = True,
+        on_error: OnError | None = None,
     ) -> None:
         amount = parse_amount(window, option="window")
         if amount.nbytes is None or amount.nbytes < BLOCK_BYTES:
@@ -87,7 +94,9 @@ class Prefetch:
         self._change = threading.Condition()
         self._steps: deque[_Step] = deque()  # reached, and not passed by the reader
         self._by_key: dict[str, deque[_Step]] = {}
-        self._early: Counter[str] = Counter()  # opened before they were reached
+        self._passed: OrderedDict[str, int] = OrderedDict()  # where each path was passed last
+        self._early: set[str] = set()  # opened before they were reached
+        self._coming: Counter[str] = Counter()  # the next ones, looked up already
         self._closed = False
         self._full = False
         self._stuck = False  # the walker waits for the reader, and nothing is on its way
@@ -98,7 +107,8 @@ class Prefetch:
         self._fetches = ThreadPoolExecutor(_FETCHES, thread_name_prefix="millrace-prefetch")
         self._lookups = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="millrace-prefetch-stat")
         self._walker = threading.Thread(target=self._walk, name="millrace-prefetch-order", daemon=True)
-        opens.listen(self._heard)
+        if follow_opens:
+            opens.listen(self._heard)
         self._walker.start()
 
     # --- for the user -----------------------------------------------------------------------------
@@ -160,15 +170,29 @@ class Prefetch:
         with self._change:
             steps = self._by_key.get(key)
             if steps:
-                self._release_through(steps[0])
-                self._change.notify_all()
-            elif not self._walked:
-                self._early[key] += 1
+                if not self._opened_again(steps[0]):
+                    self._release_through(steps[0])
+                    self._change.notify_all()
+            elif not self._walked and key not in self._passed and len(self._early) < _REMEMBERED:
+                self._early.add(key)
+                if key in self._coming and self._steps:  # the reader has left out all that was reached
+                    self._release_through(self._steps[-1])
+                    self._change.notify_all()
         if self._walked:
             self._end_if_done()
 
+    def _opened_again(self, step: _Step) -> bool:
+        """Whether an open of the path of `step` rather belongs to the last time that it came up. Under the lock.
+
+        Who reads a Parquet file opens it more than once, and an order of several epochs has every path several times: the
+        nearer of the two places is meant.
+        """
+        last = self._passed.get(step.key)
+        return last is not None and self._opened - last <= step.number - self._opened
+
     def _release_through(self, step: _Step) -> None:
         """Count everything up to `step` as passed. Under the lock."""
+        self._stuck = False
         while self._steps and self._steps[0].number <= step.number:
             passed = self._steps.popleft()
             same = self._by_key[passed.key]
@@ -176,6 +200,10 @@ class Prefetch:
             if not same:
                 del self._by_key[passed.key]
             passed.passed = True
+            self._passed[passed.key] = passed.number
+            self._passed.move_to_end(passed.key)
+            if len(self._passed) > _REMEMBERED:
+                self._passed.popitem(last=False)
             self._ahead_bytes -= passed.charged
             self._opened += 1
 
@@ -216,6 +244,8 @@ class Prefetch:
                         asked.append((path, self._lookups.submit(self._fs.describe, path)))
                     except RuntimeError:  # closed meanwhile, or the interpreter is ending
                         return
+                    with self._change:
+                        self._coming[self._fs.key_of(path)] += 1
             if asked:
                 yield asked.popleft()
 
@@ -254,12 +284,12 @@ class Prefetch:
         with self._change:
             self._change.wait_for(lambda: self._closed or len(self._steps) < _STEPS_AHEAD)
             step = _Step(self._reached, info.key)
+            self._coming -= Counter([info.key])
             self._reached += 1
             self._steps.append(step)
             self._by_key.setdefault(info.key, deque()).append(step)
-            if early := self._early.pop(info.key, 0):
-                if early > 1:
-                    self._early[info.key] = early - 1
+            if info.key in self._early:
+                self._early.remove(info.key)
                 self._release_through(step)
             return step
 
