@@ -120,6 +120,18 @@ def test_the_second_open_asks_nobody(make: Make, path: str, monkeypatch: pytest.
     assert isinstance(fs.open_input_stream(path), pa.BufferReader)
 
 
+@pytest.mark.parametrize("scheme", ["file://", "millrace://", ""])
+def test_every_way_to_write_a_path_is_hot(make: Make, path: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fs = make()
+    named = scheme + path
+    fs.cat_file(path)
+    for read in (lambda: fs.open(named).read(1), lambda: fs.cat_file(named, 0, 1), lambda: fs.open(named, "r").read(1)):
+        read()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(fs), "_look_up", lambda *_: pytest.fail("asked"))
+            assert read() in (b"a", "a")
+
+
 def test_what_another_process_writes_or_removes_is_seen_at_the_next_open(make: Make, path: str, tmp_path: Path) -> None:
     fs = make(consistency="immutable")
     with child(fs, tmp_path) as other:

@@ -194,13 +194,15 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         """fsspec's. Of an object that is completely here it gives a file over the memory map."""
         if mode == "rb" and compression is None:
             buffer = self._hot.find(path)
-            if buffer is not None:
-                return MappedFile(buffer, path)
+            return self._open_for_reading(path) if buffer is None else MappedFile(buffer, path)
         return super().open(path, mode, block_size, cache_options, compression, **kwargs)
 
     def _open(self, path: str, mode: str = "rb", autocommit: bool = True, **_: Any) -> Any:
         if mode != "rb":
             return self._open_for_writing(path, mode, autocommit=autocommit)
+        return self._open_for_reading(path)
+
+    def _open_for_reading(self, path: str) -> MappedFile | BufferedFile:
         info, buffer = self._look_up(path)
         if buffer is not None:
             return MappedFile(buffer, path)
@@ -260,7 +262,8 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         if found is None:
             return info, None
         # A relative path means something else in another directory.
-        if changes is not None and until > self._hot.clock() and not (self._rooted and str(path)[:1] != "/"):
+        movable = self._rooted and not _without_scheme(path, _ROOTED).startswith("/")
+        if changes is not None and until > self._hot.clock() and not movable:
             self._hot.keep(path, found, until=until, changes=changes)
         return info, found.buffer
 
