@@ -171,6 +171,23 @@ def test_asynchronous_saves_in_a_row(tmp_path):
         assert loaded["n"] == step
 
 
+def test_metadata_says_which_save_and_which_load(tmp_path):
+    """As torch's own classes do; every save has a name of its own, also of one writer or its copies."""
+    writer, seen = CheckpointWriter(tmp_path), set()
+    for one in (writer, writer, *[pickle.loads(pickle.dumps(writer)) for _ in range(2)]):
+        dcp.save({"x": torch.ones(3)}, storage_writer=one)
+        reader = CheckpointReader(tmp_path)
+        described = reader.read_metadata().storage_meta
+        assert str(described.checkpoint_id) == str(tmp_path)
+        assert described.save_id == one.save_id
+        assert described.load_id == reader.load_id
+        seen.add(one.save_id)
+    assert len(seen) == 4
+    stock = dcp.FileSystemWriter(tmp_path / "stock")
+    dcp.save({"x": torch.ones(3)}, storage_writer=stock)
+    assert CheckpointReader(tmp_path / "stock").read_metadata().storage_meta.save_id == stock.save_id
+
+
 def test_a_stock_checkpoint_is_described(tmp_path):
     state = {"x": torch.randn(300, 7), "h": torch.randn(9).bfloat16(), "n": 3}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path))

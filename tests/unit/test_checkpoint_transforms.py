@@ -95,6 +95,6 @@ def test_all_ranks_use_the_same_ones():
             for key, rank in zip("ab", ranks, strict=True)
         ]
 
-    assert build_manifest(metadata, results(data), {}).transforms == ("x/1",)
+    assert build_manifest(metadata, results(data), {}, save_id="x").transforms == ("x/1",)
     with pytest.raises(UsageError, match="different stream extensions"):
-        build_manifest(metadata, results([data[0], dataclasses.replace(data[1], transforms=())]), {})
+        build_manifest(metadata, results([data[0], dataclasses.replace(data[1], transforms=())]), {}, save_id="x")

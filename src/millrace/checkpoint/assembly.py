@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,9 +23,14 @@ def written_files(results: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def build_manifest(
-    metadata: Any, results: Sequence[Sequence[Any]], user: Mapping[str, Any], *, replaces: str | None = None
+    metadata: Any,
+    results: Sequence[Sequence[Any]],
+    user: Mapping[str, Any],
+    *,
+    save_id: str,
+    replaces: str | None = None,
 ) -> Manifest:
-    """Join what all ranks wrote with what the planner says about it. Changes neither.
+    """Join what all ranks wrote with what the planner says about it. Changes neither. `save_id` is of this save alone.
 
     Raises `UsageError` when a tensor or object of the plan was written by no rank, or ranks had different extensions.
     """
@@ -74,7 +78,7 @@ def build_manifest(
         chunks=_join_chunks(ranks),
         planner_data=metadata.planner_data,
         user=user,
-        save_id=uuid.uuid4().hex,
+        save_id=save_id,
         replaces=replaces,
         transforms=next(iter(transforms), ()),
     )

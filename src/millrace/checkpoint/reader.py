@@ -96,6 +96,11 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         """The URL or path that is read from."""
         return self._path
 
+    @property
+    def load_id(self) -> str:
+        """Names the load that is under way, or else the last one."""
+        return self._load_id
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this reader can read from a place of this name."""
@@ -142,7 +147,11 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
                 self._failure = error
                 raise
             return _Unreadable(self._failure if isinstance(error, CheckpointNotFoundError) else error)
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
+        if self._stock is not None or self._loaded is None:
+            saved = metadata.storage_meta.save_id
+        else:
+            saved = self._loaded.manifest.save_id
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=saved, load_id=self._load_id)
         return metadata
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -125,7 +125,7 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         self._target_options = dict(target_options or {})
         self._trusted_types = tuple(trusted_types)
         self._user_metadata = dict(user_metadata or {})
-        self._save_id = uuid.uuid4().hex
+        self._save_id, self._save_id_is_used = uuid.uuid4().hex, False
         self._rank = 0
         # The rank in the manifest's name, when each rank writes a manifest of its own.
         self._manifest_rank: int | None = None
@@ -139,12 +139,18 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         return f"CheckpointWriter({self._path!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_unconfirmed": None}
+        # A copy's saves are others: torch's saving process gets a fresh copy for each.
+        return {**self.__dict__, "_opened": None, "_unconfirmed": None, "_save_id_is_used": True}
 
     @property
     def checkpoint_id(self) -> str:
         """The URL or path that is written to."""
         return self._path
+
+    @property
+    def save_id(self) -> str:
+        """Names the save that is under way, or else the last one: the coordinator's is in the manifest."""
+        return self._save_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -161,9 +167,12 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         """Begin another checkpoint, at another place when `checkpoint_id` is given."""
         if checkpoint_id:
             self._path, self._opened = os.fspath(checkpoint_id), None
-        self._save_id = uuid.uuid4().hex
+        self._save_id, self._save_id_is_used = uuid.uuid4().hex, False
 
     def storage_meta(self) -> StorageMeta:
+        # The first call of every save; `reset` comes only with a checkpoint id.
+        if self._save_id_is_used:
+            self._save_id, self._save_id_is_used = uuid.uuid4().hex, False
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
     # Torch passes `rank` and `use_collectives` only where a parameter is called `kwargs`.
@@ -200,6 +209,7 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         began = time.monotonic()
+        self._save_id_is_used = True
         stem = f"{uuid.uuid4().hex}-{self._rank}"
         schedule = schedule_for(self._compression, self._threads)
         sources = sources_of(plan, planner, self._trusted_types)
@@ -228,7 +238,9 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
             previous = self._previous_files(storage)
             stock = self._stock_metadata(storage)
             with collection_paused():
-                manifest = build_manifest(metadata, results, self._user_metadata, replaces=stock_mark(stock))
+                manifest = build_manifest(
+                    metadata, results, self._user_metadata, save_id=self._save_id, replaces=stock_mark(stock)
+                )
                 data = encode_manifest(manifest)
             self._publish(storage, name, data, manifest)
         except MillraceError as error:
