@@ -1,9 +1,10 @@
 """The index of a store: LMDB, read by any process in about a microsecond without asking anyone.
 
-Six tables: `objects` (one record an object version), `blocks` (one checksum a block of an object with a file of its own),
+Seven tables: `objects` (one record an object version), `blocks` (one checksum a block of an object with a file of its own),
 `segments` and `members` (which object lies in which segment), `meta` (what the origin said about a key, and pages of
-listings) and `state` (the store's own numbers). A block is in the cache when, and only when, its checksum is in `blocks`
-under the object's current generation, or the object lies in a segment; a file's name or size proves nothing.
+listings), `tails` (ends of objects that were not kept) and `state` (the store's own numbers). A block is in the cache when,
+and only when, its checksum is in `blocks` under the object's current generation, or the object lies in a segment; a file's
+name or size proves nothing.
 
 The index is never flushed and belongs to one boot of the machine; another builds it anew from the files (`rebuild.py`).
 How LMDB is opened, and its traps: `environment.py`. How the records look: `records.py`.
@@ -12,6 +13,7 @@ How LMDB is opened, and its traps: `environment.py`. How the records look: `reco
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _SIGNALS_NAME = "signals"
+_RESERVATION = struct.Struct("<Qd")
 
 
 class Index:
@@ -54,7 +57,7 @@ class Index:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._env, self._path = open_environment(directory, tables=6)
+        self._env, self._path = open_environment(directory, tables=16)
         try:
             self.signals = Signals(directory / _SIGNALS_NAME)
             self._open_tables()
@@ -70,6 +73,8 @@ class Index:
             self._members = self._env.open_db(b"members")
             self._meta = self._env.open_db(b"meta")
             self._state = self._env.open_db(b"state")
+            self._tails = self._env.open_db(b"tails")
+            self._room = self._env.open_db(b"room")
             with self._env.begin(write=True) as txn:
                 self.signals.lower_to(txn.id() - 1)
 
@@ -82,9 +87,13 @@ class Index:
 
         What was looked up is true as long as `signals.read()` gives these numbers.
         """
-        seen = self.signals.read()
-        with self._reading(self._state) as txn:
-            return seen if max(seen) <= txn.id() else None
+        removals, changes = self.signals.numbers[:2]
+        try:  # in the way of every open that was not answered before: no context manager of our own
+            with self._env.begin() as txn:
+                visible = txn.id()
+        except lmdb.Error as error:
+            raise translated(error, self._path) from error
+        return Stamp(removals, changes) if removals <= visible and changes <= visible else None
 
     # --- objects ----------------------------------------------------------------------------------
 
@@ -211,6 +220,38 @@ class Index:
     def used_bytes(self) -> int:
         """Bytes of all blocks that are here, and of all segments."""
         return self._number(b"used")
+
+    def reserved_bytes(self, *, but: bytes, now: float) -> int:
+        """What processes other than `but` are about to write. `now` is in seconds of the machine's clock since its start."""
+        with self._reading(self._room) as txn:
+            return sum(nbytes for owner, nbytes, until in _reservations(txn.cursor()) if owner != but and until > now)
+
+    def reserve(
+        self, owner: bytes, nbytes: int, *, now: float, until: float, fits: Callable[[int, int], bool]
+    ) -> bool:
+        """Say that the process `owner` is about to write `nbytes` in all, if `fits(used, reserved by others)`.
+
+        The reservation ends at `until` by itself, in case that the process dies.
+        """
+        with self._writing() as txn:
+            rows = list(_reservations(txn.cursor(self._room)))
+            others = sum(other for row, other, end in rows if row != owner and end > now)
+            if not fits(self._read(txn, b"used"), others):
+                return False
+            for row, _, end in rows:
+                if end <= now:
+                    txn.delete(row, db=self._room)
+            txn.put(owner, _RESERVATION.pack(nbytes, until), db=self._room)
+            return True
+
+    def release(self, owner: bytes, nbytes: int) -> None:
+        """Say that the process `owner` is about to write only `nbytes` in all."""
+        with self._writing() as txn:
+            value = txn.get(owner, db=self._room)
+            if value is not None and nbytes:
+                txn.put(owner, _RESERVATION.pack(nbytes, _RESERVATION.unpack(value)[1]), db=self._room)
+            elif value is not None:
+                txn.delete(owner, db=self._room)
 
     # --- blocks -----------------------------------------------------------------------------------
 
@@ -368,6 +409,60 @@ class Index:
         """Remove every metadata record, inside a transaction that writes."""
         txn.drop(self._meta, delete=False)
 
+    # --- ends of objects (their records: `footers.py`) ----------------------------------------------
+
+    def tail(self, object_id: bytes) -> bytes | None:
+        """The record of an object's end, or None."""
+        with self._reading(self._tails) as txn:
+            return txn.get(object_id)
+
+    def tail_after(self, name: bytes) -> tuple[bytes, bytes] | None:
+        """The record of the first object whose id is `name` or follows it, from the beginning after the end; with its id."""
+        with self._reading(self._tails) as txn:
+            cursor = txn.cursor()
+            return cursor.item() if cursor.set_range(name) or cursor.first() else None
+
+    def put_tail(self, object_id: bytes, value: bytes) -> None:
+        """Write the record of an object's end in place of any other."""
+        with self._writing(self._tails) as txn:
+            old = txn.get(object_id)
+            txn.put(object_id, value)
+            self._add(txn, b"tails", len(value) - len(old or b""))
+
+    def drop_tail(self, object_id: bytes) -> None:
+        """Remove the record of an object's end; a missing one is no error."""
+        if self.tail(object_id) is None:
+            return
+        with self._writing(self._tails) as txn:
+            self._add(txn, b"tails", -len(txn.pop(object_id) or b""))
+
+    def tail_bytes(self) -> int:
+        """Bytes of all records of ends."""
+        return self._number(b"tails")
+
+    # --- tables of other modules (`usage_records.py`) -----------------------------------------------
+
+    def table(self, name: bytes) -> _Table:
+        """A table of this name, made when there is none."""
+        with index_errors(self._path):
+            return self._env.open_db(name)
+
+    @contextmanager
+    def reading(self) -> Iterator[_Transaction]:
+        """A transaction that reads, as of one moment."""
+        with self._reading(None) as txn:
+            yield txn
+
+    @contextmanager
+    def writing(self) -> Iterator[_Transaction]:
+        """A transaction that writes, all in one step."""
+        with self._writing() as txn:
+            yield txn
+
+    def object_count(self, txn: _Transaction) -> int:
+        """How many object versions have a record."""
+        return txn.stat(self._objects)["entries"]
+
     # --- inside transactions ----------------------------------------------------------------------
 
     @contextmanager
@@ -423,3 +518,10 @@ class Index:
         total = max(0, self._read(txn, name) + amount)
         txn.put(name, pack_number(total), db=self._state)
         return total
+
+
+def _reservations(cursor: lmdb.Cursor[bytes]) -> Iterator[tuple[bytes, int, float]]:
+    """Every reservation: who made it, bytes, and when it ends."""
+    for owner, value in cursor:
+        nbytes, until = _RESERVATION.unpack(value)
+        yield owner, nbytes, until

@@ -25,6 +25,7 @@ import errno
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,9 @@ from millrace.cache.setup import open_directory
 from millrace.config import Amount
 from millrace.errors import StorageError
 from millrace.events import Event, emit
+
+_EXACT_BYTES = 1 << 30
+_RESERVED_SECONDS = 60.0
 
 
 def checksum(data: Buffer) -> int:
@@ -80,6 +84,8 @@ class Store:
         self.rules = RulesFile(directory)
         self._reserved = 0
         self._reserve_lock = threading.Lock()
+        self._owner = os.urandom(16)
+        self._announced = False
         self.index = open_directory(directory)
         self.on_corrupt: Callable[[], None] = lambda: None
         """Called for every block that turned out wrong."""
@@ -216,36 +222,86 @@ class Store:
 
     # --- room -------------------------------------------------------------------------------------
 
-    def has_room(self, nbytes: int) -> bool:
-        """Whether `nbytes` more keep the store inside its capacity and the disk above `min_free`.
+    def shortage(self, nbytes: int) -> int:
+        """How many bytes have to go before `nbytes` more keep the store inside its capacity and the disk above `min_free`.
 
-        What threads of this process have reserved counts as used. Other processes may be about to write as well, so
-        together they may go over by one request each.
+        What any process has reserved counts as used. Zero or less: there is room.
         """
+        return self._shortage(nbytes, self.index.used_bytes(), self._reserved_by_others())
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether there is no `shortage`."""
+        return self.shortage(nbytes) <= 0
+
+    def leaves_min_free(self, nbytes: int) -> bool:
+        """Whether `nbytes` more leave the disk above `min_free`, whatever the capacity."""
         with disk_errors(self.directory):
             disk = os.statvfs(self.directory)
-        total, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
-        wanted = self._reserved + nbytes
-        if free - wanted < self._min_free.of(total):
-            return False
-        return self.index.used_bytes() + wanted <= self._limit().of(total)
+        free = disk.f_bavail * disk.f_frsize - self._reserved - nbytes
+        return free >= self._min_free.of(disk.f_blocks * disk.f_frsize)
 
     @contextmanager
     def reserved(self, nbytes: int) -> Iterator[bool]:
         """Reserve room for the time of the block; gives whether there was any. A disk in trouble has none."""
-        with self._reserve_lock:
-            try:
-                granted = self.has_room(nbytes)
-            except StorageError as error:
-                emit(Event(name="cache.disk.failed", subject=str(self.directory), detail=str(error)))
-                granted = False
-            self._reserved += nbytes if granted else 0
+        granted = self.reserve(nbytes)
         try:
             yield granted
         finally:
             if granted:
-                with self._reserve_lock:
-                    self._reserved -= nbytes
+                self.release(nbytes)
+
+    def reserve(self, nbytes: int) -> bool:
+        """Reserve room until `release`, if there is any. A disk in trouble has none.
+
+        Other processes see the reservation when the store is nearly full (the last eighth, or 1 GiB if that is more), so
+        they stay inside the limits together. A reservation that is kept for longer than a minute is not respected any more.
+        """
+        with self._reserve_lock:
+            try:
+                granted = self._reserve(nbytes)
+            except StorageError as error:
+                emit(Event(name="cache.disk.failed", subject=str(self.directory), detail=str(error)))
+                granted = False
+            self._reserved += nbytes if granted else 0
+        return granted
+
+    def release(self, nbytes: int) -> None:
+        """Give back what was reserved: it was written, or will not be."""
+        with self._reserve_lock:
+            self._reserved -= nbytes
+            if self._announced:
+                try:
+                    self.index.release(self._owner, self._reserved)
+                    self._announced = self._reserved > 0
+                except StorageError as error:
+                    emit(Event(name="cache.disk.failed", subject=str(self.directory), detail=str(error)))
+
+    def _reserve(self, nbytes: int) -> bool:
+        shortage = self.shortage(nbytes)
+        if shortage > 0:
+            return False
+        if not self._announced and -shortage >= max(self.capacity_bytes() // 8, _EXACT_BYTES):
+            return True
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        granted = self.index.reserve(
+            self._owner,
+            self._reserved + nbytes,
+            now=now,
+            until=now + _RESERVED_SECONDS,
+            fits=lambda used, others: self._shortage(nbytes, used, others) <= 0,
+        )
+        self._announced = self._announced or granted
+        return granted
+
+    def _reserved_by_others(self) -> int:
+        return self.index.reserved_bytes(but=self._owner, now=time.clock_gettime(time.CLOCK_BOOTTIME))
+
+    def _shortage(self, nbytes: int, used: int, others: int) -> int:
+        with disk_errors(self.directory):
+            disk = os.statvfs(self.directory)
+        total, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
+        wanted = self._reserved + others + nbytes
+        return max(wanted + self._min_free.of(total) - free, used + wanted - self._limit().of(total))
 
     def capacity_bytes(self) -> int:
         """The capacity on this disk."""
