@@ -371,7 +371,6 @@ def save_aside(values: dict, place: pathlib.Path, kind: AsyncCheckpointerType) -
 
 def run_one(root: pathlib.Path) -> None:
     values = state()
-    del values["views"]["conjugate"], values["views"]["negative"], values["parameter"]  # torch cannot stage them
     save_aside(values, root / "process", AsyncCheckpointerType.PROCESS)
     loaded = target(values)
     dcp.load(loaded, storage_reader=CheckpointReader(root / "process"), planner=CheckpointLoadPlanner())
