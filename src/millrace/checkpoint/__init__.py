@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from millrace.checkpoint.manifests import CheckpointSummary, describe
+from millrace.checkpoint.describing import describe
+from millrace.checkpoint.manifests import CheckpointSummary
 
 if TYPE_CHECKING:
     from millrace.checkpoint.extension import ZstdPlanes, extension_registry

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 from millrace.checkpoint.format import FORMAT_VERSION, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from millrace.checkpoint.garbage import collection_paused
 from millrace.checkpoint.planes import checksum
-from millrace.checkpoint.storage import CheckpointStorage, open_storage
+from millrace.checkpoint.storage import CheckpointStorage
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -22,7 +20,6 @@ from millrace.errors import (
     ObjectExistsError,
     UnsupportedFormatError,
 )
-from millrace.origin import Readable
 
 STOCK_METADATA_NAME = ".metadata"
 """What torch's own writer calls its metadata."""
@@ -168,24 +165,3 @@ def summarize(storage: CheckpointStorage, loaded: LoadedManifest) -> CheckpointS
         format_version=FORMAT_VERSION,
         user=manifest.user,
     )
-
-
-def describe(
-    url: str | os.PathLike[str],
-    target_options: Mapping[str, Any] | None = None,
-    *,
-    origin: Readable | None = None,
-) -> CheckpointSummary:
-    """Read a checkpoint's manifest and say in short what it holds; its data is not read.
-
-    Describes what torch's own writer saved, too, where torch is installed. Raises as `read_manifest`, and as every origin.
-    """
-    storage = open_storage(url, target_options, origin=origin)
-    try:
-        return summarize(storage, read_newest(storage))
-    except CheckpointNotFoundError:
-        if importlib.util.find_spec("torch") is None or read_stock_metadata(storage) is None:
-            raise
-        from millrace.checkpoint.stock import summarize_stock
-
-        return summarize_stock(storage)
