@@ -269,6 +269,15 @@ def test_closed_caches_are_opened_again(make: Make, path: str) -> None:
     assert first(fs, path) == b"a"
 
 
+def test_signals_that_are_not_mapped_any_more_are_not_believed(make: Make, path: str) -> None:
+    fs = make()
+    warm(fs, path)
+    fs._hot._young[path].metadata = memoryview(b"")
+    fs._hot._young[path].metadata.release()  # as when the disk with the metadata is given up, and not this one
+    assert fs._hot.find(path) is None
+    assert first(fs, path) == b"a"
+
+
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_opens_anew(make: Make, path: str) -> None:
     fs = make(consistency="immutable")

@@ -88,10 +88,13 @@ class HotOpens:
             self._put(path, hot)
         slot = hot.slot
         buffer = slot.buffer
-        # The buffer comes first: where the cache was closed, or inherited by a fork, there is none, and no signals either.
-        if buffer is None or (now := self.clock()) >= hot.until or hot.metadata[1] != hot.changes:
+        # Where the cache was closed, or inherited by a fork, there is no buffer.
+        if buffer is None or (now := self.clock()) >= hot.until:
             return None
-        if hot.signals[0] != hot.removals and not _renew(hot):
+        try:
+            if hot.metadata[1] != hot.changes or (hot.signals[0] != hot.removals and not _renew(hot)):
+                return None
+        except ValueError:  # the disk that has the metadata was closed: its signals are not mapped any more
             return None
         slot.used = True
         hot.touched(hot)
