@@ -137,19 +137,22 @@ def hostile_chunks(draw):
                 stored[place % len(stored)] = value
         stored = stored[: draw(st.integers(0, len(stored)))] if draw(st.booleans()) else stored
     else:
-        modes = draw(st.lists(st.integers(0, 5), min_size=kind.width, max_size=kind.width))
+        halved = draw(st.booleans())
+        planes = 3 if halved else kind.width
+        modes = draw(st.lists(st.integers(0, 5), min_size=planes, max_size=planes))
         bodies = [
             draw(
                 st.binary(max_size=40)
                 | st.just(frame(count))
+                | st.just(frame(2 * count))
                 | st.just(frame(64 << 20))
                 | st.just(frame(10, declared=count))
                 | st.just(frame(10, declared=1 << 40))
             )
             for _ in modes
         ]
-        stored = bytes([kind.code | (32 if base is not None else 0), *modes])
-        stored += struct.pack(f"<{kind.width}I", *map(len, bodies)) + b"".join(bodies)
+        stored = bytes([kind.code | (32 if base is not None else 0) | (8 if halved else 0), *modes])
+        stored += struct.pack(f"<{planes}I", *map(len, bodies)) + b"".join(bodies)
     length = draw(st.sampled_from([raw.size, raw.size + 1, raw.size + kind.width, 0]))
     return kind, bytes(stored), base, length
 

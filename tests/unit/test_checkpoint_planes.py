@@ -86,6 +86,38 @@ def test_the_greatest_effort_turns_floats_further_and_makes_them_smaller():
     assert len(most) < 0.995 * len(typed)
 
 
+def test_noise_in_the_lower_halves_is_not_taken_apart():
+    raw = weights(CHUNK_BYTES // 4).astype(np.float32).view(np.uint8)
+    chunk = stored(raw, Kind(4, True))
+    assert chunk[0] == Kind(4, True).code | 8
+    assert chunk[1:4] == bytes([Mode.RAW, Mode.RAW, Mode.HUFFMAN])
+    assert len(chunk) < 0.86 * raw.size
+    assert np.array_equal(decoded(chunk, Kind(4, True), raw.size), raw)
+    # Where there is something to gain in either byte, all four are planes.
+    for lost_bits in (8, 16):
+        rounded = (raw.view(np.uint32) >> lost_bits << lost_bits).view(np.uint8)
+        chunk = stored(rounded, Kind(4, True))
+        assert chunk[0] == Kind(4, True).code
+        assert len(chunk) < (0.86 - lost_bits / 32) * raw.size
+        assert np.array_equal(decoded(chunk, Kind(4, True), raw.size), rounded)
+
+
+def test_only_single_precision_is_halved():
+    base = np.zeros(64, np.uint8)
+    for kind, other in ((Kind(4, False), None), (BF16, None), (Kind(8, True), None), (Kind(4, True), base)):
+        chunk = bytearray(stored(base, kind, other))
+        chunk[0] |= 8
+        with pytest.raises(CorruptCheckpointError):
+            decoded(bytes(chunk), kind, 64, other)
+    halved = bytearray(stored(weights(4096).astype(np.float32).view(np.uint8), Kind(4, True)))
+    for turn in (1, 2, 3):
+        with pytest.raises(CorruptCheckpointError, match="kind"):
+            decoded(bytes([halved[0] | turn << 6]) + bytes(halved[1:]), Kind(4, True), 4 * 4096)
+    for nbytes in (4 * 4096 - 4, 4 * 4096 + 4, 0):
+        with pytest.raises(CorruptCheckpointError):
+            decoded(bytes(halved), Kind(4, True), nbytes)
+
+
 def test_the_greatest_effort_searches_for_matches():
     text = np.frombuffer(pathlib.Path(pathlib.__file__).read_bytes(), np.uint8)
     assert len(stored(text, OPAQUE, effort=Effort.MAX)) < 0.9 * len(stored(text, OPAQUE))

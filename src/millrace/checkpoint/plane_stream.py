@@ -330,7 +330,7 @@ def _decode(header: tuple[int, ...], stored: bytes, out: np.ndarray[Any, Any]) -
         raise CorruptCheckpointError("a block of a compressed stream does not match its checksum")
     if not stored:
         raise CorruptCheckpointError("a block of a compressed stream is empty")
-    kind = Kind.from_code(stored[0] & 0x3F)
+    kind = Kind.from_code(stored[0] & 0x37)  # without how floats were rotated and halved
     rest = out.size % kind.width
     body = memoryview(stored)
     _LOCAL.codec.decode(body[: len(body) - rest], kind, out[: out.size - rest].data)

@@ -13,12 +13,16 @@ decode.
 A stored chunk describes itself (little-endian, `W` = bytes of an element):
 
 ======================  ==========================================================
-1 byte                  kind: bits 0-3 log2(W), bit 4 float, bit 5 delta; bits 6-7: by how many bits more than one
-                        floats were rotated
+1 byte                  kind: bits 0-2 log2(W), bit 4 float, bit 5 delta; bit 3 halved; bits 6-7: by how many bits
+                        more than one floats were rotated
 W bytes                 mode of each plane, lowest byte of the element first
 W x 4 bytes             stored length of each plane
 then                    the planes, one after the other
 ======================  ==========================================================
+
+Of a 32-bit float with noise in its lower half (that is: nearly always) only the upper half, which is a bfloat16, is
+rotated and split; the lower halves are one plane of two bytes an element, stored first. Bit 3 of the first byte says so,
+and there are three planes then. Noise that was taken apart would have to be put together again: a fifth of the decoding.
 
 A *delta* chunk holds, for each element, the zig-zag difference to the element of a base chunk of equal length, both
 read as integers that order like the values; it decodes only with that base.
@@ -28,6 +32,7 @@ from __future__ import annotations
 
 import struct
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -45,7 +50,7 @@ CHUNK_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 8 << 20
 """No chunk of a valid checkpoint decodes to more; bounds what a hostile one can make a reader allocate."""
 
-_FLOAT, _DELTA, _TURN_SHIFT = 0x10, 0x20, 6
+_HALVED, _FLOAT, _DELTA, _TURN_SHIFT = 0x08, 0x10, 0x20, 6
 _TURNS = (1, 2, 3, 4)
 _SAMPLE_PIECES, _SAMPLE_BYTES = 4, 8192
 # A plane that shrinks by less than this on the sample is not worth its decompression time.
@@ -113,6 +118,8 @@ class Kind:
 OPAQUE = Kind(1, False)
 """Bytes without known structure."""
 
+_SINGLE, _UPPER = Kind(4, True), Kind(2, True)
+
 
 def as_bytes(data: Buffer) -> Array:
     """`data` as a 1-D uint8 array on the same memory. `data` is contiguous."""
@@ -157,6 +164,8 @@ class PlaneCodec:
             raise ValueError(f"{data.size} bytes are no chunk of {kind.width}-byte elements")
         code = kind.code
         if base is None:
+            if effort == Effort.TYPED and kind == _SINGLE and self._has_noisy_halves(data):
+                return self._encode_halved(data, effort)
             turn = int(kind.is_float)
             if effort == Effort.MAX and turn and kind.width > 1:
                 turn = self._best_turn(data, kind)
@@ -169,14 +178,22 @@ class PlaneCodec:
             code |= _DELTA
             difference = _difference(_elements(data, kind), _elements(reference, kind), kind)
             planes = self._split(difference.view(np.uint8), kind, 0)
-        modes = bytearray()
-        bodies: list[Buffer] = []
-        for plane in planes:
-            mode, body = self._encode_plane(plane, effort)
-            modes.append(mode)
-            bodies.append(body)
-        lengths = struct.pack(f"<{kind.width}I", *(memoryview(body).nbytes for body in bodies))
-        return [bytes([code]) + modes + lengths, *bodies]
+        return _packed(code, [self._encode_plane(plane, effort) for plane in planes])
+
+    def _has_noisy_halves(self, data: Array) -> bool:
+        """Whether neither of the two lower bytes of a 32-bit float is worth compressing, on a sample."""
+        sample = _sample(_elements(data, _SINGLE), _SAMPLE_BYTES).view(np.uint8).reshape(-1, 4)
+        planes = [np.ascontiguousarray(sample[:, number]) for number in range(2)] if sample.size else []
+        return bool(planes) and all(self._encode_plane(plane, Effort.TYPED)[0] is Mode.RAW for plane in planes)
+
+    def _encode_halved(self, data: Array, effort: Effort) -> list[Buffer]:
+        words = _elements(data, _SINGLE)
+        low, high = self._array("low", np.uint16, words.size), self._array("high", np.uint16, words.size)
+        np.copyto(low, words, casting="unsafe")
+        np.right_shift(words, 16, out=high, casting="unsafe")
+        planes = self._split(high.view(np.uint8), _UPPER, 1)
+        coded = [self._encode_plane(plane, effort) for plane in planes]
+        return _packed(_SINGLE.code | _HALVED, [(Mode.RAW, low.view(np.uint8).data), *coded])
 
     def _encode_plane(self, plane: Array, effort: Effort) -> tuple[Mode, Buffer]:
         if plane.size == 0 or effort == Effort.RAW:
@@ -257,22 +274,28 @@ class PlaneCodec:
         source = as_bytes(stored).data
         target = as_bytes(out)
         width = kind.width
-        head = 1 + 5 * width
+        halved = bool(source) and base is None and source[0] == _SINGLE.code | _HALVED and kind == _SINGLE
+        count, code = (3, kind.code) if halved else (width, source[0] & ~(3 << _TURN_SHIFT) if source else 0)
+        head = 1 + 5 * count
         if len(source) < head or target.size % width or target.size > MAX_CHUNK_BYTES:
             raise CorruptCheckpointError(f"a stored chunk of {len(source)} bytes cannot hold {target.size}")
-        turn, code = source[0] >> _TURN_SHIFT, source[0] & ~(3 << _TURN_SHIFT)
+        turn = source[0] >> _TURN_SHIFT
         expected_code = kind.code | (0 if base is None else _DELTA)
         turnable = base is None and kind.is_float and width > 1
         if code != expected_code or (turn and not turnable):
             raise CorruptCheckpointError(f"chunk of kind {source[0]:#x} where {expected_code:#x} is expected")
-        lengths = struct.unpack_from(f"<{width}I", source, 1 + width)
+        lengths = struct.unpack_from(f"<{count}I", source, 1 + count)
         if head + sum(lengths) != len(source):
             raise CorruptCheckpointError("the planes of a chunk do not add up to its length")
         planes = []
-        for number in range(width):
+        for number in range(count):
             body = source[head : head + lengths[number]]
             head += lengths[number]
-            planes.append(self._decode_plane(source[1 + number], body, target.size // width))
+            nbytes = target.size // width * (2 if halved and number == 0 else 1)
+            planes.append(self._decode_plane(source[1 + number], body, nbytes))
+        if halved:
+            self._join_halves(planes, target)
+            return
         if base is None:
             self._join(planes, target, kind, turn + 1 if kind.is_float else 0)
             return
@@ -320,6 +343,18 @@ class PlaneCodec:
                 np.right_shift(block, turn, out=block)
                 np.bitwise_or(block, high, out=block)
 
+    def _join_halves(self, planes: list[Array], target: Array) -> None:
+        words = _elements(target, _SINGLE)
+        low = np.ascontiguousarray(planes[0]).view(np.uint16)
+        high = self._array("high", np.uint16, words.size)
+        self._join(planes[1:], high.view(np.uint8), _UPPER, 1)
+        step = _BLOCK_BYTES // words.itemsize
+        for start in range(0, words.size, step):
+            block = words[start : start + step]
+            np.copyto(block, high[start : start + step])
+            np.left_shift(block, 16, out=block)
+            np.bitwise_or(block, low[start : start + step], out=block)
+
     def _join_wide(self, planes: list[Array], words: Array, turn: int) -> None:
         """`_join` by quarters of a word, each of which needs only its two planes and a few bits of the next."""
         quarters = words.view(np.uint16).reshape(-1, 4)
@@ -340,6 +375,12 @@ class PlaneCodec:
         if held is None or held.size < needed:
             held = self._scratch[name] = np.empty(max(needed, CHUNK_BYTES), dtype=np.uint8)
         return held[:needed].view(dtype)
+
+
+def _packed(code: int, coded: Sequence[tuple[Mode, Buffer]]) -> list[Buffer]:
+    """A stored chunk of planes, in parts."""
+    lengths = struct.pack(f"<{len(coded)}I", *(memoryview(body).nbytes for _, body in coded))
+    return [bytes([code, *(mode for mode, _ in coded)]) + lengths, *(body for _, body in coded)]
 
 
 def _elements(data: Array, kind: Kind) -> Array:
