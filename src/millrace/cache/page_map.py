@@ -19,7 +19,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from millrace.cache.index import Index
 from millrace.cache.pages import Page, decode, encode, pack_page, storable
@@ -61,8 +61,7 @@ class Moment:
     changes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
+class Known(NamedTuple):
     """What a page says about a key: its description, None when it does not name the key; and how good the page is."""
 
     info: ObjectInfo | None
@@ -141,11 +140,11 @@ class PageMap:
 
     def look_up(self, space: Space, key: str) -> Known | None:
         """What the pages of a space say about a key; None when no page covers it."""
-        position = encode(space.position(key))
+        position = encode(space.position(key) if space.folders_first else key)
         own = _PAGE + space.digest
 
         def read(at: bytes, value: memoryview) -> Known | None:
-            if at[:9] != own:
+            if not at.startswith(own):
                 return None
             page = Page(value)
             number = page.find(position)

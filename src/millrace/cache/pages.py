@@ -119,7 +119,9 @@ class Page:
 
     def __init__(self, data: memoryview | bytes) -> None:
         self._data = data
-        version, flags, self.count, self._slots, self.asked, *self._at = _HEADER.unpack_from(data)
+        header = _HEADER.unpack_from(data)
+        version, flags, self.count, self._slots, self.asked = header[:5]
+        self._at: tuple[int, ...] = header[5:]
         if version != _VERSION:
             raise ValueError(f"a page of format {version}")
         self.incomplete = flags & _INCOMPLETE != 0
@@ -154,15 +156,20 @@ class Page:
                 return None
             start, stop = _PAIR.unpack_from(data, at[2] + 4 * number)
             if data[at[7] + start : at[7] + stop - 1] == name:
-                return None if self._size(number) == _STRUCK else number
+                struck = _SIZE.unpack_from(data, at[0] + 8 * number)[0] == _STRUCK
+                return None if struck else number
             slot = (slot + 1) & mask
 
     def info(self, number: int, key: str) -> ObjectInfo:
         """The description of an object, under the `key` that it is given."""
         data, at = self._data, self._at
         start, stop = _PAIR.unpack_from(data, at[3] + 4 * number)
-        version = decode(bytes(data[at[8] + start : at[8] + stop - 1]))
-        return ObjectInfo(key, self._size(number), version, _TIME.unpack_from(data, at[1] + 8 * number)[0])
+        return ObjectInfo(
+            key,
+            _SIZE.unpack_from(data, at[0] + 8 * number)[0],
+            str(data[at[8] + start : at[8] + stop - 1], "utf-8", "surrogatepass"),
+            _TIME.unpack_from(data, at[1] + 8 * number)[0],
+        )
 
     def _size(self, number: int) -> int:
         size: int = _SIZE.unpack_from(self._data, self._at[0] + 8 * number)[0]
