@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 
 import pytest
 
@@ -148,13 +149,18 @@ def test_a_full_disk_is_a_disk_full_error(tmp_path):
 
 
 def test_an_error_of_an_earlier_flush_is_not_lost(tmp_path, monkeypatch):
+    failed = threading.Event()
+
     def broken(fd):
+        failed.set()
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fdatasync", broken)
     storage = LocalStorage(str(tmp_path))
-    with pytest.raises(StorageError):
-        write(storage, [bytes(1 << 20)] * 40)
+    with pytest.raises(StorageError), storage.open_writer("file") as writer:  # noqa: PT012 - closing it may raise, too
+        for _ in range(40):
+            writer.write(bytes(1 << 20))
+        assert failed.wait(60)
     assert list(storage.names()) == []
 
 
