@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import pathlib
 import resource
 import socket
 import subprocess
 import sys
+import time
 import traceback
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,7 +22,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, describe
-from millrace.errors import CheckpointNotFoundError, DiskFullError, UsageError
+from millrace.errors import CheckpointNotFoundError, DeniedError, DiskFullError, UsageError
+from millrace.testing.region import EmulatedRegion
+from millrace.testing.s3 import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -222,7 +227,25 @@ def run_dying(root: pathlib.Path) -> None:
     os._exit(1)
 
 
-PROGRAMS = {"two": run_rank, "four": run_four, "dying": run_dying}
+def run_upload(root: pathlib.Path) -> None:
+    """The storage refuses what rank one uploads: both say so, and the previous checkpoint stays."""
+    url, options = "s3://runs/ranks", json.loads((root / "options.json").read_text())
+    dcp.save(sharded(whole(1)), storage_writer=CheckpointWriter(url, target_options=options))
+    dist.barrier()
+    (root / f"saved {dist.get_rank()}").touch()
+    while not (root / "refusing").exists():
+        time.sleep(0.02)
+    failures = failures_of(
+        lambda: dcp.save(sharded(whole(2)), storage_writer=CheckpointWriter(url, target_options=options))
+    )
+    assert [(rank, type(error)) for rank, error in failures.items()] == [(1, DeniedError)]
+    assert "runs/ranks" in str(failures[1])
+    loaded = sharded(zeroed(whole()))
+    dcp.load(loaded, storage_reader=CheckpointReader(url, target_options=options))
+    assert_same(gathered(loaded), whole(1))
+
+
+PROGRAMS = {"two": run_rank, "four": run_four, "dying": run_dying, "upload": run_upload}
 
 
 def main(program: str, rank: str, world: str, port: str, root: str) -> None:
@@ -242,8 +265,14 @@ def main(program: str, rank: str, world: str, port: str, root: str) -> None:
 # --- the tests ------------------------------------------------------------------------------------
 
 
-def run(program: str, world: int, root: pathlib.Path, codes: tuple[int, ...] | None = None) -> None:
-    """Run a program on so many ranks; all must end with 0, or with `codes`."""
+def run(
+    program: str,
+    world: int,
+    root: pathlib.Path,
+    codes: tuple[int, ...] | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a program on so many ranks, and `meanwhile` here; all must end with 0, or with `codes`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -258,6 +287,7 @@ def run(program: str, world: int, root: pathlib.Path, codes: tuple[int, ...] | N
     ]
     ended = []
     try:
+        meanwhile()
         for process in ranks:
             ended.append((process.communicate(timeout=120)[1], process.returncode))
     finally:
@@ -299,6 +329,26 @@ def test_four_ranks_load_what_two_saved(ran):
 def test_a_rank_that_dies_fails_the_save_of_the_other(ran):
     run("dying", 2, ran, codes=(0, 9))
     assert_same(load(ran / "async"), whole(4))
+
+
+def test_an_upload_that_fails_on_one_rank_fails_the_save_on_both(tmp_path):
+    with (
+        S3Server(tmp_path / "server") as server,
+        EmulatedRegion(server.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None) as region,
+    ):
+        server.create_bucket("runs")
+        options = {**server.target_options, "endpoint_url": region.endpoint_url}
+        (tmp_path / "options.json").write_text(json.dumps(options))
+
+        def refuse_rank_one() -> None:
+            deadline = time.monotonic() + 60
+            while len(list(tmp_path.glob("saved *"))) < 2 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            # Data files are called data-ID-RANK-NUMBER.
+            region.fail("status", method="PUT", path="*/data-*-1-0.millrace", status=403, count=None)
+            (tmp_path / "refusing").touch()
+
+        run("upload", 2, tmp_path, meanwhile=refuse_rank_one)
 
 
 def test_old_shards_are_loaded_whole(ran):
