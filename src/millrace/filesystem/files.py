@@ -35,11 +35,11 @@ class CachedFile(io.RawIOBase):
         self.name = path
         self.mode = "rb"
         self.size = reader.size
+        self._begun = False
         self._wanted = range(0)
         if sequential:
-            # The first block by itself: the first read is not to wait for a request of several.
+            # No more until the first read has its bytes: what is fetched beside them shares the bandwidth.
             reader.prefetch(range(min(1, reader.size)))
-            self._fetch_ahead()
 
     def readable(self) -> bool:
         return True
@@ -84,19 +84,22 @@ class CachedFile(io.RawIOBase):
         if stop <= start:
             return b""
         self._ahead = self._ahead.after(start, stop)
-        if self._ahead.window:
+        if self._begun:
             self._fetch_ahead()
         try:
             data = self._reader.read(start, stop)
         except (ObjectChangedError, ObjectNotFoundError):
             self._on_changed()
             raise
+        if not self._begun:
+            self._begun = True
+            self._fetch_ahead()
         self._position = stop
         return data
 
     def _fetch_ahead(self) -> None:
         wanted = self._ahead.wanted(self.size, self._reader.block_bytes)
-        if wanted != self._wanted:  # small reads in one block want the same
+        if wanted and wanted != self._wanted:  # small reads in one block want the same
             self._wanted = wanted
             self._reader.prefetch(wanted)
 
