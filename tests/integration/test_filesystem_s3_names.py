@@ -155,3 +155,31 @@ def test_an_overwritten_object_is_found_anew_also_when_immutable(
         file.read(1)
     with fs.open(f"{bucket}/big") as file:
         assert file.read(1) == b"b"
+
+
+def test_a_name_that_cannot_be_used_does_not_pass_for_an_empty_directory(
+    fs: millrace.MillraceFileSystem, bucket: str, s3: S3Server
+) -> None:
+    session = pytest.importorskip("botocore.session").get_session()
+    client = session.create_client(
+        "s3",
+        endpoint_url=s3.endpoint_url,
+        aws_access_key_id=s3.key,
+        aws_secret_access_key=s3.secret,
+        region_name="us-east-1",
+    )
+    for name in ("d/good", "d/e/bad\tname", "z/good"):
+        client.put_object(Bucket=bucket, Key=name, Body=b"1")
+    client.close()
+    for ask in (
+        lambda: fs.find(bucket),
+        lambda: fs.ls(f"{bucket}/d/e"),
+        lambda: fs.exists(f"{bucket}/d/e"),
+        lambda: fs.get_file_info(pafs.FileSelector(f"{bucket}/d", recursive=True, allow_not_found=True)),
+    ):
+        with pytest.raises(UsageError, match="holds an object whose name cannot be used") as caught:
+            ask()
+        assert "bad" in str(caught.value)
+    assert fs.find(f"{bucket}/z") == [f"{bucket}/z/good"]
+    assert fs.cat_file(f"{bucket}/d/good") == b"1"
+    assert not fs.exists(f"{bucket}/d/e/no\tsuch")

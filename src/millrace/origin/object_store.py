@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,8 @@ _CLIENT = {
     "read_timeout": timedelta(seconds=20),
 }
 
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 # Begins the version of an object for which the origin has no ETag.
 _MADE_UP = "~"
@@ -160,7 +163,7 @@ class ObjectStoreOrigin:
         prefix = prefix.strip("/")
         client, path = self._locate(prefix)
         bucket = self._bucket(prefix)
-        with self._translated(prefix):
+        with self._translated(prefix), self._listable(prefix):
             result = obstore_library().list_with_delimiter(client, path or None)
             objects = [self._info(bucket + meta["path"], meta) for meta in result["objects"] if meta["path"] != path]
             prefixes = [bucket + name for name in result["common_prefixes"]]
@@ -193,7 +196,7 @@ class ObjectStoreOrigin:
         bucket = self._bucket(prefix)
         # The marker of the folder itself is wanted when listing begins, and is not an object below it.
         offset = after.removeprefix(bucket).rstrip("/") if after.rstrip("/") != prefix else ""
-        with self._translated(prefix):
+        with self._translated(prefix), self._listable(prefix):
             held_back: list[ObjectInfo] = []
             is_directory = not path
             for chunk in obstore_library().list(client, path or None, offset=offset or None, chunk_size=_LIST_PAGE):
@@ -313,6 +316,10 @@ class ObjectStoreOrigin:
                 raise ConfigurationError(
                     f"{self._scheme}:// without a bucket", next_step=f"write {self._scheme}://bucket/key"
                 )
+        if _CONTROL.search(path):  # obstore would call it a bad value, and not say of what
+            raise ObjectNotFoundError(
+                f"{self._scheme}://{key} is no valid object name", next_step="use no control characters"
+            )
         if self._pid != os.getpid():
             # The parent's clients belong to threads that do not exist here: neither use nor destroy them.
             _inherited.append(self._clients)
@@ -342,6 +349,19 @@ class ObjectStoreOrigin:
             meta["e_tag"] or f"{_MADE_UP}{meta['version'] or ''}-{meta['size']}-{meta['last_modified'].timestamp()}"
         )
         return ObjectInfo(key=key, size=meta["size"], version=version, modified=meta["last_modified"].timestamp())
+
+    @contextlib.contextmanager
+    def _listable(self, prefix: str) -> Iterator[None]:
+        """Tell a listed name that obstore cannot take from one that was asked for: the others are there all the same."""
+        try:
+            yield
+        except obstore_library().exceptions.InvalidPathError as error:
+            if "//" in prefix:
+                raise
+            raise UsageError(
+                f"{self._scheme}://{prefix} holds an object whose name cannot be used ({error})",
+                next_step="rename that object (no control characters, no empty parts), or list a directory without it",
+            ) from error
 
     @contextlib.contextmanager
     def _translated(self, key: str) -> Iterator[None]:
