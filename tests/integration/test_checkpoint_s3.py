@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import resource
+import threading
 
 import pytest
 import torch
@@ -29,6 +31,11 @@ def server(tmp_path_factory):
     with S3Server(tmp_path_factory.mktemp("s3")) as running:
         running.create_bucket("runs")
         yield running
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def weights(seed: int = 0) -> dict:
@@ -101,6 +108,31 @@ def test_a_failing_save_leaves_the_previous_one(server, monkeypatch):
         save({"x": torch.randn(9_000_000), "y": torch.empty(3, device="meta")}, url, server)
     assert names(url, server) == before
     assert_same(load(state, url, server), state)
+
+
+def test_an_upload_needs_bounded_memory(server):
+    """Parts go up while later ones are compressed; a store that is slower than the codec holds the codec up."""
+    nbytes = 384 << 20
+    state = {"w": torch.randint(0, 256, (nbytes,), dtype=torch.uint8)}
+    save({"w": state["w"][: 40 << 20]}, "s3://runs/warm-up", server)
+    began = highest = resident_bytes()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal highest
+        while not done.wait(0.005):
+            highest = max(highest, resident_bytes())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        save(state, "s3://runs/large", server)
+    finally:
+        done.set()
+        watching.join()
+    assert highest - began < nbytes // 2
+    summary = describe("s3://runs/large", server.target_options)
+    assert summary.stored_bytes >= nbytes
 
 
 def test_what_is_missing_denied_or_damaged_is_said(server):
