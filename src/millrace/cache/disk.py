@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 
 from millrace.cache.counters import Counters
+from millrace.cache.failures import FailingDiskError
 from millrace.cache.flight import Flights, ProcessLocks
-from millrace.cache.footers import Footers
 from millrace.cache.held import HeldBlocks
 from millrace.cache.housekeeping import every_tick, no_more
 from millrace.cache.maps import MapCache, Sweeper
@@ -19,6 +19,7 @@ from millrace.cache.store import Store
 from millrace.cache.usage import UsageLog
 from millrace.cache.verified import VerifiedBlocks
 from millrace.config import DEFAULT_CAPACITY, CacheOptions, parse_amount
+from millrace.errors import StorageError
 from millrace.events import Event, emit
 
 _log = logging.getLogger("millrace")
@@ -43,12 +44,10 @@ class Disk:
         self._sweeper = Sweeper()
         self.flights = Flights()
         self.held = HeldBlocks()
-        self.footers = Footers(
-            self.store.index, capacity_bytes=self.store.capacity_bytes, may_grow=self.store.leaves_min_free
-        )
         self._limits = (options.capacity, options.min_free)
         self._tell_of_resize(options)
         self._full_reported = False
+        self.failed = False
 
     def keep_house(self) -> None:
         """Have `tidy` called twice a second, because something is kept in memory from now on."""
@@ -98,11 +97,22 @@ class Disk:
 
     def remove(self, object_id: bytes) -> None:
         """Forget an object version, its file and its map. Readers that have it open keep reading."""
-        self.footers.drop(object_id)
         entry = self.store.index.get(object_id)
         if entry is not None:
             self.maps.drop(entry.generation)
             self.store.remove(object_id)
+
+    def report(self, error: StorageError, subject: str | None = None) -> None:
+        """Report what the disk answered to a read or write that goes on without it.
+
+        A device that fails is left out from now on, by this process: what it holds is forgotten, and nothing is asked of it.
+        """
+        emit(Event(name="cache.disk.failed", subject=subject or str(self.store.directory), detail=str(error)))
+        if isinstance(error, FailingDiskError) and not self.failed:
+            self.failed = True
+            self.maps.clear()
+            emit(Event(name="cache.disk.left_out", subject=str(self.store.directory), detail=str(error)))
+            _log.warning("the cache in %s is left out from now on: %s", self.store.directory, error)
 
     def report_full(self) -> None:
         """Say once a process that reads go on without being kept: nobody should find out by a slow second epoch."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import lmdb
 
+from millrace.cache.failures import FAILING_ERRNOS, FailingDiskError
 from millrace.errors import DiskFullError, StorageError
 
 DATA_NAME = "index.mdb"
@@ -36,6 +37,9 @@ def translated(error: lmdb.Error, path: str) -> StorageError:
     # LMDB tells a full disk while it writes as a plain system error.
     if isinstance(error, lmdb.DiskError) or os.strerror(errno.ENOSPC) in str(error):
         return DiskFullError(f"cache index {path}: {error}", next_step="free disk space")
+    # After a write that failed half-way LMDB refuses everything more: it panics.
+    if isinstance(error, lmdb.PanicError) or any(os.strerror(number) in str(error) for number in FAILING_ERRNOS):
+        return FailingDiskError(f"cache index {path}: {error}", next_step="check the disk")
     if isinstance(error, (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)):
         return DamagedIndexError(
             f"cache index {path}: {error}", next_step="close what uses the cache; the next start builds the index anew"

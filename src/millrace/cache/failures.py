@@ -23,7 +23,8 @@ class FailingDiskError(StorageError):
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_FAILING = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.EUCLEAN, errno.ESTALE)
+FAILING_ERRNOS = (errno.EIO, errno.EROFS, errno.ENODEV, errno.EUCLEAN, errno.ESTALE)
+"""What a device in trouble answers; ext4 and xfs give the first two after they have shut down."""
 
 
 @contextmanager
@@ -36,5 +37,5 @@ def disk_errors(path: str | Path) -> Iterator[None]:
             raise
         if error.errno in _FULL:
             raise DiskFullError(f"no room left for {path}", next_step="free disk space or lower 'capacity'") from error
-        kind = FailingDiskError if error.errno in _FAILING else StorageError
+        kind = FailingDiskError if error.errno in FAILING_ERRNOS else StorageError
         raise kind(f"{path}: {error.strerror}", next_step="check the disk and its permissions") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from millrace.cache.groups import group_of
 from millrace.cache.metadata import MetadataCache, NoMemory
 from millrace.cache.native import NativeObject, open_entry
 from millrace.cache.page_map import PageMap
+from millrace.cache.placement import owners
 from millrace.cache.reader import BlockReader, ObjectReader, OriginReader, Threads
 from millrace.cache.records import Entry, ObjectName
 from millrace.cache.signals import Signals
@@ -55,15 +57,27 @@ class CacheNode:
             demand=ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-fetch"),
             ahead=ThreadPoolExecutor(_PREFETCH_THREADS, thread_name_prefix="millrace-ahead"),
         )
-        self.metadata: MetadataCache | NoMemory = NoMemory()
-        if self._disks:
-            index = self._disks[0].store.index
-            self.metadata = MetadataCache(
-                PageMap(index),
-                Turns(self._disks[0].locks),
-                max_age_seconds=options.max_age_seconds,
-                on_changed=self.discard,
-            )
+        self._weights = {str(disk.store.directory): _weight(disk, options) for disk in self._disks}
+        self._metadata, self._metadata_disk = self._remember_on_first_disk()
+
+    @property
+    def metadata(self) -> MetadataCache | NoMemory:
+        """What is known of the origin, remembered on the first disk that works."""
+        if self._metadata_disk is not None and self._metadata_disk.failed:
+            self._metadata, self._metadata_disk = self._remember_on_first_disk()
+        return self._metadata
+
+    def _remember_on_first_disk(self) -> tuple[MetadataCache | NoMemory, Disk | None]:
+        disk = next(iter(self.open_disks), None)
+        if disk is None:
+            return NoMemory(), None
+        cache = MetadataCache(
+            PageMap(disk.store.index),
+            Turns(disk.locks),
+            max_age_seconds=self.options.max_age_seconds,
+            on_changed=self.discard,
+        )
+        return cache, disk
 
     def open_native(self, origin: Origin, info: ObjectInfo) -> pa.BufferReader | None:
         """A native pyarrow file of an object that is completely here, else None."""
@@ -86,7 +100,7 @@ class CacheNode:
             self._give_up(disk, name, error)
             return None
         except StorageError as error:
-            emit(Event(name="cache.disk.failed", subject=str(disk.store.directory), detail=str(error)))
+            disk.report(error)
             return None
         if found is not None:
             disk.keep_house()
@@ -98,14 +112,15 @@ class CacheNode:
 
         What it then says holds while the number is the same. None when it is just being changed, or nothing is remembered.
         """
-        if not self._disks:
+        disk = self._metadata_disk
+        if disk is None or disk.failed:
             return None
         try:
-            stamp = self._disks[0].store.index.stamp()
+            stamp = disk.store.index.stamp()
         except StorageError as error:
-            emit(Event(name="cache.disk.failed", subject=str(self._disks[0].store.directory), detail=str(error)))
+            disk.report(error)
             return None
-        return None if stamp is None else (self._disks[0].signals, stamp.changes)
+        return None if stamp is None else (disk.signals, stamp.changes)
 
     def open_reader(self, origin: Origin, info: ObjectInfo, *, threads: Threads | None = None) -> ObjectReader:
         """Random access to an object, from here and from the origin. The caller closes it.
@@ -135,13 +150,11 @@ class CacheNode:
             except LostDataError as error:
                 self._give_up(disk, name, error)
             except StorageError as error:
-                emit(Event(name="cache.disk.failed", subject=str(disk.store.directory), detail=str(error)))
+                disk.report(error)
                 break
         return OriginReader(origin=origin, info=info, counters=disk.counters)
 
-    def _small_reader(
-        self, origin: Origin, info: ObjectInfo, name: bytes, disk: Disk, threads: Threads
-    ) -> SmallReader:
+    def _small_reader(self, origin: Origin, info: ObjectInfo, name: bytes, disk: Disk, threads: Threads) -> SmallReader:
         return SmallReader(
             origin=origin,
             info=info,
@@ -163,7 +176,7 @@ class CacheNode:
     def counters(self) -> dict[str, int]:
         """What the cache did since it was made, over all processes and disks of this node."""
         sums = dict.fromkeys(NAMES, 0)
-        for disk in self._disks:
+        for disk in self.open_disks:
             disk.usage.settle()
             for name, value in disk.counters.totals().items():
                 sums[name] += value
@@ -172,25 +185,30 @@ class CacheNode:
     def disks(self) -> list[tuple[Path, int, int]]:
         """Directory, used bytes and capacity in bytes of every disk."""
         return [
-            (disk.store.directory, disk.store.index.used_bytes(), disk.store.capacity_bytes()) for disk in self._disks
+            (disk.store.directory, disk.store.index.used_bytes(), disk.store.capacity_bytes())
+            for disk in self.open_disks
         ]
 
     @property
     def open_disks(self) -> Sequence[Disk]:
-        """The disks that this node uses; one that could not be opened is not among them."""
-        return self._disks
+        """The disks that this node uses; one that could not be opened, or has failed since, is not among them."""
+        return [disk for disk in self._disks if not disk.failed]
 
     def entries(self) -> list[Entry]:
         """The record of every object version that is here, on any disk."""
-        return [entry for disk in self._disks for entry in disk.store.index.entries()]
+        return [entry for disk in self.open_disks for entry in disk.store.index.entries()]
 
     def close(self) -> None:
         """Wait for fetches under way. The disks stay open: other nodes of this process may use them."""
         self._threads.close()
 
     def _disk_of(self, name: bytes) -> Disk | None:
-        """Objects are spread over the disks by their id. None when no disk can be used."""
-        return self._disks[int.from_bytes(name[:4], "big") % len(self._disks)] if self._disks else None
+        """Objects are spread over the disks by their id and the disks' capacities. None when no disk can be used."""
+        disks = self.open_disks
+        if len(disks) < 2:
+            return disks[0] if disks else None
+        by_directory = {str(disk.store.directory): disk for disk in disks}
+        return by_directory[owners(name, ((place, self._weights[place]) for place in by_directory))[0]]
 
     def _give_up(self, disk: Disk, name: bytes, error: LostDataError) -> None:
         """Forget an object whose file somebody removed or cut; it is fetched anew."""
@@ -244,6 +262,14 @@ def close_nodes() -> None:
             disk.close()
         _process.nodes.clear()
         _process.disks.clear()
+
+
+def _weight(disk: Disk, options: CacheOptions) -> float:
+    """What share of the objects a disk gets: that of the capacities in the options, which all processes of a node have.
+
+    Not of the present limits: a resize at run time must not move objects to where nobody has them.
+    """
+    return float(max(1, options.capacity.of(shutil.disk_usage(disk.store.directory).total)))
 
 
 def _open_disks(options: CacheOptions) -> list[Disk]:

@@ -22,7 +22,6 @@ from millrace.cache.held import HELD_BYTES
 from millrace.cache.records import Entry
 from millrace.cache.sealing import seal_holds
 from millrace.errors import OriginUnavailableError, StorageError
-from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
 
 _POLL_SECONDS = (0.001, 0.05)  # first and longest pause while another process fetches
@@ -196,17 +195,9 @@ class BlockReader:
             return b""
         blocks = blocks_of(start, stop, self._entry.block_bytes)
         missing = self._missing(blocks)
-        tail = self._disk.footers.read(self._entry.object_id, start, stop) if missing else None
-        if tail is not None:
-            self._disk.counters.add("cache_bytes", stop - start)
-            return tail
         if len(missing) == len(blocks) and self._crowded() and not self._store.has_room(stop - start):
-            wanted = read_through(self._origin, self._info, start, stop, self._disk.counters)
-            self._offer_tail(start, stop, wanted)
-            return wanted
+            return read_through(self._origin, self._info, start, stop, self._disk.counters)
         fetched = self.fetch(missing)
-        if blocks[-1] in fetched:
-            self._offer_tail(blocks[-1] * self._entry.block_bytes, stop, fetched[blocks[-1]])
         kept = stop - start - sum(self._overlap(block, start, stop) for block in fetched)
         if kept:
             self._disk.counters.add("cache_bytes", kept)
@@ -265,12 +256,6 @@ class BlockReader:
         self._entry = self._disk.sealer.break_seal(entry)
         return False
 
-    def _offer_tail(self, start: int, stop: int, data: Buffer) -> None:
-        """After a read of the object's end, which was not kept: have its footer kept, if it has one."""
-        last = (self._entry.size - 1) // self._entry.block_bytes
-        if stop == self._entry.size and self._missing([last]):
-            self._disk.footers.put(self._entry.object_id, start, data)
-
     def _crowded(self) -> bool:
         """More readers than there is memory to hold a block of each: better read just what is asked for."""
         return BlockReader._open_readers * self._entry.block_bytes > HELD_BYTES // 2
@@ -283,7 +268,7 @@ class BlockReader:
             return list(blocks)
 
     def _report(self, error: StorageError) -> None:
-        emit(Event(name="cache.disk.failed", subject=self._store.path(self._entry), detail=str(error)))
+        self._disk.report(error, self._store.path(self._entry))
 
     def _start_fetch(self, blocks: Sequence[int], executor: Executor) -> dict[int, Future[Buffer]]:
         """Begin to fetch missing blocks; returns a future for each of them."""

@@ -296,4 +296,4 @@ class SmallReader:
         return False
 
     def _report(self, error: StorageError) -> None:
-        emit(Event(name="cache.disk.failed", subject=str(self._disk.store.directory), detail=str(error)))
+        self._disk.report(error)
