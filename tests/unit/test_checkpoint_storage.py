@@ -109,7 +109,8 @@ class ReadOnly:
 
     def __init__(self):
         self._origin = open_origin("file")
-        self.identity, self.head, self.read = "read-only", self._origin.head, self._origin.read
+        self.identity, self.head_is_local = "read-only", True
+        self.head, self.read = self._origin.head, self._origin.read
 
 
 def test_a_readable_is_enough_to_read(tmp_path):
