@@ -8,6 +8,7 @@ from pathlib import Path
 from millrace.cache.counters import Counters
 from millrace.cache.failures import FailingDiskError
 from millrace.cache.flight import Flights, ProcessLocks
+from millrace.cache.footers import Footers
 from millrace.cache.held import HeldBlocks
 from millrace.cache.housekeeping import every_tick, no_more
 from millrace.cache.maps import MapCache, Sweeper
@@ -44,6 +45,9 @@ class Disk:
         self._sweeper = Sweeper()
         self.flights = Flights()
         self.held = HeldBlocks()
+        self.footers = Footers(
+            self.store.index, capacity_bytes=self.store.capacity_bytes, may_grow=self.store.leaves_min_free
+        )
         self._limits = (options.capacity, options.min_free)
         self._tell_of_resize(options)
         self._full_reported = False
@@ -97,6 +101,7 @@ class Disk:
 
     def remove(self, object_id: bytes) -> None:
         """Forget an object version, its file and its map. Readers that have it open keep reading."""
+        self.footers.drop(object_id)
         entry = self.store.index.get(object_id)
         if entry is not None:
             self.maps.drop(entry.generation)

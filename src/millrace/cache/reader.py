@@ -195,9 +195,17 @@ class BlockReader:
             return b""
         blocks = blocks_of(start, stop, self._entry.block_bytes)
         missing = self._missing(blocks)
+        tail = self._disk.footers.read(self._entry.object_id, start, stop) if missing else None
+        if tail is not None:
+            self._disk.counters.add("cache_bytes", stop - start)
+            return tail
         if len(missing) == len(blocks) and self._crowded() and not self._store.has_room(stop - start):
-            return read_through(self._origin, self._info, start, stop, self._disk.counters)
+            wanted = read_through(self._origin, self._info, start, stop, self._disk.counters)
+            self._offer_tail(start, stop, wanted)
+            return wanted
         fetched = self.fetch(missing)
+        if blocks[-1] in fetched:
+            self._offer_tail(blocks[-1] * self._entry.block_bytes, stop, fetched[blocks[-1]])
         kept = stop - start - sum(self._overlap(block, start, stop) for block in fetched)
         if kept:
             self._disk.counters.add("cache_bytes", kept)
@@ -255,6 +263,12 @@ class BlockReader:
             return True
         self._entry = self._disk.sealer.break_seal(entry)
         return False
+
+    def _offer_tail(self, start: int, stop: int, data: Buffer) -> None:
+        """After a read of the object's end, which was not kept: have its footer kept, if it has one."""
+        last = (self._entry.size - 1) // self._entry.block_bytes
+        if stop == self._entry.size and self._missing([last]):
+            self._disk.footers.put(self._entry.object_id, start, data)
 
     def _crowded(self) -> bool:
         """More readers than there is memory to hold a block of each: better read just what is asked for."""
