@@ -45,7 +45,8 @@ def file_system(urls: Sequence[str], cache_dir: Sequence[str], endpoint_url: str
     if len(schemes) > 1:
         raise UsageError(f"URLs of {' and '.join(schemes)} together", next_step="use one command for each")
     options = {"endpoint_url": endpoint_url} if endpoint_url else None
-    return filesystem(schemes[0], target_options=options, cache_dir=list(cache_dir) or None)
+    # Not one that fsspec has kept: environment and file are read for each command.
+    return filesystem(schemes[0], target_options=options, cache_dir=list(cache_dir) or None, skip_instance_cache=True)
 
 
 def existing_node(cache_dir: Sequence[str]) -> tuple[CacheNode, list[str]]:
@@ -74,7 +75,8 @@ def places_of(node: CacheNode, url: str, endpoint_url: str | None) -> list[Place
     from millrace.origin import split_url
 
     scheme = split_url(url)[0]
-    named = filesystem(scheme, target_options={"endpoint_url": endpoint_url} if endpoint_url else None)
+    options = {"endpoint_url": endpoint_url} if endpoint_url else None
+    named = filesystem(scheme, target_options=options, skip_instance_cache=True)
     key = named.key_of(url).rstrip("/")
     if "*" in key or "?" in key:
         raise UsageError(f"{url!r} is a pattern", next_step="name an object or a prefix")
