@@ -116,7 +116,7 @@ def make_node(tmp_path: Path) -> Callable[[], CacheNode]:
         options = {"cache_dir": str(tmp_path / "cache"), "min_free": 0, "capacity": "64MiB"}
         node = cache_node(resolve(options, environ={}, file={}))
         for disk in node._disks:
-            disk.store.has_room = lambda nbytes: False  # type: ignore[method-assign]
+            disk.store.shortage = lambda nbytes: nbytes  # type: ignore[method-assign]
         return node
 
     return make

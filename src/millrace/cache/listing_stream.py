@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from millrace.cache.page_map import END, Moment, Space
+from millrace.cache.positions import END, Moment, Space
 from millrace.origin import ListingPage, ObjectInfo, Origin
+
+Below = Literal["something", "empty", "nothing"]
+"""What lies below a key: something; nothing, but it is a directory all the same; or it is none."""
 
 
 def base_of(prefix: str) -> str:

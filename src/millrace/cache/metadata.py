@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-from millrace.cache.listing_stream import Answer, ListingStream, base_of, end_of
-from millrace.cache.page_map import Moment, PageMap, Space, Stretch, level_space
+from millrace.cache.listing_stream import Answer, Below, ListingStream, base_of, end_of
+from millrace.cache.page_map import PageMap, Stretch
 from millrace.cache.pages import Page, encode
+from millrace.cache.positions import Moment, Space, level_space
 from millrace.cache.turns import Turns
 from millrace.errors import DeniedError, StorageError
 from millrace.events import Event, emit
@@ -28,9 +29,6 @@ _LEVEL_PAGES = 10
 """A level is derived from at most so many pages of everything, and asked for anew as a whole up to that length."""
 
 _NOWHERE = Space(b"nowhere!")
-
-Below = Literal["something", "empty", "nothing"]
-"""What lies below a key: something; nothing, but it is a directory all the same; or it is none."""
 
 
 class MetadataCache:
@@ -445,45 +443,3 @@ def _level(origin: Origin, base: str) -> Space:
 
 def _report_disk(error: StorageError) -> None:
     emit(Event(name="cache.disk.failed", subject="index", detail=str(error)))
-
-
-class NoMemory:
-    """Stands in for `MetadataCache` where there is no disk: remembers nothing, asks the origin every time."""
-
-    def known(self, origin: Origin, key: str) -> ObjectInfo | None:
-        return None
-
-    def stat(self, origin: Origin, key: str) -> ObjectInfo:
-        return origin.head(key)
-
-    def stat_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
-        return origin.head(key), 0.0
-
-    def forget(self, origin: Origin, key: str) -> None:
-        pass
-
-    def listing_root(self, origin: Origin, key: str) -> str | None:
-        return None
-
-    def forget_all(self) -> None:
-        pass
-
-    def known_directory(self, origin: Origin, prefix: str) -> bool:
-        return False
-
-    def remembered_directory(self, origin: Origin, prefix: str) -> bool:
-        return False
-
-    def below(self, origin: Origin, prefix: str, *, believe_nothing: bool = False) -> Below:
-        for page in origin.list_pages(prefix):
-            if page.objects:
-                return "something"
-            if page.is_directory:
-                return "empty"
-        return "nothing"
-
-    def list_level(self, origin: Origin, prefix: str) -> Listing:
-        return origin.list_level(prefix)
-
-    def list_all(self, origin: Origin, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
-        return origin.list_all(prefix)

@@ -22,8 +22,9 @@ from millrace.cache.counters import NAMES
 from millrace.cache.disk import Disk
 from millrace.cache.failures import LostDataError
 from millrace.cache.groups import group_of
-from millrace.cache.metadata import MetadataCache, NoMemory
+from millrace.cache.metadata import MetadataCache
 from millrace.cache.native import NativeObject, open_entry
+from millrace.cache.no_memory import NoMemory
 from millrace.cache.page_map import PageMap
 from millrace.cache.placement import owners
 from millrace.cache.reader import BlockReader, ObjectReader, OriginReader, Threads

@@ -13,52 +13,39 @@ about that key.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 from millrace.cache.index import Index
+from millrace.cache.page_rows import (
+    CHANGES_KEPT,
+    MOST_POSITION_BYTES,
+    ORDER,
+    PAGE,
+    RECORD,
+    Transaction,
+    ascending,
+    change_key,
+    changes_since,
+    concerns,
+    drop_records,
+    make_incomplete,
+    overlapping,
+    page_naming,
+    read_number,
+    record_key,
+    replace_pages,
+    struck_by,
+    unpack_record,
+    write_number,
+)
 from millrace.cache.pages import Page, decode, encode, pack_page, storable
+from millrace.cache.positions import END, Moment, Space, digest_of, level_space
 from millrace.origin import ObjectInfo
 
 _T = TypeVar("_T")
-_Transaction = Any  # py-lmdb has no types
-
-END = "\U0010ffff"
-"""Sorts after everything that a key may continue with."""
-
-_PAGE, _RECORD, _CHANGE, _ORDER, _NUMBER = b"P", b"R", b"T", b"O", b"N"
-_CHANGES_KEPT = 4096
-_MOST_POSITION_BYTES = 480  # LMDB takes keys of 511 bytes
-_U64 = struct.Struct(">Q")
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """The keys of one origin in its order, or one level of a directory's listing in ours."""
-
-    digest: bytes
-    folders_first: bool = False
-
-    def position(self, key: str) -> str:
-        """Where `key` sorts."""
-        return key.replace("/", "\0") if self.folders_first else key
-
-    def key(self, position: str) -> str:
-        """The reverse of `position`."""
-        return position.replace("\0", "/") if self.folders_first else position
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """When the origin was asked: the time, and the number of the last change that was known by then."""
-
-    asked: float
-    changes: int
 
 
 class Known(NamedTuple):
@@ -80,15 +67,6 @@ class Stretch:
     incomplete: bool
 
 
-def _digest(*parts: str) -> bytes:
-    return hashlib.blake2b(encode("\0".join(parts)), digest_size=8).digest()
-
-
-def level_space(identity: str, base: str) -> Space:
-    """The space of one level: what lies directly below the directory `base` (with its slash); prefixes end in a slash."""
-    return Space(_digest("level", identity, base))
-
-
 class PageMap:
     """The map of one index. Thread- and process-safe; raises what `Index` raises."""
 
@@ -105,8 +83,8 @@ class PageMap:
 
     def _read_space(self, identity: str) -> Space:
         with self._index.meta_reading() as txn:
-            folders_first = txn.get(_ORDER + _digest(identity)) is not None
-        space = Space(_digest("all", identity, "folders first" if folders_first else ""), folders_first)
+            folders_first = txn.get(ORDER + digest_of(identity)) is not None
+        space = Space(digest_of("all", identity, "folders first" if folders_first else ""), folders_first)
         self._spaces[identity] = space
         return space
 
@@ -114,7 +92,7 @@ class PageMap:
         """To be taken before the origin is asked. Also looks again how the origin sorts."""
         self._read_space(identity)
         with self._index.meta_reading() as txn:
-            return Moment(now, _number(txn, b"changes"))
+            return Moment(now, read_number(txn, b"changes"))
 
     def learn_order(self, identity: str, keys: Sequence[str], after: str) -> bool:
         """Whether `keys`, as the origin listed them after `after`, are in an order that the map can keep.
@@ -122,14 +100,14 @@ class PageMap:
         An origin that turns out to sort folder by folder loses what was remembered in the wrong order.
         """
         space = self.space(identity)
-        if _ascending(keys, after, space):
+        if ascending(keys, after, space):
             return True
-        if space.folders_first or not _ascending(keys, after, Space(b"", folders_first=True)):
+        if space.folders_first or not ascending(keys, after, Space(b"", folders_first=True)):
             return False
         with self._index.meta_writing() as txn:
-            txn.put(_ORDER + _digest(identity), b"folders first")
+            txn.put(ORDER + digest_of(identity), b"folders first")
             cursor = txn.cursor()
-            for kind in (_PAGE, _RECORD):
+            for kind in (PAGE, RECORD):
                 found = cursor.set_range(kind + space.digest)
                 while found and cursor.key()[:9] == kind + space.digest:
                     found = cursor.delete()
@@ -141,7 +119,7 @@ class PageMap:
     def look_up(self, space: Space, key: str) -> Known | None:
         """What the pages of a space say about a key; None when no page covers it."""
         position = encode(space.position(key) if space.folders_first else key)
-        own = _PAGE + space.digest
+        own = PAGE + space.digest
 
         def read(at: bytes, value: memoryview) -> Known | None:
             if not at.startswith(own):
@@ -159,7 +137,7 @@ class PageMap:
 
         The page is valid only inside `read`.
         """
-        own, wanted = _PAGE + space.digest, encode(position)
+        own, wanted = PAGE + space.digest, encode(position)
 
         def found(at: bytes, value: memoryview) -> _T | None:
             if at[:9] != own:
@@ -176,7 +154,7 @@ class PageMap:
     def stretch_naming(self, space: Space, key: str) -> Stretch | None:
         """The stretch of the page that names `key`."""
         position = encode(space.position(key))
-        own = _PAGE + space.digest
+        own = PAGE + space.digest
 
         def read(at: bytes, value: memoryview) -> Stretch | None:
             if at[:9] != own:
@@ -221,16 +199,16 @@ class PageMap:
         """
         entries = [(space.position(info.key), info) for info in infos]
         start, stop = encode(lower), encode(through)
-        if len(start) > _MOST_POSITION_BYTES or not all(storable(*entry) for entry in entries):
+        if len(start) > MOST_POSITION_BYTES or not all(storable(*entry) for entry in entries):
             return []
         with self._index.meta_writing() as txn:
-            changes = _changes_since(txn, moment.changes, keys or space)
+            changes = changes_since(txn, moment.changes, keys or space)
             if changes is None:
                 return []
             if keys is not None:
                 changes = [encode(space.position(keys.key(decode(change)))) for change in changes]
             cursor = txn.cursor()
-            old = list(_overlapping(cursor, space, start, stop))
+            old = list(overlapping(cursor, space, start, stop))
             for at, value in old:
                 page = Page(value)
                 if page.asked > moment.asked and not page.incomplete:
@@ -241,11 +219,11 @@ class PageMap:
                     break
             old = [(at, value) for at, value in old if at < stop]
             value = pack_page(entries, asked=moment.asked, through=decode(stop), root=root)
-            gone = _struck_by(changes, space, start, stop, entries)
+            gone = struck_by(changes, space, start, stop, entries)
             if gone is not None:
                 value = Page(value).without(gone)
-            superseded = _replace(txn, space, start, stop, value, old, keep=bool(entries) or keep_empty)
-            superseded += _drop_records(cursor, space, start, stop, value, moment.asked)
+            superseded = replace_pages(txn, space, start, stop, value, old, keep=bool(entries) or keep_empty)
+            superseded += drop_records(cursor, space, start, stop, value, moment.asked)
         return superseded
 
     # --- keys that were described alone -----------------------------------------------------------
@@ -253,20 +231,20 @@ class PageMap:
     def record(self, space: Space, key: str) -> tuple[ObjectInfo, float] | None:
         """What the origin said when it was asked about `key` alone, and when."""
         with self._index.meta_reading() as txn:
-            value = txn.get(_record_key(space, key))
-            return None if value is None else _unpack_record(value)
+            value = txn.get(record_key(space, key))
+            return None if value is None else unpack_record(value)
 
     def store_record(self, space: Space, info: ObjectInfo, moment: Moment) -> ObjectInfo | None:
         """Remember a description; returns another one that was remembered of the key and is not true any more."""
         with self._index.meta_writing() as txn:
-            changes = _changes_since(txn, moment.changes, space)
+            changes = changes_since(txn, moment.changes, space)
             position = encode(space.position(info.key))
-            if changes is None or any(_concerns(change, position) for change in changes):
+            if changes is None or any(concerns(change, position) for change in changes):
                 return None
-            at = _record_key(space, info.key)
+            at = record_key(space, info.key)
             value = txn.get(at)
-            old = None if value is None else _unpack_record(value)[0]
-            listed = _page_naming(txn.cursor(), space, position)
+            old = None if value is None else unpack_record(value)[0]
+            listed = page_naming(txn.cursor(), space, position)
             if listed is not None:
                 page = Page(listed[1])
                 number = page.find(position)
@@ -288,22 +266,22 @@ class PageMap:
         space = self.space(identity)
         position = encode(space.position(key))
         with self._index.meta_writing(changed=True) as txn:
-            number = _number(txn, b"changes") + 1
-            _set_number(txn, b"changes", number)
-            txn.put(_CHANGE + _U64.pack(number), space.digest + position)
-            txn.delete(_CHANGE + _U64.pack(max(0, number - _CHANGES_KEPT)))
+            number = read_number(txn, b"changes") + 1
+            write_number(txn, b"changes", number)
+            txn.put(change_key(number), space.digest + position)
+            txn.delete(change_key(max(0, number - CHANGES_KEPT)))
             cursor = txn.cursor()
             known = None
             if not key.endswith("/"):
                 known = self._strike(txn, cursor, space, key)
-                value = txn.get(_record_key(space, key))
+                value = txn.get(record_key(space, key))
                 if value is not None:
-                    known = _unpack_record(value)[0]
-                    txn.delete(_record_key(space, key))
+                    known = unpack_record(value)[0]
+                    txn.delete(record_key(space, key))
             else:
                 base = position
-                for at, page in list(_overlapping(cursor, space, base, base + encode(END))):
-                    _make_incomplete(txn, _PAGE + space.digest + at, page)
+                for at, page in list(overlapping(cursor, space, base, base + encode(END))):
+                    make_incomplete(txn, PAGE + space.digest + at, page)
                 self._distrust(txn, cursor, level_space(identity, key), encode(key))
             below = key.rstrip("/")
             while slash := below.rfind("/") + 1:
@@ -318,22 +296,22 @@ class PageMap:
         """Forget every page of a space."""
         with self._index.meta_writing() as txn:
             cursor = txn.cursor()
-            found = cursor.set_range(_PAGE + space.digest)
-            while found and cursor.key()[:9] == _PAGE + space.digest:
+            found = cursor.set_range(PAGE + space.digest)
+            while found and cursor.key()[:9] == PAGE + space.digest:
                 found = cursor.delete()
 
     def clear(self) -> None:
         """Forget everything; who asked the origin before that stores nothing."""
         with self._index.meta_writing(changed=True) as txn:
-            number = _number(txn, b"changes") + 1
+            number = read_number(txn, b"changes") + 1
             self._index.drop_meta(txn)
-            _set_number(txn, b"changes", number)
-            _set_number(txn, b"cleared", number)
+            write_number(txn, b"changes", number)
+            write_number(txn, b"cleared", number)
 
-    def _strike(self, txn: _Transaction, cursor: Any, space: Space, key: str) -> ObjectInfo | None:
+    def _strike(self, txn: Transaction, cursor: Any, space: Space, key: str) -> ObjectInfo | None:
         """Take a key out of the page that covers it, whose stretch is not complete any more."""
         position = encode(space.position(key))
-        found = _page_naming(cursor, space, position)
+        found = page_naming(cursor, space, position)
         if found is None:
             return None
         page = Page(found[1])
@@ -343,159 +321,6 @@ class PageMap:
             txn.put(found[0], page.without([position]))
         return known
 
-    def _distrust(self, txn: _Transaction, cursor: Any, level: Space, base: bytes) -> None:
-        for at, value in list(_overlapping(cursor, level, base, base + encode(END))):
-            _make_incomplete(txn, _PAGE + level.digest + at, value)
-
-
-def _make_incomplete(txn: _Transaction, at: bytes, value: bytes) -> None:
-    page = Page(value)
-    if not page.incomplete:
-        txn.put(at, page.without([]))
-
-
-def _ascending(keys: Sequence[str], after: str, space: Space) -> bool:
-    positions = [space.position(key) for key in keys]
-    if positions and positions[0] <= space.position(after):
-        return False
-    return all(first < second for first, second in pairwise(positions))
-
-
-def _number(txn: _Transaction, name: bytes) -> int:
-    value = txn.get(_NUMBER + name)
-    return 0 if value is None else int(_U64.unpack(value)[0])
-
-
-def _set_number(txn: _Transaction, name: bytes, number: int) -> None:
-    txn.put(_NUMBER + name, _U64.pack(number))
-
-
-def _changes_since(txn: _Transaction, number: int, space: Space) -> list[bytes] | None:
-    """The positions that were changed since the change `number`; None when that is not known any more."""
-    latest = _number(txn, b"changes")
-    if number < _number(txn, b"cleared") or latest - number > _CHANGES_KEPT - 1:
-        return None
-    values = [bytes(txn.get(_CHANGE + _U64.pack(each)) or b"") for each in range(number + 1, latest + 1)]
-    return [value[8:] for value in values if value[:8] == space.digest]
-
-
-def _concerns(change: bytes, position: bytes) -> bool:
-    """Whether a change may be one of `position`: it is that key, or a directory above it."""
-    return position == change or (change[-1:] in (b"/", b"\0") and position.startswith(change))
-
-
-def _struck_by(
-    changes: Sequence[bytes], space: Space, start: bytes, stop: bytes, entries: Sequence[tuple[str, ObjectInfo]]
-) -> list[bytes] | None:
-    """The positions among `entries` that were changed; None when nothing was changed in the stretch at all."""
-    near = [change for change in changes if start < change + b"\xff" and change <= stop]
-    if not near:
-        return None
-    return [position for position in (encode(each) for each, _ in entries) if any(_concerns(c, position) for c in near)]
-
-
-def _overlapping(cursor: Any, space: Space, start: bytes, stop: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """The pages that say something about what follows `start`, up to `stop`, each with the position where it begins."""
-    own = _PAGE + space.digest
-    found = cursor.set_range(own + start)
-    if not (found and bytes(cursor.key()) == own + start):
-        before = cursor.prev() if found else cursor.last()
-        if before and bytes(cursor.key()[:9]) == own:
-            value = bytes(cursor.value())
-            if Page(value).through > start:
-                yield bytes(cursor.key()[9:]), value
-        found = cursor.set_range(own + start)
-    while found and bytes(cursor.key()[:9]) == own and bytes(cursor.key()[9:]) < stop:
-        at = bytes(cursor.key())
-        yield at[9:], bytes(cursor.value())
-        found = cursor.set_range(at) and cursor.next()
-
-
-def _page_naming(cursor: Any, space: Space, position: bytes) -> tuple[bytes, bytes] | None:
-    """The page that covers `position`, with its place in the index."""
-    own = _PAGE + space.digest
-    before = cursor.prev() if cursor.set_range(own + position) else cursor.last()
-    if not before or bytes(cursor.key()[:9]) != own:
-        return None
-    value = bytes(cursor.value())
-    return (bytes(cursor.key()), value) if Page(value).through >= position else None
-
-
-def _replace(
-    txn: _Transaction,
-    space: Space,
-    start: bytes,
-    stop: bytes,
-    value: bytes,
-    old: Sequence[tuple[bytes, bytes]],
-    *,
-    keep: bool,
-) -> list[ObjectInfo]:
-    """Put a page in the place of `old` ones, whose ends beyond it stay; returns what they said that is not true any more."""
-    own = _PAGE + space.digest
-    page = Page(value)
-    if len(old) == 1 and old[0][0] == start and Page(old[0][1]).through == stop and page.same_objects(Page(old[0][1])):
-        txn.put(own + start, value)
-        return []
-    before: list[tuple[str, ObjectInfo]] = []
-    rests: list[tuple[bytes, bytes]] = []
-    for at, old_value in old:
-        old_page = Page(old_value)
-        entries = [(info.key, info) for info in old_page.infos()]
-        before += [entry for entry in entries if start < encode(entry[0]) <= stop]
-        if at < start:
-            rests.append((at, _part(old_page, [e for e in entries if encode(e[0]) <= start], start)))
-        if old_page.through > stop:
-            rests.append((stop, _part(old_page, [e for e in entries if encode(e[0]) > stop], old_page.through)))
-    if not keep and not before and len(old) == 1 and rests:
-        return []  # a stretch of a listing in which there was nothing, and is nothing
-    for at, _ in old:
-        txn.delete(own + at)
-    for at, rest in rests:
-        txn.put(own + at, rest)
-    if keep:
-        txn.put(own + start, value)
-    now = {info.key: (info.version, info.size) for info in page.infos()}
-    return [
-        ObjectInfo(space.key(position), info.size, info.version, info.modified)
-        for position, info in before
-        if now.get(position) != (info.version, info.size)
-    ]
-
-
-def _part(page: Page, entries: Sequence[tuple[str, ObjectInfo]], through: bytes) -> bytes:
-    return pack_page(entries, asked=page.asked, through=decode(through), root=page.root, incomplete=page.incomplete)
-
-
-def _record_key(space: Space, key: str) -> bytes:
-    position = encode(space.position(key))
-    if len(position) > _MOST_POSITION_BYTES:
-        position = position[: _MOST_POSITION_BYTES - 16] + hashlib.blake2b(position, digest_size=16).digest()
-    return _RECORD + space.digest + position
-
-
-def _unpack_record(value: memoryview) -> tuple[ObjectInfo, float]:
-    key, size, version, modified, asked = json.loads(bytes(value))
-    return ObjectInfo(key, size, version, modified), asked
-
-
-def _drop_records(cursor: Any, space: Space, start: bytes, stop: bytes, value: bytes, asked: float) -> list[ObjectInfo]:
-    """Remove the single records that a page replaces; returns those that said something else."""
-    own = _RECORD + space.digest
-    page = Page(value)
-    superseded = []
-    found = cursor.set_range(own + start)
-    while found and bytes(cursor.key()[:9]) == own and bytes(cursor.key()[9:]) <= stop:
-        info, described = _unpack_record(cursor.value())
-        position = encode(space.position(info.key))
-        number = page.find(position)
-        if described > asked or not start < position <= stop:
-            found = cursor.next()
-            continue
-        if number is None or (page.info(number, info.key).version, page.info(number, info.key).size) != (
-            info.version,
-            info.size,
-        ):
-            superseded.append(info)
-        found = cursor.delete()
-    return superseded
+    def _distrust(self, txn: Transaction, cursor: Any, level: Space, base: bytes) -> None:
+        for at, value in list(overlapping(cursor, level, base, base + encode(END))):
+            make_incomplete(txn, PAGE + level.digest + at, value)

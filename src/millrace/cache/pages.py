@@ -4,7 +4,7 @@ Layout: a header; a hash table of the names (u16 numbers of objects, linear prob
 times (f64) of all objects; where each name and each version begins (u32); then the texts: the bound `through`, the
 listing's root, the prefix that all names share, the names, the versions. Names are sorted by their bytes.
 
-Names here are *positions*: keys as the origin sorts them, see `page_map.py`. Figures: docs/design/0006-metadata.md.
+Names here are *positions*: keys as the origin sorts them, see `positions.py`. Figures: docs/design/0006-metadata.md.
 """
 
 from __future__ import annotations

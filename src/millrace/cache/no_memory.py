@@ -1,0 +1,50 @@
+"""Metadata where there is no disk to remember it on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from millrace.cache.listing_stream import Below
+from millrace.origin import Listing, ObjectInfo, Origin
+
+
+class NoMemory:
+    """Stands in for `MetadataCache` where there is no disk: remembers nothing, asks the origin every time."""
+
+    def known(self, origin: Origin, key: str) -> ObjectInfo | None:
+        return None
+
+    def stat(self, origin: Origin, key: str) -> ObjectInfo:
+        return origin.head(key)
+
+    def stat_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
+        return origin.head(key), 0.0
+
+    def forget(self, origin: Origin, key: str) -> None:
+        pass
+
+    def listing_root(self, origin: Origin, key: str) -> str | None:
+        return None
+
+    def forget_all(self) -> None:
+        pass
+
+    def known_directory(self, origin: Origin, prefix: str) -> bool:
+        return False
+
+    def remembered_directory(self, origin: Origin, prefix: str) -> bool:
+        return False
+
+    def below(self, origin: Origin, prefix: str, *, believe_nothing: bool = False) -> Below:
+        for page in origin.list_pages(prefix):
+            if page.objects:
+                return "something"
+            if page.is_directory:
+                return "empty"
+        return "nothing"
+
+    def list_level(self, origin: Origin, prefix: str) -> Listing:
+        return origin.list_level(prefix)
+
+    def list_all(self, origin: Origin, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
+        return origin.list_all(prefix)

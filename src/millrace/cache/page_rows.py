@@ -1,0 +1,187 @@
+"""The rows of the ordered map (`page_map.py`) in the index's table of metadata, and the steps of a transaction on them.
+
+A row's key begins with its kind. Pages and single records follow by space and position, changes by their number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from millrace.cache.pages import Page, decode, encode, pack_page
+from millrace.cache.positions import Space
+from millrace.origin import ObjectInfo
+
+Transaction = Any  # py-lmdb has no types
+
+PAGE, RECORD, CHANGE, ORDER, NUMBER = b"P", b"R", b"T", b"O", b"N"
+CHANGES_KEPT = 4096
+MOST_POSITION_BYTES = 480  # LMDB takes keys of 511 bytes
+
+_U64 = struct.Struct(">Q")
+
+
+def change_key(number: int) -> bytes:
+    """Where the change of this number is noted."""
+    return CHANGE + _U64.pack(number)
+
+
+def make_incomplete(txn: Transaction, at: bytes, value: bytes) -> None:
+    """Note in a page that it does not name everything any more."""
+    page = Page(value)
+    if not page.incomplete:
+        txn.put(at, page.without([]))
+
+
+def ascending(keys: Sequence[str], after: str, space: Space) -> bool:
+    """Whether keys are in the order of a space, and all follow `after`."""
+    positions = [space.position(key) for key in keys]
+    if positions and positions[0] <= space.position(after):
+        return False
+    return all(first < second for first, second in pairwise(positions))
+
+
+def read_number(txn: Transaction, name: bytes) -> int:
+    """A number of the map's own; 0 when it was never written."""
+    value = txn.get(NUMBER + name)
+    return 0 if value is None else int(_U64.unpack(value)[0])
+
+
+def write_number(txn: Transaction, name: bytes, number: int) -> None:
+    """Write a number of the map's own."""
+    txn.put(NUMBER + name, _U64.pack(number))
+
+
+def changes_since(txn: Transaction, number: int, space: Space) -> list[bytes] | None:
+    """The positions that were changed since the change `number`; None when that is not known any more."""
+    latest = read_number(txn, b"changes")
+    if number < read_number(txn, b"cleared") or latest - number > CHANGES_KEPT - 1:
+        return None
+    values = [bytes(txn.get(change_key(each)) or b"") for each in range(number + 1, latest + 1)]
+    return [value[8:] for value in values if value[:8] == space.digest]
+
+
+def concerns(change: bytes, position: bytes) -> bool:
+    """Whether a change may be one of `position`: it is that key, or a directory above it."""
+    return position == change or (change[-1:] in (b"/", b"\0") and position.startswith(change))
+
+
+def struck_by(
+    changes: Sequence[bytes], space: Space, start: bytes, stop: bytes, entries: Sequence[tuple[str, ObjectInfo]]
+) -> list[bytes] | None:
+    """The positions among `entries` that were changed; None when nothing was changed in the stretch at all."""
+    near = [change for change in changes if start < change + b"\xff" and change <= stop]
+    if not near:
+        return None
+    return [position for position in (encode(each) for each, _ in entries) if any(concerns(c, position) for c in near)]
+
+
+def overlapping(cursor: Any, space: Space, start: bytes, stop: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """The pages that say something about what follows `start`, up to `stop`, each with the position where it begins."""
+    own = PAGE + space.digest
+    found = cursor.set_range(own + start)
+    if not (found and bytes(cursor.key()) == own + start):
+        before = cursor.prev() if found else cursor.last()
+        if before and bytes(cursor.key()[:9]) == own:
+            value = bytes(cursor.value())
+            if Page(value).through > start:
+                yield bytes(cursor.key()[9:]), value
+        found = cursor.set_range(own + start)
+    while found and bytes(cursor.key()[:9]) == own and bytes(cursor.key()[9:]) < stop:
+        at = bytes(cursor.key())
+        yield at[9:], bytes(cursor.value())
+        found = cursor.set_range(at) and cursor.next()
+
+
+def page_naming(cursor: Any, space: Space, position: bytes) -> tuple[bytes, bytes] | None:
+    """The page that covers `position`, with its place in the index."""
+    own = PAGE + space.digest
+    before = cursor.prev() if cursor.set_range(own + position) else cursor.last()
+    if not before or bytes(cursor.key()[:9]) != own:
+        return None
+    value = bytes(cursor.value())
+    return (bytes(cursor.key()), value) if Page(value).through >= position else None
+
+
+def replace_pages(
+    txn: Transaction,
+    space: Space,
+    start: bytes,
+    stop: bytes,
+    value: bytes,
+    old: Sequence[tuple[bytes, bytes]],
+    *,
+    keep: bool,
+) -> list[ObjectInfo]:
+    """Put a page in the place of `old` ones, whose ends beyond it stay; returns what they said that is not true any more."""
+    own = PAGE + space.digest
+    page = Page(value)
+    if len(old) == 1 and old[0][0] == start and Page(old[0][1]).through == stop and page.same_objects(Page(old[0][1])):
+        txn.put(own + start, value)
+        return []
+    before: list[tuple[str, ObjectInfo]] = []
+    rests: list[tuple[bytes, bytes]] = []
+    for at, old_value in old:
+        old_page = Page(old_value)
+        entries = [(info.key, info) for info in old_page.infos()]
+        before += [entry for entry in entries if start < encode(entry[0]) <= stop]
+        if at < start:
+            rests.append((at, _part(old_page, [e for e in entries if encode(e[0]) <= start], start)))
+        if old_page.through > stop:
+            rests.append((stop, _part(old_page, [e for e in entries if encode(e[0]) > stop], old_page.through)))
+    if not keep and not before and len(old) == 1 and rests:
+        return []  # a stretch of a listing in which there was nothing, and is nothing
+    for at, _ in old:
+        txn.delete(own + at)
+    for at, rest in rests:
+        txn.put(own + at, rest)
+    if keep:
+        txn.put(own + start, value)
+    now = {info.key: (info.version, info.size) for info in page.infos()}
+    return [
+        ObjectInfo(space.key(position), info.size, info.version, info.modified)
+        for position, info in before
+        if now.get(position) != (info.version, info.size)
+    ]
+
+
+def _part(page: Page, entries: Sequence[tuple[str, ObjectInfo]], through: bytes) -> bytes:
+    return pack_page(entries, asked=page.asked, through=decode(through), root=page.root, incomplete=page.incomplete)
+
+
+def record_key(space: Space, key: str) -> bytes:
+    position = encode(space.position(key))
+    if len(position) > MOST_POSITION_BYTES:
+        position = position[: MOST_POSITION_BYTES - 16] + hashlib.blake2b(position, digest_size=16).digest()
+    return RECORD + space.digest + position
+
+
+def unpack_record(value: memoryview) -> tuple[ObjectInfo, float]:
+    key, size, version, modified, asked = json.loads(bytes(value))
+    return ObjectInfo(key, size, version, modified), asked
+
+
+def drop_records(cursor: Any, space: Space, start: bytes, stop: bytes, value: bytes, asked: float) -> list[ObjectInfo]:
+    """Remove the single records that a page replaces; returns those that said something else."""
+    own = RECORD + space.digest
+    page = Page(value)
+    superseded = []
+    found = cursor.set_range(own + start)
+    while found and bytes(cursor.key()[:9]) == own and bytes(cursor.key()[9:]) <= stop:
+        info, described = unpack_record(cursor.value())
+        position = encode(space.position(info.key))
+        number = page.find(position)
+        if described > asked or not start < position <= stop:
+            found = cursor.next()
+            continue
+        if number is None or (page.info(number, info.key).version, page.info(number, info.key).size) != (
+            info.version,
+            info.size,
+        ):
+            superseded.append(info)
+        found = cursor.delete()
+    return superseded
