@@ -182,6 +182,7 @@ def test_a_file_that_somebody_harmed_is_fetched_again(
     node = make_node(native=native)
     info = origin.head(key)
     read_all(node, origin, info)
+    seal(node)
     path = data_file(node)
     if harm == "delete":
         path.unlink()
@@ -206,6 +207,7 @@ def test_a_harmed_file_does_not_open_natively(
     node = make_node()
     info = origin.head(key)
     read_all(node, origin, info)
+    seal(node)
     if harm == "delete":
         data_file(node).unlink()
     else:
