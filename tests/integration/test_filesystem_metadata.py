@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from PIL import Image
 
 import millrace
 from millrace.cache import pages
-from millrace.origin import open_origin
+from millrace.origin import object_store, open_origin
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -192,3 +194,52 @@ def test_pyarrow_and_fsspec_ask_for_one_page_where_it_has_expired(
     assert asked(region) == {}
     assert len(selected(fs, selector)) == len(first) + 1
     assert asked(region) == {"LIST": 1}
+
+
+_ODD = [
+    "a",
+    "b c",
+    "c%41",
+    "d#e",
+    "f+g&h=i",
+    "j?k",
+    "ä",
+    "日本",
+    "z~",
+    "l" * 200,
+    "m/n",
+    "m/o/p",
+    "m-q",
+    "m.r",
+    "m0",
+    "M",
+]
+
+
+@pytest.mark.parametrize("kind", ["s3", "file"])
+def test_a_listing_goes_on_after_any_key(
+    kind: str, bucket: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = open_origin(kind, s3.target_options if kind == "s3" else None)
+    root = f"{bucket}/d" if kind == "s3" else f"{tmp_path}/d"
+    for name in [*_ODD, "../e"]:
+        key = os.path.normpath(f"{root}/{name}")
+        if kind == "file":
+            os.makedirs(os.path.dirname(key), exist_ok=True)
+        origin.put(key, b"x")
+
+    def rest(after: str = "") -> list[str]:
+        pages = list(origin.list_pages(root, after=after))
+        assert [page.last for page in pages] == [False] * (len(pages) - 1) + [True]
+        assert max(len(page.objects) for page in pages) <= object_store._LIST_PAGE
+        return [info.key for page in pages for info in page.objects]
+
+    everything = rest()
+    assert sorted(everything) == sorted(f"{root}/{name}" for name in _ODD)
+    if kind == "file":
+        assert everything == sorted(everything)
+    for page in (1000, 5, 1):
+        monkeypatch.setattr(object_store, "_LIST_PAGE", page)
+        for number, key in enumerate(everything):
+            assert rest(key) == everything[number + 1 :], key
+    assert rest(f"{root}/") == everything

@@ -154,6 +154,7 @@ def _part(page: Page, entries: Sequence[tuple[str, ObjectInfo]], through: bytes)
 
 
 def record_key(space: Space, key: str) -> bytes:
+    """Where the description of a key that was asked for alone lies."""
     position = encode(space.position(key))
     if len(position) > MOST_POSITION_BYTES:
         position = position[: MOST_POSITION_BYTES - 16] + hashlib.blake2b(position, digest_size=16).digest()
@@ -161,6 +162,7 @@ def record_key(space: Space, key: str) -> bytes:
 
 
 def unpack_record(value: memoryview) -> tuple[ObjectInfo, float]:
+    """Such a description, and when it was asked for."""
     key, size, version, modified, asked = json.loads(bytes(value))
     return ObjectInfo(key, size, version, modified), asked
 
