@@ -41,7 +41,7 @@ from millrace.cache.page_rows import (
     unpack_record,
     write_number,
 )
-from millrace.cache.pages import Page, decode, encode, pack_page, storable
+from millrace.cache.pages import MOST_OBJECTS, Page, decode, describe, encode, pack_page, storable
 from millrace.cache.positions import END, Moment, Space, digest_of, level_space
 from millrace.origin import ObjectInfo
 
@@ -124,11 +124,8 @@ class PageMap:
         def read(at: bytes, value: memoryview) -> Known | None:
             if not at.startswith(own):
                 return None
-            page = Page(value)
-            number = page.find(position)
-            if number is None:
-                return Known(None, page.asked, page.incomplete) if position <= page.through else None
-            return Known(page.info(number, key), page.asked, page.incomplete)
+            known = Known(*describe(value, position, key))
+            return known if known.info is not None or position <= Page(value).through else None
 
         return self._index.last_meta_before(own + position, read)
 
@@ -199,7 +196,9 @@ class PageMap:
         """
         entries = [(space.position(info.key), info) for info in infos]
         start, stop = encode(lower), encode(through)
-        if len(start) > MOST_POSITION_BYTES or not all(storable(*entry) for entry in entries):
+        if len(start) > MOST_POSITION_BYTES or len(entries) > MOST_OBJECTS:
+            return []
+        if not all(storable(*entry) for entry in entries):
             return []
         with self._index.meta_writing() as txn:
             changes = changes_since(txn, moment.changes, keys or space)

@@ -109,6 +109,40 @@ def _starts(parts: Sequence[bytes]) -> bytes:
     return array("I", accumulate((len(part) + 1 for part in parts), initial=0)).tobytes()
 
 
+def describe(data: memoryview, position: bytes, key: str) -> tuple[ObjectInfo | None, float, bool]:
+    """What a packed page says of the object at `position`, described as `key`; when it was asked for; if it is incomplete.
+
+    What `Page.find` and `Page.info` give, in one go: every open of a file comes here.
+    """
+    header = _HEADER.unpack_from(data)
+    version, flags, _, slots, asked, sizes, times, name_starts, version_starts, _, _, prefix_at, names, versions, _ = (
+        header
+    )
+    if version != _VERSION:
+        raise ValueError(f"a page of format {version}")
+    incomplete = flags & _INCOMPLETE != 0
+    length = names - prefix_at
+    if position[:length] != data[prefix_at:names]:
+        return None, asked, incomplete
+    name = position[length:]
+    slot = xxhash.xxh3_64_intdigest(name)
+    while True:
+        slot &= slots - 1
+        number = _SLOT.unpack_from(data, _HEADER.size + 2 * slot)[0]
+        if number == _NO_OBJECT:
+            return None, asked, incomplete
+        start, stop = _PAIR.unpack_from(data, name_starts + 4 * number)
+        if data[names + start : names + stop - 1] == name:
+            break
+        slot += 1
+    size = _SIZE.unpack_from(data, sizes + 8 * number)[0]
+    if size == _STRUCK:
+        return None, asked, incomplete
+    start, stop = _PAIR.unpack_from(data, version_starts + 4 * number)
+    text = str(data[versions + start : versions + stop - 1], "utf-8", "surrogatepass")
+    return ObjectInfo(key, size, text, _TIME.unpack_from(data, times + 8 * number)[0]), asked, incomplete
+
+
 class Page:
     """A packed page, read in place: nothing is copied but what is asked for.
 
