@@ -21,6 +21,7 @@ from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.cache.records import Entry, ObjectName
 from millrace.cache.segment_maps import SegmentMaps
 from millrace.cache.segments import SMALL_OBJECT_BYTES, Segments, data_path, generations, group_in
+from millrace.cache.small import stored_object
 from millrace.cache.store import Store
 from millrace.config import Amount, resolve
 from millrace.errors import ObjectChangedError, OriginUnavailableError
@@ -517,6 +518,21 @@ def test_a_removed_segment_file_costs_a_fetch_and_gives_its_space_back(
     assert [event.name for event in events] == ["cache.file.lost"]  # once for all that lay there
     assert len(node.entries()) == 5
     assert node.disks()[0][1] == os.stat(next(disk_of(node).segments.directory.glob("*.data"))).st_size
+
+
+def test_an_object_that_is_evicted_while_it_is_opened_is_not_reported_as_lost(
+    make_node: MakeNode, events: list[Event]
+) -> None:
+    origin = filled(1)
+    node = make_node()
+    read_all(node, origin, "b/set/000.jpg")
+    entry, disk = entry_of(node, origin, "b/set/000.jpg"), disk_of(node)
+    disk.store.index.remove_segment(entry.place)
+    for path in disk.segments.directory.iterdir():
+        path.unlink()
+    assert stored_object(disk, entry) is None
+    assert events == []
+    assert read_all(node, origin, "b/set/000.jpg") == content(origin, "b/set/000.jpg")
 
 
 def test_a_segment_that_the_index_forgot_takes_nothing_more(make_node: MakeNode) -> None:

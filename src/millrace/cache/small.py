@@ -50,6 +50,8 @@ def stored_object(disk: Disk, entry: Entry, *, verify: bool = False) -> tuple[Bu
         else:
             found = disk.segment_maps.get(entry)
     except LostDataError as error:
+        if disk.store.index.get(entry.object_id) != entry:
+            return None  # evicted since its record was read
         emit(Event(name="cache.file.lost", subject=str(disk.store.directory), detail=str(error)))
         _forget_lost(disk, entry)
         return None
