@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from millrace.cache.counters import Counters
+from millrace.cache.evictor import Evictor, Newcomer
 from millrace.cache.failures import FailingDiskError
 from millrace.cache.flight import Flights, ProcessLocks
 from millrace.cache.footers import Footers
 from millrace.cache.held import HeldBlocks
 from millrace.cache.housekeeping import every_tick, no_more
 from millrace.cache.maps import MapCache, Sweeper
+from millrace.cache.records import Entry
 from millrace.cache.sealing import Sealer
 from millrace.cache.segment_maps import SegmentMaps
 from millrace.cache.segments import Segments
 from millrace.cache.signals import Signals
 from millrace.cache.store import Store
-from millrace.cache.usage import UsageLog
+from millrace.cache.usage import FindGroup, UsageLog
+from millrace.cache.usage_records import UsageRecords
 from millrace.cache.verified import VerifiedBlocks
 from millrace.config import DEFAULT_CAPACITY, CacheOptions, parse_amount
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 
 _log = logging.getLogger("millrace")
+
+_BATCHES = 256  # uses are written down when they come to one part in so many of the capacity, or twice a second
 
 _DEFAULT_CAPACITY = parse_amount(DEFAULT_CAPACITY, option="capacity")
 
@@ -42,6 +50,16 @@ class Disk:
         self.segments = Segments(directory / "segments", self.store.index)
         self.segment_maps = SegmentMaps(self.segments.directory, self.maps)
         self.usage = UsageLog(self._count_opens)
+        self.records = UsageRecords(self.store.index)
+        self.evictor = Evictor(
+            self.store,
+            self.records,
+            self.locks,
+            feed=self.write_down_uses,
+            remove_object=self._evict_object,
+            remove_segment=self._evict_segment,
+            report=self.report,
+        )
         self._sweeper = Sweeper()
         self.flights = Flights()
         self.held = HeldBlocks()
@@ -58,8 +76,13 @@ class Disk:
         every_tick(self.tidy)
 
     def tidy(self) -> None:
-        """Let go of maps whose files are gone, and add up what was used."""
-        self.usage.settle()
+        """Write down what was used, see to the limits, and let go of maps whose files are gone."""
+        if self.failed:
+            return
+        self.write_down_uses()
+        self.segments.release_idle()
+        self.evictor.enforce()
+        self.evictor.audit()
         removals = self.signals.removals
         if (everything := self._sweeper.due(removals)) or self.maps.unchecked:
             self.maps.sweep(all_of_them=everything)
@@ -94,10 +117,56 @@ class Disk:
             )
 
     def enforce_limits(self) -> None:
-        """Bring the store inside its limits, after these were lowered. Nothing can be evicted yet: it is only said."""
-        used, capacity = self.store.index.used_bytes(), self.store.capacity_bytes()
-        if used > capacity:
-            emit(Event(name="cache.over_capacity", subject=str(self.store.directory), nbytes=used - capacity))
+        """Bring the store inside its limits, after these were lowered. What is pinned stays even if it is too much."""
+        self.evictor.enforce(patient=True)
+
+    # --- what is used, and what goes ----------------------------------------------------------------
+
+    @contextmanager
+    def reserved(self, nbytes: int, newcomer: Newcomer) -> Iterator[bool]:
+        """Reserve room for the time of the block, for which others may be evicted; gives whether there is any."""
+        granted = self.evictor.reserve(nbytes, newcomer)
+        try:
+            yield granted
+        finally:
+            if granted:
+                self.store.release(nbytes)
+
+    def missed(self, entry: Entry, nbytes: int, group: FindGroup) -> None:
+        """Note bytes from the origin. Uses are written down often enough for eviction to see them one after the other."""
+        self.usage.missed(entry, nbytes, group, kept=False)
+        try:
+            if self.usage.settle() > self.store.capacity_bytes() // _BATCHES:
+                self.write_down_uses()
+        except StorageError as error:
+            self.report(error)
+
+    def write_down_uses(self) -> None:
+        """Enter what this process has used since the last time into the records."""
+        tallies = self.usage.drain()
+        if not tallies:
+            return
+        forgotten = self.records.note(tallies, capacity_bytes=self.store.capacity_bytes(), now=time.time())
+        for object_id in forgotten:
+            entry = self.store.index.get(object_id)
+            if entry is not None and not entry.present:  # opened once, never kept
+                self.store.remove(object_id)
+
+    def _evict_object(self, object_id: bytes) -> bool:
+        entry = self.store.index.get(object_id)
+        if entry is None or entry.place:
+            return False
+        self.maps.drop(entry.generation)
+        self.store.remove(object_id)
+        emit(Event(name="cache.evicted", subject=self.store.path(entry), nbytes=entry.present * entry.block_bytes))
+        return True
+
+    def _evict_segment(self, generation: int) -> bool:
+        if not self.segments.remove(generation, lambda: self.store.index.remove_segment(generation)):
+            return False
+        self.segment_maps.forget(generation)
+        emit(Event(name="cache.evicted", subject=f"{self.segments.directory}/{generation}.data"))
+        return True
 
     def remove(self, object_id: bytes) -> None:
         """Forget an object version, its file and its map. Readers that have it open keep reading."""
@@ -135,7 +204,10 @@ class Disk:
         """Close everything; files and maps that are in use stay readable."""
         self.sealer.close()
         no_more(self.tidy)
-        self.usage.settle()
+        try:
+            self.write_down_uses()
+        except StorageError as error:
+            self.report(error)
         self.maps.clear()
         self.segments.close()
         self.counters.close()

@@ -313,6 +313,19 @@ class Index:
         with self._reading(self._segments) as txn:
             return [SegmentRecord.unpack(key, value) for key, value in txn.cursor()]
 
+    def entries_in(self, generation: int) -> list[Entry]:
+        """The records of all objects in a segment."""
+        found = []
+        with self._reading(self._members) as txn:
+            cursor = txn.cursor()
+            cursor.set_range(member_key(generation))
+            while (object_id := member_of(cursor.key(), generation)) is not None:
+                entry = self._get(txn, object_id)
+                if entry is not None and entry.place == generation:
+                    found.append(entry)
+                cursor.next()
+        return found
+
     def remove_segment(self, generation: int) -> list[Entry] | None:
         """Forget a segment with all objects in it in one step; returns their last records. None when there is none."""
         with self._writing() as txn:

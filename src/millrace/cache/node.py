@@ -138,7 +138,7 @@ class CacheNode:
                 if is_small(info.size, disk.store.index.get(name)):
                     return self._small_reader(origin, info, name, disk, threads or self._threads)
                 entry = disk.store.index.create(name, info.size, BLOCK_BYTES, _name_of(origin, info))
-                disk.usage.opened(entry)
+                disk.keep_house()
                 return BlockReader(
                     origin=origin,
                     info=info,
@@ -146,6 +146,7 @@ class CacheNode:
                     disk=disk,
                     threads=threads or self._threads,
                     verify=not self.options.native,
+                    group=lambda: self._group_of(origin, info),
                     reopen=lambda: cache_node(self.options).open_reader(origin, info),
                 )
             except LostDataError as error:
@@ -163,9 +164,13 @@ class CacheNode:
             disk=disk,
             threads=threads,
             verify=not self.options.native,
-            group=lambda: group_of(origin.identity, info.key, self.metadata.listing_root(origin, info.key)),
+            group=lambda: self._group_of(origin, info),
             reopen=lambda: cache_node(self.options).open_reader(origin, info),
         )
+
+    def _group_of(self, origin: Origin, info: ObjectInfo) -> str:
+        """The data set of an object."""
+        return group_of(origin.identity, info.key, self.metadata.listing_root(origin, info.key))
 
     def discard(self, origin: Origin, info: ObjectInfo) -> None:
         """Forget one version of an object (it was overwritten or removed at the origin)."""

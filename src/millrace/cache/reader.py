@@ -16,11 +16,13 @@ from typing_extensions import Buffer
 from millrace.cache.blocks import BLOCK_BYTES, RUN_BLOCKS, blocks_of, coalesce, span_of
 from millrace.cache.counters import Counters
 from millrace.cache.disk import Disk
+from millrace.cache.evictor import Newcomer
 from millrace.cache.failures import disk_errors
 from millrace.cache.flight import PATIENCE_SECONDS
 from millrace.cache.held import HELD_BYTES
 from millrace.cache.records import Entry
 from millrace.cache.sealing import seal_holds
+from millrace.cache.usage import FindGroup
 from millrace.errors import OriginUnavailableError, StorageError
 from millrace.origin import ObjectInfo, Origin
 
@@ -123,6 +125,7 @@ class BlockReader:
         disk: Disk,
         threads: Threads,
         verify: bool,
+        group: FindGroup,
         reopen: Callable[[], ObjectReader],
     ) -> None:
         self._descriptor = -1
@@ -133,6 +136,7 @@ class BlockReader:
         self._store = disk.store
         self._threads = threads
         self._verify = verify
+        self._group = group
         self._reopen = reopen
         self._pid = os.getpid()
         self._heir: ObjectReader | None = None
@@ -140,6 +144,7 @@ class BlockReader:
         BlockReader._open_readers += 1
         self._verified = disk.verified.of(entry.generation)
         self._believed = self._seal_holds()
+        self._removed = False  # evicted or freed while this reader is open
 
     @property
     def size(self) -> int:
@@ -186,8 +191,8 @@ class BlockReader:
         self.close()
 
     def read(self, start: int, stop: int) -> Buffer:
-        if self._pid != os.getpid():
-            return self._in_this_process().read(start, stop)
+        if self._removed or self._pid != os.getpid():
+            return self._anew().read(start, stop)
         if self._descriptor < 0:
             raise ValueError(f"the reader of {self._info.key} is closed")
         start, stop = max(0, start), min(stop, self._entry.size)
@@ -201,6 +206,7 @@ class BlockReader:
             return tail
         if len(missing) == len(blocks) and self._crowded() and not self._store.has_room(stop - start):
             wanted = read_through(self._origin, self._info, start, stop, self._disk.counters)
+            self._disk.missed(self._entry, stop - start, self._group)
             self._offer_tail(start, stop, wanted)
             return wanted
         fetched = self.fetch(missing)
@@ -209,6 +215,7 @@ class BlockReader:
         kept = stop - start - sum(self._overlap(block, start, stop) for block in fetched)
         if kept:
             self._disk.counters.add("cache_bytes", kept)
+            self._disk.usage.hit(self._entry, kept, self._group)
         if not fetched and (self._believed or self._verified.issuperset(blocks)) and not self._verify:
             return self._pread(start, stop)
         if len(blocks) == 1 and fetched:
@@ -233,8 +240,8 @@ class BlockReader:
         return {**held, **{block: future.result() for block, future in waiting.items()}}
 
     def prefetch(self, blocks: range) -> None:
-        if self._pid != os.getpid():
-            self._in_this_process().prefetch(blocks)
+        if self._removed or self._pid != os.getpid():
+            self._anew().prefetch(blocks)
             return
         if self._descriptor < 0 or not blocks:
             return
@@ -248,8 +255,10 @@ class BlockReader:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _in_this_process(self) -> ObjectReader:
-        """The same object, opened by this process: the one that was inherited by a fork has no threads to fetch with."""
+    def _anew(self) -> ObjectReader:
+        """The same version opened anew: a reader that was inherited by a fork has no threads to fetch with, and where the
+        object was removed from the store, nothing that is fetched can be kept any more.
+        """
         if self._heir is None:
             self._heir = self._reopen()
         return self._heir
@@ -366,7 +375,9 @@ class BlockReader:
         data = memoryview(self._origin.read(self._info.key, start, stop, version=self._info.version)).cast("B")
         counters.add("origin_requests")
         counters.add("origin_bytes", stop - start)
-        with self._store.reserved(stop - start) as keep:
+        self._disk.missed(entry, stop - start, self._group)
+        newcomer = Newcomer(entry.object_id, entry.size, lambda: entry.name, self._group)
+        with self._disk.reserved(stop - start, newcomer) as keep:
             if not keep:
                 self._disk.report_full()
             for block in part:
@@ -386,8 +397,10 @@ class BlockReader:
             self._report(error)
             return False
         if entry is None:
+            self._removed = True
             return False
         self._verified.add(block)
+        self._disk.usage.missed(entry, 0, self._group, kept=True)
         if entry.complete and not entry.sealed:
             self._disk.sealer.start(entry)
         return True

@@ -8,6 +8,8 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
+import xxhash
+
 _LENGTHS = struct.Struct("<III")
 _OBJECT = struct.Struct("<QQIIQQQQq")
 _SEGMENT = struct.Struct("<QQ")
@@ -130,6 +132,12 @@ BLOCK_PREFIX_BYTES = 24
 def generation_key(generation: int) -> bytes:
     """The key of a segment."""
     return _GENERATION.pack(generation)
+
+
+def segment_unit(generation: int) -> bytes:
+    """The key of a segment among the units of eviction: like the ids of objects 16 bytes, of which the first are random."""
+    key = _GENERATION.pack(generation)
+    return _GENERATION.pack(xxhash.xxh3_64_intdigest(key)) + key
 
 
 def member_key(segment: int, object_id: bytes = bytes(16)) -> bytes:

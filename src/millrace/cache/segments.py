@@ -14,8 +14,9 @@ import contextlib
 import fcntl
 import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
@@ -46,6 +47,7 @@ _IDX_BYTES = 16 << 20  # of very many very small objects a segment holds fewer, 
 _ALIGNMENT = 64  # of objects in `.data`: what Arrow wishes of its buffers
 _MAX_OPEN = 32  # segments that one process appends to at a time, at two descriptors each
 _HEAD_BYTES = 4096
+_IDLE_SECONDS = 1.5
 
 
 class SegmentTable(Protocol):
@@ -153,6 +155,39 @@ class Segments:
                 if segment.generation == generation:
                     self._open.pop(group).close()
 
+    def release_idle(self) -> None:
+        """Let go of segments to which nothing was appended for a second or two: others may append to them, or evict them."""
+        before = time.monotonic() - _IDLE_SECONDS
+        with self._lock:
+            for group, segment in list(self._open.items()):
+                if segment.appended < before:
+                    self._let_go(group)
+
+    def remove(self, generation: int, forget: Callable[[], object]) -> bool:
+        """Remove the files of a segment, after `forget()` has taken it out of the index. False when somebody appends to it.
+
+        Whoever has it mapped reads on. A segment to which this process appends is let go of first.
+        """
+        with self._lock, disk_errors(idx_path(self.directory, generation)):
+            for group, segment in list(self._open.items()):
+                if segment.generation == generation:
+                    self._open.pop(group).close()
+            descriptor = -1
+            try:
+                descriptor = os.open(idx_path(self.directory, generation), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _close(descriptor)
+                return False
+            except FileNotFoundError:
+                pass
+            try:
+                forget()
+                _unlink(self.directory, generation)
+            finally:
+                _close(descriptor)
+            return True
+
     def close(self) -> None:
         """Let go of every segment: other processes go on where this one stopped."""
         with self._lock:
@@ -174,11 +209,14 @@ class Segments:
             segment = self._adopt(group) or self._create(group)
             self._open[group] = segment
             while len(self._open) > self._max_open:
-                other, idle = self._open.popitem(last=False)
-                idle.close()
-                self._spare.setdefault(other, []).append(idle.generation)
+                self._let_go(next(iter(self._open)))
         self._open.move_to_end(group)
         return segment
+
+    def _let_go(self, group: str) -> None:
+        segment = self._open.pop(group)
+        segment.close()
+        self._spare.setdefault(group, []).append(segment.generation)
 
     def _adopt(self, group: str) -> _Segment | None:
         """Take over a segment of `group` that has room and that no process appends to."""
@@ -239,6 +277,7 @@ class _Segment:
 
     def __init__(self, generation: int, data: int, idx: int) -> None:
         self.generation = generation
+        self.appended = time.monotonic()
         self._data, self._idx = data, idx
         # Behind everything that was ever written: what an append that failed has left there is never looked at.
         self._data_end = _data_aligned(os.fstat(data).st_size)
@@ -290,6 +329,7 @@ class _Segment:
         encoded = encode_object(self.generation, record)
         if self._data_end + len(view) > SEGMENT_BYTES or self._idx_end + len(encoded) > _IDX_BYTES:
             return None
+        self.appended = time.monotonic()
         offset = self._data_end
         _write_all(self._data, view, offset)
         self._data_end = _data_aligned(offset + len(view))

@@ -18,6 +18,7 @@ from typing_extensions import Buffer
 
 from millrace.cache.blocks import BLOCK_BYTES
 from millrace.cache.disk import Disk
+from millrace.cache.evictor import Newcomer
 from millrace.cache.failures import LostDataError
 from millrace.cache.flight import PATIENCE_SECONDS
 from millrace.cache.maps import MapSlot
@@ -225,7 +226,7 @@ class SmallReader:
         if entry is None or found is None:
             return None
         self._disk.counters.add("cache_bytes", entry.size)
-        self._disk.usage.opened(entry)
+        self._disk.usage.hit(entry, entry.size)
         return found[0]
 
     def _fetch(self, flight: Future[Buffer]) -> Buffer:
@@ -267,7 +268,11 @@ class SmallReader:
         data = self._origin.read(info.key, 0, info.size, version=info.version)
         counters.add("origin_requests")
         counters.add("origin_bytes", info.size)
-        with self._disk.store.reserved(info.size) as room:
+        key, name = self._key[0], ObjectName(self._origin.identity, info.key, info.version)
+        self._disk.missed(
+            Entry(key, 0, info.size, max(1, info.size), 0, packed_name=name.pack()), info.size, self._group
+        )
+        with self._disk.reserved(info.size, Newcomer(key, info.size, lambda: name, self._group)) as room:
             if not room:
                 self._disk.report_full()
             if not (room and self._kept(data)):
@@ -291,6 +296,7 @@ class SmallReader:
                     checksum=placed.checksum,
                 )
                 if entry is not None:
+                    disk.usage.missed(entry, 0, self._group, kept=True)
                     return True
                 disk.segments.forget(placed.segment)  # it was removed meanwhile
         except StorageError as error:

@@ -309,6 +309,16 @@ class Store:
             disk = os.statvfs(self.directory)
         return self._limit().of(disk.f_blocks * disk.f_frsize)
 
+    def free_bytes(self) -> int:
+        """Free bytes of the disk."""
+        with disk_errors(self.directory):
+            disk = os.statvfs(self.directory)
+        return disk.f_bavail * disk.f_frsize
+
+    def min_free_bytes(self) -> int:
+        """How many bytes of the disk must stay free."""
+        return self._min_free.of(self.disk_bytes())
+
     def disk_bytes(self) -> int:
         """The size of the disk, whoever fills it."""
         with disk_errors(self.directory):

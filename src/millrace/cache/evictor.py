@@ -1,0 +1,411 @@
+"""Makes room in a store: carries out what `eviction.py` decides, one evictor at a time in a node.
+
+Two occasions. A read that finds no room asks for some (`reserve`): what the policy gives up for it is removed, or the read
+is served without being kept. And housekeeping brings a store inside its limits again (`enforce`) when these were lowered,
+when another program fills the disk, when a time to live is over or a prefix takes more than its quota.
+
+A refusal is remembered for ten times as long as it took to find: reads that may not be kept cost a thread at most a tenth
+of its time, however many there are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+from millrace.cache.eviction import SAMPLE_SIZE, SHRINK_SAMPLE_SIZE, Group, Unit, choose
+from millrace.cache.flight import ProcessLocks
+from millrace.cache.groups import group_of
+from millrace.cache.records import ObjectName, segment_unit
+from millrace.cache.rules import AppliedRule, Place, Rules
+from millrace.cache.store import Store
+from millrace.cache.unit_rules import Holdings, Survey, Surveyor, held_bytes, is_expired, rule_of
+from millrace.cache.usage import FindGroup
+from millrace.cache.usage_records import Draw, UnitRecord, UsageRecords, group_number
+from millrace.errors import StorageError
+from millrace.events import Event, emit
+
+_LOCK = (b"eviction", 0)
+_ADOPTED = b"adopted"
+_PAGE = 1000
+_AUDIT_PAGE = 200
+_REFUSAL_FACTOR = 10.0
+_TURN_SECONDS = 0.05
+_LONG_TURN_SECONDS = 10.0
+_DRAWS = 8  # in a row that may hold nothing that can go
+_TAKEN_OF_A_DRAW = 4  # one in so many of a large draw goes before the next
+_UNSEEN_SECONDS = 2.0  # until other processes let go of a removed file, see `Disk.tidy`
+
+_NO_PLACES: Mapping[Place, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """An object of which something is about to be kept. `key` is its id, `nbytes` its whole size."""
+
+    key: bytes
+    nbytes: int
+    name: Callable[[], ObjectName]
+    group: FindGroup
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A unit that may go, as the policy sees it, and the bytes that it has here."""
+
+    unit: Unit
+    segment: int
+    nbytes: int
+    rule: AppliedRule
+
+
+class Evictor:
+    """Evicts from one store. Thread-safe, any number of processes at once; not usable after a fork.
+
+    `feed` writes down this process's uses. `remove_object` and `remove_segment` remove a unit and give whether it went: a
+    segment that somebody appends to stays. `report` hears of a disk that fails.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        records: UsageRecords,
+        locks: ProcessLocks,
+        *,
+        feed: Callable[[], None],
+        remove_object: Callable[[bytes], bool],
+        remove_segment: Callable[[int], bool],
+        report: Callable[[StorageError], None],
+    ) -> None:
+        self._store = store
+        self._records = records
+        self._locks = locks
+        self._feed = feed
+        self._remove_object = remove_object
+        self._remove_segment = remove_segment
+        self._report = report
+        self._holdings = Holdings(store.index)
+        self._surveyor = Surveyor(records, self._holdings)
+        self._turn = threading.Lock()
+        self._refused_until = 0.0
+        self._unseen: list[tuple[float, int]] = []
+        self._audited = b""
+        self._over_told = False
+
+    # --- for a read that found something to keep ----------------------------------------------------
+
+    def reserve(self, nbytes: int, newcomer: Newcomer) -> bool:
+        """`Store.reserve`, evicting for it where the policy agrees. The caller releases what was granted."""
+        try:
+            rules = self._store.rules.current()
+            rule = rule_of(rules, newcomer.name()) if rules.by_place else None
+            place = None if rule is None else rule.quota_place
+            if place is None or rule is None:
+                excess = 0
+            else:
+                used = self._surveyor.current(rules).used.get(place, 0)
+                excess = used + nbytes - _quota_bytes(self._store, rule)
+        except StorageError as error:
+            self._report(error)
+            return False
+        if excess <= 0 and self._store.reserve(nbytes):
+            return self._count(place, nbytes)
+        if self._make_room(nbytes, newcomer, place if excess > 0 else None, excess) and self._store.reserve(nbytes):
+            return self._count(place, nbytes)
+        return False
+
+    def _count(self, place: Place | None, nbytes: int) -> bool:
+        if place is not None:
+            used = self._surveyor.current(self._store.rules.current()).used
+            used[place] = used.get(place, 0) + nbytes
+        return True
+
+    def _make_room(self, nbytes: int, newcomer: Newcomer, over: Place | None, excess: int) -> bool:
+        if time.monotonic() < self._refused_until:
+            return False
+        try:
+            with self._my_turn(_TURN_SECONDS) as mine:
+                if not mine:
+                    return False
+                started = time.monotonic()
+                shortage = max(excess, self._store.shortage(nbytes))
+                made = shortage <= 0 or self._replace(shortage, newcomer, over)
+                if not made:
+                    ended = time.monotonic()
+                    self._refused_until = ended + _REFUSAL_FACTOR * (ended - started)
+                return made
+        except StorageError as error:
+            self._report(error)
+            return False
+
+    def _replace(self, shortage: int, newcomer: Newcomer, over: Place | None) -> bool:
+        """Collect victims until there is enough, and only then remove them."""
+        self._feed()
+        self._adopt()
+        rules = self._store.rules.current()
+        places = _places(rules)
+        rule = rule_of(rules, newcomer.name())
+        unit = self._unit_of(newcomer, 0 if rule.quota_place is None else places[rule.quota_place])
+        victims: dict[bytes, _Candidate] = {}
+        empty = 0
+        while shortage > sum(victim.nbytes for victim in victims.values()):
+            draw = self._draw(SAMPLE_SIZE, rules, over)
+            sample = {
+                found.unit.key: found
+                for found in self._candidates(draw, rules, places)
+                if found.unit.key != newcomer.key and found.unit.key not in victims and not found.rule.pinned
+            }
+            if not sample:
+                empty += 1
+                if empty == _DRAWS:
+                    return False
+                continue
+            chosen = choose(
+                [found.unit for found in sample.values()],
+                None if rule.pinned else unit,  # somebody wants it kept: that is evidence enough
+                {**draw.groups, unit.group: self._group_of(unit, draw)},
+                clock=draw.clock,
+                capacity_bytes=self._store.capacity_bytes(),
+                over_quota=self._over_quota(rules, places) | ({places[over]} if over is not None else set()),
+            )
+            if chosen is None:
+                return False
+            victims[chosen.key] = sample[chosen.key]
+        return self._remove(victims.values()) >= shortage
+
+    def _unit_of(self, newcomer: Newcomer, prefix: int) -> Unit:
+        record = self._records.get(newcomer.key)
+        if record is not None:
+            return replace(record.unit, prefix=prefix)
+        group = group_number(newcomer.group())
+        return Unit(key=newcomer.key, nbytes=newcomer.nbytes, group=group, last=self._records.clock, prefix=prefix)
+
+    def _group_of(self, unit: Unit, draw: Draw) -> Group:
+        found = draw.groups.get(unit.group)
+        return self._records.group(unit.group) if found is None else found
+
+    # --- bringing the store inside its limits -------------------------------------------------------
+
+    def enforce(self, *, patient: bool = False) -> None:
+        """Evict what has expired, and whatever else until every limit holds. `patient` waits for another evictor to end.
+
+        Quick when there is nothing to do. Capacity is held by evicting all but pins; to keep `min_free` pins go last.
+        """
+        rules = self._store.rules.current()
+        survey = self._surveyor.current(rules)
+        over = [place for place in survey.used if self._excess(survey, rules, place) > 0]
+        if not patient and not over and not survey.expired and self._pressing() <= 0:
+            return
+        with self._my_turn(_LONG_TURN_SECONDS if patient else 0.0) as mine:
+            if not mine:
+                return
+            self._feed()
+            self._adopt()
+            for record in self._records.find(survey.expired).records:
+                holding = self._holdings.of(record, rules)
+                if holding is not None and is_expired(record, holding.rule, time.time()):
+                    self._remove([_candidate(record, holding.nbytes, holding.rule, {}, 0.0)])
+            for place in over:
+                self._shrink(rules, partial(self._excess, survey, rules, place), place)
+            self._shrink(rules, self._pressing, None)
+            self._go_to_extremes(rules)
+
+    def _excess(self, survey: Survey, rules: Rules, place: Place) -> int:
+        return survey.used.get(place, 0) - _quota_of(self._store, rules, place)
+
+    def _pressing(self) -> int:
+        """Bytes that have to go now: those that went a moment ago may still be held by maps of other processes."""
+        return max(self._store.index.used_bytes() - self._store.capacity_bytes(), self._too_little_free())
+
+    def _too_little_free(self) -> int:
+        now = time.monotonic()
+        self._unseen = [(until, nbytes) for until, nbytes in self._unseen if until > now]
+        return self._store.min_free_bytes() - self._store.free_bytes() - sum(nbytes for _, nbytes in self._unseen)
+
+    def _shrink(self, rules: Rules, pressing: Callable[[], int], place: Place | None) -> None:
+        """Evict without a newcomer until nothing is pressing, or nothing that may go is found."""
+        places = _places(rules)
+        empty = 0
+        while (needed := pressing()) > 0 and empty < _DRAWS:
+            draw = self._draw(SHRINK_SAMPLE_SIZE, rules, place)
+            sample = {found.unit.key: found for found in self._candidates(draw, rules, places) if not found.rule.pinned}
+            freed = 0
+            for _ in range(max(1, len(sample) // _TAKEN_OF_A_DRAW)):
+                chosen = choose(
+                    [found.unit for found in sample.values()],
+                    None,
+                    draw.groups,
+                    clock=draw.clock,
+                    capacity_bytes=self._store.capacity_bytes(),
+                    over_quota=self._over_quota(rules, places),
+                )
+                if chosen is None or freed >= needed:
+                    break
+                freed += self._remove([sample.pop(chosen.key)])
+            empty = 0 if freed else empty + 1
+
+    def _go_to_extremes(self, rules: Rules) -> None:
+        """What no draw has found: look at every unit, and where the disk runs full take pins as well."""
+        if self._pressing() > 0:
+            self._adopt(again=True)
+            self._shrink_all(rules, self._pressing, pinned=False)
+        if self._too_little_free() > 0:
+            self._shrink_all(rules, self._too_little_free, pinned=True)
+        over = self._store.index.used_bytes() - self._store.capacity_bytes()
+        if over > 0 and not self._over_told:
+            emit(Event(name="cache.over_capacity", subject=str(self._store.directory), nbytes=over))
+        self._over_told = over > 0
+
+    def _shrink_all(self, rules: Rules, pressing: Callable[[], int], *, pinned: bool) -> None:
+        after = b""
+        while page := self._records.page(after, _PAGE):
+            after = page[-1].unit.key
+            for record in page:
+                if pressing() <= 0:
+                    return
+                holding = self._holdings.of(record, rules)
+                if holding is None or holding.rule.pinned != pinned:
+                    continue
+                freed = self._remove([_candidate(record, holding.nbytes, holding.rule, {}, 0.0)])
+                if freed and pinned:
+                    emit(
+                        Event(
+                            name="cache.pinned.evicted",
+                            subject=str(self._store.directory),
+                            nbytes=freed,
+                            detail="another program fills the disk up to 'min_free'",
+                        )
+                    )
+
+    # --- candidates ---------------------------------------------------------------------------------
+
+    def _draw(self, count: int, rules: Rules, place: Place | None) -> Draw:
+        if place is None:
+            return self._records.draw(count)
+        return self._records.find(self._surveyor.some_of(self._surveyor.current(rules), place, count))
+
+    def _candidates(self, draw: Draw, rules: Rules, places: Mapping[Place, int]) -> Iterator[_Candidate]:
+        """Those of a draw that are here, with what the rules say; the records of others are put right."""
+        now = time.time()
+        gone = []
+        for record in draw.records:
+            holding = self._holdings.of(record, rules)
+            if holding is None:
+                gone.append(record.unit.key)
+            else:
+                yield _candidate(record, holding.nbytes, holding.rule, places, now)
+        if gone:
+            self._records.gone(gone)
+
+    def _over_quota(self, rules: Rules, places: Mapping[Place, int]) -> set[int]:
+        if not places:
+            return set()
+        used = self._surveyor.current(rules).used
+        return {places[place] for place in places if used.get(place, 0) > _quota_of(self._store, rules, place)}
+
+    def _remove(self, victims: Iterable[_Candidate]) -> int:
+        """Remove units; gives the bytes of those that went."""
+        freed = 0
+        gone = []
+        before = self._store.free_bytes()
+        for victim in victims:
+            key = victim.unit.key
+            went = self._remove_segment(victim.segment) if victim.segment else self._remove_object(key)
+            if not went:
+                continue
+            freed += victim.nbytes
+            gone.append(key)
+            place = victim.rule.quota_place
+            if place is not None:
+                used = self._surveyor.current(self._store.rules.current()).used
+                used[place] = max(0, used.get(place, 0) - victim.nbytes)
+        if gone:
+            self._records.gone(gone)
+            unseen = freed - max(0, self._store.free_bytes() - before)
+            if unseen > 0:
+                self._unseen.append((time.monotonic() + _UNSEEN_SECONDS, unseen))
+        return freed
+
+    # --- units without a record ---------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Give units without a record a fresh one, a few at each call: those of a killed process are unknown otherwise."""
+        self._audited = self._enter_page(self._audited, _AUDIT_PAGE)
+
+    def _adopt(self, *, again: bool = False) -> None:
+        """Likewise all of them, once for each index: after a rebuild nothing has a record."""
+        if not again and self._records.is_marked(_ADOPTED):
+            return
+        segments = self._store.index.segment_records()
+        self._records.enter_unknown(
+            [(segment_unit(s.generation), s.generation, s.written_bytes, s.group) for s in segments], now=time.time()
+        )
+        after = self._enter_page(b"", _PAGE)
+        while after:
+            after = self._enter_page(after, _PAGE)
+        self._records.set_mark(_ADOPTED)
+
+    def _enter_page(self, after: bytes, limit: int) -> bytes:
+        page = self._store.index.page(after, limit)
+        unknown = [
+            (entry.object_id, 0, entry.size, group_of(entry.name.origin, entry.name.key))
+            for entry in page
+            if not entry.place and held_bytes(entry)
+        ]
+        known = [used_at is not None for used_at in self._records.used_at([key for key, *_ in unknown])]
+        if not all(known):
+            self._records.enter_unknown(unknown, now=time.time())
+        return page[-1].object_id if len(page) == limit else b""
+
+    # --- one at a time ------------------------------------------------------------------------------
+
+    @contextmanager
+    def _my_turn(self, seconds: float) -> Iterator[bool]:
+        """Be the only evictor of this node for the time of the block; gives whether that came about."""
+        deadline = time.monotonic() + seconds
+        if not self._turn.acquire(timeout=seconds):
+            yield False
+            return
+        try:
+            pause = 0.0005
+            while not (mine := self._locks.try_acquire(_LOCK)) and time.monotonic() < deadline:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02)
+            try:
+                yield mine
+            finally:
+                if mine:
+                    self._locks.release(_LOCK)
+        finally:
+            self._turn.release()
+
+
+def _candidate(
+    record: UnitRecord, nbytes: int, rule: AppliedRule, places: Mapping[Place, int], now: float
+) -> _Candidate:
+    prefix = 0 if rule.quota_place is None else places.get(rule.quota_place, 0)
+    unit = replace(record.unit, prefix=prefix, expired=is_expired(record, rule, now))
+    return _Candidate(unit, record.segment, nbytes, rule)
+
+
+def _places(rules: Rules) -> Mapping[Place, int]:
+    """A number for each prefix with a quota."""
+    if not rules.by_place:
+        return _NO_PLACES
+    return {
+        place: number
+        for number, place in enumerate(sorted(place for place, rule in rules.by_place.items() if rule.quota), 1)
+    }
+
+
+def _quota_bytes(store: Store, rule: AppliedRule) -> int:
+    return store.disk_bytes() if rule.quota is None else rule.quota.of(store.disk_bytes())
+
+
+def _quota_of(store: Store, rules: Rules, place: Place) -> int:
+    quota = rules.at(place).quota
+    return store.disk_bytes() if quota is None else quota.of(store.disk_bytes())

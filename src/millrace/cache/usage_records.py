@@ -1,0 +1,333 @@
+"""The records that eviction decides from, in the index of a store: one for each unit, here or gone, and one for each group.
+
+A *unit* is an object with a file of its own or a segment; a *ghost* is the record of a unit that is not here (any more), or
+of a small object that was not kept. What the records mean: `eviction.py`. They may be lost: a unit without one gets a fresh
+one. They may also be wrong about what is here, since whoever removes an object does not come by; who draws one looks.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+
+from millrace.cache.eviction import (
+    GHOSTS_PER_RESIDENT,
+    SAMPLE_SIZE,
+    Group,
+    Unit,
+    group_touched,
+    least_promising,
+    touched,
+)
+from millrace.cache.groups import group_of
+from millrace.cache.index import Index
+from millrace.cache.records import ObjectName, number, pack_number
+from millrace.cache.usage import Tally
+
+if TYPE_CHECKING:
+    import lmdb
+    from lmdb import _Database
+
+    _Transaction = lmdb.Transaction[bytes]
+
+_UNIT = struct.Struct("<QQQQQIf")  # bytes, last, gap, group, segment, time of the last use, uses
+_GROUP = struct.Struct("<QQQQddd")  # last, bytes, units, longest gap, gap, hits, recent
+_CLOCK = b"clock"
+_LEAST_GHOSTS = 1024  # so many are kept however few units are here
+_FORGOTTEN_AT_ONCE = 64
+
+
+class UnitRecord(NamedTuple):
+    """A unit with what the policy does not ask: its segment (0: an object), and when it was last used, in Unix seconds."""
+
+    unit: Unit
+    segment: int
+    used_at: int
+
+    def pack(self) -> bytes:
+        """The record without its key."""
+        unit = self.unit
+        return _UNIT.pack(unit.nbytes, unit.last, unit.gap, unit.group, self.segment, self.used_at, unit.uses)
+
+    @classmethod
+    def unpack(cls, key: bytes, value: bytes) -> UnitRecord:
+        """The reverse of `pack`."""
+        nbytes, last, gap, group, segment, used_at, uses = _UNIT.unpack(value)
+        return cls(Unit(key=key, nbytes=nbytes, group=group, last=last, uses=uses, gap=gap), segment, used_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Some units as of one moment, their groups, and the clock."""
+
+    records: Sequence[UnitRecord]
+    groups: Mapping[int, Group]
+    clock: int
+
+
+class UsageRecords:
+    """The records of the store with this index. Thread- and process-safe; raises `StorageError` when the disk fails."""
+
+    def __init__(self, index: Index, *, seed: int | None = None) -> None:
+        self._index = index
+        self._residents = index.table(b"units")
+        self._ghosts = index.table(b"ghosts")
+        self._groups = index.table(b"unit_groups")
+        self._numbers = index.table(b"unit_numbers")
+        self._random = random.Random(seed)
+
+    def note(self, tallies: Sequence[Tally], *, capacity_bytes: int, now: float) -> list[bytes]:
+        """Enter uses, in their order, in one step; gives the keys of the ghosts that were forgotten to make room."""
+        if not tallies:
+            return []
+        groups = self._groups_of(tallies)
+        with self._index.writing() as txn:
+            book = _Book(self, txn, capacity_bytes, int(now))
+            for tally in tallies:
+                book.enter(tally, groups.get(tally.key))
+            forgotten = self._forget_some(txn, book)
+            book.close()
+        return forgotten
+
+    def enter_unknown(self, units: Iterable[tuple[bytes, int, int, str]], *, now: float) -> None:
+        """Give units that have no record a fresh one: (key, segment, bytes, group) of each."""
+        with self._index.writing() as txn:
+            book = _Book(self, txn, 0, int(now))
+            for key, segment, nbytes, group in units:
+                if txn.get(key, db=self._residents) is None:
+                    book.add(key, segment, nbytes, group_number(group))
+            book.close()
+
+    def draw(self, count: int) -> Draw:
+        """About `count` units that are here, at random; all of them when there are fewer."""
+        with self._index.reading() as txn:
+            rows = _some_after(txn.cursor(self._residents), self._random.randbytes(16), count)
+            return self._drawn(txn, rows)
+
+    def find(self, keys: Iterable[bytes]) -> Draw:
+        """Those of the units that have a record and are here."""
+        with self._index.reading() as txn:
+            rows = [(key, value) for key in keys if (value := txn.get(key, db=self._residents)) is not None]
+            return self._drawn(txn, rows)
+
+    def page(self, after: bytes, limit: int) -> list[UnitRecord]:
+        """Up to `limit` units that are here, in the order of their keys, behind `after` (`b""`: from the first on)."""
+        with self._index.reading() as txn:
+            cursor = txn.cursor(self._residents)
+            found: list[UnitRecord] = []
+            more = cursor.set_range(after + b"\0")
+            while more and len(found) < limit:
+                found.append(UnitRecord.unpack(*cursor.item()))
+                more = cursor.next()
+            return found
+
+    def get(self, key: bytes) -> UnitRecord | None:
+        """The record of a unit, here or gone; None where there is none."""
+        with self._index.reading() as txn:
+            value = txn.get(key, db=self._residents) or txn.get(key, db=self._ghosts)
+            return None if value is None else UnitRecord.unpack(key, value)
+
+    def used_at(self, keys: Sequence[bytes]) -> list[int | None]:
+        """When each unit was last used, in Unix seconds, to within a second; None where that is not known."""
+        with self._index.reading() as txn:
+            values = [txn.get(key, db=self._residents) for key in keys]
+        return [None if value is None else UnitRecord.unpack(b"", value).used_at for value in values]
+
+    def gone(self, keys: Iterable[bytes]) -> None:
+        """Make ghosts of units that are not here any more; of segments nothing is kept, their like never comes again."""
+        with self._index.writing() as txn:
+            book = _Book(self, txn, 0, 0)
+            for key in keys:
+                value = txn.pop(key, db=self._residents)
+                if value is None:
+                    continue
+                record = UnitRecord.unpack(key, value)
+                if record.segment:
+                    book.shrink_group(record.unit)
+                else:
+                    txn.put(key, value, db=self._ghosts)
+            book.close()
+
+    def group(self, number: int) -> Group:
+        """The record of a group."""
+        with self._index.reading() as txn:
+            return _read_group(txn, self._groups, number, _clock(txn, self._numbers))
+
+    @property
+    def clock(self) -> int:
+        """Bytes of traffic so far."""
+        with self._index.reading() as txn:
+            return _clock(txn, self._numbers)
+
+    def counts(self) -> tuple[int, int]:
+        """How many units are here, and how many ghosts there are."""
+        with self._index.reading() as txn:
+            return txn.stat(self._residents)["entries"], txn.stat(self._ghosts)["entries"]
+
+    def is_marked(self, mark: bytes) -> bool:
+        """Whether somebody has set a mark in this index."""
+        with self._index.reading() as txn:
+            return txn.get(mark, db=self._numbers) is not None
+
+    def set_mark(self, mark: bytes) -> None:
+        """Set a mark, for as long as this index lives."""
+        with self._index.writing() as txn:
+            txn.put(mark, pack_number(1), db=self._numbers)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _groups_of(self, tallies: Sequence[Tally]) -> dict[bytes, int]:
+        """The groups of units that have no record yet: asking for them may look things up, so it is done beforehand."""
+        with self._index.reading() as txn:
+            unknown = [
+                tally
+                for tally in tallies
+                if txn.get(tally.key, db=self._residents) is None and txn.get(tally.key, db=self._ghosts) is None
+            ]
+        return {tally.key: group_number(self._find_group(tally)) for tally in unknown}
+
+    def _find_group(self, tally: Tally) -> str:
+        if tally.segment:
+            segment = self._index.segment(tally.segment)
+            if segment is not None:
+                return segment.group
+        if tally.group is not None:
+            return tally.group()
+        name = ObjectName.unpack(tally.packed_name)
+        return group_of(name.origin, name.key)
+
+    def _drawn(self, txn: _Transaction, rows: Iterable[tuple[bytes, bytes]]) -> Draw:
+        records = [UnitRecord.unpack(key, value) for key, value in rows]
+        clock = _clock(txn, self._numbers)
+        groups = {record.unit.group: _read_group(txn, self._groups, record.unit.group, clock) for record in records}
+        return Draw(records, groups, clock)
+
+    def _forget_some(self, txn: _Transaction, book: _Book) -> list[bytes]:
+        forgotten = []
+        units = txn.stat(self._residents)["entries"]
+        excess = txn.stat(self._ghosts)["entries"] - max(
+            _LEAST_GHOSTS, GHOSTS_PER_RESIDENT * max(units, self._index.object_count(txn))
+        )
+        for _ in range(min(excess, _FORGOTTEN_AT_ONCE)):
+            rows = _some_after(txn.cursor(self._ghosts), self._random.randbytes(16), SAMPLE_SIZE)
+            sample = [UnitRecord.unpack(key, value).unit for key, value in rows]
+            unit = least_promising(sample, clock=book.clock, capacity_bytes=book.capacity_bytes)
+            txn.delete(unit.key, db=self._ghosts)
+            book.shrink_group(unit)
+            forgotten.append(unit.key)
+        return forgotten
+
+
+class _Book:
+    """The records during one transaction that writes; groups and the clock are written at its `close`."""
+
+    def __init__(self, records: UsageRecords, txn: _Transaction, capacity_bytes: int, now: int) -> None:
+        self._txn = txn
+        self._residents, self._ghosts = records._residents, records._ghosts
+        self._group_table, self._numbers = records._groups, records._numbers
+        self._now = now
+        self._changed: dict[int, Group] = {}
+        self.capacity_bytes = max(1, capacity_bytes)
+        self.clock = _clock(txn, self._numbers)
+
+    def enter(self, tally: Tally, group: int | None) -> None:
+        self.clock += tally.hit_bytes + tally.miss_bytes
+        for object_id in tally.joined:
+            value = self._txn.pop(object_id, db=self._ghosts)
+            if value is not None:
+                self.shrink_group(UnitRecord.unpack(object_id, value).unit)
+        value = self._txn.get(tally.key, db=self._residents)
+        here = value is not None or tally.kept
+        if value is None:
+            value = self._txn.pop(tally.key, db=self._ghosts) if here else self._txn.get(tally.key, db=self._ghosts)
+        if value is None:
+            if group is None:  # it had a record a moment ago
+                return
+            self._touch_group(group, tally, None)
+            self.add(tally.key, tally.segment, tally.nbytes, group, here=here)
+            return
+        before = UnitRecord.unpack(tally.key, value).unit
+        self._touch_group(before.group, tally, before)
+        unit = touched(before, clock=self.clock, capacity_bytes=self.capacity_bytes)
+        if tally.nbytes > unit.nbytes:  # a segment grows
+            self._resize_group(unit.group, tally.nbytes - unit.nbytes, 0)
+            unit = replace(unit, nbytes=tally.nbytes)
+        self._put(UnitRecord(unit, tally.segment, self._now), here=here)
+
+    def add(self, key: bytes, segment: int, nbytes: int, group: int, *, here: bool = True) -> None:
+        self._resize_group(group, nbytes, 1)
+        unit = Unit(key=key, nbytes=nbytes, group=group, last=self.clock)
+        self._put(UnitRecord(unit, segment, self._now), here=here)
+
+    def shrink_group(self, unit: Unit) -> None:
+        self._resize_group(unit.group, -unit.nbytes, -1)
+
+    def close(self) -> None:
+        self._txn.put(_CLOCK, pack_number(self.clock), db=self._numbers)
+        for key, group in self._changed.items():
+            if group.units <= 0:
+                self._txn.delete(pack_number(key), db=self._group_table)
+                continue
+            value = _GROUP.pack(
+                group.last, group.bytes, group.units, group.longest_gap, group.gap, group.hits, group.recent
+            )
+            self._txn.put(pack_number(key), value, db=self._group_table)
+
+    def _put(self, record: UnitRecord, *, here: bool) -> None:
+        self._txn.put(record.unit.key, record.pack(), db=self._residents if here else self._ghosts)
+
+    def _group(self, key: int) -> Group:
+        group = self._changed.get(key)
+        return _read_group(self._txn, self._group_table, key, self.clock) if group is None else group
+
+    def _touch_group(self, key: int, tally: Tally, before: Unit | None) -> None:
+        self._changed[key] = group_touched(
+            self._group(key),
+            clock=self.clock,
+            nbytes=tally.nbytes,
+            capacity_bytes=self.capacity_bytes,
+            before=before,
+            hit=tally.hit_bytes > tally.miss_bytes,
+        )
+
+    def _resize_group(self, key: int, nbytes: int, units: int) -> None:
+        group = self._group(key)
+        self._changed[key] = replace(group, bytes=max(0, group.bytes + nbytes), units=max(0, group.units + units))
+
+
+def _clock(txn: _Transaction, table: _Database) -> int:
+    return number(txn.get(_CLOCK, db=table))
+
+
+def group_number(group: str) -> int:
+    """The number of a group in the records."""
+    return xxhash.xxh3_64_intdigest(group.encode("utf-8", "surrogatepass"))
+
+
+def _read_group(txn: _Transaction, table: _Database, key: int, clock: int) -> Group:
+    value = txn.get(pack_number(key), db=table)
+    if value is None:
+        return Group(last=clock)
+    last, nbytes, units, longest_gap, gap, hits, recent = _GROUP.unpack(value)
+    return Group(last=last, bytes=nbytes, units=units, longest_gap=longest_gap, gap=gap, hits=hits, recent=recent)
+
+
+def _some_after(cursor: lmdb.Cursor[bytes], key: bytes, count: int) -> Iterator[tuple[bytes, bytes]]:
+    """Up to `count` rows from `key` on, round the end. Keys are digests, so neighbours have nothing in common."""
+    more = cursor.set_range(key)
+    seen = 0
+    while more and seen < count:
+        yield cursor.item()
+        seen += 1
+        more = cursor.next()
+    if seen < count:
+        more = cursor.first()
+        while more and seen < count and cursor.key() < key:
+            yield cursor.item()
+            seen += 1
+            more = cursor.next()
