@@ -460,6 +460,29 @@ def test_an_answer_from_before_everything_was_forgotten_is_not_remembered(make: 
     assert not cache.known_directory(origin, "b/d")
 
 
+def test_a_description_that_came_later_is_believed_before_a_listing(make: Make) -> None:
+    class Slow(MemoryOrigin):
+        """Its listings are on their way for so long that the object is overwritten and described meanwhile."""
+
+        def list_pages(self, prefix: str, *, after: str = "", settled: object = None) -> Iterator[ListingPage]:
+            for page in list(super().list_pages(prefix, after=after)):
+                self.put("b/d/00001", b"newer")
+                clock.now += 1
+                asking.stat(self, "b/d/00001")
+                yield page
+
+    origin = Slow()
+    fill(origin, 3)
+    cache, clock, _ = make(60)
+    asking, its_clock, _ = make(0)
+    its_clock.now = clock.now + 1
+    assert len(listed(cache, origin, "b/d")) == 3
+    known = cache.known(origin, "b/d/00001")
+    assert known is not None
+    assert known.size == 5
+    assert cache.known(origin, "b/d/00002") is not None
+
+
 class FolderOrigin(MemoryOrigin):
     """Lists folder by folder, as servers with real directories do: `a/x` before `a-b`."""
 

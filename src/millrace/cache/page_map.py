@@ -30,13 +30,13 @@ from millrace.cache.page_rows import (
     change_key,
     changes_since,
     concerns,
-    drop_records,
     make_incomplete,
     overlapping,
     page_naming,
     read_number,
     record_key,
     replace_pages,
+    settle_records,
     struck_by,
     unpack_record,
     write_number,
@@ -222,8 +222,10 @@ class PageMap:
             if gone is not None:
                 value = Page(value).without(gone)
             superseded = replace_pages(txn, space, start, stop, value, old, keep=bool(entries) or keep_empty)
-            superseded += drop_records(cursor, space, start, stop, value, moment.asked)
-        return superseded
+            said, better = settle_records(cursor, space, start, stop, value, moment.asked)
+            if better and (entries or keep_empty):
+                txn.put(PAGE + space.digest + start, Page(value).without(better))
+        return superseded + said
 
     # --- keys that were described alone -----------------------------------------------------------
 

@@ -167,23 +167,31 @@ def unpack_record(value: memoryview) -> tuple[ObjectInfo, float]:
     return ObjectInfo(key, size, version, modified), asked
 
 
-def drop_records(cursor: Any, space: Space, start: bytes, stop: bytes, value: bytes, asked: float) -> list[ObjectInfo]:
-    """Remove the single records that a page replaces; returns those that said something else."""
+def settle_records(
+    cursor: Any, space: Space, start: bytes, stop: bytes, value: bytes, asked: float
+) -> tuple[list[ObjectInfo], list[bytes]]:
+    """Remove the single records that a page replaces.
+
+    Returns those that said something else, and the positions of those that stay since they know better: they were asked for
+    later, and say something else.
+    """
     own = RECORD + space.digest
     page = Page(value)
-    superseded = []
+    superseded: list[ObjectInfo] = []
+    better: list[bytes] = []
     found = cursor.set_range(own + start)
     while found and bytes(cursor.key()[:9]) == own and bytes(cursor.key()[9:]) <= stop:
         info, described = unpack_record(cursor.value())
         position = encode(space.position(info.key))
         number = page.find(position)
-        if described > asked or not start < position <= stop:
+        listed = None if number is None else page.info(number, info.key)
+        same = listed is not None and (listed.version, listed.size) == (info.version, info.size)
+        if not start < position <= stop:
             found = cursor.next()
-            continue
-        if number is None or (page.info(number, info.key).version, page.info(number, info.key).size) != (
-            info.version,
-            info.size,
-        ):
-            superseded.append(info)
-        found = cursor.delete()
-    return superseded
+        elif described > asked:
+            better += [] if same else [position]
+            found = cursor.next()
+        else:
+            superseded += [] if same else [info]
+            found = cursor.delete()
+    return superseded, better
