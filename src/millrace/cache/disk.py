@@ -16,12 +16,13 @@ from millrace.cache.footers import Footers
 from millrace.cache.held import HeldBlocks
 from millrace.cache.housekeeping import every_tick, no_more
 from millrace.cache.maps import MapCache, Sweeper
-from millrace.cache.records import Entry
+from millrace.cache.records import Entry, ObjectName
 from millrace.cache.sealing import Sealer
 from millrace.cache.segment_maps import SegmentMaps
 from millrace.cache.segments import Segments
 from millrace.cache.signals import Signals
 from millrace.cache.store import Store
+from millrace.cache.unit_rules import rule_of
 from millrace.cache.usage import FindGroup, UsageLog
 from millrace.cache.usage_records import UsageRecords
 from millrace.cache.verified import VerifiedBlocks
@@ -131,6 +132,11 @@ class Disk:
         finally:
             if granted:
                 self.store.release(nbytes)
+
+    def segment_group(self, name: ObjectName, group: str) -> str:
+        """Whose segments an object of `group` goes to: those that count to a quota leave for each other only."""
+        place = rule_of(self.store.rules.current(), name).quota_place
+        return group if place is None else f"{group} {place[1]!r}"
 
     def missed(self, entry: Entry, nbytes: int, group: FindGroup) -> None:
         """Note bytes from the origin. Uses are written down often enough for eviction to see them one after the other."""

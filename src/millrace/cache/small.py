@@ -286,7 +286,7 @@ class SmallReader:
         name = ObjectName(self._origin.identity, info.key, info.version)
         try:
             for _ in range(2):
-                placed = disk.segments.append(self._group(), self._key[0], name, data)
+                placed = disk.segments.append(disk.segment_group(name, self._group()), self._key[0], name, data)
                 entry = disk.store.index.add_small(
                     self._key[0],
                     info.size,
