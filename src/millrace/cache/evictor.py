@@ -113,19 +113,18 @@ class Evictor:
             self._report(error)
             return False
         if excess <= 0 and self._store.reserve(nbytes):
-            return self._count(place, nbytes)
+            return self._count(place, nbytes, newcomer)
         if self._make_room(nbytes, newcomer, place if excess > 0 else None, excess) and self._store.reserve(nbytes):
-            return self._count(place, nbytes)
+            return self._count(place, nbytes, newcomer)
         return False
 
-    def _count(self, place: Place | None, nbytes: int) -> bool:
+    def _count(self, place: Place | None, nbytes: int, newcomer: Newcomer) -> bool:
         if place is not None:
-            used = self._surveyor.current(self._store.rules.current()).used
-            used[place] = used.get(place, 0) + nbytes
+            self._surveyor.current(self._store.rules.current()).add(place, newcomer.key, nbytes)
         return True
 
     def _make_room(self, nbytes: int, newcomer: Newcomer, over: Place | None, excess: int) -> bool:
-        if time.monotonic() < self._refused_until:
+        if time.monotonic() < self._refused_until and not rule_of(self._store.rules.current(), newcomer.name()).pinned:
             return False
         try:
             with self._my_turn(_TURN_SECONDS) as mine:
@@ -329,6 +328,10 @@ class Evictor:
             if unseen > 0:
                 self._unseen.append((time.monotonic() + _UNSEEN_SECONDS, unseen))
         return freed
+
+    def forget_survey(self) -> None:
+        """Look at every unit again before the next decision. For tests."""
+        self._surveyor.forget()
 
     # --- units without a record ---------------------------------------------------------------------
 

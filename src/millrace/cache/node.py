@@ -133,12 +133,12 @@ class CacheNode:
         disk = self._disk_of(name)
         if disk is None:
             return OriginReader(origin=origin, info=info, counters=None)
+        disk.keep_house()
         for _ in range(2):
             try:
                 if is_small(info.size, disk.store.index.get(name)):
                     return self._small_reader(origin, info, name, disk, threads or self._threads)
                 entry = disk.store.index.create(name, info.size, BLOCK_BYTES, _name_of(origin, info))
-                disk.keep_house()
                 return BlockReader(
                     origin=origin,
                     info=info,

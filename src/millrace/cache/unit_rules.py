@@ -96,6 +96,13 @@ class Survey:
     units: dict[Place, list[bytes]] = field(default_factory=dict)
     expired: list[bytes] = field(default_factory=list)
 
+    def add(self, place: Place, key: bytes, nbytes: int) -> None:
+        """Count bytes of a unit that are about to come."""
+        self.used[place] = self.used.get(place, 0) + nbytes
+        units = self.units.setdefault(place, [])
+        if units[-1:] != [key]:  # most come block by block
+            units.append(key)
+
 
 class Surveyor:
     """Keeps a survey of a store, as old as a second or twenty times what it costs; none where no rule needs one.
@@ -121,6 +128,10 @@ class Surveyor:
             ended = time.monotonic()
             self._due = ended + max(_LEAST_PAUSE_SECONDS, _SHARE * (ended - started))
         return self._survey
+
+    def forget(self) -> None:
+        """Make the next survey anew."""
+        self._due = 0.0
 
     def some_of(self, survey: Survey, place: Place, count: int) -> list[bytes]:
         """The keys of up to `count` units that count to the quota of `place`, at random."""
