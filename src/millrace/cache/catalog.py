@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 
 from millrace.cache.disk import Disk
 from millrace.cache.node import CacheNode
@@ -168,15 +170,21 @@ def unpin(node: CacheNode, place: Place) -> bool:
 def limit(node: CacheNode, place: Place, *, quota: Amount | None, ttl_seconds: float | None) -> None:
     """Set the quota and the time to live of what lies at or below `place`; None for none.
 
-    A quota in bytes is for the node: each of its disks, over which objects are spread evenly, gets its share.
+    A quota in bytes is for the node: each of its disks gets the share that it gets of the objects.
     """
-    share = quota
-    if quota is not None and quota.nbytes is not None:
-        share = Amount(nbytes=-(-quota.nbytes // max(1, len(node.open_disks))))
-    _change(
-        node,
-        lambda rules: rules.with_rule(place, replace(rules.at(place), quota=share, ttl_seconds=ttl_seconds)),
-    )
+    _some_disk(node)
+    disks = node.open_disks
+    weights = [max(1, node.options.capacity.of(disk.store.disk_bytes())) for disk in disks]
+    ends = [0, *accumulate(weights)]
+    for disk, before, after in zip(disks, ends[:-1], ends[1:], strict=True):
+        share = quota
+        if quota is not None and quota.nbytes is not None:
+            share = Amount(nbytes=quota.nbytes * after // ends[-1] - quota.nbytes * before // ends[-1])
+        disk.store.rules.change(partial(_with_limits, place=place, quota=share, ttl_seconds=ttl_seconds))
+
+
+def _with_limits(rules: Rules, *, place: Place, quota: Amount | None, ttl_seconds: float | None) -> Rules:
+    return rules.with_rule(place, replace(rules.at(place), quota=quota, ttl_seconds=ttl_seconds))
 
 
 def resize(node: CacheNode, capacity: Amount | None) -> None:

@@ -255,11 +255,13 @@ class _Load:
 
     def _fetch_piece(self, job: _Job, piece: range) -> None:
         done = job.fill.fetch(piece)
+        # Somebody may also have freed the object meanwhile: then only this one is left out.
+        has_room = done.kept or job.fill.has_room(job.fill.nbytes(piece))
         with self._change:
             self._add(fetched_bytes=done.fetched_bytes, bad_blocks=done.bad_blocks)
             if done.kept:
                 self._count(job, job.fill.nbytes(piece))
-            else:
+            elif not has_room:
                 self._full.add(job.fill.directory)
 
     def _end(self, job: _Job) -> None:
