@@ -1,0 +1,69 @@
+"""Two hundred processes on one store at once: every byte right, every block fetched about once, nothing left behind."""
+
+import os
+import traceback
+from pathlib import Path
+
+import millrace
+from millrace.cache.node import close_nodes
+
+_PROCESSES = 200
+_LARGE, _SMALL = 9_000_000, 30_000
+
+
+def _content(number: int) -> bytes:
+    return bytes((number * 31 + position) % 251 for position in range(251)) * (_LARGE // 251 + 1)
+
+
+def _read_everything(data: Path, cache: Path, number: int) -> None:
+    """What one process does: all objects, beginning at its own, through one face or the other."""
+    fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, capacity="30MB", consistency="immutable")
+    files = sorted(data.iterdir())
+    for step in range(len(files)):
+        path = files[(number + step) % len(files)]
+        expected = _content(int(path.name))[: _LARGE if path.name < "3" else _SMALL]
+        if number % 2:
+            with fs.open_input_file(str(path)) as file:
+                read = file.read()
+        else:
+            read = fs.cat_file(str(path))
+        assert read == expected, path
+
+
+def _run(data: Path, cache: Path, number: int, start: int) -> int:
+    """In a forked child: wait for the start, then read; returns the exit status."""
+    try:
+        os.read(start, 1)
+        _read_everything(data, cache, number)
+    except BaseException:  # noqa: BLE001 - a forked child reports and ends, whatever happened
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def test_two_hundred_processes_at_once(tmp_path: Path) -> None:
+    data, cache = tmp_path / "data", tmp_path / "cache"
+    data.mkdir()
+    for number in range(8):
+        (data / str(number)).write_bytes(_content(number)[: _LARGE if number < 3 else _SMALL])
+    start, release = os.pipe()
+    children = []
+    for number in range(_PROCESSES):
+        child = os.fork()
+        if child == 0:
+            os.close(release)
+            os._exit(_run(data, cache, number, start))
+        children.append(child)
+    os.close(start)
+    os.close(release)  # everybody reads the end of the pipe at once
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert statuses == [0] * _PROCESSES
+
+    fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, capacity="30MB", consistency="immutable")
+    counters = fs.cache_counters()
+    total = 3 * _LARGE + 5 * _SMALL
+    assert counters["corrupt_blocks"] == 0
+    # A process that waits for another gives up after half a minute and fetches by itself: allowed, but not many.
+    assert total <= counters["origin_bytes"] <= 2 * total
+    assert [used for _, used, _ in fs.node.disks()] == [total] or fs.node.disks()[0][1] <= 30_000_000
+    close_nodes()
