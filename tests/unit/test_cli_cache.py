@@ -83,7 +83,9 @@ def test_limits_and_sizes_are_shown(millrace: Any, data: Path) -> None:
     assert [(rule["prefix"], rule["objects"]) for rule in status["rules"]] == [(f"{data}/train", 2)]
     assert status["hit_ratio"] == 0
     millrace("limit", data / "train", "--none")
-    assert "2.00 MB of 1.00 MB, 1.00 MB too much" in millrace("resize", "1MB")
+    millrace("pin", data / "train")
+    assert "2.00 MB of 1.00 MB, 1.00 MB too much" in millrace("resize", "1MB")  # what is pinned stays
+    millrace("unpin", data / "train")
     millrace("resize", "--default")
     status = millrace("status", "--json")
     assert (status["rules"], status["disks"][0]["resized"]) == ([], False)

@@ -190,7 +190,7 @@ def _with_limits(rules: Rules, *, place: Place, quota: Amount | None, ttl_second
 def resize(node: CacheNode, capacity: Amount | None) -> None:
     """Set the capacity of each disk, for every process and for good; None gives it back to the `capacity` option.
 
-    What is over a lower capacity is left to eviction (`Disk.enforce_limits`).
+    What is over a lower capacity is evicted, except for what is pinned.
     """
     _change(node, lambda rules: rules.with_capacity(capacity))
     for disk in node.open_disks:
