@@ -32,7 +32,7 @@ from millrace.events import Event, emit
 
 _log = logging.getLogger("millrace")
 
-_BATCHES = 256  # uses are written down when they come to one part in so many of the capacity, or twice a second
+_BATCHES = 64  # uses are written down when they come to one part in so many of the capacity, or twice a second
 
 _DEFAULT_CAPACITY = parse_amount(DEFAULT_CAPACITY, option="capacity")
 
