@@ -25,7 +25,7 @@ def prepare(options: Options) -> Iterator[Prepared]:
         {"capacity": capacity, "epochs": epochs},
         notes=(
             f"A cache of {capacity >> 20} MiB; each data set has twice as much, half of it in objects of {_LARGE >> 20} MiB "
-            f"and half in such of {_SMALL >> 10} KiB; one thread; 'epochs' are those after the first, which fills the cache.",
+            f"and half in such of {_SMALL >> 10} KiB; one thread; the first epoch fills the cache.",
             "'Optimum' is capacity / data set, which no policy exceeds in a loop; CPU a GB that was read, hits and misses.",
         ),
     )

@@ -148,6 +148,18 @@ def test_ghosts_are_forgotten_and_so_are_the_empty_files_of_what_was_never_kept(
     assert len(list(disk.store.directory.glob("objects/*/*"))) == 6
 
 
+def test_a_listing_says_when_an_object_was_last_used(make_node: Callable[..., CacheNode]) -> None:
+    origin = ComputedOrigin(objects(2) | objects(2, "small", 1000))
+    node = make_node(capacity="1GB")
+    before = int(time.time())
+    for key in [*objects(2), *objects(2, "small")]:
+        read(node, origin, key)
+    node.open_disks[0].write_down_uses()
+    for found in catalog.cached_objects(node):
+        assert found.last_used is not None
+        assert before <= found.last_used <= time.time()
+
+
 def test_what_is_pinned_stays_and_comes_in(make_node: Callable[..., CacheNode]) -> None:
     origin = ComputedOrigin(objects(4, "kept") | objects(30, "old") | objects(30, "new") | objects(9, "tiny", 500))
     node = make_node(capacity=12 * SIZE)

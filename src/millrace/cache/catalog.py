@@ -22,7 +22,8 @@ class CachedObject:
     """One object version of which something is here.
 
     `origin` is the identity of where it came from, `key` its name there. `cached_bytes` of its `size` are here.
-    `last_used` is in Unix seconds; None where that is not known.
+    `last_used` is in Unix seconds, about a second late; of a small object it is that of its segment, of which others may
+    have been used. None where it is not known.
     """
 
     origin: str
@@ -102,6 +103,7 @@ def cached_objects(node: CacheNode, place: Place | None = None) -> Iterator[Cach
                 size=entry.size,
                 cached_bytes=_cached_bytes(entry),
                 pinned=rules.rule_for(name.origin, name.key).pinned,
+                last_used=disk.last_used(entry),
             )
 
 

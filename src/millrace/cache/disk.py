@@ -16,7 +16,7 @@ from millrace.cache.footers import Footers
 from millrace.cache.held import HeldBlocks
 from millrace.cache.housekeeping import every_tick, no_more
 from millrace.cache.maps import MapCache, Sweeper
-from millrace.cache.records import Entry, ObjectName
+from millrace.cache.records import Entry, ObjectName, segment_unit
 from millrace.cache.sealing import Sealer
 from millrace.cache.segment_maps import SegmentMaps
 from millrace.cache.segments import Segments
@@ -157,6 +157,10 @@ class Disk:
             entry = self.store.index.get(object_id)
             if entry is not None and not entry.present:  # opened once, never kept
                 self.store.remove(object_id)
+
+    def last_used(self, entry: Entry) -> int | None:
+        """When an object, or anything in its segment, was last used, in Unix seconds; None where that is not known."""
+        return self.records.used_at([segment_unit(entry.place) if entry.place else entry.object_id])[0]
 
     def _evict_object(self, object_id: bytes) -> bool:
         entry = self.store.index.get(object_id)
