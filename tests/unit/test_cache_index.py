@@ -1,3 +1,4 @@
+import fcntl
 import os
 import signal
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ import pytest
 
 from millrace.cache.index import Index
 from millrace.cache.records import Entry, ObjectName, SegmentRecord
+from millrace.errors import StorageError
 
 NAME = ObjectName("s3://?region=eu", "bucket/a key with ü and \udc80", "etag")
 ID = bytes(range(16))
@@ -213,3 +215,54 @@ def test_what_a_killed_process_raised_is_taken_back_on_open(tmp_path: Path) -> N
     index = Index(tmp_path)
     assert index.stamp() is not None
     index.close()
+
+
+def _is_held(directory: Path) -> bool:
+    """Whether some process holds the lock by which LMDB knows that its lock file is in use."""
+    pid = os.fork()
+    if pid == 0:
+        with open(directory / "index.mdb-lock", "rb+") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+            except BlockingIOError:
+                os._exit(0)
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_nobody_takes_an_open_index_for_unused(tmp_path: Path) -> None:
+    """Else the next process would make the writers' lock anew, and two could write at once."""
+    for _ in range(2):  # a new index, and one that was there
+        index = Index(tmp_path)
+        assert _is_held(tmp_path)
+        fill(index)
+        with pytest.raises(StorageError, match="already open"):
+            Index(tmp_path)
+        assert _is_held(tmp_path)
+        index.close()
+        assert not _is_held(tmp_path)
+
+
+def test_nobody_takes_the_index_of_a_forked_child_for_unused(tmp_path: Path) -> None:
+    parent = Index(tmp_path)
+    ready, done = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        child = Index(tmp_path)
+        fill(child)
+        with pytest.raises(StorageError, match="already open"):
+            Index(tmp_path)
+        os.write(ready[1], b"x")
+        os.read(done[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    parent.close()
+    try:
+        assert _is_held(tmp_path)
+    finally:
+        os.write(done[1], b"x")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert not _is_held(tmp_path)
+    for descriptor in (*ready, *done):
+        os.close(descriptor)

@@ -4,7 +4,9 @@ Traps handled here: one environment a process (py-lmdb refuses a second); a read
 large; slots of killed readers are cleared on open; after a fork the child must open anew (`node.py` sees to it), but must
 neither close what it inherited (that waits for threads that do not exist in the child) nor open the same path (py-lmdb
 believes it open). It opens a hard link instead: LMDB's locks belong to the file, not to its name. py-lmdb 3 sees through
-the link, hence the upper bound on its version.
+the link, hence the upper bound on its version. And LMDB tells who is alive by POSIX locks on its lock file, all of which a
+process loses as soon as it closes *any* descriptor of that file: the next process would take the index for unused, and
+begin the table of readers and the writers' lock anew. So nothing here opens that file once LMDB has.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from millrace.errors import DiskFullError, StorageError
 DATA_NAME = "index.mdb"
 _MAP_BYTES = 64 << 30  # address space, not disk
 _MAX_READERS = 8192
+_LOCK_FILE_BYTES = 64 * _MAX_READERS + 4096  # a cache line a reader, and a head
 
 
 class DamagedIndexError(StorageError):
@@ -74,11 +77,29 @@ def _path_for_this_process(directory: Path) -> str:
         return str(path)
     alias = directory / f"fork{_fork_depth}-{DATA_NAME}"
     for suffix in ("", "-lock"):
-        # The first to come makes the file; LMDB fills an empty one in.
-        os.close(os.open(f"{path}{suffix}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        if not os.path.exists(f"{path}{suffix}"):  # the first to come makes the file; LMDB fills an empty one in
+            os.close(os.open(f"{path}{suffix}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         with contextlib.suppress(FileExistsError):
             os.link(f"{path}{suffix}", f"{alias}{suffix}")
     return str(alias)
+
+
+def _allocate_lock_file(path: str) -> None:
+    """Give LMDB's lock file all of its space: it is written through a map, and a hole on a full disk kills the process.
+
+    LMDB takes a file that is longer than it wants as it is. One that has its space already may be in use, and is not opened.
+    """
+    try:
+        there = os.stat(path)
+        if there.st_size >= _LOCK_FILE_BYTES and there.st_blocks * 512 >= there.st_size:
+            return
+    except FileNotFoundError:
+        pass
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, _LOCK_FILE_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 def open_environment(directory: Path, *, tables: int) -> tuple[lmdb.Environment, str]:
@@ -89,6 +110,7 @@ def open_environment(directory: Path, *, tables: int) -> tuple[lmdb.Environment,
     `DamagedIndexError` when the files are no index, or shorter than they were.
     """
     path = _path_for_this_process(directory)
+    _allocate_lock_file(f"{path}-lock")
     with index_errors(path):
         environment = lmdb.open(
             path,
@@ -101,9 +123,6 @@ def open_environment(directory: Path, *, tables: int) -> tuple[lmdb.Environment,
             readahead=False,
             mode=0o600,
         )
-        # The lock file is written through a memory map: a hole in it, on a full disk, would kill the process.
-        with open(f"{path}-lock", "rb+") as lock_file:
-            os.posix_fallocate(lock_file.fileno(), 0, os.fstat(lock_file.fileno()).st_size)
         # Reading past the end of a file that was cut would kill the process.
         needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
         if os.stat(path).st_size < needed:
