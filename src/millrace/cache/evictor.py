@@ -4,7 +4,7 @@ Two occasions. A read that finds no room asks for some (`reserve`): what the pol
 is served without being kept. And housekeeping brings a store inside its limits again (`enforce`) when these were lowered,
 when another program fills the disk, when a time to live is over or a prefix takes more than its quota.
 
-A refusal is remembered for ten times as long as it took to find: reads that may not be kept cost a thread at most a tenth
+A refusal is remembered for thirty times as long as it took to find: reads that may not be kept cost a thread at most 3 %
 of its time, however many there are.
 """
 
@@ -33,7 +33,7 @@ _LOCK = (b"eviction", 0)
 _ADOPTED = b"adopted"
 _PAGE = 1000
 _AUDIT_PAGE = 200
-_REFUSAL_FACTOR = 10.0
+_REFUSAL_FACTOR = 30.0
 _TURN_SECONDS = 0.05
 _LONG_TURN_SECONDS = 10.0
 _DRAWS = 8  # in a row that may hold nothing that can go
