@@ -12,6 +12,7 @@ from millrace.cache import catalog
 from millrace.cache.blocks import BLOCK_BYTES, object_id
 from millrace.cache.held import HeldBlocks
 from millrace.cache.housekeeping import tick
+from millrace.cache.leftovers import Leftovers
 from millrace.cache.node import CacheNode, cache_node
 from millrace.cache.usage_records import UsageRecords
 from millrace.config import Amount, resolve
@@ -305,6 +306,35 @@ def test_units_of_killed_processes_and_of_a_rebuilt_index_are_found(make_node: C
     assert disk.records.counts()[0] < 7
     catalog.resize(node, Amount(nbytes=0))
     assert used(node) == on_disk(node) == 0
+
+
+def test_files_that_a_killed_process_left_are_removed_and_no_others(make_node: Callable[..., CacheNode]) -> None:
+    origin = ComputedOrigin(objects(30) | objects(6, "small", 2000) | objects(3, "other", 2000))
+    node = make_node(capacity="1GB")
+    for key in [*objects(30), *objects(6, "small"), *objects(3, "other")]:
+        read(node, origin, key)
+    disk = node.open_disks[0]
+    left = []
+    for key in list(objects(30))[:10]:
+        info = origin.head(key)
+        entry = disk.store.index.remove(object_id(origin.identity, key, info.version, info.size))
+        assert entry is not None
+        left.append(Path(disk.store.path(entry)))
+        if key.endswith("5"):  # it came back since
+            read(node, origin, key)
+    disk.segments.close()
+    segment, other = disk.store.index.segment_records()
+    disk.store.index.remove_segment(segment.generation)
+    left += disk.segments.directory.glob(f"{segment.generation}.*")
+    assert len(left) == 12
+    kept = set(disk.store.directory.glob("[os]*/**/*")) - set(left)
+    leftovers = Leftovers(disk.store, disk.segments)
+    for _ in range(257):
+        leftovers.look()
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in kept)
+    assert disk.store.index.segment(other.generation) is not None
+    assert hit_ratio(node, origin, [*list(objects(30))[10:], *objects(3, "other")]) == 1
 
 
 def test_a_refusal_is_not_asked_for_again_at_once(

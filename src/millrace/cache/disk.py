@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from millrace.cache.audit import Audit
 from millrace.cache.counters import Counters
 from millrace.cache.evictor import Evictor, Newcomer
 from millrace.cache.failures import FailingDiskError
@@ -15,6 +16,7 @@ from millrace.cache.flight import Flights, ProcessLocks
 from millrace.cache.footers import Footers
 from millrace.cache.held import HeldBlocks
 from millrace.cache.housekeeping import every_tick, no_more
+from millrace.cache.leftovers import Leftovers
 from millrace.cache.maps import MapCache, Sweeper
 from millrace.cache.records import Entry, ObjectName, segment_unit
 from millrace.cache.sealing import Sealer
@@ -60,6 +62,7 @@ class Disk:
             remove_object=self._evict_object,
             remove_segment=self._evict_segment,
             report=self.report,
+            audit=Audit(self.store.index, self.records, Leftovers(self.store, self.segments)),
         )
         self._sweeper = Sweeper()
         self.flights = Flights()
@@ -200,15 +203,21 @@ class Disk:
 
     def report_full(self) -> None:
         """Say once a process that reads go on without being kept: nobody should find out by a slow second epoch."""
-        if not self._full_reported:
-            self._full_reported = True
-            emit(Event(name="cache.full", subject=str(self.store.directory)))
-            _log.warning(
-                "the cache in %s is full (capacity %.1f GB, used %.1f GB, or min_free is reached): reads go on uncached",
-                self.store.directory,
-                self.store.capacity_bytes() / 1e9,
-                self.store.index.used_bytes() / 1e9,
-            )
+        if self._full_reported or self.failed:
+            return
+        try:
+            capacity, used = self.store.capacity_bytes(), self.store.index.used_bytes()
+        except StorageError as error:
+            self.report(error)
+            return
+        self._full_reported = True
+        emit(Event(name="cache.full", subject=str(self.store.directory)))
+        _log.warning(
+            "the cache in %s is full (capacity %.1f GB, used %.1f GB, or min_free is reached): reads go on uncached",
+            self.store.directory,
+            capacity / 1e9,
+            used / 1e9,
+        )
 
     def close(self) -> None:
         """Close everything; files and maps that are in use stay readable."""

@@ -17,27 +17,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+from millrace.cache.audit import Audit
 from millrace.cache.eviction import SAMPLE_SIZE, SHRINK_SAMPLE_SIZE, Group, Unit, choose
 from millrace.cache.flight import ProcessLocks
-from millrace.cache.groups import group_of
-from millrace.cache.records import ObjectName, segment_unit
+from millrace.cache.records import ObjectName
 from millrace.cache.rules import AppliedRule, Place, Rules
 from millrace.cache.store import Store
-from millrace.cache.unit_rules import Holdings, Survey, Surveyor, held_bytes, is_expired, rule_of
+from millrace.cache.unit_rules import Holdings, Survey, Surveyor, is_expired, rule_of
 from millrace.cache.usage import FindGroup
 from millrace.cache.usage_records import Draw, UnitRecord, UsageRecords, group_number
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 
 _LOCK = (b"eviction", 0)
-_ADOPTED = b"adopted"
 _PAGE = 1000
-_AUDIT_PAGE = 200
 _REFUSAL_FACTOR = 30.0
 _TURN_SECONDS = 0.05
 _LONG_TURN_SECONDS = 10.0
 _DRAWS = 8  # in a row that may hold nothing that can go
 _TAKEN_OF_A_DRAW = 4  # one in so many of a large draw goes before the next
+_EXTREMES_SECONDS = 5.0
 _UNSEEN_SECONDS = 2.0  # until other processes let go of a removed file, see `Disk.tidy`
 
 _NO_PLACES: Mapping[Place, int] = {}
@@ -80,6 +79,7 @@ class Evictor:
         remove_object: Callable[[bytes], bool],
         remove_segment: Callable[[int], bool],
         report: Callable[[StorageError], None],
+        audit: Audit,
     ) -> None:
         self._store = store
         self._records = records
@@ -93,8 +93,9 @@ class Evictor:
         self._turn = threading.Lock()
         self._refused_until = 0.0
         self._unseen: list[tuple[float, int]] = []
-        self._audited = b""
         self._over_told = False
+        self._extremes_at = 0.0
+        self._audit = audit
 
     # --- for a read that found something to keep ----------------------------------------------------
 
@@ -144,7 +145,7 @@ class Evictor:
     def _replace(self, shortage: int, newcomer: Newcomer, over: Place | None) -> bool:
         """Collect victims until there is enough, and only then remove them."""
         self._feed()
-        self._adopt()
+        self._audit.adopt()
         rules = self._store.rules.current()
         places = _places(rules)
         rule = rule_of(rules, newcomer.name())
@@ -203,7 +204,7 @@ class Evictor:
             if not mine:
                 return
             self._feed()
-            self._adopt()
+            self._audit.adopt()
             for record in self._records.find(survey.expired).records:
                 holding = self._holdings.of(record, rules)
                 if holding is not None and is_expired(record, holding.rule, time.time()):
@@ -211,7 +212,7 @@ class Evictor:
             for place in over:
                 self._shrink(rules, partial(self._excess, survey, rules, place), place)
             self._shrink(rules, self._pressing, None)
-            self._go_to_extremes(rules)
+            self._go_to_extremes(rules, patient=patient)
 
     def _excess(self, survey: Survey, rules: Rules, place: Place) -> int:
         return survey.used.get(place, 0) - _quota_of(self._store, rules, place)
@@ -247,10 +248,22 @@ class Evictor:
                 freed += self._remove([sample.pop(chosen.key)])
             empty = 0 if freed else empty + 1
 
-    def _go_to_extremes(self, rules: Rules) -> None:
-        """What no draw has found: look at every unit, and where the disk runs full take pins as well."""
+    def _go_to_extremes(self, rules: Rules, *, patient: bool) -> None:
+        """What no draw has found: look at every unit, and where the disk runs full take pins as well.
+
+        When that was of no use it is not done again for a while.
+        """
+        started = time.monotonic()
+        if self._pressing() <= 0 or (started < self._extremes_at and not patient):
+            return
+        self._look_everywhere(rules)
         if self._pressing() > 0:
-            self._adopt(again=True)
+            ended = time.monotonic()
+            self._extremes_at = ended + max(_EXTREMES_SECONDS, _REFUSAL_FACTOR * (ended - started))
+
+    def _look_everywhere(self, rules: Rules) -> None:
+        if self._pressing() > 0:
+            self._audit.adopt(again=True)
             self._shrink_all(rules, self._pressing, pinned=False)
         if self._too_little_free() > 0:
             self._shrink_all(rules, self._too_little_free, pinned=True)
@@ -333,36 +346,11 @@ class Evictor:
         """Look at every unit again before the next decision. For tests."""
         self._surveyor.forget()
 
-    # --- units without a record ---------------------------------------------------------------------
-
     def audit(self) -> None:
-        """Give units without a record a fresh one, a few at each call: those of a killed process are unknown otherwise."""
-        self._audited = self._enter_page(self._audited, _AUDIT_PAGE)
-
-    def _adopt(self, *, again: bool = False) -> None:
-        """Likewise all of them, once for each index: after a rebuild nothing has a record."""
-        if not again and self._records.is_marked(_ADOPTED):
-            return
-        segments = self._store.index.segment_records()
-        self._records.enter_unknown(
-            [(segment_unit(s.generation), s.generation, s.written_bytes, s.group) for s in segments], now=time.time()
-        )
-        after = self._enter_page(b"", _PAGE)
-        while after:
-            after = self._enter_page(after, _PAGE)
-        self._records.set_mark(_ADOPTED)
-
-    def _enter_page(self, after: bytes, limit: int) -> bytes:
-        page = self._store.index.page(after, limit)
-        unknown = [
-            (entry.object_id, 0, entry.size, group_of(entry.name.origin, entry.name.key))
-            for entry in page
-            if not entry.place and held_bytes(entry)
-        ]
-        known = [used_at is not None for used_at in self._records.used_at([key for key, *_ in unknown])]
-        if not all(known):
-            self._records.enter_unknown(unknown, now=time.time())
-        return page[-1].object_id if len(page) == limit else b""
+        """Find what killed processes have left, a little at each call."""
+        with self._my_turn(0.0) as mine:
+            if mine:
+                self._audit.go_on()
 
     # --- one at a time ------------------------------------------------------------------------------
 
