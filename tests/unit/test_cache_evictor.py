@@ -95,7 +95,11 @@ def test_a_loop_over_twice_the_cache_hits_half(make_node: Callable[..., CacheNod
 
 
 @pytest.mark.parametrize("size", [SIZE, 60_000])
-def test_a_new_data_set_takes_over_within_two_epochs(make_node: Callable[..., CacheNode], size: int) -> None:
+def test_a_new_data_set_takes_over_within_two_epochs(
+    make_node: Callable[..., CacheNode], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # These epochs take milliseconds, so every refusal counts.
+    monkeypatch.setattr("millrace.cache.evictor._REFUSAL_FACTOR", 0.0)
     origin = ComputedOrigin(objects(30, "old", size) | objects(30, "new", size))
     node = make_node(capacity=16 * size)
     for _ in range(3):
@@ -213,7 +217,7 @@ def test_nobody_used_it_for_so_long(make_node: Callable[..., CacheNode], monkeyp
         read(node, origin, key)
     node.open_disks[0].write_down_uses()
     catalog.limit(node, (origin.identity, "b/logs"), quota=None, ttl_seconds=3600.0)
-    tick()
+    node.open_disks[0].enforce_limits()
     assert all(is_here(node, origin, key) for key in objects(3, "logs"))
     now = time.time()
     monkeypatch.setattr("millrace.cache.unit_rules.time.time", lambda: now + 3500)
@@ -221,7 +225,7 @@ def test_nobody_used_it_for_so_long(make_node: Callable[..., CacheNode], monkeyp
     node.open_disks[0].write_down_uses()
     monkeypatch.setattr("millrace.cache.unit_rules.time.time", lambda: now + 4000)
     node.open_disks[0].evictor.forget_survey()
-    tick()
+    node.open_disks[0].enforce_limits()
     assert [is_here(node, origin, key) for key in objects(3, "logs")] == [False, True, False]
     assert not any(is_here(node, origin, key) for key in objects(3, "logs/small"))
     assert all(is_here(node, origin, key) for key in objects(3))
@@ -244,7 +248,7 @@ def test_a_quota_holds_and_its_prefix_replaces_only_its_own(make_node: Callable[
         assert any(is_here(node, origin, key) for key in objects(20, "logs/new"))
     catalog.limit(node, (origin.identity, "b/logs"), quota=Amount(nbytes=2 * size), ttl_seconds=None)
     node.open_disks[0].write_down_uses()
-    tick()
+    node.open_disks[0].enforce_limits()
     assert used(node) <= 10 * SIZE + 2 * size + 4096
     assert all(is_here(node, origin, key) for key in objects(10))
 
@@ -335,6 +339,14 @@ def test_files_that_a_killed_process_left_are_removed_and_no_others(make_node: C
     assert all(path.exists() for path in kept)
     assert disk.store.index.segment(other.generation) is not None
     assert hit_ratio(node, origin, [*list(objects(30))[10:], *objects(3, "other")]) == 1
+
+
+def test_one_process_at_a_time_does_the_chores(make_node: Callable[..., CacheNode]) -> None:
+    records = make_node(capacity="1GB").open_disks[0].records
+    assert records.claim(b"this", 60)
+    assert not records.claim(b"this", 60)
+    assert records.claim(b"that", 60)
+    assert records.claim(b"this", 0)
 
 
 def test_a_refusal_is_not_asked_for_again_at_once(

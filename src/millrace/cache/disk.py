@@ -86,7 +86,6 @@ class Disk:
         self.write_down_uses()
         self.segments.release_idle()
         self.evictor.enforce()
-        self.evictor.audit()
         removals = self.signals.removals
         if (everything := self._sweeper.due(removals)) or self.maps.unchecked:
             self.maps.sweep(all_of_them=everything)

@@ -30,6 +30,8 @@ from millrace.errors import StorageError
 from millrace.events import Event, emit
 
 _LOCK = (b"eviction", 0)
+_CHORES = b"chores"
+_CHORES_SECONDS = 0.45  # a little less than between two ticks
 _PAGE = 1000
 _REFUSAL_FACTOR = 30.0
 _TURN_SECONDS = 0.05
@@ -131,12 +133,12 @@ class Evictor:
             with self._my_turn(_TURN_SECONDS) as mine:
                 if not mine:
                     return False
-                started = time.monotonic()
+                started = time.thread_time()
                 shortage = max(excess, self._store.shortage(nbytes))
                 made = shortage <= 0 or self._replace(shortage, newcomer, over)
                 if not made:
-                    ended = time.monotonic()
-                    self._refused_until = ended + _REFUSAL_FACTOR * (ended - started)
+                    cost = time.thread_time() - started
+                    self._refused_until = time.monotonic() + _REFUSAL_FACTOR * cost
                 return made
         except StorageError as error:
             self._report(error)
@@ -193,15 +195,21 @@ class Evictor:
     def enforce(self, *, patient: bool = False) -> None:
         """Evict what has expired, and whatever else until every limit holds. `patient` waits for another evictor to end.
 
-        Quick when there is nothing to do. Capacity is held by evicting all but pins; to keep `min_free` pins go last.
+        Quick when there is nothing to do. Capacity is held by evicting all but pins; to keep `min_free` pins go last. What
+        takes a look at every unit is done by one process of the node at a time, which also goes on with the audit.
         """
         rules = self._store.rules.current()
-        survey = self._surveyor.current(rules)
+        chores = self._records.claim(_CHORES, _CHORES_SECONDS)
+        survey = self._surveyor.current(rules) if chores or patient else Survey()
         over = [place for place in survey.used if self._excess(survey, rules, place) > 0]
-        if not patient and not over and not survey.expired and self._pressing() <= 0:
+        if not chores and not patient and self._pressing() <= 0:
             return
         with self._my_turn(_LONG_TURN_SECONDS if patient else 0.0) as mine:
             if not mine:
+                return
+            if chores:
+                self._audit.go_on()
+            if not over and not survey.expired and self._pressing() <= 0:
                 return
             self._feed()
             self._audit.adopt()
@@ -345,12 +353,6 @@ class Evictor:
     def forget_survey(self) -> None:
         """Look at every unit again before the next decision. For tests."""
         self._surveyor.forget()
-
-    def audit(self) -> None:
-        """Find what killed processes have left, a little at each call."""
-        with self._my_turn(0.0) as mine:
-            if mine:
-                self._audit.go_on()
 
     # --- one at a time ------------------------------------------------------------------------------
 

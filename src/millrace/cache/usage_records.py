@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import struct
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -178,6 +179,19 @@ class UsageRecords:
         """Set a mark, for as long as this index lives."""
         with self._index.writing() as txn:
             txn.put(mark, pack_number(1), db=self._numbers)
+
+    def claim(self, what: bytes, pause_seconds: float) -> bool:
+        """Whether no process of the node did `what` within the last `pause_seconds`; then the caller does it now."""
+        now = time.clock_gettime_ns(time.CLOCK_BOOTTIME)  # an index does not outlive a boot
+        due = int(now - pause_seconds * 1e9)
+        with self._index.reading() as txn:
+            if number(txn.get(what, db=self._numbers)) > due:
+                return False
+        with self._index.writing() as txn:
+            if number(txn.get(what, db=self._numbers)) > due:
+                return False
+            txn.put(what, pack_number(now), db=self._numbers)
+            return True
 
     # --- inside -----------------------------------------------------------------------------------
 
