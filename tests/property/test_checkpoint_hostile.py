@@ -333,3 +333,17 @@ def test_paths_that_would_make_long_lists_are_refused(saved):
             with pytest.raises(CheckpointException) as caught:
                 _load_state_dict_from_keys(storage_reader=CheckpointReader(target))
             assert isinstance(caught.value.failures[0][0], CorruptCheckpointError)
+
+
+def test_a_long_path_costs_what_it_weighs(saved):
+    data = (saved / "manifest.millrace").read_bytes()
+    sections = taken_apart(data)
+    meta = json.loads(sections[b"META"])
+    meta["planner"]["d"].append(["long", {"t": [0] * 10_000}])
+    manifest = decode_manifest(put_together({**sections, b"META": json.dumps(meta).encode()}))
+    tracemalloc.start()
+    try:
+        metadata_of(manifest)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()

@@ -22,11 +22,16 @@ def flatten(state: Mapping[Any, Any], *, as_torch_2_3: bool = False) -> tuple[di
     A mapping is never a leaf, a list only when no tensor or mapping lies in it; everything else is one. Torch up to 2.3
     also took a mapping without a tensor in it for a leaf; checkpoints of that time need it.
 
-    Raises `UsageError` when two leaves come to the same key.
+    Raises `UsageError` when two leaves come to the same key, or when there is no end to the nesting.
     """
     values: dict[str, Any] = {}
     paths: dict[str, Path] = {}
-    _flatten_into(values, paths, _members(state), (), "", as_torch_2_3)
+    try:
+        _flatten_into(values, paths, _members(state), (), "", as_torch_2_3)
+    except RecursionError as error:
+        raise UsageError(
+            "the state dict is nested too deeply, or contains itself", next_step="make it flatter"
+        ) from error
     return values, paths
 
 

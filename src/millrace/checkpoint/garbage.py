@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from typing import TypeVar
@@ -13,6 +14,18 @@ Value = TypeVar("Value")
 _lock = threading.Lock()
 _pauses = 0
 _was_enabled = False
+
+
+def _resume_in_child() -> None:
+    """A forked process (a data loader's worker, say) lacks the threads that would end the pauses."""
+    global _lock, _pauses
+    _lock = threading.Lock()
+    if _pauses and _was_enabled:
+        gc.enable()
+    _pauses = 0
+
+
+os.register_at_fork(after_in_child=_resume_in_child)
 
 
 @contextlib.contextmanager

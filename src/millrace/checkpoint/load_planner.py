@@ -32,8 +32,14 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
             return
         with collection_paused():
             values, paths = flatten(state_dict)
+        empty = without_values(values)
+        if empty and not torch.distributed.is_initialized():
+            raise UsageError(
+                "the state dict has tensors on the meta device, and no process group says which device to load them to",
+                next_step="give them memory (module.to_empty(device=...)), or call init_process_group first",
+            )
         # Torch gives those values, and puts those together, in the state dict itself.
-        if without_values(values) or (self.flatten_sharded_tensors and sharded_in_old_way(values)):
+        if empty or (self.flatten_sharded_tensors and sharded_in_old_way(values)):
             super().set_up_planner(state_dict, metadata, is_coordinator)
             return
         self.original_state_dict = state_dict

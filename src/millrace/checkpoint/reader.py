@@ -34,12 +34,21 @@ from millrace.checkpoint.pipeline import default_threads
 from millrace.checkpoint.slices import Runs, box_runs, split_box
 from millrace.checkpoint.stock import StockReader, summarize_stock
 from millrace.checkpoint.storage import CheckpointStorage, open_storage
-from millrace.checkpoint.tensors import bytes_of, check_blob, copy_bits, metadata_of, plain_memory, torch_dtype
+from millrace.checkpoint.tensors import (
+    bytes_of,
+    check_blob,
+    copy_bits,
+    lacks_memory,
+    metadata_of,
+    plain_memory,
+    torch_dtype,
+)
 from millrace.checkpoint.transforms import transforms_for
 from millrace.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
     MillraceError,
+    StateMismatchError,
     UsageError,
 )
 from millrace.origin import Readable
@@ -309,7 +318,13 @@ class _StagedLoad:
         self.staging_bytes = staged.numel() * staged.element_size()
 
     def commit(self, trusted_types: Sequence[type]) -> None:
-        copy_bits(self._staged, self._piece)
+        try:
+            copy_bits(self._staged, self._piece)
+        except RuntimeError as error:
+            raise StateMismatchError(
+                f"{self._item.dest_index.fqn!r} cannot be copied into ({error!s:.200})",
+                next_step="load into a dense tensor whose elements lie apart",
+            ) from error
         if self._tensor is not None:
             self._planner.commit_tensor(self._item, self._tensor)
 
@@ -334,6 +349,16 @@ def _tensor_loads(item: Any, planner: Any, index: _ItemIndex) -> Iterable[_Load]
     if memory is not None:
         runs = box_runs(shard.sizes, item.storage_offsets, lengths, itemsize)
         return (_DirectLoad(item, planner, tensor, None if runs is None else Request(number, runs, memory)),)
+    if tensor.layout is not torch.strided:
+        raise StateMismatchError(
+            f"{item.dest_index.fqn!r} is a {tensor.layout} tensor, into which nothing can be loaded",
+            next_step="load into a dense tensor",
+        )
+    if lacks_memory(tensor):
+        raise StateMismatchError(
+            f"the memory of {item.dest_index.fqn!r} was freed or shrunk",
+            next_step="load into a tensor that has its memory",
+        )
     return _staged_loads(item, planner, tensor, number, shard.sizes, dtype)
 
 

@@ -9,10 +9,12 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.nn.parameter import is_lazy
 
 from millrace.checkpoint.flattening import PLAIN_TENSORS, flatten, sharded_in_old_way
 from millrace.checkpoint.garbage import collection_paused
 from millrace.checkpoint.plans import check_cover, deduplicate, join
+from millrace.errors import UnsupportedObjectError
 
 
 class CheckpointSavePlanner(DefaultSavePlanner):  # type: ignore[misc]
@@ -79,14 +81,33 @@ def _write_items(state: Mapping[str, Any], is_coordinator: bool) -> list[Any]:
     known: dict[Any, Any] = {}
     for key, value in state.items():
         if type(value) not in PLAIN_TENSORS:
+            _refuse_shapeless(key, value)
             items += create_default_local_save_plan({key: value}, is_coordinator).items
             continue
-        kind = (value.shape, value.dtype, value.layout, value.requires_grad, value.is_pinned())
+        try:
+            kind = (value.shape, value.dtype, value.layout, value.requires_grad, value.is_pinned())
+        except RuntimeError as error:
+            raise UnsupportedObjectError(
+                f"{key!r} is a nested or opaque tensor, which a checkpoint cannot hold",
+                next_step="make it a dense tensor before saving",
+            ) from error
         data = known.get(kind)
         if data is None:
             data = known[kind] = _describe(value)
         items.append(WriteItem(MetadataIndex(key, data.chunk.offsets, 0), WriteItemType.TENSOR, tensor_data=data))
     return items
+
+
+def _refuse_shapeless(key: str, value: Any) -> None:
+    if is_lazy(value):
+        raise UnsupportedObjectError(
+            f"{key!r} belongs to a lazy module and has no shape yet", next_step="run the module once before saving"
+        )
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        raise UnsupportedObjectError(
+            f"{key!r} is a nested tensor, which a checkpoint cannot hold",
+            next_step="make it a dense tensor before saving",
+        )
 
 
 def _describe(tensor: Any) -> Any:

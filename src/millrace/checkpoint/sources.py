@@ -14,7 +14,7 @@ from millrace.checkpoint.layout import PACK_BELOW_BYTES
 from millrace.checkpoint.packing import Source
 from millrace.checkpoint.planes import OPAQUE, Kind, checksum
 from millrace.checkpoint.tensors import check_blob, dtype_name, flat_bytes, plain_memory
-from millrace.errors import UnsupportedObjectError, UsageError
+from millrace.errors import MillraceError, UnsupportedObjectError, UsageError
 
 
 def sources_of(plan: Any, planner: Any, trusted_types: Sequence[type]) -> Iterator[Source]:
@@ -27,7 +27,7 @@ def sources_of(plan: Any, planner: Any, trusted_types: Sequence[type]) -> Iterat
     known: dict[Any, tuple[int, Kind]] = {}
     for item in plan.items:
         if item.type == WriteItemType.BYTE_IO:
-            yield _blob_source(planner.resolve_data(item).getbuffer(), item.index.fqn, trusted_types, checked)
+            yield _blob_source(_serialised(planner, item), item.index.fqn, trusted_types, checked)
             continue
         described = item.tensor_data
         dtype, sizes = described.properties.dtype, described.chunk.sizes
@@ -36,6 +36,20 @@ def sources_of(plan: Any, planner: Any, trusted_types: Sequence[type]) -> Iterat
             itemsize, kind = DTYPES[dtype_name(dtype, item.index.fqn)]
             shape = known[dtype, sizes] = (sizes.numel() * itemsize, kind)
         yield TensorSource(planner, item, *shape)
+
+
+def _serialised(planner: Any, item: Any) -> memoryview:
+    try:
+        data: memoryview = planner.resolve_data(item).getbuffer()
+    except (MillraceError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        # Pickle raises whatever the object does.
+        raise UnsupportedObjectError(
+            f"{item.index.fqn!r} is an object that cannot be pickled ({type(error).__name__}: {error!s:.200})",
+            next_step="store tensors and plain values",
+        ) from error
+    return data
 
 
 def _blob_source(data: memoryview, key: str, trusted_types: Sequence[type], checked: set[int]) -> Source:

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import posixpath
+import re
 import threading
 import time
 import uuid
@@ -39,6 +40,7 @@ from millrace.origin import ObjectInfo, ObjectWriter, Origin, Readable, open_ori
 _WRITEBACK_BYTES = 32 << 20
 # Tries of a conditional PUT whose answer got lost while the object is not there either; each retries inside, too.
 _PUBLISH_ATTEMPTS = 3
+_BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,11 @@ def open_storage(
     whether local files are forced to the disk before they become visible.
     """
     url = os.fspath(location)
+    if "\0" in url:
+        raise ConfigurationError(f"{url!r} has a NUL in it", next_step="check the name")
+    if _BROKEN_URL.match(url):
+        # What pathlib makes of a URL; as a local path it would be a directory beside the program.
+        raise ConfigurationError(f"{url!r} has one slash after its colon", next_step="give the URL as text, with two")
     scheme, key = split_url(url)
     if not key.strip("/"):
         raise ConfigurationError(f"{url!r} names no checkpoint", next_step="give a directory or scheme://bucket/path")

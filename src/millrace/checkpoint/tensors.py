@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from millrace.errors import CorruptCheckpointError, UnsupportedObjectError
 _SAFE_GLOBALS_LOCK = threading.Lock()
 _NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# How torch's safe loader names what it does not admit.
+_REFUSED = re.compile(r"GLOBAL ([\w.]{1,200})")
 # In all lists of a state dict together.
 _MAX_LIST_MEMBERS = 1 << 24
 
@@ -48,12 +51,17 @@ def dtype_name(dtype: Any, key: str) -> str:
 def flat_bytes(tensor: Any, key: str) -> Any:
     """The tensor's values in row-major order as a 1-D uint8 tensor on its own device; a view where that is possible.
 
-    Raises `UnsupportedObjectError` for a tensor without plain values (sparse, meta).
+    Raises `UnsupportedObjectError` for a tensor without plain values (sparse, meta, freed).
     """
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         raise UnsupportedObjectError(
             f"{key!r} is a {_name(tensor.layout)} tensor on {tensor.device}, which a checkpoint cannot hold",
             next_step="make it a dense tensor with values before saving",
+        )
+    if lacks_memory(tensor):
+        raise UnsupportedObjectError(
+            f"{key!r} is a tensor whose memory was freed or shrunk",
+            next_step="save it while it has its values",
         )
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain._is_zerotensor():
@@ -73,10 +81,23 @@ def plain_memory(tensor: Any) -> Memory | None:
         and not tensor.is_neg()
     ):
         address, nbytes = tensor.data_ptr(), tensor.nbytes
-        # A tensor of zeros that nobody has written to may have no memory yet.
-        if address or not nbytes:
+        held_bytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+        # A tensor of zeros that nobody has written to may have no memory yet, and one that was freed none any more.
+        if not nbytes or (address and nbytes <= held_bytes):
             return Memory(address, nbytes, tensor)
     return None
+
+
+def lacks_memory(tensor: Any) -> bool:
+    """Whether a dense tensor's storage is shorter than the tensor says, so that touching its values harms the process.
+
+    Sharded training frees parameters so, and leaves the tensors. Subclasses may hold their values in another way.
+    """
+    if type(tensor) not in PLAIN_TENSORS or not tensor.numel():
+        return False
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return bool(tensor.untyped_storage().nbytes() < needed)
 
 
 def as_integers(tensor: Any) -> Any:
@@ -108,8 +129,10 @@ def check_blob(data: bytes | memoryview, key: str, trusted_types: Sequence[type]
         with _SAFE_GLOBALS_LOCK, torch.serialization.safe_globals(list(trusted_types)):
             torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
+        refused = _REFUSED.search(str(error))
         raise UnsupportedObjectError(
-            f"{key!r} is an object that torch's safe loader refuses",
+            f"{key!r} is an object that torch's safe loader refuses"
+            + (f" (it has {refused[1]} in it)" if refused else ""),
             next_step="store tensors and plain values, or admit its class with trusted_types=[...]",
         ) from error
 
@@ -190,16 +213,20 @@ def _check_paths(planner_data: Any) -> None:
     """Torch rebuilds a state dict along these paths and fills lists up to any index that it finds in one."""
     if not isinstance(planner_data, dict):
         return
-    lengths: dict[Any, int] = {}
+    # Containers are numbered: keeping the path to each would take the square of a long path.
+    containers: dict[tuple[int, Any], int] = {}
+    lengths: dict[int, int] = {}
     try:
         for path in planner_data.values():
             if not isinstance(path, tuple) or int not in map(type, path):
                 continue
-            for depth, part in enumerate(path):
+            container = 0
+            for part in path:
                 if type(part) is int:
                     if part < 0:
                         raise CorruptCheckpointError("the manifest's planner data counts backwards")
-                    lengths[path[:depth]] = max(part, lengths.get(path[:depth], 0))
+                    lengths[container] = max(part, lengths.get(container, 0))
+                container = containers.setdefault((container, part), len(containers) + 1)
     except TypeError as error:
         raise CorruptCheckpointError("the manifest's planner data has paths that are none") from error
     if sum(lengths.values()) > _MAX_LIST_MEMBERS:

@@ -1,0 +1,201 @@
+"""State dicts that no checkpoint can hold, or be loaded into: one clear error, and the process lives on."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pathlib
+import threading
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from millrace.checkpoint import CheckpointLoadPlanner, CheckpointReader, CheckpointSavePlanner, CheckpointWriter
+from millrace.checkpoint.garbage import collection_paused
+from millrace.errors import ConfigurationError, StateMismatchError, UnsupportedObjectError, UsageError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is .*single process:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning"),
+]
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.randn(100)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def freed_behind_an_offset() -> torch.Tensor:
+    tensor = torch.randn(10_000)[5000:]
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def freed_columns() -> torch.Tensor:
+    tensor = torch.randn(100, 70).t()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def shrunk() -> torch.Tensor:
+    tensor = torch.randn(100_000)
+    tensor.untyped_storage().resize_(40_000)
+    return tensor
+
+
+WITHOUT_MEMORY = [freed, freed_behind_an_offset, freed_columns, shrunk]
+
+
+def failure_of(call, *args, **options):
+    with pytest.raises(CheckpointException) as caught:
+        call(*args, **options)
+    return caught.value.failures[0][0]
+
+
+def save(path, state, planner=None):
+    dcp.save(state, storage_writer=CheckpointWriter(path), planner=planner)
+
+
+def load(path, state, planner=None):
+    dcp.load(state, storage_reader=CheckpointReader(path), planner=planner)
+
+
+@pytest.mark.parametrize("planner", [None, CheckpointSavePlanner], ids=["torch", "ours"])
+@pytest.mark.parametrize("make", WITHOUT_MEMORY)
+def test_a_tensor_whose_memory_is_gone_fails_the_save(tmp_path, make, planner):
+    error = failure_of(save, tmp_path / "c", {"there": torch.ones(3), "gone": make()}, planner and planner())
+    assert isinstance(error, UnsupportedObjectError)
+    assert "'gone'" in str(error)
+    assert not any((tmp_path / "c").iterdir())
+
+
+@pytest.mark.parametrize("planner", [None, CheckpointLoadPlanner], ids=["torch", "ours"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", WITHOUT_MEMORY)
+def test_a_tensor_whose_memory_is_gone_fails_the_load(tmp_path, make, dtype, planner):
+    target = make()
+    save(tmp_path / "c", {"gone": torch.ones(target.shape, dtype=dtype)})
+    error = failure_of(load, tmp_path / "c", {"gone": target}, planner and planner())
+    assert isinstance(error, StateMismatchError)
+    assert "'gone'" in str(error)
+
+
+def test_what_no_longer_has_the_room_that_it_once_had_is_saved_and_loaded(tmp_path):
+    base = torch.arange(100.0)
+    base.untyped_storage().resize_(40)
+    state = {"kept": base[:10], "empty": base[50:50]}
+    save(tmp_path / "c", state, CheckpointSavePlanner())
+    loaded = {"kept": torch.zeros(10), "empty": torch.zeros(0)}
+    load(tmp_path / "c", loaded, CheckpointLoadPlanner())
+    assert loaded["kept"].equal(torch.arange(10.0))
+
+
+def into_itself() -> dict:
+    state = {"tensor": torch.ones(2)}
+    state["state"] = state
+    return state
+
+
+def a_long_way_down() -> dict:
+    state: dict = {"tensor": torch.ones(2)}
+    for _ in range(5000):
+        state = {"more": state}
+    return state
+
+
+def test_a_state_dict_without_end_fails_the_save(tmp_path):
+    for state in (into_itself(), a_long_way_down()):
+        error = failure_of(save, tmp_path / "c", state, CheckpointSavePlanner())
+        assert type(error) is UsageError
+        assert "nested" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
+        (lambda: torch.ones(3).to_mkldnn(), "opaque"),
+        (lambda: torch.nn.LazyLinear(3).weight, "lazy"),
+    ],
+    ids=["nested", "jagged", "mkldnn", "lazy"],
+)
+def test_tensors_without_a_shape_or_memory_fail_the_save(tmp_path, make, says):
+    error = failure_of(save, tmp_path / "c", {"odd": make()}, CheckpointSavePlanner())
+    assert isinstance(error, UnsupportedObjectError)
+    assert "'odd'" in str(error)
+    assert says in str(error)
+
+
+def test_an_object_that_cannot_be_pickled_is_named(tmp_path):
+    error = failure_of(save, tmp_path / "c", {"fine": 1, "function": lambda: 0})
+    assert isinstance(error, UnsupportedObjectError)
+    assert "'function'" in str(error)
+    assert "pickle" in str(error)
+
+
+class Foreign:
+    pass
+
+
+def test_the_class_that_the_safe_loader_refuses_is_named(tmp_path):
+    error = failure_of(save, tmp_path / "c", {"list": [1, {"deep": Foreign()}]})
+    assert isinstance(error, UnsupportedObjectError)
+    assert f"{__name__}.Foreign" in str(error)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.eye(3).to_sparse(), lambda: torch.eye(3).to_sparse_csr(), lambda: torch.zeros(1).expand(3, 3)],
+    ids=["sparse", "csr", "expanded"],
+)
+def test_what_cannot_be_copied_into_fails_the_load(tmp_path, make):
+    save(tmp_path / "c", {"odd": torch.ones(3, 3)})
+    error = failure_of(load, tmp_path / "c", {"odd": make()})
+    assert isinstance(error, StateMismatchError)
+    assert "'odd'" in str(error)
+
+
+def test_tensors_on_the_meta_device_need_a_process_group(tmp_path):
+    save(tmp_path / "c", {"tensor": torch.ones(3)})
+    error = failure_of(load, tmp_path / "c", {"tensor": torch.ones(3, device="meta")}, CheckpointLoadPlanner())
+    assert type(error) is UsageError
+    assert "to_empty" in str(error)
+
+
+def test_a_process_forked_while_a_save_is_planned_collects_its_garbage():
+    inside, leave = threading.Event(), threading.Event()
+
+    def plan() -> None:
+        with collection_paused():
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=plan)
+    thread.start()
+    assert inside.wait(60)
+    child = os.fork()
+    if child == 0:
+        collecting = gc.isenabled()
+        with collection_paused():
+            paused = not gc.isenabled()
+        os._exit(0 if collecting and paused and gc.isenabled() else 1)
+    leave.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    "place", [pathlib.PurePosixPath("s3://bucket/run/step-1"), "s3:/bucket/run", "a\0b"], ids=["path", "slash", "nul"]
+)
+def test_a_place_that_is_no_place_is_refused_and_nothing_is_made(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    for call in (save, load):
+        error = failure_of(call, place, {"tensor": torch.ones(3)})
+        assert isinstance(error, ConfigurationError)
+    assert not any(tmp_path.iterdir())
