@@ -159,9 +159,10 @@ def _parse_directory(part: Any) -> Path:
         try:
             path = os.path.expanduser(os.fspath(part))
             if isinstance(path, str) and not path.startswith("~"):
+                path.encode()
                 return Path(os.path.realpath(path))
         except ValueError:
-            pass  # a null character, which no path may have: told below
+            pass  # a null character, which no path may have, or no UTF-8, which LMDB takes: told below
     raise ConfigurationError(f"cache_dir={part!r} is no directory", next_step="write a path, or a list of paths")
 
 

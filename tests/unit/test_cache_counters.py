@@ -1,9 +1,12 @@
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+
+import pytest
 
 from millrace.cache.counters import NAMES, Counters, totals
 
@@ -51,3 +54,19 @@ def test_every_name_has_its_place(tmp_path: Path) -> None:
     assert counters.totals() == {name: number + 1 for number, name in enumerate(NAMES)}
     assert totals(tmp_path / "none") == dict.fromkeys(NAMES, 0)
     counters.close()
+
+
+def test_a_full_disk_takes_no_counters_and_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = Counters(tmp_path)
+    before.add("cache_bytes", 5)
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    counters = Counters(tmp_path)
+    counters.add("cache_bytes", 7)
+    assert counters.totals()["cache_bytes"] == 12  # with its own, which nobody else sees
+    assert before.totals()["cache_bytes"] == 5
+    assert len(list(tmp_path.iterdir())) == 1  # nothing half-made is left
+    counters.close()
+    before.close()

@@ -10,6 +10,7 @@ from typing import Any
 import click
 import pytest
 
+from millrace.cache.node import close_nodes
 from millrace.cli import main
 from millrace.cli.common import size_text, time_text
 from millrace.cli.load import progress_text
@@ -97,6 +98,10 @@ def test_limits_and_sizes_are_shown(millrace: Any, data: Path) -> None:
         (["load"], 2, "URL"),
         (["load", "/nowhere"], 1, "/nowhere does not exist, neither as an object nor as a prefix: check the name"),
         (["load", "ftp://x"], 1, "no origin serves 'ftp'"),
+        (["load", ""], 1, "a URL is empty"),
+        (["pin", ""], 1, "a URL is empty"),
+        (["load", "s3://b/\udcff"], 1, "no valid object name"),
+        (["load", "/x", "--cache-dir", "/y\udcff"], 1, "is no directory"),
         (["load", "s3://b/x", "/y"], 1, "URLs of file and s3 together"),
         (["pin", "/x/*"], 1, "is a pattern"),
         (["free"], 2, "free takes URLs, or --all"),
@@ -157,3 +162,13 @@ def test_progress_is_a_line() -> None:
         objects=40, nbytes=4 * 10**9, done_objects=10, done_bytes=10**9, bytes_per_second=1e8, listed=True
     )
     assert progress_text(state) == "25%, 10 of 40 objects, 1.00 GB of 4.00 GB, 100 MB/s, 30 s left"
+
+
+def test_a_cache_that_cannot_be_opened_is_no_empty_one(millrace: Any, tmp_path: Path, data: Path) -> None:
+    millrace("load", data)
+    locks = tmp_path / "cache" / "millrace" / "local" / "locks"
+    close_nodes()
+    locks.unlink()
+    locks.mkdir()
+    for command in (["status"], ["ls"], ["free", str(data)]):
+        assert "no cache directory can be used" in millrace(*command, code=1)

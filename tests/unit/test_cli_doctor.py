@@ -105,3 +105,18 @@ def test_an_origin(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypat
 def test_an_endpoint_needs_a_url(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--endpoint-url", "http://x"]) == 1
     assert "without a URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"), [("FORMAT", "else 7\n", "has the format"), ("mine", "", "holds 'mine'")]
+)
+def test_a_directory_that_holds_something_else(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, text: str, words: str
+) -> None:
+    folder = tmp_path / "millrace" / "local"
+    folder.mkdir(parents=True)
+    (folder / name).write_text(text)
+    code, checks = doctor(capsys, "--cache-dir", str(tmp_path))
+    assert (code, checks["cache directory"]["state"]) == (1, "failed")
+    assert words in checks["cache directory"]["detail"]
+    assert [path.name for path in folder.iterdir()] == [name]

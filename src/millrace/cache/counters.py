@@ -7,6 +7,7 @@ their number stays that of the live processes.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -44,6 +45,7 @@ class Counters:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._is_filed = True
         with disk_errors(directory):
             self._open(directory)
         self._lock = threading.Lock()
@@ -52,12 +54,16 @@ class Counters:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = directory / f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         with _directory_lock(directory, fcntl.LOCK_EX):
-            self._fold()
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            # Not a hole: writing to one through a map on a full disk would kill the process.
-            os.posix_fallocate(self._descriptor, 0, _FILE_BYTES)
-            # The lock says that this process lives; the kernel drops it when it ends, however it ends.
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            try:
+                self._fold()
+                self._descriptor = _new_file(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                # What is cached on a full disk can still be read, and freed; only the counts end with this process.
+                self._descriptor = os.memfd_create("millrace-counters", os.MFD_CLOEXEC)
+                os.ftruncate(self._descriptor, _FILE_BYTES)
+                self._is_filed = False
             self._map = mmap.mmap(self._descriptor, _FILE_BYTES)
             self._numbers = memoryview(self._map).cast("Q")
 
@@ -79,7 +85,9 @@ class Counters:
 
     def totals(self) -> dict[str, int]:
         """The sums over every process, dead or alive, since the store was made."""
-        return totals(self._directory)
+        sums = totals(self._directory)
+        own = {} if self._is_filed else {name: self._numbers[slot] for name, slot in _SLOTS.items()}
+        return {name: value + own.get(name, 0) for name, value in sums.items()}
 
     def _fold(self) -> None:
         """Add the files of ended processes to the retired sums. Runs under the directory's exclusive lock."""
@@ -101,6 +109,21 @@ class Counters:
             os.replace(temporary, self._directory / _RETIRED)
             for path in ended:
                 path.unlink()
+
+
+def _new_file(path: Path) -> int:
+    """Make the file of a process; gives its descriptor, locked. Leaves nothing when that fails."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        # Not a hole: writing to one through a map on a full disk would kill the process.
+        os.posix_fallocate(descriptor, 0, _FILE_BYTES)
+        # The lock says that this process lives; the kernel drops it when it ends, however it ends.
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except BaseException:
+        os.close(descriptor)
+        path.unlink()
+        raise
+    return descriptor
 
 
 def totals(directory: Path) -> dict[str, int]:

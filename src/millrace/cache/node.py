@@ -29,6 +29,7 @@ from millrace.cache.page_map import PageMap
 from millrace.cache.placement import owners
 from millrace.cache.reader import BlockReader, ObjectReader, OriginReader, Threads
 from millrace.cache.records import Entry, ObjectName
+from millrace.cache.setup import check_directory
 from millrace.cache.signals import Signals
 from millrace.cache.small import SmallReader, is_small
 from millrace.cache.turns import Turns
@@ -252,6 +253,11 @@ def cache_node(options: CacheOptions) -> CacheNode:
 def store_exists(options: CacheOptions) -> bool:
     """Whether any of the cache directories has been used before. Makes nothing."""
     return any((directory / _NODE_FOLDER / "FORMAT").exists() for directory in options.cache_dirs)
+
+
+def check_cache_dir(cache_dir: Path) -> None:
+    """Raise what opening the cache in `cache_dir` would because of what lies there already. Makes nothing."""
+    check_directory(cache_dir / _NODE_FOLDER)
 
 
 def nodes_are_open() -> bool:

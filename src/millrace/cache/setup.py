@@ -24,6 +24,7 @@ _log = logging.getLogger("millrace")
 
 FORMAT_NAME = "millrace-store"
 FORMAT_VERSION = 2
+_OLD_FORMAT = f"{FORMAT_NAME} 1"
 
 _MARKER = "FORMAT"
 _LOCK = "setup.lock"
@@ -41,12 +42,19 @@ def open_directory(directory: Path) -> Index:
     """
     with disk_errors(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if directory.stat().st_uid != os.geteuid():
-            raise StorageError(f"{directory} belongs to another user", next_step="choose another 'cache_dir'")
+        _require_own(directory)
         with open(directory / _LOCK, "a", encoding="ascii") as lock:
             # This kind of lock is not inherited: a child that is forked meanwhile does not hold it for ever.
             fcntl.lockf(lock, fcntl.LOCK_EX)
             return _open(directory)
+
+
+def check_directory(directory: Path) -> None:
+    """Raise what `open_directory` would because of what lies in `directory`, if it is there. Changes nothing."""
+    if directory.exists():
+        with disk_errors(directory):
+            _require_own(directory)
+            _require_format(directory, _read_marker(directory))
 
 
 def boot_id() -> str:
@@ -54,17 +62,26 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
-def _open(directory: Path) -> Index:
-    lines = _read_marker(directory)
-    if lines and lines[0] == f"{FORMAT_NAME} 1":
-        # Never released, so nobody's data: what it holds is fetched again.
-        _discard(directory, ("index", *_DATA_FOLDERS), "written in format 1, which this version does not read")
-        lines = []
-    if lines and lines[0] != f"{FORMAT_NAME} {FORMAT_VERSION}":
+def _require_own(directory: Path) -> None:
+    if directory.stat().st_uid != os.geteuid():
+        raise StorageError(f"{directory} belongs to another user", next_step="choose another 'cache_dir'")
+
+
+def _require_format(directory: Path, lines: list[str]) -> None:
+    if lines and lines[0] not in (_OLD_FORMAT, f"{FORMAT_NAME} {FORMAT_VERSION}"):
         raise UnsupportedFormatError(
             f"{directory} has the format {lines[0][:60]!r}, this version reads '{FORMAT_NAME} {FORMAT_VERSION}'",
             next_step="choose another 'cache_dir', or remove this one",
         )
+
+
+def _open(directory: Path) -> Index:
+    lines = _read_marker(directory)
+    _require_format(directory, lines)
+    if lines and lines[0] == _OLD_FORMAT:
+        # Never released, so nobody's data: what it holds is fetched again.
+        _discard(directory, ("index", *_DATA_FOLDERS), "written in format 1, which this version does not read")
+        lines = []
     for name in ("counters", *_DATA_FOLDERS):
         (directory / name).mkdir(mode=0o700, exist_ok=True)
     boot = boot_id()

@@ -65,6 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except BrokenPipeError as error:
         return 141 if _stdout_is_closed() else _unexpected(error)
+    except OSError as error:
+        if not _is_of_stdout(error):
+            return _unexpected(error)
+        tell(f"the output could not be written: {error.strerror}: see to where stdout goes")
+        return 1
     except Exception as error:  # noqa: BLE001 - the last resort: whatever it is, one line and an exit code
         return _unexpected(error)
     finally:
@@ -82,7 +87,8 @@ def _unexpected(error: Exception) -> int:
 def tell(line: str) -> None:
     """Write an error, or what is worth knowing besides the result, in one line to stderr."""
     with contextlib.suppress(OSError):  # stderr is gone as well: the exit code is all that can still be told
-        click.echo(f"millrace: {line}", err=True)
+        # A name that was no UTF-8 is shown all the same.
+        click.echo(f"millrace: {line}".encode("utf-8", "backslashreplace").decode(), err=True)
 
 
 def _debug() -> None:
@@ -98,6 +104,12 @@ def _stdout_is_closed() -> bool:
         return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def _is_of_stdout(error: OSError) -> bool:
+    """Whether writing the output failed, as on a full disk: every command writes by `click.echo`."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__") == click.utils.__name__
 
 
 def _end_stdout() -> None:

@@ -53,7 +53,7 @@ def existing_node(cache_dir: Sequence[str]) -> tuple[CacheNode, list[str]]:
     """The cache that is there, and the directories without one. Makes nothing: where there is no cache is an error."""
     from millrace.cache.node import cache_node, store_exists
     from millrace.config import resolve
-    from millrace.errors import ConfigurationError
+    from millrace.errors import ConfigurationError, StorageError
 
     options = resolve({"cache_dir": list(cache_dir) or None})
     there = tuple(path for path in options.cache_dirs if store_exists(replace(options, cache_dirs=(path,))))
@@ -64,7 +64,10 @@ def existing_node(cache_dir: Sequence[str]) -> tuple[CacheNode, list[str]]:
             next_step="read something through millrace.filesystem first, or name the directory with --cache-dir",
         )
     # Only what is there: a cache makes the directories that it is given.
-    return cache_node(replace(options, cache_dirs=there)), missing
+    node = cache_node(replace(options, cache_dirs=there))
+    if not node.open_disks:
+        raise StorageError("no cache directory can be used", next_step="'millrace doctor' says why")
+    return node, missing
 
 
 def places_of(node: CacheNode, url: str, endpoint_url: str | None) -> list[Place]:

@@ -92,6 +92,8 @@ def _boot() -> Check:
 
 
 def _cache_directory(directory: Path, options: CacheOptions) -> Iterator[Check]:
+    from millrace.cache.node import check_cache_dir
+
     name = "cache directory"
     # What is not there yet is made at first use, below the nearest that is.
     there = next(path for path in (directory, *directory.parents) if path.exists())
@@ -109,6 +111,10 @@ def _cache_directory(directory: Path, options: CacheOptions) -> Iterator[Check]:
         with tempfile.TemporaryDirectory(prefix=".millrace-doctor-", dir=there) as scratch:
             yield Check(name=name, state="ok", detail=f"{directory}{later} can be written")
             yield _index(Path(scratch))
+        check_cache_dir(directory)
+    except MillraceError as error:
+        yield Check(name=name, state="failed", detail=str(error))
+        return
     except OSError as error:
         yield Check(name=name, state="failed", detail=f"{there}: {error.strerror}: choose another 'cache_dir'")
         return

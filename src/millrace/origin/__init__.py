@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from millrace.errors import ConfigurationError
+from millrace.errors import ConfigurationError, UsageError
 from millrace.origin.protocol import (
     Listable,
     Listing,
@@ -55,7 +55,9 @@ def open_origin(scheme: str, target_options: Mapping[str, Any] | None = None) ->
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Split `scheme://bucket/key` into scheme and key; a plain path has the scheme `file`."""
+    """Split `scheme://bucket/key` into scheme and key; a plain path has the scheme `file`. Raises `UsageError`."""
+    if not url:
+        raise UsageError("a URL is empty", next_step="write s3://bucket/key, or '.' for the current directory")
     scheme, separator, key = url.partition("://")
     return (scheme, key) if separator else ("file", url)
 

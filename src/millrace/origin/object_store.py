@@ -50,7 +50,8 @@ _CLIENT = {
 }
 
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+# Control characters, and bytes that were no UTF-8, as Python keeps them in a string.
+_UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 # Begins the version of an object for which the origin has no ETag.
 _MADE_UP = "~"
@@ -316,9 +317,9 @@ class ObjectStoreOrigin:
                 raise ConfigurationError(
                     f"{self._scheme}:// without a bucket", next_step=f"write {self._scheme}://bucket/key"
                 )
-        if _CONTROL.search(path):  # obstore would call it a bad value, and not say of what
+        if _UNUSABLE.search(key):  # obstore would call it a bad value, and not say of what
             raise ObjectNotFoundError(
-                f"{self._scheme}://{key} is no valid object name", next_step="use no control characters"
+                f"{self._scheme}://{key} is no valid object name", next_step="use UTF-8 without control characters"
             )
         if self._pid != os.getpid():
             # The parent's clients belong to threads that do not exist here: neither use nor destroy them.
