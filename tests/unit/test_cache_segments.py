@@ -101,7 +101,7 @@ def test_records_come_back(generation: int, group: str, records: list[SegmentObj
     assert list(decode_objects(generation + 1, data)) == []  # of another segment
 
 
-@given(records=st.lists(objects, min_size=1, max_size=8), harm=st.data())
+@given(records=st.lists(objects, min_size=1, max_size=8, unique=True), harm=st.data())
 def test_a_damaged_record_is_passed_over_and_no_other(records: list[SegmentObject], harm: st.DataObject) -> None:
     pieces = [encode_header(7, "g"), *(encode_object(7, record) for record in records)]
     data = bytearray(b"".join(pieces))
@@ -110,7 +110,9 @@ def test_a_damaged_record_is_passed_over_and_no_other(records: list[SegmentObjec
     data[start:stop] = harm.draw(st.sampled_from([bytes(stop - start), os.urandom(stop - start)]))
     ends = list(itertools.accumulate(map(len, pieces)))
     untouched = [
-        record for record, begin, end in zip(records, ends, ends[1:], strict=False) if end <= start or begin >= stop
+        record
+        for record, (begin, end) in zip(records, itertools.pairwise(ends), strict=True)
+        if end <= start or begin >= stop
     ]
     found = list(decode_objects(7, bytes(data)))
     # The damage may have hit only the padding of a record, which is then as good as before.
@@ -184,6 +186,17 @@ def test_many_tiny_objects_do_not_make_an_endless_record_file(tmp_path: Path, mo
 def test_what_is_too_large_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as segments, pytest.raises(ValueError, match="too many"):
         append(segments, 1, bytes(SEGMENT_BYTES + 1))
+
+
+def test_segments_whose_idx_is_full_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments_module, "_IDX_BYTES", 4096)
+    monkeypatch.setattr(segments_module, "_ROOMY_IDX_BYTES", roomy := 4096)  # so that they are taken over, and refuse
+    for first in (1, 100, 200):
+        with opened(tmp_path, first=first) as segments:
+            for number in range(first, first + 90):
+                append(segments, number, b"x")
+        monkeypatch.setattr(segments_module, "_ROOMY_IDX_BYTES", roomy := roomy - 1024)
+    assert len(everything(tmp_path)) == 270
 
 
 def test_a_segment_that_nobody_appends_to_is_taken_over(tmp_path: Path) -> None:

@@ -139,13 +139,10 @@ class Segments:
         view = memoryview(data).cast("B")
         checksum = xxhash.xxh3_64_intdigest(view)
         with self._lock, disk_errors(self.directory):
-            segment = self._segment_of(group)
-            placed = segment.append(object_id, name, view, checksum)
-            if placed is None:  # full
-                self._open.pop(group).close()
-                placed = self._segment_of(group).append(object_id, name, view, checksum)
-            if placed is None:
+            if len(view) > SEGMENT_BYTES or len(name.pack()) > _IDX_BYTES // 4:
                 raise ValueError(f"{len(view)} bytes are too many for a segment")
+            while (placed := self._segment_of(group).append(object_id, name, view, checksum)) is None:
+                self._open.pop(group).close()  # full; the one that is made when no other has room takes anything
             return placed
 
     def forget(self, generation: int) -> None:
@@ -263,6 +260,7 @@ class Segments:
 
 
 _ROOMY_BYTES = SEGMENT_BYTES - SMALL_OBJECT_BYTES
+_ROOMY_IDX_BYTES = _IDX_BYTES - (64 << 10)
 
 
 class _Answer(Enum):
@@ -308,7 +306,7 @@ class _Segment:
             fcntl.flock(idx, fcntl.LOCK_EX | fcntl.LOCK_NB)
             data = os.open(data_path(directory, generation), flags)
             segment = cls(generation, data, idx)
-            if not segment.removed() and segment._data_end <= _ROOMY_BYTES:
+            if not segment.removed() and segment._data_end <= _ROOMY_BYTES and segment._idx_end <= _ROOMY_IDX_BYTES:
                 return segment
         except (BlockingIOError, FileNotFoundError) as error:
             _close(data, idx)
