@@ -18,6 +18,7 @@ from millrace.cache.held import HeldBlocks
 from millrace.cache.housekeeping import tick
 from millrace.cache.node import CacheNode, _process, cache_node, close_nodes
 from millrace.config import Amount, resolve
+from millrace.errors import DiskFullError
 from millrace.events import Event, add_hook
 from millrace.testing.computed import ComputedOrigin
 
@@ -315,3 +316,22 @@ def test_a_data_set_of_twice_the_cache_through_the_file_system(tmp_path: Path) -
         hits.append(1 - (after["origin_bytes"] - before["origin_bytes"]) / (16 * SIZE))
     assert hits[0] == 0
     assert min(hits[1:]) >= 0.475
+
+
+def test_a_load_of_what_is_pinned_displaces_the_rest(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        for number in range(8):
+            (tmp_path / name / f"{number}.bin").write_bytes(random.Random(number).randbytes(SIZE))
+    fs = millrace.filesystem(
+        "file", cache_dir=str(tmp_path / "cache"), capacity=8 * SIZE, min_free=0, skip_instance_cache=True
+    )
+    assert fs.load(str(tmp_path / "old")).done_objects == 8
+    with pytest.raises(DiskFullError):
+        fs.load(str(tmp_path / "new"))
+    [disk] = _process.disks.values()
+    disk.held = HeldBlocks(0)  # as in another process
+    fs.pin(str(tmp_path / "new"))
+    assert fs.load(str(tmp_path / "new")).done_objects == 8
+    assert [found.complete for found in fs.cached(str(tmp_path / "new"))] == [True] * 8
+    assert not list(fs.cached(str(tmp_path / "old")))

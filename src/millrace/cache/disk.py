@@ -39,6 +39,24 @@ _BATCHES = 64  # uses are written down when they come to one part in so many of 
 _DEFAULT_CAPACITY = parse_amount(DEFAULT_CAPACITY, option="capacity")
 
 
+class Room:
+    """Room in a store that was reserved for one writer; true when there is any."""
+
+    def __init__(self, store: Store, nbytes: int) -> None:
+        self._store = store
+        self.left = nbytes
+
+    def __bool__(self) -> bool:
+        return self.left > 0
+
+    def wrote(self, nbytes: int) -> None:
+        """Give back what was written, and so counts as used from now on."""
+        nbytes = min(nbytes, self.left)
+        if nbytes:
+            self.left -= nbytes
+            self._store.release(nbytes)
+
+
 class Disk:
     """A store with its locks, counters, maps and fetches. One a process and directory, whatever the options."""
 
@@ -47,7 +65,8 @@ class Disk:
         self.locks = ProcessLocks(directory / "locks")
         self.counters = Counters(directory / "counters")
         self.store.on_corrupt = lambda: self.counters.add("corrupt_blocks")
-        self.sealer = Sealer(self.store)
+        self.store.on_failure = self.report
+        self.sealer = Sealer(self.store, report=self.report)
         self.verified = VerifiedBlocks()
         self.maps = MapCache()
         self.segments = Segments(directory / "segments", self.store.index)
@@ -68,7 +87,10 @@ class Disk:
         self.flights = Flights()
         self.held = HeldBlocks()
         self.footers = Footers(
-            self.store.index, capacity_bytes=self.store.capacity_bytes, may_grow=self.store.leaves_min_free
+            self.store.index,
+            capacity_bytes=self.store.capacity_bytes,
+            may_grow=self.store.leaves_min_free,
+            report=self.report,
         )
         self._limits = (options.capacity, options.min_free)
         self._tell_of_resize(options)
@@ -126,14 +148,13 @@ class Disk:
     # --- what is used, and what goes ----------------------------------------------------------------
 
     @contextmanager
-    def reserved(self, nbytes: int, newcomer: Newcomer) -> Iterator[bool]:
-        """Reserve room for the time of the block, for which others may be evicted; gives whether there is any."""
-        granted = self.evictor.reserve(nbytes, newcomer)
+    def reserved(self, nbytes: int, newcomer: Newcomer) -> Iterator[Room]:
+        """Reserve room for the time of the block, for which others may be evicted."""
+        room = Room(self.store, nbytes if self.evictor.reserve(nbytes, newcomer) else 0)
         try:
-            yield granted
+            yield room
         finally:
-            if granted:
-                self.store.release(nbytes)
+            room.wrote(room.left)
 
     def segment_group(self, name: ObjectName, group: str) -> str:
         """Whose segments an object of `group` goes to: those that count to a quota leave for each other only."""

@@ -38,6 +38,9 @@ _TURN_SECONDS = 0.05
 _LONG_TURN_SECONDS = 10.0
 _DRAWS = 8  # in a row that may hold nothing that can go
 _TAKEN_OF_A_DRAW = 4  # one in so many of a large draw goes before the next
+_PIN_ATTEMPTS = 5
+_PIN_PAUSE_SECONDS = 0.005
+_PINS_REFUSED_SECONDS = 1.0
 _EXTREMES_SECONDS = 5.0
 _UNSEEN_SECONDS = 2.0  # until other processes let go of a removed file, see `Disk.tidy`
 
@@ -94,6 +97,7 @@ class Evictor:
         self._surveyor = Surveyor(records, self._holdings)
         self._turn = threading.Lock()
         self._refused_until = 0.0
+        self._pins_refused_until = 0.0
         self._unseen: list[tuple[float, int]] = []
         self._over_told = False
         self._extremes_at = 0.0
@@ -117,7 +121,18 @@ class Evictor:
             return False
         if excess <= 0 and self._store.reserve(nbytes):
             return self._count(place, nbytes, newcomer)
-        if self._make_room(nbytes, newcomer, place if excess > 0 else None, excess) and self._store.reserve(nbytes):
+        over = place if excess > 0 else None
+        if rule is not None and rule.pinned and time.monotonic() >= self._pins_refused_until:
+            # Room may be taken by others while it is made, and a block counts twice for the moment after it was written.
+            for _ in range(_PIN_ATTEMPTS):
+                if self._make_room(nbytes, newcomer, over, excess) and self._store.reserve(nbytes):
+                    return self._count(place, nbytes, newcomer)
+                time.sleep(_PIN_PAUSE_SECONDS)
+            self._pins_refused_until = time.monotonic() + _PINS_REFUSED_SECONDS
+            return False
+        if time.monotonic() < self._refused_until:
+            return False
+        if self._make_room(nbytes, newcomer, over, excess) and self._store.reserve(nbytes):
             return self._count(place, nbytes, newcomer)
         return False
 
@@ -127,8 +142,6 @@ class Evictor:
         return True
 
     def _make_room(self, nbytes: int, newcomer: Newcomer, over: Place | None, excess: int) -> bool:
-        if time.monotonic() < self._refused_until and not rule_of(self._store.rules.current(), newcomer.name()).pinned:
-            return False
         try:
             with self._my_turn(_TURN_SECONDS) as mine:
                 if not mine:

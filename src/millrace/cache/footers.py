@@ -63,11 +63,13 @@ class Footers:
         *,
         capacity_bytes: Callable[[], int],
         may_grow: Callable[[int], bool],
+        report: Callable[[StorageError], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._index = index
         self._capacity_bytes = capacity_bytes
         self._may_grow = may_grow
+        self._report = report
         self._clock = clock
 
     def get(self, object_id: bytes) -> tuple[int, bytes] | None:
@@ -85,7 +87,7 @@ class Footers:
             if self._clock() - used > _NOTED_SECONDS:
                 self._index.put_tail(object_id, _RECORD.pack(self._clock(), checksum, offset) + data)
         except StorageError as error:
-            _report(error)
+            self._report(error)
             return None
         return offset, data
 
@@ -110,7 +112,7 @@ class Footers:
                 return False
             self._index.put_tail(object_id, value)
         except StorageError as error:
-            _report(error)
+            self._report(error)
             return False
         return True
 
@@ -129,7 +131,3 @@ class Footers:
                 return False
             self._index.drop_tail(min(residents)[1])
         return False
-
-
-def _report(error: StorageError) -> None:
-    emit(Event(name="cache.disk.failed", subject="index", detail=str(error)))

@@ -204,7 +204,7 @@ class BlockReader:
         if tail is not None:
             self._disk.counters.add("cache_bytes", stop - start)
             return tail
-        if len(missing) == len(blocks) and self._crowded() and not self._store.has_room(stop - start):
+        if len(missing) == len(blocks) and self._crowded() and not self.has_room(stop - start):
             wanted = read_through(self._origin, self._info, start, stop, self._disk.counters)
             self._disk.missed(self._entry, stop - start, self._group)
             self._offer_tail(start, stop, wanted)
@@ -245,7 +245,7 @@ class BlockReader:
             return
         if self._descriptor < 0 or not blocks:
             return
-        if not self._store.has_room(len(blocks) * self._entry.block_bytes):
+        if not self.has_room(len(blocks) * self._entry.block_bytes):
             # What is fetched ahead must fit into memory until it is read, beside that of the other readers.
             blocks = blocks[: HELD_BYTES // (2 * self._entry.block_bytes * max(1, BlockReader._open_readers))]
         missing = self._missing(blocks)
@@ -377,14 +377,17 @@ class BlockReader:
         counters.add("origin_bytes", stop - start)
         self._disk.missed(entry, stop - start, self._group)
         newcomer = Newcomer(entry.object_id, entry.size, lambda: entry.name, self._group)
-        with self._disk.reserved(stop - start, newcomer) as keep:
+        with self._disk.reserved(stop - start, newcomer) as room:
+            keep = bool(room)
             if not keep:
                 self._disk.report_full()
             for block in part:
                 block_start, block_stop = span_of(block, block + 1, entry.size, entry.block_bytes)
                 piece = data[block_start - start : block_stop - start]
                 keep = keep and self._try_store(descriptor, block, piece)
-                if not keep:
+                if keep:
+                    room.wrote(len(piece))
+                else:
                     counters.add("uncached_bytes", len(piece))
                     self._disk.held.put((entry.object_id, block), piece)
                 self._disk.flights.land((entry.object_id, block), flights[block], piece)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from millrace.cache.blocks import block_count
@@ -37,10 +38,14 @@ def slot_holds(entry: Entry, slot: MapSlot) -> bool:
 
 
 class Sealer:
-    """Verifies and seals the files of a store. Thread-safe; one file at a time in a process. Not usable after a fork."""
+    """Verifies and seals the files of a store. Thread-safe; one file at a time in a process. Not usable after a fork.
 
-    def __init__(self, store: Store) -> None:
+    `report` hears of a disk that fails in the background.
+    """
+
+    def __init__(self, store: Store, *, report: Callable[[StorageError], None]) -> None:
         self._store = store
+        self._report = report
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="millrace-seal")
         self._waiting: set[int] = set()
         self._running: dict[int, Future[Entry | None]] = {}
@@ -61,7 +66,7 @@ class Sealer:
         return self._seal_or_join(entry)
 
     def start(self, entry: Entry) -> None:
-        """Seal a complete object in the background; errors are reported as events."""
+        """Seal a complete object in the background; errors are reported."""
         with self._lock:
             if self._closed or entry.generation in self._waiting or entry.generation in self._running:
                 return
@@ -94,7 +99,7 @@ class Sealer:
         except LostDataError as error:
             emit(Event(name="cache.file.lost", subject=str(self._store.directory), detail=str(error)))
         except StorageError as error:
-            emit(Event(name="cache.disk.failed", subject=str(self._store.directory), detail=str(error)))
+            self._report(error)
 
     def _seal_or_join(self, entry: Entry) -> Entry | None:
         with self._lock:

@@ -45,6 +45,8 @@ from millrace.events import Event, emit
 
 _EXACT_BYTES = 1 << 30
 _RESERVED_SECONDS = 60.0
+_RESERVE_ATTEMPTS = 4
+_RESERVE_PAUSE_SECONDS = 0.004
 
 
 def checksum(data: Buffer) -> int:
@@ -89,6 +91,8 @@ class Store:
         self.index = open_directory(directory)
         self.on_corrupt: Callable[[], None] = lambda: None
         """Called for every block that turned out wrong."""
+        self.on_failure: Callable[[StorageError], None] = lambda _: None
+        """Hears of a disk that fails where no error is raised."""
 
     def close(self) -> None:
         """Close the index. Files opened from the store stay readable."""
@@ -256,14 +260,22 @@ class Store:
         Other processes see the reservation when the store is nearly full (the last eighth, or 1 GiB if that is more), so
         they stay inside the limits together. A reservation that is kept for longer than a minute is not respected any more.
         """
-        with self._reserve_lock:
-            try:
-                granted = self._reserve(nbytes)
-            except StorageError as error:
-                emit(Event(name="cache.disk.failed", subject=str(self.directory), detail=str(error)))
-                granted = False
-            self._reserved += nbytes if granted else 0
-        return granted
+        for _ in range(_RESERVE_ATTEMPTS):
+            with self._reserve_lock:
+                in_doubt = 0
+                try:
+                    granted = self._reserve(nbytes)
+                    if not granted and self.shortage(nbytes) <= self._reserved:
+                        in_doubt = self._reserved
+                except StorageError as error:
+                    self.on_failure(error)
+                    granted = False
+                self._reserved += nbytes if granted else 0
+            if granted or not in_doubt:
+                return granted
+            # Between its writing and its `release` a block counts twice.
+            time.sleep(_RESERVE_PAUSE_SECONDS)
+        return False
 
     def release(self, nbytes: int) -> None:
         """Give back what was reserved: it was written, or will not be."""
@@ -274,7 +286,7 @@ class Store:
                     self.index.release(self._owner, self._reserved)
                     self._announced = self._reserved > 0
                 except StorageError as error:
-                    emit(Event(name="cache.disk.failed", subject=str(self.directory), detail=str(error)))
+                    self.on_failure(error)
 
     def _reserve(self, nbytes: int) -> bool:
         shortage = self.shortage(nbytes)
