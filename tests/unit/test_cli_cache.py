@@ -172,3 +172,26 @@ def test_a_cache_that_cannot_be_opened_is_no_empty_one(millrace: Any, tmp_path: 
     locks.mkdir()
     for command in (["status"], ["ls"], ["free", str(data)]):
         assert "no cache directory can be used" in millrace(*command, code=1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_the_cache_of_another_user_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: Path
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
+    assert main(["load", str(data)]) == 0
+    for command in ("status", "doctor"):
+        main([command])  # imports what it needs while it may
+    capsys.readouterr()
+    close_nodes()
+    tmp_path.chmod(0o700)
+    os.seteuid(65534)
+    try:
+        codes = [main([command]) for command in ("status", "ls", "doctor")]
+    finally:
+        os.seteuid(0)
+    captured = capsys.readouterr()
+    assert codes == [1, 1, 1]
+    assert captured.err.count("Permission denied: check the disk and its permissions\n") == 2
+    assert captured.err.count("\n") == 2
+    assert "failed  cache directory" in captured.out

@@ -20,7 +20,7 @@ import pyarrow as pa
 from millrace.cache.blocks import BLOCK_BYTES, object_id
 from millrace.cache.counters import NAMES
 from millrace.cache.disk import Disk
-from millrace.cache.failures import LostDataError
+from millrace.cache.failures import LostDataError, disk_errors
 from millrace.cache.groups import group_of
 from millrace.cache.metadata import MetadataCache
 from millrace.cache.native import NativeObject, open_entry
@@ -251,8 +251,13 @@ def cache_node(options: CacheOptions) -> CacheNode:
 
 
 def store_exists(options: CacheOptions) -> bool:
-    """Whether any of the cache directories has been used before. Makes nothing."""
-    return any((directory / _NODE_FOLDER / "FORMAT").exists() for directory in options.cache_dirs)
+    """Whether any of the cache directories has been used before. Makes nothing. Raises `StorageError`."""
+    return any(_store_exists(directory) for directory in options.cache_dirs)
+
+
+def _store_exists(cache_dir: Path) -> bool:
+    with disk_errors(cache_dir):
+        return (cache_dir / _NODE_FOLDER / "FORMAT").exists()
 
 
 def check_cache_dir(cache_dir: Path) -> None:

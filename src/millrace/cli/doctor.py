@@ -96,7 +96,7 @@ def _cache_directory(directory: Path, options: CacheOptions) -> Iterator[Check]:
 
     name = "cache directory"
     # What is not there yet is made at first use, below the nearest that is.
-    there = next(path for path in (directory, *directory.parents) if path.exists())
+    there = next(path for path in (directory, *directory.parents) if os.path.exists(path))
     later = "" if there == directory else " (not there yet)"
     kind = file_system_of(there)
     remote = kind.startswith(_REMOTE_FILE_SYSTEMS)
