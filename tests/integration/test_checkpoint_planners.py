@@ -225,10 +225,11 @@ def no_cached_plans():
 
 @pytest.mark.usefixtures("no_cached_plans")
 def test_saves_in_a_row_with_cached_plans(tmp_path):
-    for step, seed in enumerate((0, 1, 2)):
+    for step, seed in enumerate((0, 1, 2, 3)):
         values = state(seed)
-        if step == 2:
+        if step >= 2:
             values["dtypes"]["int"] = values["dtypes"]["int"].int()
+        if step >= 3:
             values["new"] = torch.ones(3)
         planner = CheckpointSavePlanner(enable_plan_caching=True)
         dcp.save(values, storage_writer=CheckpointWriter(tmp_path / str(step)), planner=planner)

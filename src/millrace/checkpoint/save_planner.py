@@ -62,6 +62,14 @@ class CheckpointSavePlanner(DefaultSavePlanner):  # type: ignore[misc]
         with collection_paused():
             return deduplicate(all_plans, to_lowest_rank=self.dedup_save_to_lowest_rank)
 
+    def _create_global_plan_with_caching(self, all_plans: list[Any]) -> tuple[list[Any], list[Any], Any]:
+        before = SavePlanner._cached_global_plan.get(self._cached_plans_key)
+        delta, plans, metadata = super()._create_global_plan_with_caching(all_plans)
+        if before is not None and plans is not before and len(before) == len(plans):
+            # Torch overlooks element types when it decides which ranks have to hear of their new plan.
+            delta = [SavePlan([], usable=False) if new == old else new for old, new in zip(before, plans, strict=True)]
+        return delta, plans, metadata
+
     def _create_global_plan(self, all_plans: list[Any]) -> tuple[list[Any], Any]:
         plans = self._dedup_save_plans(all_plans)
         with collection_paused():

@@ -113,6 +113,10 @@ def open_storage(
     whether local files are forced to the disk before they become visible.
     """
     url = os.fspath(location)
+    if not url:
+        raise ConfigurationError(
+            "the name of the checkpoint is empty", next_step="give a directory or scheme://bucket/path"
+        )
     if "\0" in url:
         raise ConfigurationError(f"{url!r} has a NUL in it", next_step="check the name")
     if _BROKEN_URL.match(url):
