@@ -228,6 +228,25 @@ def test_a_file_cut_under_an_open_reader_is_fetched_again(
     reader.close()
 
 
+def test_a_cut_file_does_not_grow_again_under_its_readers(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin
+) -> None:
+    """A block that is put back behind the cut would leave zeros before it, where others believe to have verified bytes."""
+    node = make_node()
+    info = origin.head("b/large")
+    first, second = node.open_reader(origin, info), node.open_reader(origin, info)
+    data = content(origin, "b/large")
+    for reader in (first, second):
+        assert bytes(reader.read(0, info.size)) == data
+    seal(node)
+    os.truncate(data_file(node), 5)
+    assert bytes(first.read(info.size - 10, info.size)) == data[-10:]
+    for reader in (second, first):
+        assert bytes(reader.read(0, info.size)) == data
+        reader.close()
+    assert read_all(node, origin, info) == data
+
+
 def test_a_corrupt_block_is_fetched_again(make_node: Callable[..., CacheNode], origin: MemoryOrigin) -> None:
     node = make_node(native=False)
     info = origin.head("b/large")

@@ -152,7 +152,8 @@ class Store:
             raise LostDataError(f"{self.path(entry)} {what}", next_step="open the object again")
 
     def write_block(self, entry: Entry, descriptor: int, block: int, data: Buffer) -> Entry | None:
-        """Put one block in its place and record it; returns the record. None when the object was removed meanwhile.
+        """Put one block in its place and record it; returns the record. None when the object was removed meanwhile, or its
+        file turns out to be cut, which removes it.
 
         Raises `DiskFullError` or `StorageError`; the block is then not recorded.
         """
@@ -161,6 +162,8 @@ class Store:
         if len(view) != stop - start:
             raise ValueError(f"block {block} has {len(view)} bytes instead of {stop - start}")
         value = checksum(view)
+        if self._give_up_if_cut(entry, descriptor):
+            return None
         with disk_errors(self.path(entry)):
             _write(descriptor, view, start)
             _write(descriptor, trailer.pack_block(entry, block, value), trailer.block_offset(entry, block))
@@ -202,6 +205,8 @@ class Store:
         return wrong
 
     def _drop_block(self, entry: Entry, descriptor: int, block: int) -> None:
+        if self._give_up_if_cut(entry, descriptor):
+            return
         start, stop = span_of(block, block + 1, entry.size, entry.block_bytes)
         path = self.path(entry)
         try:
@@ -212,6 +217,22 @@ class Store:
             if self.index.drop_block(entry, block, stop - start):
                 emit(Event(name="cache.block.corrupt", subject=path, nbytes=stop - start, detail=f"block {block}"))
                 self.on_corrupt()
+
+    def _give_up_if_cut(self, entry: Entry, descriptor: int) -> bool:
+        """Whether somebody has cut the file, or made it longer; the object is then removed.
+
+        Nothing may be written to such a file: it would grow again, with zeros where readers that have it open believe to
+        have verified something.
+        """
+        path = self.path(entry)
+        with disk_errors(path):
+            if os.fstat(descriptor).st_size == trailer.file_bytes(entry):
+                return False
+        now = self.index.get(entry.object_id)
+        if now is not None and now.generation == entry.generation:
+            emit(Event(name="cache.file.lost", subject=path, detail="it has another size"))
+            self.remove(entry.object_id)
+        return True
 
     def missing(self, entry: Entry, blocks: Sequence[int]) -> list[int]:
         """Those of `blocks` that are not here."""
