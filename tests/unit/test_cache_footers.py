@@ -15,6 +15,7 @@ from millrace.cache.footers import MOST_TAIL_BYTES, TAIL_BYTES, Footers, parquet
 from millrace.cache.index import Index
 from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.config import resolve
+from millrace.errors import StorageError
 from millrace.filesystem.files import CachedFile
 from millrace.testing.origins import MemoryOrigin
 
@@ -25,6 +26,10 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def fail_on(error: StorageError) -> None:
+    raise error
 
 
 @pytest.fixture
@@ -65,7 +70,7 @@ def test_what_is_kept_of_an_end(data: bytes, kept: int | None) -> None:
 
 
 def test_an_end_is_kept_verified_and_dropped(index: Index) -> None:
-    footers = Footers(index, capacity_bytes=lambda: 1 << 40, may_grow=lambda _: True, clock=Clock())
+    footers = Footers(index, capacity_bytes=lambda: 1 << 40, may_grow=lambda _: True, clock=Clock(), report=fail_on)
     data = ending(1000)
     assert footers.get(name(1)) is None
     assert footers.put(name(1), 10, data)
@@ -88,7 +93,7 @@ def test_an_end_is_kept_verified_and_dropped(index: Index) -> None:
 
 def test_ends_stay_inside_their_bound_until_some_are_idle(index: Index) -> None:
     clock = Clock()
-    footers = Footers(index, capacity_bytes=lambda: 64 << 20, may_grow=lambda _: True, clock=clock)
+    footers = Footers(index, capacity_bytes=lambda: 64 << 20, may_grow=lambda _: True, clock=clock, report=fail_on)
     data = ending(1000)
     kept = [number for number in range(40) if footers.put(name(number), 0, data)]
     assert kept == list(range(15))  # of 64 KiB and a header, in 1 MiB
@@ -104,7 +109,7 @@ def test_ends_stay_inside_their_bound_until_some_are_idle(index: Index) -> None:
 
 
 def test_nothing_is_kept_on_a_disk_that_others_have_filled(index: Index) -> None:
-    footers = Footers(index, capacity_bytes=lambda: 1 << 40, may_grow=lambda _: False, clock=Clock())
+    footers = Footers(index, capacity_bytes=lambda: 1 << 40, may_grow=lambda _: False, clock=Clock(), report=fail_on)
     assert not footers.put(name(1), 0, ending(1000))
 
 

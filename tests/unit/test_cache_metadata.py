@@ -12,7 +12,7 @@ from millrace.cache.index import Index
 from millrace.cache.metadata import MetadataCache
 from millrace.cache.page_map import PageMap
 from millrace.cache.turns import Turns
-from millrace.errors import DeniedError, ObjectNotFoundError
+from millrace.errors import DeniedError, ObjectNotFoundError, StorageError
 from millrace.origin import ListingPage, ObjectInfo, Origin
 from millrace.testing.origins import MemoryOrigin
 
@@ -33,6 +33,10 @@ def index(tmp_path: Path) -> Iterator[Index]:
     index.close()
 
 
+def fail_on(error: StorageError) -> None:
+    raise error
+
+
 @pytest.fixture
 def make(index: Index, tmp_path: Path) -> Iterator[Callable[..., tuple[MetadataCache, Clock, list[ObjectInfo]]]]:
     locks = ProcessLocks(tmp_path / "locks")
@@ -44,6 +48,7 @@ def make(index: Index, tmp_path: Path) -> Iterator[Callable[..., tuple[MetadataC
             Turns(locks),
             max_age_seconds=max_age,
             on_changed=lambda _, info: changed.append(info),
+            report=fail_on,
             clock=clock,
         )
         return cache, clock, changed
@@ -53,6 +58,42 @@ def make(index: Index, tmp_path: Path) -> Iterator[Callable[..., tuple[MetadataC
 
 
 Make = Callable[..., tuple[MetadataCache, Clock, list[ObjectInfo]]]
+
+
+def test_a_clock_that_is_put_back_makes_nothing_fresh(make: Make) -> None:
+    origin = MemoryOrigin()
+    origin.put("b/d/k", b"1")
+    cache, clock, _ = make(60.0)
+    clock.now = 1e6
+    assert cache.stat(origin, "b/d/k").size == 1
+    list(cache.list_all(origin, "b/d"))
+    clock.now -= 50_000
+    origin.put("b/d/k", b"22")
+    assert cache.stat(origin, "b/d/k").size == 2
+    assert [info.size for page in cache.list_all(origin, "b/d") for info in page] == [2]
+    # And what is found out now is remembered, although what is remembered says that it was asked later.
+    requests = origin.count("head") + origin.count("list")
+    assert cache.stat(origin, "b/d/k").size == 2
+    assert [info.size for page in cache.list_all(origin, "b/d") for info in page] == [2]
+    assert origin.count("head") + origin.count("list") == requests
+    clock.now += 50_000
+    origin.put("b/d/k", b"333")
+    assert cache.stat(origin, "b/d/k").size == 3
+
+
+def test_a_listing_of_very_long_names_is_asked_for_by_the_page_and_nothing_breaks(make: Make) -> None:
+    """A page cannot begin at such a position: it is too long for LMDB."""
+    origin = MemoryOrigin()
+    for number in range(1500):
+        origin.put(f"b/b{'l' * 900}{number:05}", b"x")
+    cache, clock, _ = make(60.0)
+    for start in range(4):
+        names = [info.key for page in cache.list_all(origin, "b") for info in page]
+        assert len(names) == 1500 + 30 * start
+        assert cache.stat(origin, names[7]).size == 1
+        for number in range(30):
+            origin.put(f"b/a{start}{number:05}", b"x")
+        clock.now += 100
 
 
 def test_immutable_asks_once(make: Make) -> None:

@@ -7,6 +7,7 @@ that no listing has named is asked for alone. Figures and reasons: docs/design/0
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +19,6 @@ from millrace.cache.pages import Page, encode
 from millrace.cache.positions import Moment, Space, level_space
 from millrace.cache.turns import Turns
 from millrace.errors import DeniedError, StorageError
-from millrace.events import Event, emit
 from millrace.origin import Listing, ObjectInfo, Origin
 
 _T = TypeVar("_T")
@@ -46,12 +46,15 @@ class MetadataCache:
         *,
         max_age_seconds: float,
         on_changed: Callable[[Origin, ObjectInfo], None],
+        report: Callable[[StorageError], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._map = pages
         self._turns = turns
         self._max_age = max_age_seconds
+        self._forever = math.inf if max_age_seconds == math.inf else 0.0
         self._on_changed = on_changed
+        self._report_disk = report
         self._clock = clock
 
     # --- objects ----------------------------------------------------------------------------------
@@ -85,20 +88,23 @@ class MetadataCache:
         self._map.clear()
 
     def _known_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float] | None:
+        # In the way of every open that was not answered before in this process, so the clock is read once.
         if not self._max_age:
             return None
+        now = self._clock()
+        pages, oldest, newest = self._map, now - self._max_age, max(now, self._forever)
         try:
-            space = self._space(origin)
-            known = self._map.look_up(space, key)
-            if known is None or known.info is None or not self._fresh(known.asked):
-                known = self._map.look_up(_level(origin, key[: key.rfind("/") + 1]), key)
-            if known is not None and known.info is not None and self._fresh(known.asked):
+            space = pages.space(origin.identity)
+            known = pages.look_up(space, key)
+            if known is None or known.info is None or not oldest <= known.asked <= newest:
+                known = pages.look_up(_level(origin, key[: key.rfind("/") + 1]), key)
+            if known is not None and known.info is not None and oldest <= known.asked <= newest:
                 return known.info, known.asked + self._max_age
-            record = self._map.record(space, key)
+            record = pages.record(space, key)
         except StorageError as error:
-            _report_disk(error)
+            self._report_disk(error)
             return None
-        return (record[0], record[1] + self._max_age) if record is not None and self._fresh(record[1]) else None
+        return (record[0], record[1] + self._max_age) if record and oldest <= record[1] <= newest else None
 
     def _stat_alone(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
         moment = self._moment(origin)
@@ -106,7 +112,7 @@ class MetadataCache:
             info = origin.head(key)
         except FileNotFoundError:
             if self._tolerantly(lambda: self._map.is_remembered(origin.identity, key), False):
-                self.forget(origin, key)
+                self._tolerantly(lambda: self.forget(origin, key), None)
             raise
         space = self._space(origin)
         self._report(origin, [self._tolerantly(lambda: self._map.store_record(space, info, moment), None)])
@@ -124,13 +130,14 @@ class MetadataCache:
                 known = self._known_until(origin, key)  # somebody may have asked meanwhile
                 if known is not None:
                     return known
+                asked = self._clock()
                 try:
                     answer = self._pull(origin, self._stream(origin, stretch.root, start))[0]
                 except DeniedError:  # who may read an object may not be allowed to list
                     return None
             for info in answer.objects:
                 if info.key == key:
-                    return info, self._clock() + self._max_age
+                    return info, asked + self._max_age
             if space.position(answer.through) >= space.position(key):
                 return None
         return None
@@ -214,7 +221,7 @@ class MetadataCache:
                 lambda stretch, page: self._fresh(stretch.asked) and page.names_below(encode(base_of(prefix))),
             )
         except StorageError as error:
-            _report_disk(error)
+            self._report_disk(error)
             return None
         return True if level else None
 
@@ -421,7 +428,9 @@ class MetadataCache:
         return self._tolerantly(lambda: self._map.moment(origin.identity, now), Moment(now, -1))
 
     def _fresh(self, asked: float) -> bool:
-        return self._max_age > 0 and self._clock() - asked <= self._max_age
+        # What was asked in the future was asked before the clock was put back: nobody knows how long ago.
+        now = self._clock()
+        return self._max_age > 0 and now - self._max_age <= asked <= max(now, self._forever)
 
     def _report(self, origin: Origin, gone: Iterable[ObjectInfo | None]) -> None:
         for info in gone:
@@ -433,13 +442,9 @@ class MetadataCache:
         try:
             return act()
         except StorageError as error:
-            _report_disk(error)
+            self._report_disk(error)
             return otherwise
 
 
 def _level(origin: Origin, base: str) -> Space:
     return level_space(origin.identity, base)
-
-
-def _report_disk(error: StorageError) -> None:
-    emit(Event(name="cache.disk.failed", subject="index", detail=str(error)))

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,6 +46,9 @@ _log = logging.getLogger("millrace")
 _FETCH_THREADS = 24
 _PREFETCH_THREADS = 16
 
+_RECENT_GROUPS = 1000
+_GROUP_SECONDS = 1.0
+
 # The folder of a node inside a cache directory. Nodes that share a directory will each have a folder of their own.
 _NODE_FOLDER = Path("millrace", "local")
 
@@ -59,6 +63,7 @@ class CacheNode:
             demand=ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-fetch"),
             ahead=ThreadPoolExecutor(_PREFETCH_THREADS, thread_name_prefix="millrace-ahead"),
         )
+        self._recent_groups: dict[tuple[str, str], tuple[str, float]] = {}
         self._weights = {str(disk.store.directory): _weight(disk, options) for disk in self._disks}
         self._metadata, self._metadata_disk = self._remember_on_first_disk()
 
@@ -78,6 +83,7 @@ class CacheNode:
             Turns(disk.locks),
             max_age_seconds=self.options.max_age_seconds,
             on_changed=self.discard,
+            report=disk.report,
         )
         return cache, disk
 
@@ -170,15 +176,32 @@ class CacheNode:
         )
 
     def _group_of(self, origin: Origin, info: ObjectInfo) -> str:
-        """The data set of an object."""
-        return group_of(origin.identity, info.key, self.metadata.listing_root(origin, info.key))
+        """The data set of an object. Of a folder that was listed the answer holds for a second: asking the index is slow."""
+        folder = (origin.identity, info.key.rpartition("/")[0])
+        known = self._recent_groups.get(folder)
+        if known is not None and time.monotonic() < known[1]:
+            return known[0]
+        root = self.metadata.listing_root(origin, info.key)
+        group = group_of(origin.identity, info.key, root)
+        if root is not None:
+            if len(self._recent_groups) >= _RECENT_GROUPS:
+                self._recent_groups.clear()
+            self._recent_groups[folder] = (group, time.monotonic() + _GROUP_SECONDS)
+        return group
 
     def discard(self, origin: Origin, info: ObjectInfo) -> None:
         """Forget one version of an object (it was overwritten or removed at the origin)."""
         name = object_id(origin.identity, info.key, info.version, info.size)
         disk = self._disk_of(name)
         if disk is not None:
+            self._remove(disk, name)
+
+    def _remove(self, disk: Disk, name: bytes) -> None:
+        """Forget an object; a disk in trouble costs nobody his answer."""
+        try:
             disk.remove(name)
+        except StorageError as error:
+            disk.report(error)
 
     def counters(self) -> dict[str, int]:
         """What the cache did since it was made, over all processes and disks of this node."""
@@ -220,7 +243,7 @@ class CacheNode:
     def _give_up(self, disk: Disk, name: bytes, error: LostDataError) -> None:
         """Forget an object whose file somebody removed or cut; it is fetched anew."""
         emit(Event(name="cache.file.lost", subject=str(disk.store.directory), detail=str(error)))
-        disk.remove(name)
+        self._remove(disk, name)
 
 
 def _name_of(origin: Origin, info: ObjectInfo) -> ObjectName:

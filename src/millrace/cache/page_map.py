@@ -30,6 +30,7 @@ from millrace.cache.page_rows import (
     change_key,
     changes_since,
     concerns,
+    later,
     make_incomplete,
     overlapping,
     page_naming,
@@ -210,7 +211,7 @@ class PageMap:
             old = list(overlapping(cursor, space, start, stop))
             for at, value in old:
                 page = Page(value)
-                if page.asked > moment.asked and not page.incomplete:
+                if later(page.asked, moment.asked) and not page.incomplete:
                     if at <= start:
                         return []
                     stop = at
@@ -249,7 +250,7 @@ class PageMap:
             if listed is not None:
                 page = Page(listed[1])
                 number = page.find(position)
-                if number is not None and page.asked <= moment.asked:
+                if number is not None and not later(page.asked, moment.asked):
                     said = page.info(number, info.key)
                     old = old or said
                     if (said.version, said.size) != (info.version, info.size):

@@ -38,6 +38,7 @@ class HotOpen(Use):
         "offset",
         "removals",
         "signals",
+        "since",
         "slot",
         "touched",
         "until",
@@ -45,13 +46,21 @@ class HotOpen(Use):
     )
 
     def __init__(
-        self, found: NativeObject, slot: MapSlot, *, removals: int, until: float, changes: tuple[Signals, int]
+        self,
+        found: NativeObject,
+        slot: MapSlot,
+        *,
+        removals: int,
+        since: float,
+        until: float,
+        changes: tuple[Signals, int],
     ) -> None:
         super().__init__(found.entry)
         self.disk = found.disk
         self.slot = slot
         self.offset = found.offset
         self.whole = found.offset == 0 and found.buffer is slot.buffer
+        self.since = since
         self.until = until
         self.signals = found.disk.signals.numbers
         self.removals = removals
@@ -89,7 +98,8 @@ class HotOpens:
         slot = hot.slot
         buffer = slot.buffer
         # Where the cache was closed, or inherited by a fork, there is no buffer.
-        if buffer is None or (now := self.clock()) >= hot.until:
+        # A clock that was put back says nothing about how old this is.
+        if buffer is None or not hot.since <= (now := self.clock()) < hot.until:
             return None
         try:
             if hot.metadata[1] != hot.changes or (hot.signals[0] != hot.removals and not _renew(hot)):
@@ -111,7 +121,9 @@ class HotOpens:
     def keep(self, path: str, found: NativeObject, *, until: float, changes: tuple[Signals, int]) -> None:
         """Remember an open, as long as nothing changes, but not longer than `until`. A private copy is not kept."""
         if found.slot is not None and found.removals is not None:
-            self._put(path, HotOpen(found, found.slot, removals=found.removals, until=until, changes=changes))
+            since = self.clock()
+            hot = HotOpen(found, found.slot, removals=found.removals, since=since, until=until, changes=changes)
+            self._put(path, hot)
 
     def _put(self, path: str, hot: HotOpen) -> None:
         young = self._young
