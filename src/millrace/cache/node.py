@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -31,7 +32,7 @@ from millrace.cache.placement import owners
 from millrace.cache.reader import BlockReader, ObjectReader, OriginReader, Threads
 from millrace.cache.records import Entry, ObjectName
 from millrace.cache.setup import check_directory
-from millrace.cache.signals import Signals
+from millrace.cache.signals import Stamp
 from millrace.cache.small import SmallReader, is_small
 from millrace.cache.turns import Turns
 from millrace.cache.usage import Use
@@ -51,6 +52,13 @@ _GROUP_SECONDS = 1.0
 
 # The folder of a node inside a cache directory. Nodes that share a directory will each have a folder of their own.
 _NODE_FOLDER = Path("millrace", "local")
+
+
+class Seen(NamedTuple):
+    """The numbers of a disk's index as of one moment."""
+
+    disk: Disk
+    stamp: Stamp
 
 
 class CacheNode:
@@ -92,8 +100,11 @@ class CacheNode:
         found = self.find_native(origin, info)
         return None if found is None else pa.BufferReader(found.buffer)
 
-    def find_native(self, origin: Origin, info: ObjectInfo) -> NativeObject | None:
-        """The memory of an object that is completely here, else None. Counts as one use of it."""
+    def find_native(self, origin: Origin, info: ObjectInfo, seen: Seen | None = None) -> NativeObject | None:
+        """The memory of an object that is completely here, else None. Counts as one use of it.
+
+        `seen` is what `changes` gave before the metadata was asked.
+        """
         if not self.options.native:
             return None
         name = object_id(origin.identity, info.key, info.version, info.size)
@@ -101,7 +112,8 @@ class CacheNode:
         if disk is None:
             return None
         try:
-            stamp = disk.store.index.stamp()
+            # What was noted before the metadata was asked was noted before the record is read, too.
+            stamp = seen.stamp if seen is not None and seen.disk is disk else disk.store.index.stamp()
             entry = disk.store.index.get(name)
             found = None if entry is None else open_entry(disk, entry, stamp)
         except LostDataError as error:
@@ -115,10 +127,10 @@ class CacheNode:
             disk.usage.touched(Use(found.entry))
         return found
 
-    def changes(self) -> tuple[Signals, int] | None:
-        """The signals of the metadata, and their number of changes, to be taken before the metadata is asked.
+    def changes(self) -> Seen | None:
+        """The numbers of the disk that has the metadata, to be taken before the metadata is asked.
 
-        What it then says holds while the number is the same. None when it is just being changed, or nothing is remembered.
+        What it then says holds while they are the same. None when one is just being changed, or nothing is remembered.
         """
         disk = self._metadata_disk
         if disk is None or disk.failed:
@@ -128,7 +140,7 @@ class CacheNode:
         except StorageError as error:
             disk.report(error)
             return None
-        return None if stamp is None else (disk.signals, stamp.changes)
+        return None if stamp is None else Seen(disk, stamp)
 
     def open_reader(self, origin: Origin, info: ObjectInfo, *, threads: Threads | None = None) -> ObjectReader:
         """Random access to an object, from here and from the origin. The caller closes it.
@@ -234,6 +246,8 @@ class CacheNode:
 
     def _disk_of(self, name: bytes) -> Disk | None:
         """Objects are spread over the disks by their id and the disks' capacities. None when no disk can be used."""
+        if len(self._disks) == 1:  # the usual case, in the way of every open
+            return None if self._disks[0].failed else self._disks[0]
         disks = self.open_disks
         if len(disks) < 2:
             return disks[0] if disks else None

@@ -254,17 +254,17 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         Raises `ObjectNotFoundError`.
         """
         node = self.node
-        changes = node.changes()  # before anything is asked
+        seen = node.changes()  # before anything is asked
         info, until = node.metadata.stat_until(self._origin, self.key_of(path))
         if opens.listeners:
             opens.tell(self._origin.identity, info.key)
-        found = node.find_native(self._origin, info)
+        found = node.find_native(self._origin, info, seen)
         if found is None:
             return info, None
         # A relative path means something else in another directory.
         movable = self._rooted and not _without_scheme(path, _ROOTED).startswith("/")
-        if changes is not None and until > self._hot.clock() and not movable:
-            self._hot.keep(path, found, until=until, changes=changes)
+        if seen is not None and until > self._hot.clock() and not movable:
+            self._hot.keep(path, found, until=until, changes=(seen.disk.signals, seen.stamp.changes))
         return info, found.buffer
 
     def _cached_file(self, reader: ObjectReader, info: ObjectInfo, *, sequential: bool) -> CachedFile:
