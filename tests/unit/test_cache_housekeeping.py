@@ -61,3 +61,21 @@ def test_a_child_has_neither_chores_nor_the_thread() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     finally:
         housekeeping.no_more(done.set)
+
+
+def test_a_defect_in_one_chore_does_not_end_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    done = threading.Event()
+
+    def broken() -> None:
+        raise ValueError("a defect")
+
+    housekeeping.every_tick(broken)
+    housekeeping.every_tick(done.set)
+    try:
+        assert done.wait(10)
+        done.clear()
+        assert done.wait(10)  # the thread is still there
+    finally:
+        housekeeping.no_more(broken)
+        housekeeping.no_more(done.set)
+    assert "a defect in housekeeping" in caplog.text

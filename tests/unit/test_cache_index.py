@@ -120,13 +120,27 @@ def test_bytes_of_an_object_that_is_here_already_are_waste(index: Index) -> None
     assert index.used_bytes() == 20
 
 
-def test_samples_are_spread_and_wrap_round(index: Index) -> None:
-    assert index.sample([bytes(16)]) == []
-    ids = sorted(os.urandom(16) for _ in range(8))
+def test_records_are_gone_through_without_holding_on_to_the_file(index: Index) -> None:
+    ids = sorted(os.urandom(16) for _ in range(2500))
     for object_id in ids:
         index.create(object_id, 1, 1, NAME)
-    found = [entry.object_id for entry in index.sample([bytes(16), ids[3], b"\xff" * 16])]
-    assert found == [ids[0], ids[3], ids[0]]
+    walk = index.entries()
+    assert next(walk).object_id == ids[0]
+    assert "no active readers" in index._env.readers()
+    assert [entry.object_id for entry in walk] == ids[1:]
+
+
+def test_what_a_killed_reader_held_is_freed(index: Index, tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        child = Index(tmp_path)
+        reader = child._env.begin()
+        assert reader.id()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert str(pid) in index._env.readers()
+    index.forget_dead_readers()
+    assert str(pid) not in index._env.readers()
 
 
 def test_what_was_found_in_files_is_entered_at_once(index: Index) -> None:

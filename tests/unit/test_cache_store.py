@@ -209,3 +209,25 @@ def test_counters_outlive_their_process_and_are_folded(tmp_path: Path) -> None:
     first.close()
     second.close()
     assert totals(tmp_path / "nowhere")["origin_bytes"] == 0
+
+
+def test_no_file_is_made_for_an_object_that_is_removed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hold what is written to it for as long as the index lives: nobody knows of it."""
+    store = make_store(tmp_path / "s")
+    entry = store.index.create(NAME, BLOCK, BLOCK, ORIGIN_NAME)
+    real = os.makedirs
+
+    def removed_now(*arguments: object, **options: object) -> None:
+        store.remove(NAME)  # as another process would, between the look at the index and the making of the file
+        real(*arguments, **options)  # type: ignore[arg-type]
+
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "makedirs", removed_now)
+        with pytest.raises(LostDataError, match="removed"):
+            store.open_data(entry)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not os.path.exists(store.path(entry))
+    store.close()

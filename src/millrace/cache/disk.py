@@ -105,12 +105,20 @@ class Disk:
         """Write down what was used, see to the limits, and let go of maps whose files are gone."""
         if self.failed:
             return
+        try:
+            self._tidy()
+        except StorageError as error:
+            self.report(error)
+
+    def _tidy(self) -> None:
         self.write_down_uses()
         self.segments.release_idle()
         self.evictor.enforce()
         removals = self.signals.removals
         if (everything := self._sweeper.due(removals)) or self.maps.unchecked:
             self.maps.sweep(all_of_them=everything)
+        if everything:
+            self.store.index.forget_dead_readers()
 
     def _count_opens(self, opens: int, nbytes: int) -> None:
         self.counters.add("native_opens", opens)

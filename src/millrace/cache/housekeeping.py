@@ -6,12 +6,15 @@ and ends with the last; a forked child has neither thread nor chores.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
 
 from millrace.errors import MillraceError
 from millrace.events import Event, emit
+
+_log = logging.getLogger("millrace")
 
 TICK_SECONDS = 0.5
 
@@ -44,7 +47,9 @@ class _Housekeeping:
             for chore in list(self._chores):
                 try:
                     chore()
-                except MillraceError as error:  # a disk in trouble; the next look may go well
+                except Exception as error:  # noqa: BLE001 - without the thread there is no next look, which may go well
+                    if not isinstance(error, MillraceError):
+                        _log.exception("a defect in housekeeping")
                     emit(Event(name="cache.housekeeping.failed", subject=repr(chore), detail=str(error)))
 
     def _run(self) -> None:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _SIGNALS_NAME = "signals"
+_PAGE = 1000
 _RESERVATION = struct.Struct("<Qd")
 
 
@@ -81,6 +82,11 @@ class Index:
     def close(self) -> None:
         """Close the environment. Nothing of this process may use the index any more."""
         self._env.close()
+
+    def forget_dead_readers(self) -> None:
+        """Free what processes that were killed while they read hold on to: the file would grow for as long as they do."""
+        with index_errors(self._path):
+            self._env.reader_check()
 
     def stamp(self) -> Stamp | None:
         """The numbers to note with what is looked up *after* this call; None while a change is just being made.
@@ -191,10 +197,11 @@ class Index:
             return entry
 
     def entries(self) -> Iterator[Entry]:
-        """Every object record, as of one moment."""
-        with self._reading(self._objects) as txn:
-            for key, value in txn.cursor():
-                yield Entry.unpack(key, value)
+        """Every object record, in pages: no transaction stays open, and makes the file grow, while the caller thinks."""
+        after = b""
+        while found := self.page(after, _PAGE):
+            yield from found
+            after = found[-1].object_id
 
     def page(self, after: bytes, limit: int) -> list[Entry]:
         """Up to `limit` object records in the order of their ids, from the one after `after` (`b""`: the first) on."""
@@ -203,19 +210,6 @@ class Index:
             found = cursor.set_range(after + b"\0")
             rows = itertools.islice(cursor, limit) if found else ()
             return [Entry.unpack(key, value) for key, value in rows]
-
-    def sample(self, keys: Iterable[bytes]) -> list[Entry]:
-        """For each of `keys` the record at or after it, round the end; for random keys, random records.
-
-        Ids are digests, so every record is about equally likely. Empty when there are no objects.
-        """
-        found = []
-        with self._reading(self._objects) as txn:
-            cursor = txn.cursor()
-            for key in keys:
-                if cursor.set_range(key) or cursor.first():
-                    found.append(Entry.unpack(*cursor.item()))
-        return found
 
     def used_bytes(self) -> int:
         """Bytes of all blocks that are here, and of all segments."""
@@ -226,9 +220,7 @@ class Index:
         with self._reading(self._room) as txn:
             return sum(nbytes for owner, nbytes, until in _reservations(txn.cursor()) if owner != but and until > now)
 
-    def reserve(
-        self, owner: bytes, nbytes: int, *, now: float, until: float, fits: Callable[[int, int], bool]
-    ) -> bool:
+    def reserve(self, owner: bytes, nbytes: int, *, now: float, until: float, fits: Callable[[int, int], bool]) -> bool:
         """Say that the process `owner` is about to write `nbytes` in all, if `fits(used, reserved by others)`.
 
         The reservation ends at `until` by itself, in case that the process dies.

@@ -124,6 +124,7 @@ class Store:
                 self._require_no_blocks(entry, "is gone")
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 descriptor = os.open(path, flags | os.O_CREAT, 0o600)
+                self._unless_removed(entry, descriptor)
             except OSError as error:
                 if error.errno not in (errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
                     raise
@@ -134,6 +135,17 @@ class Store:
                 os.close(descriptor)
                 raise
             return descriptor
+
+    def _unless_removed(self, entry: Entry, descriptor: int) -> None:
+        """Take back a file that was made after the object was removed, and its file unlinked: nobody else would."""
+        try:
+            now = self.index.get(entry.object_id)
+            if now is None or now.generation != entry.generation:
+                unlink(self.path(entry))
+                raise LostDataError(f"{self.path(entry)} was removed", next_step="open the object again")
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     def _check_size(self, entry: Entry, descriptor: int) -> None:
         expected = trailer.file_bytes(entry)
