@@ -13,7 +13,7 @@ from millrace.checkpoint.format import DTYPES, MAX_BLOB_BYTES
 from millrace.checkpoint.layout import PACK_BELOW_BYTES
 from millrace.checkpoint.packing import Source
 from millrace.checkpoint.planes import OPAQUE, Kind, checksum
-from millrace.checkpoint.tensors import check_blob, dtype_name, flat_bytes, plain_memory
+from millrace.checkpoint.tensors import check_blob, dense, dtype_name, flat_bytes, part_of_bytes, plain_memory
 from millrace.errors import MillraceError, UnsupportedObjectError, UsageError
 
 
@@ -83,7 +83,7 @@ class TensorSource:
     """A tensor, or one rank's part of it: looked up when its first byte is read, copied to the CPU piece by piece."""
 
     # There may be tens of thousands, most of them read once and in one piece.
-    __slots__ = ("_flat", "_item", "_lock", "_planner", "kind", "nbytes")
+    __slots__ = ("_item", "_lock", "_planner", "_values", "kind", "nbytes")
 
     kind: Kind
     nbytes: int
@@ -92,18 +92,18 @@ class TensorSource:
         self._planner, self._item = planner, item
         self.nbytes, self.kind = nbytes, kind
         self._lock = threading.Lock()
-        self._flat: Any = None
+        self._values: Any = None
 
     def read(self, start: int, stop: int) -> Buffer:
         if stop - start < PACK_BELOW_BYTES and stop - start == self.nbytes:
             tensor = self._resolve()
             memory = plain_memory(tensor)
-            return self._flatten(tensor).cpu().numpy() if memory is None else memory.tobytes()
+            return flat_bytes(tensor, self._item.index.fqn).cpu().numpy() if memory is None else memory.tobytes()
         with self._lock:
-            if self._flat is None:
-                self._flat = self._flatten(self._resolve())
-        values: Buffer = self._flat[start:stop].cpu().numpy()
-        return values
+            if self._values is None:
+                self._values = dense(self._resolve(), self._item.index.fqn)
+        part: Buffer = part_of_bytes(self._values, start, stop).cpu().numpy()
+        return part
 
     def _resolve(self) -> Any:
         tensor = self._planner.resolve_data(self._item)
@@ -116,6 +116,3 @@ class TensorSource:
                 next_step="make its plan say what its resolve_data returns",
             )
         return tensor
-
-    def _flatten(self, tensor: Any) -> Any:
-        return flat_bytes(tensor, self._item.index.fqn)

@@ -51,7 +51,41 @@ def dtype_name(dtype: Any, key: str) -> str:
 def flat_bytes(tensor: Any, key: str) -> Any:
     """The tensor's values in row-major order as a 1-D uint8 tensor on its own device; a view where that is possible.
 
-    Raises `UnsupportedObjectError` for a tensor without plain values (sparse, meta, freed).
+    Raises as `dense`.
+    """
+    values = dense(tensor, key)
+    return bytes_of(values if values.is_contiguous() else values.contiguous())
+
+
+def part_of_bytes(values: Any, start: int, stop: int) -> Any:
+    """The bytes `[start, stop)` of `flat_bytes`, of which whatever has to be copied is not much more than them.
+
+    `values` come from `dense`; `start` and `stop` are at whole elements.
+    """
+    if values.is_contiguous():
+        return bytes_of(values)[start:stop]
+    return bytes_of(_row_major(values, start // values.element_size(), stop // values.element_size()))
+
+
+def _row_major(values: Any, start: int, stop: int) -> Any:
+    """The elements `[start, stop)` of a tensor in row-major order, contiguous."""
+    if values.dim() <= 1:
+        return values.reshape(-1)[start:stop].contiguous()
+    inner = values.numel() // values.shape[0]
+    first, last = start // inner, -(-stop // inner)
+    if inner <= stop - start:
+        return values[first:last].reshape(-1)[start - first * inner : stop - first * inner].contiguous()
+    rows = [
+        _row_major(values[row], max(start - row * inner, 0), min(stop - row * inner, inner))
+        for row in range(first, last)
+    ]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def dense(tensor: Any, key: str) -> Any:
+    """The tensor as plain values, not conjugated or negated lazily; integers where it is not contiguous.
+
+    A view where that is possible. Raises `UnsupportedObjectError` for a tensor without plain values (sparse, meta, freed).
     """
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         raise UnsupportedObjectError(
@@ -67,7 +101,7 @@ def flat_bytes(tensor: Any, key: str) -> Any:
     if plain._is_zerotensor():
         # It has no memory before it is copied.
         plain = plain.clone()
-    return bytes_of(plain if plain.is_contiguous() else as_integers(plain).contiguous())
+    return plain if plain.is_contiguous() else as_integers(plain)
 
 
 def plain_memory(tensor: Any) -> Memory | None:
