@@ -199,3 +199,12 @@ def test_a_place_that_is_no_place_is_refused_and_nothing_is_made(tmp_path, monke
         error = failure_of(call, place, {"tensor": torch.ones(3)})
         assert isinstance(error, ConfigurationError)
     assert not any(tmp_path.iterdir())
+
+
+def test_an_object_under_a_number_goes_to_that_number(tmp_path):
+    """Torch's planner leaves what is there as it is, and puts the loaded object under the number as text."""
+    saved = {"state": {0: {"step": 7}, "1": {"step": 8}, 2: "two"}, "list": [{3: None}, torch.ones(1)]}
+    loaded = {"state": {0: {"step": 0}, "1": {"step": 0}, 2: ""}, "list": [{3: 1}, torch.zeros(1)]}
+    save(tmp_path / "c", saved)
+    load(tmp_path / "c", loaded, CheckpointLoadPlanner())
+    assert loaded == saved

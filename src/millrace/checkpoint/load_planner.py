@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,13 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
 
     Takes the same arguments, makes the same plans, and works with every storage reader. Subclasses may override what
     they may override there. What does not fit is found before anything is read, all of it at once: keys that the checkpoint
-    lacks (without `allow_partial_load`) are a `MissingKeyError`, other shapes and kinds a `StateMismatchError`.
+    lacks (without `allow_partial_load`) are a `MissingKeyError`, other shapes and kinds a `StateMismatchError`. An object
+    under a key that is no text (an optimizer's state by number, say) goes to that key; torch adds one of text beside it.
     """
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
+        # By the identity of the mapping: its keys by their text.
+        self._keys: dict[int, dict[str, Any]] = {}
         if not self.flatten_state_dict:
             super().set_up_planner(state_dict, metadata, is_coordinator)
             return
@@ -56,6 +59,14 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
             _check(self.state_dict, described, self.allow_partial_load)
             return LoadPlan(_read_items(self.state_dict, described))
 
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        place = self._place(self.mappings[read_item.dest_index.fqn]) if self.flatten_state_dict else None
+        if place is None:
+            super().load_bytes(read_item, value)
+        else:
+            container, key = place
+            container[key] = torch.load(value, weights_only=False)
+
     def lookup_tensor(self, index: Any) -> Any:
         value = self.state_dict.get(index.fqn)
         if type(value) in PLAIN_TENSORS and index.offset is not None and not any(index.offset):
@@ -66,6 +77,22 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
         if tensor.shape == read_item.lengths:
             return tensor
         return super().transform_tensor(read_item, tensor)
+
+    def _place(self, path: Sequence[str | int]) -> tuple[Any, Any] | None:
+        """The container and the key in it that a path leads to, where a key on it is no text as it is in the path."""
+        container, differs = self.original_state_dict, False
+        for depth, part in enumerate(path):
+            key: Any = part
+            if isinstance(container, Mapping) and part not in container:
+                keys = self._keys.get(id(container))
+                if keys is None:
+                    keys = self._keys[id(container)] = {str(key): key for key in container}
+                if part not in keys:
+                    return None
+                key, differs = keys[part], True
+            if depth < len(path) - 1:
+                container = container[key]
+        return (container, key) if differs else None
 
     def _adapt_to_torch_2_3(self, described: Mapping[str, Any]) -> None:
         """Look for keys as torch up to 2.3 made them, where the checkpoint has some that the state dict has not."""
