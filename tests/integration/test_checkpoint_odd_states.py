@@ -9,8 +9,12 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from millrace.checkpoint import CheckpointLoadPlanner, CheckpointReader, CheckpointSavePlanner, CheckpointWriter
 from millrace.checkpoint.garbage import collection_paused
@@ -208,3 +212,23 @@ def test_an_object_under_a_number_goes_to_that_number(tmp_path):
     save(tmp_path / "c", saved)
     load(tmp_path / "c", loaded, CheckpointLoadPlanner())
     assert loaded == saved
+
+
+@pytest.mark.parametrize("planner", [None, CheckpointSavePlanner], ids=["torch", "ours"])
+def test_one_ranks_part_is_no_checkpoint(tmp_path, planner):
+    """`no_dist=True` in a job of several ranks: each would save its shards over the other's."""
+    save(tmp_path, {"x": torch.full((10,), 3.0)})
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        state = {"x": DTensor.from_local(torch.ones(5), mesh, [Shard(0)])}
+        writer = CheckpointWriter(tmp_path)
+        error = failure_of(dcp.save, state, storage_writer=writer, planner=planner and planner(), no_dist=True)
+    finally:
+        dist.destroy_process_group()
+    assert type(error) is UsageError
+    assert "10 elements, and its parts have 5" in str(error)
+    loaded = {"x": torch.zeros(10)}
+    load(tmp_path, loaded)
+    assert loaded["x"].eq(3).all()
+    assert len(list(tmp_path.iterdir())) == 2

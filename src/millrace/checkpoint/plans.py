@@ -96,7 +96,7 @@ def check_cover(metadata: Any, *, complete: bool) -> None:
         more = f" ({len(problems) - _PROBLEMS_NAMED} more)" if len(problems) > _PROBLEMS_NAMED else ""
         raise UsageError(
             f"the ranks' parts do not make whole tensors: {'; '.join(problems[:_PROBLEMS_NAMED])}{more}",
-            next_step="check how the state dict is sharded",
+            next_step="check how the state dict is sharded, and save it on all ranks together (without no_dist)",
         )
 
 

@@ -39,6 +39,7 @@ from millrace.checkpoint.manifests import (
 from millrace.checkpoint.orphans import sweep
 from millrace.checkpoint.packing import RankData, discard, write_items
 from millrace.checkpoint.pipeline import default_threads
+from millrace.checkpoint.plans import check_cover
 from millrace.checkpoint.sources import sources_of
 from millrace.checkpoint.stock import stock_files
 from millrace.checkpoint.storage import CheckpointStorage, open_storage
@@ -238,6 +239,9 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
             previous = self._previous_files(storage)
             stock = self._stock_metadata(storage)
             with collection_paused():
+                if self._manifest_rank is None:
+                    # Of a single plan no planner asks this: it may be one rank's of a save that others do not take part in.
+                    check_cover(metadata, complete=True)
                 manifest = build_manifest(
                     metadata, results, self._user_metadata, save_id=self._save_id, replaces=stock_mark(stock)
                 )
