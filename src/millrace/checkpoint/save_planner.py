@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nn.parameter import is_lazy
 
 from millrace.checkpoint.flattening import PLAIN_TENSORS, flatten, sharded_in_old_way
@@ -111,7 +112,7 @@ def _refuse_shapeless(key: str, value: Any) -> None:
         raise UnsupportedObjectError(
             f"{key!r} belongs to a lazy module and has no shape yet", next_step="run the module once before saving"
         )
-    if isinstance(value, torch.Tensor) and value.is_nested:
+    if isinstance(value, NestedTensor):
         raise UnsupportedObjectError(
             f"{key!r} is a nested tensor, which a checkpoint cannot hold",
             next_step="make it a dense tensor before saving",
