@@ -231,3 +231,14 @@ def test_no_file_is_made_for_an_object_that_is_removed_meanwhile(
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert not os.path.exists(store.path(entry))
     store.close()
+
+
+def test_room_that_was_seen_a_moment_ago_ends_with_a_lower_limit(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s", capacity=Amount(nbytes=1 << 40), min_free=Amount(nbytes=0))
+    assert store.reserve(1000)
+    assert store.reserve(1000)
+    store.set_limits(capacity=Amount(nbytes=2500), min_free=Amount(nbytes=0))
+    assert not store.reserve(1000)
+    store.set_limits(capacity=Amount(nbytes=1 << 40), min_free=Amount(share=1.0))
+    assert not store.reserve(1000)
+    store.close()

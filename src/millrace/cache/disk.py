@@ -95,6 +95,7 @@ class Disk:
         self._limits = (options.capacity, options.min_free)
         self._tell_of_resize(options)
         self._full_reported = False
+        self._missed_bytes = self._settle_after = 0
         self.failed = False
 
     def keep_house(self) -> None:
@@ -172,9 +173,15 @@ class Disk:
     def missed(self, entry: Entry, nbytes: int, group: FindGroup) -> None:
         """Note bytes from the origin. Uses are written down often enough for eviction to see them one after the other."""
         self.usage.missed(entry, nbytes, group, kept=False)
+        self._missed_bytes += nbytes  # by threads at once: one that is lost delays the next look a little
+        if self._missed_bytes <= self._settle_after:
+            return
         try:
-            if self.usage.settle() > self.store.capacity_bytes() // _BATCHES:
+            batch, pending = self.store.capacity_bytes() // _BATCHES, self.usage.settle()
+            if pending > batch:
                 self.write_down_uses()
+                pending = 0
+            self._missed_bytes, self._settle_after = 0, batch - pending
         except StorageError as error:
             self.report(error)
 

@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 from typing_extensions import Buffer
@@ -45,8 +46,18 @@ from millrace.events import Event, emit
 
 _EXACT_BYTES = 1 << 30
 _RESERVED_SECONDS = 60.0
+_SLACK_SECONDS = 0.05
 _RESERVE_ATTEMPTS = 4
 _RESERVE_PAUSE_SECONDS = 0.004
+
+
+class _Slack(NamedTuple):
+    """So many bytes may be reserved without another look, under these limits, until then (`time.monotonic`)."""
+
+    nbytes: int = 0
+    limit: Amount | None = None
+    min_free: Amount | None = None
+    until: float = 0.0
 
 
 def checksum(data: Buffer) -> int:
@@ -88,6 +99,7 @@ class Store:
         self._reserve_lock = threading.Lock()
         self._owner = os.urandom(16)
         self._announced = False
+        self._slack = _Slack()
         self.index = open_directory(directory)
         self.on_corrupt: Callable[[], None] = lambda: None
         """Called for every block that turned out wrong."""
@@ -322,10 +334,13 @@ class Store:
                     self.on_failure(error)
 
     def _reserve(self, nbytes: int) -> bool:
+        if self._takes_from_slack(nbytes):
+            return True
         shortage = self.shortage(nbytes)
         if shortage > 0:
             return False
         if not self._announced and -shortage >= max(self.capacity_bytes() // 8, _EXACT_BYTES):
+            self._slack = _Slack(-shortage // 8, self._limit(), self._min_free, time.monotonic() + _SLACK_SECONDS)
             return True
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         granted = self.index.reserve(
@@ -337,6 +352,19 @@ class Store:
         )
         self._announced = self._announced or granted
         return granted
+
+    def _takes_from_slack(self, nbytes: int) -> bool:
+        """Take from a part of what was free a moment ago: looking costs more than writing a small object."""
+        slack = self._slack
+        if (
+            slack.nbytes < nbytes
+            or self._announced
+            or time.monotonic() >= slack.until
+            or (slack.limit, slack.min_free) != (self._limit(), self._min_free)
+        ):
+            return False
+        self._slack = slack._replace(nbytes=slack.nbytes - nbytes)
+        return True
 
     def _reserved_by_others(self) -> int:
         return self.index.reserved_bytes(but=self._owner, now=time.clock_gettime(time.CLOCK_BOOTTIME))

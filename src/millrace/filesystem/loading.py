@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -106,7 +106,8 @@ class _Load:
         self._error: Exception | None = None
         self._first_missing = ""
         self._full: set[str] = set()  # directories of disks that take no more
-        self._state = LoadProgress()
+        self._listed = False
+        self._counts: Counter[str] = Counter()  # the other numbers of `LoadProgress`, by name
         self._started = time.monotonic()
         self._samples: deque[tuple[float, int]] = deque([(self._started, 0)])
 
@@ -155,12 +156,12 @@ class _Load:
             return self._change.wait_for(lambda: self._stopping or self._idle(), _REPORT_SECONDS)
 
     def _idle(self) -> bool:
-        return self._state.listed and not (self._objects or self._pieces or self._working)
+        return self._listed and not (self._objects or self._pieces or self._working)
 
     def _progress(self) -> LoadProgress:
         now = time.monotonic()
         with self._change:
-            state = replace(self._state, seconds=now - self._started)
+            state = LoadProgress(listed=self._listed, seconds=now - self._started, **self._counts)
         self._samples.append((now, state.fetched_bytes))
         while len(self._samples) > 2 and now - self._samples[0][0] > _RATE_SECONDS:
             self._samples.popleft()
@@ -180,7 +181,7 @@ class _Load:
                     self._add(objects=1, nbytes=info.size)
                     self._change.notify()
             with self._change:
-                self._state = replace(self._state, listed=True)
+                self._listed = True
         except Exception as error:  # noqa: BLE001 - as below
             self._fail(error)
         finally:
@@ -296,8 +297,9 @@ class _Load:
         self._add(done_bytes=nbytes)
 
     def _add(self, **amounts: int) -> None:
-        """Add to numbers of the state. Under the lock."""
-        self._state = replace(self._state, **{name: getattr(self._state, name) + n for name, n in amounts.items()})
+        """Add to numbers of the progress. Under the lock."""
+        for name, amount in amounts.items():
+            self._counts[name] += amount
 
 
 class _Job:
