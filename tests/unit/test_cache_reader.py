@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from millrace.cache.blocks import BLOCK_BYTES, RUN_BLOCKS, object_id
 from millrace.cache.flight import Flights
 from millrace.cache.node import CacheNode, cache_node, close_nodes
+from millrace.cache.reader import BlockReader
 from millrace.config import resolve
 from millrace.errors import ObjectChangedError, OriginUnavailableError
 from millrace.events import Event, add_hook
@@ -416,3 +418,22 @@ def test_a_disk_that_others_fill_costs_speed_but_no_read(
         if native:
             assert node.open_native(origin, small) is not None
     node.counters()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("key", ["b/large", "b/small"])
+def test_a_disk_that_does_not_say_how_full_it_is_costs_no_read(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch, key: str, code: int
+) -> None:
+    def failing(_: object) -> None:
+        raise OSError(code, "no answer")
+
+    info = origin.head(key)
+    reader = make_node().open_reader(origin, info)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", failing)
+        reader.prefetch(range(1))
+        assert bytes(reader.read(0, info.size)) == content(origin, key)
+        patch.setattr(BlockReader, "_open_readers", 1000)
+        assert bytes(reader.read(0, 5)) == content(origin, key)[:5]
+    reader.close()

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import millrace
-from millrace.errors import DeniedError, IsDirectoryError, ObjectExistsError, UsageError
+from millrace.errors import DeniedError, IsDirectoryError, ObjectExistsError, OriginUnavailableError, UsageError
 
 
 @pytest.fixture
@@ -217,3 +217,24 @@ def test_local_directories_are_made(fs: millrace.MillraceFileSystem, data: Path)
     fs.create_dir(f"{data}/a")
     fs.create_dir(f"{data}/c/d", recursive=True)
     assert (data / "c" / "d").is_dir()
+
+
+def test_a_write_whose_answer_was_lost_is_not_overlooked(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs = millrace.filesystem("file", cache_dir=str(tmp_path / "own"), min_free=0, consistency="immutable")
+    path = str(data / "lost")
+    fs.pipe_file(path, b"old")
+    assert fs.cat_file(path) == b"old"
+    origin = type(fs._origin)
+    real = origin.put
+
+    def unanswered(self: Any, *arguments: Any, **options: Any) -> None:
+        real(self, *arguments, **options)
+        raise OriginUnavailableError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(origin, "put", unanswered)
+        with pytest.raises(OriginUnavailableError):
+            fs.pipe_file(path, b"newer")
+    assert fs.cat_file(path) == b"newer"

@@ -101,8 +101,10 @@ class UploadFile(io.RawIOBase):
             if self._failed:
                 self._writer.abort()
             else:
-                self._writer.close()
-                self._on_published()
+                try:
+                    self._writer.close()
+                finally:
+                    self._on_published()  # also when no answer came: it may have been published all the same
         finally:
             super().close()
 

@@ -77,12 +77,14 @@ class WritingFileSystem(ListingFileSystem):
     def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **_: Any) -> None:
         """Write one object: above 16 MiB in parts, except with `mode="create"`, which one conditional request has to do."""
         key = self.key_of(path)
-        if mode != "create" and memoryview(value).nbytes > _PIPE_BYTES:
-            with self._origin.open_writer(key) as writer:
-                writer.write(value)
-        else:
-            self._origin.put(key, value, if_absent=mode == "create")
-        self._changed(key)
+        try:
+            if mode != "create" and memoryview(value).nbytes > _PIPE_BYTES:
+                with self._origin.open_writer(key) as writer:
+                    writer.write(value)
+            else:
+                self._origin.put(key, value, if_absent=mode == "create")
+        finally:
+            self._changed(key)  # also when no answer came: it may have been written all the same
 
     def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
         if truncate or not self.exists(path):
