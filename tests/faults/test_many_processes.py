@@ -1,6 +1,9 @@
 """Two hundred processes on one store at once: every byte right, every block fetched about once, nothing left behind."""
 
+import ctypes
 import os
+import signal
+import time
 import traceback
 from pathlib import Path
 
@@ -9,6 +12,8 @@ from millrace.cache.node import close_nodes
 
 _PROCESSES = 200
 _LARGE, _SMALL = 9_000_000, 30_000
+_PATIENCE_SECONDS = 150
+_PR_SET_PDEATHSIG = 1
 
 
 def _content(number: int) -> bytes:
@@ -32,6 +37,7 @@ def _read_everything(data: Path, cache: Path, number: int) -> None:
 
 def _run(data: Path, cache: Path, number: int, start: int) -> int:
     """In a forked child: wait for the start, then read; returns the exit status."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever becomes of the test, nobody stays
     try:
         os.read(start, 1)
         _read_everything(data, cache, number)
@@ -39,6 +45,19 @@ def _run(data: Path, cache: Path, number: int, start: int) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def _wait(children: list[int]) -> list[int]:
+    """The exit statuses; who does not end in time is killed, and shows as -9."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    statuses = []
+    for child in children:
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.01)
+        statuses.append(os.waitstatus_to_exitcode(ended[1]))
+    return statuses
 
 
 def test_two_hundred_processes_at_once(tmp_path: Path) -> None:
@@ -56,8 +75,7 @@ def test_two_hundred_processes_at_once(tmp_path: Path) -> None:
         children.append(child)
     os.close(start)
     os.close(release)  # everybody reads the end of the pipe at once
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert statuses == [0] * _PROCESSES
+    assert _wait(children) == [0] * _PROCESSES
 
     fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, capacity="30MB", consistency="immutable")
     counters = fs.cache_counters()
