@@ -240,12 +240,12 @@ class Disk:
         """Say once a process that reads go on without being kept: nobody should find out by a slow second epoch."""
         if self._full_reported or self.failed:
             return
+        self._full_reported = True
         try:
             capacity, used = self.store.capacity_bytes(), self.store.index.used_bytes()
         except StorageError as error:
             self.report(error)
             return
-        self._full_reported = True
         emit(Event(name="cache.full", subject=str(self.store.directory)))
         _log.warning(
             "the cache in %s is full (capacity %.1f GB, used %.1f GB, or min_free is reached): reads go on uncached",
