@@ -18,6 +18,7 @@ from millrace.cache.held import HeldBlocks
 from millrace.cache.housekeeping import every_tick, no_more
 from millrace.cache.leftovers import Leftovers
 from millrace.cache.maps import MapCache, Sweeper
+from millrace.cache.page_map import PageMap
 from millrace.cache.records import Entry, ObjectName, segment_unit
 from millrace.cache.sealing import Sealer
 from millrace.cache.segment_maps import SegmentMaps
@@ -35,6 +36,8 @@ from millrace.events import Event, emit
 _log = logging.getLogger("millrace")
 
 _BATCHES = 64  # uses are written down when they come to one part in so many of the capacity, or twice a second
+
+_MOST_METADATA_BYTES = 2 << 30  # some twenty million listed keys
 
 _DEFAULT_CAPACITY = parse_amount(DEFAULT_CAPACITY, option="capacity")
 
@@ -120,6 +123,14 @@ class Disk:
             self.maps.sweep(all_of_them=everything)
         if everything:
             self.store.index.forget_dead_readers()
+            self._bound_metadata()
+
+    def _bound_metadata(self) -> None:
+        """Listings that nobody asks for again are never replaced: when there are too many, all are forgotten."""
+        nbytes = self.store.index.meta_bytes()
+        if nbytes > _MOST_METADATA_BYTES:
+            PageMap(self.store.index).clear()
+            emit(Event(name="cache.metadata.cleared", subject=str(self.store.directory), nbytes=nbytes))
 
     def _count_opens(self, opens: int, nbytes: int) -> None:
         self.counters.add("native_opens", opens)

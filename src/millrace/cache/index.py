@@ -410,6 +410,12 @@ class Index:
             if changed:
                 self.signals.changed(txn.id())
 
+    def meta_bytes(self) -> int:
+        """What the metadata takes of the index."""
+        with self._reading(self._meta) as txn:
+            tree = txn.stat(self._meta)
+        return int(tree["psize"] * (tree["branch_pages"] + tree["leaf_pages"] + tree["overflow_pages"]))
+
     def drop_meta(self, txn: MetaTransaction) -> None:
         """Remove every metadata record, inside a transaction that writes."""
         txn.drop(self._meta, delete=False)

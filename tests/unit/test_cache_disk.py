@@ -1,0 +1,42 @@
+"""What a disk does by the way."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millrace.cache import disk as disk_module
+from millrace.cache.node import cache_node
+from millrace.config import resolve
+from millrace.events import Event, add_hook
+from millrace.testing.origins import MemoryOrigin
+
+
+@pytest.fixture
+def events() -> Iterator[list[Event]]:
+    seen: list[Event] = []
+    remove = add_hook(seen.append)
+    yield seen
+    remove()
+
+
+def test_metadata_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Event]) -> None:
+    origin = MemoryOrigin()
+    for number in range(100):
+        origin.put(f"b/{number}", b"x")
+    node = cache_node(resolve({"cache_dir": str(tmp_path), "min_free": 0, "consistency": "immutable"}))
+    (disk,) = node.open_disks
+    for _ in node.metadata.list_all(origin, "b"):
+        pass
+    kept = disk.store.index.meta_bytes()
+    assert kept > 0
+    disk.tidy()
+    assert disk.store.index.meta_bytes() == kept
+    assert node.metadata.known(origin, "b/7") is not None
+
+    monkeypatch.setattr(disk_module, "_MOST_METADATA_BYTES", 1)
+    for _ in range(100):  # it looks only now and then
+        disk.tidy()
+    assert node.metadata.known(origin, "b/7") is None
+    assert node.metadata.stat(origin, "b/7").size == 1
+    assert "cache.metadata.cleared" in [event.name for event in events]
