@@ -23,9 +23,7 @@ def object_id(origin_identity: str, key: str, version: str, size: int) -> bytes:
     """
     bytes_text = str(size)
     # Length-prefixed, so that no two different tuples run together into the same text. In one go: every open comes here.
-    text = (
-        f"{len(origin_identity)}:{origin_identity}{len(key)}:{key}{len(version)}:{version}{len(bytes_text)}:{bytes_text}"
-    )
+    text = f"{len(origin_identity)}:{origin_identity}{len(key)}:{key}{len(version)}:{version}{len(bytes_text)}:{bytes_text}"
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
