@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,13 @@ import pytest
 
 from millrace.cache.node import close_nodes, nodes_are_open
 from millrace.testing.s3 import S3Server
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _hang_ups_count() -> None:
+    """Under `nohup` they are ignored, by the tests' own processes as well; these are told what to do with them."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

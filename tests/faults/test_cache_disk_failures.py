@@ -89,10 +89,10 @@ def test_a_disk_that_fails_is_left_out_and_the_other_goes_on(
     if filled:
         check()
         assert all(used for _, used, _ in fs.node.disks())
-    shut_down(disks[which])
     events: list[Event] = []
-    remove = add_hook(events.append)
+    remove = add_hook(events.append)  # before: housekeeping may be the first to notice
     try:
+        shut_down(disks[which])
         check()
         for path in data.iterdir():  # what is not here yet has to be written somewhere
             (data / f"new-{path.name}").write_bytes(path.read_bytes())

@@ -22,7 +22,7 @@ def _content(number: int) -> bytes:
 
 def _read_everything(data: Path, cache: Path, number: int) -> None:
     """What one process does: all objects, beginning at its own, through one face or the other."""
-    fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, capacity="30MB", consistency="immutable")
+    fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, capacity="200MB", consistency="immutable")
     files = sorted(data.iterdir())
     for step in range(len(files)):
         path = files[(number + step) % len(files)]
@@ -77,11 +77,12 @@ def test_two_hundred_processes_at_once(tmp_path: Path) -> None:
     os.close(release)  # everybody reads the end of the pipe at once
     assert _wait(children) == [0] * _PROCESSES
 
-    fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, capacity="30MB", consistency="immutable")
+    fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, capacity="200MB", consistency="immutable")
     counters = fs.cache_counters()
     total = 3 * _LARGE + 5 * _SMALL
     assert counters["corrupt_blocks"] == 0
     # A process that waits for another gives up after half a minute and fetches by itself: allowed, but not many.
     assert total <= counters["origin_bytes"] <= 2 * total
-    assert [used for _, used, _ in fs.node.disks()] == [total] or fs.node.disks()[0][1] <= 30_000_000
+    # A small object that two have fetched lies there twice.
+    assert total <= fs.node.disks()[0][1] <= total + 5 * _SMALL + _PROCESSES * 64
     close_nodes()

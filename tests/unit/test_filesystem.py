@@ -271,11 +271,6 @@ def test_processes_fetch_a_block_once(tmp_path: Path) -> None:
 
 
 def test_import_is_light() -> None:
-    code = (
-        "import sys, time, pyarrow, fsspec; start = time.process_time(); import millrace;"
-        "print(time.process_time() - start, 'torch' in sys.modules, 'ray' in sys.modules)"
-    )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-    rows = [run.stdout.split() for run in runs]
-    assert all(row[1:] == ["False", "False"] for row in rows)
-    assert min(float(row[0]) for row in rows) < 0.150
+    code = "import sys, millrace; print(sorted({'torch', 'ray', 'botocore', 'pandas', 'click'} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
