@@ -14,7 +14,7 @@ from typing_extensions import Buffer
 
 from millrace.cache.flight import BlockKey
 
-HELD_BYTES = 96 << 20
+HELD_BYTES = 64 << 20
 
 
 class HeldBlocks:
