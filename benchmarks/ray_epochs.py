@@ -5,43 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.buckets import BUCKET, fill, probe_of, pyarrow_client, through
 from benchmarks.harness import Case, Measure, Options, Prepared
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
-BUCKET = "data"
 LOCAL = "LocalFileSystem, same files"
-
-_UPLOAD_THREADS = 16
 
 Epoch = Callable[[str, Any], list[int]]
 """Reads everything below a path through a file system, and returns numbers that every contender must agree on."""
-
-
-def upload(folder: Path, s3: S3Server) -> None:
-    """Put every file of `folder` into the bucket, below `train/`."""
-    # Straight to the server: the region's bandwidth is for the contenders.
-    import obstore.store
-
-    s3.create_bucket(BUCKET)
-    store = obstore.store.S3Store(
-        BUCKET,
-        endpoint=s3.endpoint_url,
-        access_key_id=s3.key,
-        secret_access_key=s3.secret,
-        region="us-east-1",
-        client_options={"allow_http": True},
-    )
-    with ThreadPoolExecutor(_UPLOAD_THREADS) as pool:
-        for _ in pool.map(lambda file: store.put(f"train/{file.name}", file), sorted(folder.iterdir())):
-            pass
 
 
 @contextmanager
@@ -50,20 +27,15 @@ def behind_the_region(
 ) -> Iterator[Prepared]:
     """Upload what lies in `local`, put the region before it, and say what the contenders need to know."""
     with S3Server(options.scratch / "s3") as s3, EmulatedRegion(s3.endpoint_url) as region:
-        upload(local, s3)
-
-        def probe() -> dict[str, float]:
-            seen = region.stats(prefix=f"/{BUCKET}/")
-            return {"origin MB": seen.bytes_down / 1e6, "origin requests": seen.requests}
-
+        fill(s3, [(f"train/{file.name}", file) for file in sorted(local.iterdir())])
         yield Prepared(
             {
-                "options": {**s3.target_options, "endpoint_url": region.endpoint_url},
+                "options": through(region, s3),
                 "local": str(local),
                 "epochs": epochs,
                 "object_store_bytes": object_store_bytes,
             },
-            probe=probe,
+            probe=probe_of(region),
             expected=[expected] * epochs,
             notes=(
                 f"{note}; {epochs} epochs; Ray's object store has {object_store_bytes / 1e6:.0f} MB. "
@@ -118,17 +90,7 @@ def add_contenders(case: Case, epoch: Epoch) -> None:
 
     @case.contender("pyarrow S3FileSystem")
     def pyarrow_s3(measure: Measure, context: Mapping[str, Any]) -> list[Any]:
-        import pyarrow.fs
-
-        options = context["options"]
-        filesystem = pyarrow.fs.S3FileSystem(
-            access_key=options["key"],
-            secret_key=options["secret"],
-            endpoint_override=urllib.parse.urlsplit(options["endpoint_url"]).netloc,
-            scheme="http",
-            region="us-east-1",
-        )
-        return run_epochs(measure, context, f"{BUCKET}/train", filesystem, epoch)
+        return run_epochs(measure, context, f"{BUCKET}/train", pyarrow_client(context["options"]), epoch)
 
     @case.contender("s3fs")
     def s3fs(measure: Measure, context: Mapping[str, Any]) -> list[Any]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from millrace.cache.node import close_nodes, nodes_are_open
+from millrace.events import Event, add_hook
+from millrace.filesystem import MillraceFileSystem, filesystem
 from millrace.testing.s3 import S3Server
 
 
@@ -61,6 +63,38 @@ def bucket(s3: S3Server, request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def s3_options(s3: S3Server, tmp_path: Path) -> dict[str, Any]:
     """Arguments of `millrace.filesystem("s3", ...)` for a cache of the test's own."""
     return {"target_options": s3.target_options, "cache_dir": str(tmp_path / "cache"), "min_free": 0}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., MillraceFileSystem]:
+    """Makes file systems over local files, with a cache of the test's own."""
+
+    def build(**options: object) -> MillraceFileSystem:
+        return filesystem("file", **{"cache_dir": str(tmp_path / "cache"), "min_free": 0, **options})
+
+    return build
+
+
+@pytest.fixture
+def events() -> Iterator[list[Event]]:
+    """Every event of the test, as it comes."""
+    seen: list[Event] = []
+    remove = add_hook(seen.append)
+    yield seen
+    remove()
+
+
+@pytest.fixture
+def no_cached_plans() -> Iterator[None]:
+    """Torch keeps the plans of earlier saves for the whole process."""
+    from torch.distributed.checkpoint.planner import SavePlanner
+
+    caches = [value for name, value in vars(SavePlanner).items() if name.startswith("_cached")]
+    for cache in caches:
+        cache.clear()
+    yield
+    for cache in caches:
+        cache.clear()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,15 +6,14 @@ folder first, as loaders of data do, which is not counted. Each file is read onc
 
 from __future__ import annotations
 
-import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from benchmarks.buckets import BUCKET, fill, obstore_client, probe_of, pyarrow_client, through
 from benchmarks.cases.epochs import write_files
 from benchmarks.harness import Case, Measure, Options, Prepared
-from benchmarks.ray_epochs import BUCKET, upload
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -37,15 +36,10 @@ def prepare(options: Options) -> Iterator[Prepared]:
         (local / f"stream-{number}.bin").write_bytes(random.bytes(nbytes))
     write_files(local, 1, rows)
     with S3Server(options.scratch / "s3") as s3, EmulatedRegion(s3.endpoint_url) as region:
-        upload(local, s3)
-
-        def probe() -> dict[str, float]:
-            seen = region.stats(prefix=f"/{BUCKET}/")
-            return {"origin MB": seen.bytes_down / 1e6, "origin requests": seen.requests}
-
+        fill(s3, [(f"train/{file.name}", file) for file in sorted(local.iterdir())])
         yield Prepared(
-            {"options": {**s3.target_options, "endpoint_url": region.endpoint_url}},
-            probe=probe,
+            {"options": through(region, s3)},
+            probe=probe_of(region),
             notes=(
                 f"Files of {nbytes >> 20} MiB read in pieces of 1 MiB, one and then {_STREAMS} at once; a Parquet table of "
                 f"{rows} rows of a label and 1 KiB.",
@@ -97,19 +91,10 @@ def _run_pyarrow(measure: Measure, filesystem: Any) -> list[Any]:
 
 @case.contender("obstore, one GET a file")
 def obstore_get(measure: Measure, context: Mapping[str, Any]) -> list[Any]:
-    import obstore.store
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    options = context["options"]
-    store = obstore.store.S3Store(
-        BUCKET,
-        endpoint=options["endpoint_url"],
-        access_key_id=options["key"],
-        secret_access_key=options["secret"],
-        region="us-east-1",
-        client_options={"allow_http": True},
-    )
+    store = obstore_client(context["options"])
 
     def whole(path: str) -> Any:
         return store.get(path.removeprefix(f"{BUCKET}/")).bytes()
@@ -124,17 +109,7 @@ def obstore_get(measure: Measure, context: Mapping[str, Any]) -> list[Any]:
 
 @case.contender("pyarrow S3FileSystem")
 def pyarrow_s3(measure: Measure, context: Mapping[str, Any]) -> list[Any]:
-    import pyarrow.fs
-
-    options = context["options"]
-    filesystem = pyarrow.fs.S3FileSystem(
-        access_key=options["key"],
-        secret_key=options["secret"],
-        endpoint_override=urllib.parse.urlsplit(options["endpoint_url"]).netloc,
-        scheme="http",
-        region="us-east-1",
-    )
-    return _run_pyarrow(measure, filesystem)
+    return _run_pyarrow(measure, pyarrow_client(context["options"]))
 
 
 @case.contender("s3fs")

@@ -8,45 +8,36 @@ computes them, so that what is measured is the cache and not a server.
 from __future__ import annotations
 
 import random
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.buckets import BUCKET, fill, pyarrow_client, through
 from benchmarks.harness import Case, Measure, Options, Prepared
-from millrace.origin import ListingPage, ObjectInfo, open_origin
+from millrace.origin import ListingPage, ObjectInfo
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
-_BUCKET = "listing"
 _STATS = 1000
 
 
 def _key(number: int) -> str:
-    return f"{_BUCKET}/train/{number // 5000:04}/part-{number:07}.bin"
+    return f"{BUCKET}/train/{number // 5000:04}/part-{number:07}.bin"
 
 
 @contextmanager
 def prepare(options: Options) -> Iterator[Prepared]:
     keys, computed = (2_000, 50_000) if options.quick else (20_000, 1_000_000)
     with S3Server(options.scratch / "s3") as s3, EmulatedRegion(s3.endpoint_url) as region:
-        s3.create_bucket(_BUCKET)
-        origin = open_origin("s3", s3.target_options)
-        with ThreadPoolExecutor(16) as pool:
-            list(pool.map(lambda number: origin.put(_key(number), b"x"), range(keys)))
-
-        def probe() -> dict[str, float]:
-            return {"origin requests": region.stats().requests}
-
+        fill(s3, ((_key(number).removeprefix(f"{BUCKET}/"), b"x") for number in range(keys)))
         yield Prepared(
             {
-                "options": {**s3.target_options, "endpoint_url": region.endpoint_url},
+                "options": through(region, s3),
                 "keys": keys,
                 "computed": computed,
             },
-            probe=probe,
+            probe=lambda: {"origin requests": region.stats().requests},  # listings are asked of the bucket itself
             expected=[keys, keys, _STATS],
             notes=(
                 f"{keys:,} objects behind the region, listed twice; then {_STATS:,} of them described; "
@@ -77,15 +68,8 @@ def _run(measure: Measure, keys: int, list_all: Callable[[], int], describe: Cal
 def pyarrow_s3(measure: Measure, context: Mapping[str, Any]) -> list[int]:
     import pyarrow.fs
 
-    options = context["options"]
-    fs = pyarrow.fs.S3FileSystem(
-        access_key=options["key"],
-        secret_key=options["secret"],
-        endpoint_override=urllib.parse.urlsplit(options["endpoint_url"]).netloc,
-        scheme="http",
-        region="us-east-1",
-    )
-    selector = pyarrow.fs.FileSelector(f"{_BUCKET}/train", recursive=True)
+    fs = pyarrow_client(context["options"])
+    selector = pyarrow.fs.FileSelector(f"{BUCKET}/train", recursive=True)
     return _run(
         measure,
         context["keys"],
@@ -102,7 +86,7 @@ def s3fs(measure: Measure, context: Mapping[str, Any]) -> list[int]:
     return _run(
         measure,
         context["keys"],
-        lambda: len(fs.find(f"{_BUCKET}/train")),
+        lambda: len(fs.find(f"{BUCKET}/train")),
         lambda key: fs.info(key)["size"],
     )
 
@@ -116,7 +100,7 @@ def cached(measure: Measure, context: Mapping[str, Any]) -> list[int]:
     fs = millrace.filesystem(
         "s3", target_options=context["options"], cache_dir=str(Path(context["scratch"]) / "cache"), min_free=0
     )
-    selector = pyarrow.fs.FileSelector(f"{_BUCKET}/train", recursive=True)
+    selector = pyarrow.fs.FileSelector(f"{BUCKET}/train", recursive=True)
     return _run(
         measure,
         context["keys"],
@@ -151,7 +135,7 @@ def computed(measure: Measure, context: Mapping[str, Any]) -> list[int]:
     found = _run(
         measure,
         keys,
-        lambda: sum(len(page) for page in metadata.list_all(origin, f"{_BUCKET}/train")),
+        lambda: sum(len(page) for page in metadata.list_all(origin, f"{BUCKET}/train")),
         lambda key: metadata.stat(origin, key).size,
     )
     if found != [keys, keys, _STATS]:

@@ -13,46 +13,35 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.buckets import BUCKET, fill, obstore_client, probe_of, through
 from benchmarks.harness import Case, Measure, Options, Prepared
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
-_BUCKET = "data"
 _PIECE = 8 << 20
 _THREADS = 32
 
 
-def upload(s3: S3Server, folder: str, objects: int, nbytes: int) -> None:
-    """Put random objects straight to the server: the region's bandwidth is for the contenders."""
-    import obstore.store
-
-    s3.create_bucket(_BUCKET)
-    store = obstore.store.S3Store(
-        _BUCKET,
-        endpoint=s3.endpoint_url,
-        access_key_id=s3.key,
-        secret_access_key=s3.secret,
-        region="us-east-1",
-        client_options={"allow_http": True},
+def fill_with_random(s3: S3Server, folder_sizes: Mapping[str, tuple[int, int]]) -> None:
+    """Fill folders with so many random objects of so many bytes each."""
+    fill(
+        s3,
+        (
+            (f"{folder}/{number:05}", os.urandom(nbytes))
+            for folder, (objects, nbytes) in folder_sizes.items()
+            for number in range(objects)
+        ),
     )
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda n: store.put(f"{folder}/{n:05}", os.urandom(nbytes)), range(objects)))
 
 
 @contextmanager
 def prepare(options: Options) -> Iterator[Prepared]:
     large, small = (2, 100) if options.quick else (16, 2000)
     with S3Server(options.scratch / "s3") as s3, EmulatedRegion(s3.endpoint_url) as region:
-        upload(s3, "large", large, 24 << 20)
-        upload(s3, "small", small, 26_000)
-
-        def probe() -> dict[str, float]:
-            seen = region.stats(prefix=f"/{_BUCKET}/")
-            return {"origin MB": seen.bytes_down / 1e6, "origin requests": seen.requests}
-
+        fill_with_random(s3, {"large": (large, 24 << 20), "small": (small, 26_000)})
         yield Prepared(
-            {"options": {**s3.target_options, "endpoint_url": region.endpoint_url}},
-            probe=probe,
+            {"options": through(region, s3)},
+            probe=probe_of(region),
             expected=[[large, large * (24 << 20)], [small, small * 26_000]],
             notes=(
                 f"{large} objects of 24 MiB, and {small} of 26 kB; each phase lists, then gets all",
@@ -67,17 +56,7 @@ case = Case(
 
 
 def _directly(context: Mapping[str, Any], folder: str, keep: Callable[[str, int, Any], None]) -> list[int]:
-    import obstore.store
-
-    options = context["options"]
-    store = obstore.store.S3Store(
-        _BUCKET,
-        endpoint=options["endpoint_url"],
-        access_key_id=options["key"],
-        secret_access_key=options["secret"],
-        region="us-east-1",
-        client_options={"allow_http": True},
-    )
+    store = obstore_client(context["options"])
     sizes = {meta["path"]: meta["size"] for page in store.list(folder) for meta in page}
 
     def get(piece: tuple[str, int, int]) -> int:
@@ -129,6 +108,6 @@ def cached(measure: Measure, context: Mapping[str, Any]) -> list[list[int]]:
     results = []
     for folder in ("large", "small"):
         with measure(f"{folder} objects"):
-            done = fs.load(f"s3://{_BUCKET}/{folder}")
+            done = fs.load(f"s3://{BUCKET}/{folder}")
         results.append([done.done_objects, done.done_bytes])
     return results

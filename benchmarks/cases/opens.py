@@ -11,16 +11,14 @@ import random
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+from benchmarks.buckets import BUCKET, fill
 from benchmarks.harness import Case, Measure, Options, Prepared
 from millrace.cache.node import close_nodes
 from millrace.testing.s3 import S3Server
 
-_BUCKET = "data"
 _SMALL_BYTES = 26_000
 _READ_BYTES = 64 << 10
 _THREADS = 128
@@ -37,7 +35,7 @@ def prepare(options: Options) -> Iterator[Prepared]:
     for number in range(large):
         (local / f"large-{number}.bin").write_bytes(source.randbytes(large_bytes))
     with S3Server(options.scratch / "s3") as s3:
-        _upload(local, s3)
+        fill(s3, [(file.name, file) for file in sorted(local.iterdir())])
         yield Prepared(
             {
                 "options": s3.target_options,
@@ -54,22 +52,6 @@ def prepare(options: Options) -> Iterator[Prepared]:
                 f"reads of 64 KiB at random places, by one thread and by {_THREADS}; all warm.",
             ),
         )
-
-
-def _upload(folder: Path, s3: S3Server) -> None:
-    import obstore.store
-
-    s3.create_bucket(_BUCKET)
-    store = obstore.store.S3Store(
-        _BUCKET,
-        endpoint=s3.endpoint_url,
-        access_key_id=s3.key,
-        secret_access_key=s3.secret,
-        region="us-east-1",
-        client_options={"allow_http": True},
-    )
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda file: store.put(file.name, file), sorted(folder.iterdir())))
 
 
 case = Case(name="opens", title="Opening and reading what is cached", prepare=prepare, baseline="pyarrow, local files")
@@ -205,12 +187,12 @@ def arrow_cached(measure: Measure, context: Mapping[str, Any]) -> list[int]:
     result = _run(
         measure,
         context,
-        _BUCKET,
+        BUCKET,
         read_whole=lambda path: bytes(fs.open_input_stream(path).read()),
         open_large=fs.open_input_file,
         open_for_reads=fs.open_input_file,
         read_at=_arrow_read,
-        forget=lambda: _forget(fs, f"{_BUCKET}/large-0.bin"),
+        forget=lambda: _forget(fs, f"{BUCKET}/large-0.bin"),
     )
     _look_up(measure, context, fs)
     return result
@@ -262,7 +244,7 @@ def fsspec_cached(measure: Measure, context: Mapping[str, Any]) -> list[int]:
     import millrace
 
     fs = millrace.filesystem("s3", target_options=context["options"], cache_dir=f"{context['scratch']}/cache")
-    return _fsspec(measure, context, _BUCKET, fs)
+    return _fsspec(measure, context, BUCKET, fs)
 
 
 @case.contender("fsspec filecache over s3fs", baseline="fsspec, local files")
@@ -284,4 +266,4 @@ def _fsspec_cache(measure: Measure, context: Mapping[str, Any], protocol: str) -
         target_options=dict(context["options"]),
         cache_storage=f"{context['scratch']}/cache",
     )
-    return _fsspec(measure, context, _BUCKET, fs)
+    return _fsspec(measure, context, BUCKET, fs)

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases.load import upload
+from benchmarks.buckets import probe_of, through
+from benchmarks.cases.load import fill_with_random
 from benchmarks.harness import Case, Measure, Options, Prepared
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
@@ -28,17 +29,12 @@ _WORK_SECONDS = 0.02  # a shard; asleep, as a loop is that waits for its GPU
 def prepare(options: Options) -> Iterator[Prepared]:
     shards = 8 if options.quick else 64
     with S3Server(options.scratch / "s3") as s3, EmulatedRegion(s3.endpoint_url) as region:
-        upload(s3, "shards", shards, _SHARD)
-
-        def probe() -> dict[str, float]:
-            seen = region.stats(prefix="/data/")
-            return {"origin MB": seen.bytes_down / 1e6, "origin requests": seen.requests}
-
+        fill_with_random(s3, {"shards": (shards, _SHARD)})
         order = [f"data/shards/{number:05}" for number in range(shards)]
         random.Random(1).shuffle(order)
         yield Prepared(
-            {"options": {**s3.target_options, "endpoint_url": region.endpoint_url}, "order": order},
-            probe=probe,
+            {"options": through(region, s3), "order": order},
+            probe=probe_of(region),
             notes=(
                 f"{shards} shards of 4 MiB in one fixed random order, {_WORK_SECONDS * 1e3:.0f} ms of work a shard",
                 str(region.calibrate()),

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases.opens import _BUCKET, _upload
+from benchmarks.buckets import BUCKET, fill
 from benchmarks.harness import Case, Measure, Options, Prepared
 from millrace.testing.s3 import S3Server
 
@@ -26,7 +26,7 @@ def prepare(options: Options) -> Iterator[Prepared]:
         _write(local / f"part-{number}.parquet", rows, seed=number)
     size = sum(file.stat().st_size for file in local.iterdir())
     with S3Server(options.scratch / "s3") as s3:
-        _upload(local, s3)
+        fill(s3, [(file.name, file) for file in sorted(local.iterdir())])
         yield Prepared(
             {
                 "options": s3.target_options,
@@ -108,4 +108,4 @@ def cached(measure: Measure, context: Mapping[str, Any]) -> int:
     import millrace
 
     fs = millrace.filesystem("s3", target_options=context["options"], cache_dir=f"{context['scratch']}/cache")
-    return _run(measure, context, _BUCKET, fs)
+    return _run(measure, context, BUCKET, fs)

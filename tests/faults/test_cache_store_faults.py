@@ -11,7 +11,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ import pytest
 import millrace
 from millrace.cache.node import cache_node, close_nodes
 from millrace.config import resolve
-from millrace.events import Event, add_hook
+from millrace.events import Event
 
 BLOCK = 4 << 20
 NAMES = ("a.bin", "b.bin", "c.bin")
@@ -33,14 +33,6 @@ def data(tmp_path: Path) -> Path:
         (folder / name).write_bytes(random.Random(number).randbytes(BLOCK * 2 + 1000 * (number + 1)))
     (folder / "small.bin").write_bytes(random.Random(9).randbytes(26_000))
     return folder
-
-
-@pytest.fixture
-def events() -> Iterator[list[Event]]:
-    seen: list[Event] = []
-    remove = add_hook(seen.append)
-    yield seen
-    remove()
 
 
 def check(data: Path, cache: Path, *, native: bool = True) -> dict[str, int]:

@@ -38,7 +38,7 @@ def state(fill=None):
     return made
 
 
-def same(left, right):
+def assert_same(left, right):
     for key, value in left.items():
         if not isinstance(value, torch.Tensor):
             assert right[key] == value
@@ -56,7 +56,7 @@ def test_every_item_comes_back_through_both_readers(tmp_path, threads):
     for reader in (FileSystemReader, CheckpointReader):
         loaded = state(fill=0)
         dcp.load(loaded, storage_reader=reader(tmp_path, _extension_registry=extension_registry()))
-        same(state(), loaded)
+        assert_same(state(), loaded)
 
 
 @pytest.mark.parametrize("extension", [ZStandard, ZstdPlanes])
@@ -66,7 +66,7 @@ def test_what_comes_with_torch_or_us_needs_no_registering(tmp_path, writer, exte
     dcp.save(state(), storage_writer=writer(tmp_path, _extensions=[extension()]))
     loaded = state(fill=0)
     dcp.load(loaded, storage_reader=CheckpointReader(tmp_path))
-    same(state(), loaded)
+    assert_same(state(), loaded)
 
 
 def test_it_is_smaller_than_zstandard(tmp_path):

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import os
 import pathlib
-import socket
-import subprocess
-import sys
-import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tests import ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from millrace.checkpoint import CheckpointLoadPlanner, CheckpointReader, CheckpointSavePlanner, CheckpointWriter
@@ -148,7 +143,7 @@ def test_the_whole_state_dict_is_rebuilt_from_what_was_planned(tmp_path):
 def test_tensors_without_values_get_memory(tmp_path):
     values = {"model": {"w": torch.randn(5, 3), "b": torch.randn(3)}}
     dcp.save(values, storage_writer=CheckpointWriter(tmp_path), planner=CheckpointSavePlanner())
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ranks.free_port()))
     dist.init_process_group("gloo")
     try:
         loaded = {"model": {"w": torch.empty(5, 3, device="meta"), "b": torch.zeros(3)}}
@@ -211,16 +206,6 @@ def test_a_subclass_of_ours_renames_and_converts(tmp_path):
     dcp.load(loaded, storage_reader=CheckpointReader(tmp_path), planner=Renames())
     assert (loaded["x"] == 2).all()
     assert Renames.committed == 1
-
-
-@pytest.fixture
-def no_cached_plans():
-    caches = [value for name, value in vars(SavePlanner).items() if name.startswith("_cached")]
-    for cache in caches:
-        cache.clear()
-    yield
-    for cache in caches:
-        cache.clear()
 
 
 @pytest.mark.usefixtures("no_cached_plans")
@@ -381,45 +366,11 @@ def run_one(root: pathlib.Path) -> None:
 PROGRAMS = {"two": run_two, "one": run_one}
 
 
-def main(program: str, rank: str, world: str, port: str, root: str) -> None:
-    os.environ.update(RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    try:
-        PROGRAMS[program](pathlib.Path(root))
-    except BaseException:  # noqa: BLE001 - printed, and the process ends
-        traceback.print_exc()
-        # Not waiting for the other rank, which waits for this one.
-        os._exit(1)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize(("program", "world"), [("two", 2), ("one", 1)])
 def test_process_groups(tmp_path, program, world):
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, program, str(rank), str(world), str(port), str(tmp_path)],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        ended = [(process.communicate(timeout=120)[1], process.returncode) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [code for _, code in ended] == [0] * world, "\n".join(text for text, _ in ended)
+    ranks.run(__file__, program, world, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir())
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    ranks.main(PROGRAMS)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
+import functools
 import json
 import os
 import pathlib
 import resource
-import socket
-import subprocess
-import sys
 import time
-import traceback
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tests import ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -248,53 +244,10 @@ def run_upload(root: pathlib.Path) -> None:
 PROGRAMS = {"two": run_rank, "four": run_four, "dying": run_dying, "upload": run_upload}
 
 
-def main(program: str, rank: str, world: str, port: str, root: str) -> None:
-    os.environ.update(RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    try:
-        PROGRAMS[program](pathlib.Path(root))
-    except BaseException:  # noqa: BLE001 - printed, and the process ends
-        traceback.print_exc()
-        # Not waiting for the other rank, which waits for this one.
-        os._exit(1)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 # --- the tests ------------------------------------------------------------------------------------
 
 
-def run(
-    program: str,
-    world: int,
-    root: pathlib.Path,
-    codes: tuple[int, ...] | None = None,
-    meanwhile: Callable[[], None] = lambda: None,
-) -> None:
-    """Run a program on so many ranks, and `meanwhile` here; all must end with 0, or with `codes`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, program, str(rank), str(world), str(port), str(root)],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    ended = []
-    try:
-        meanwhile()
-        for process in ranks:
-            ended.append((process.communicate(timeout=120)[1], process.returncode))
-    finally:
-        for process in ranks:
-            process.kill()
-    for (text, code), expected in zip(ended, codes or (0,) * world, strict=True):
-        assert code == expected, text
+run = functools.partial(ranks.run, __file__)
 
 
 @pytest.fixture(scope="module")
@@ -376,4 +329,4 @@ def test_a_save_without_collectives_names_its_next_step(ran):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    ranks.main(PROGRAMS)

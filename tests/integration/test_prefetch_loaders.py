@@ -82,7 +82,7 @@ def fs(s3: S3Server, region: EmulatedRegion, s3_options: dict[str, Any]) -> mill
     return fs
 
 
-def whole_epoch_is_right(region: EmulatedRegion, shards: dict[str, int], seen: list[int]) -> None:
+def assert_whole_epoch(region: EmulatedRegion, shards: dict[str, int], seen: list[int]) -> None:
     assert sorted(seen) == sorted(shards.values())
     traffic = region.stats(prefix="/prefetch/train/").by_method
     assert traffic["GET"].bytes_down == SHARDS * SHARD_BYTES
@@ -102,7 +102,7 @@ def test_a_sampler_feeds_workers_of_every_kind(
     sampler = PrefetchingSampler(order, fs, path_of=lambda index: dataset.paths[index], window="12MB")
     loader = DataLoader(dataset, sampler=sampler, batch_size=2, num_workers=workers, multiprocessing_context=start)
     seen = [int(value) for batch in loader for value in batch]
-    whole_epoch_is_right(region, shards, seen)
+    assert_whole_epoch(region, shards, seen)
     if start == "spawn":  # starting the workers once more takes many seconds
         return
     before = region.stats().requests
@@ -114,7 +114,7 @@ def test_an_iterable_data_set_has_its_shards_fetched_by_each_worker(
     fs: millrace.MillraceFileSystem, region: EmulatedRegion, shards: dict[str, int]
 ) -> None:
     loader = DataLoader(Shards(fs, list(shards)), batch_size=None, num_workers=2)
-    whole_epoch_is_right(region, shards, [int(value) for value in loader])
+    assert_whole_epoch(region, shards, [int(value) for value in loader])
 
 
 def test_the_window_holds_and_reads_after_it_ask_nothing(
@@ -129,4 +129,4 @@ def test_the_window_holds_and_reads_after_it_ask_nothing(
             assert zlib.crc32(fs.cat_file(path)) == shards[path]
             opened += SHARD_BYTES
             assert prefetch.wait(30)
-    whole_epoch_is_right(region, shards, list(shards.values()))
+    assert_whole_epoch(region, shards, list(shards.values()))

@@ -1,6 +1,5 @@
 """What a disk does by the way."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,16 +7,8 @@ import pytest
 from millrace.cache import disk as disk_module
 from millrace.cache.node import cache_node
 from millrace.config import resolve
-from millrace.events import Event, add_hook
+from millrace.events import Event
 from millrace.testing.origins import MemoryOrigin
-
-
-@pytest.fixture
-def events() -> Iterator[list[Event]]:
-    seen: list[Event] = []
-    remove = add_hook(seen.append)
-    yield seen
-    remove()
 
 
 def test_metadata_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Event]) -> None:

@@ -2,7 +2,7 @@ import itertools
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,17 +13,9 @@ from millrace.cache.index import Index
 from millrace.cache.records import Entry, ObjectName
 from millrace.cache.store import Store
 from millrace.config import Amount
-from millrace.events import Event, add_hook
+from millrace.events import Event
 
 BLOCK = 8 << 10
-
-
-@pytest.fixture
-def events() -> Iterator[list[Event]]:
-    seen: list[Event] = []
-    remove = add_hook(seen.append)
-    yield seen
-    remove()
 
 
 def open_store(directory: Path) -> Store:

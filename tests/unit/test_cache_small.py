@@ -25,7 +25,7 @@ from millrace.cache.small import stored_object
 from millrace.cache.store import Store
 from millrace.config import Amount, resolve
 from millrace.errors import ObjectChangedError, OriginUnavailableError
-from millrace.events import Event, add_hook
+from millrace.events import Event
 from millrace.origin import ObjectInfo
 from millrace.testing.origins import MemoryOrigin
 
@@ -40,14 +40,6 @@ def make_node(tmp_path: Path) -> MakeNode:
         )
 
     return make
-
-
-@pytest.fixture
-def events() -> Iterator[list[Event]]:
-    seen: list[Event] = []
-    remove = add_hook(seen.append)
-    yield seen
-    remove()
 
 
 def filled(number: int = 20, size: int = 5000) -> MemoryOrigin:

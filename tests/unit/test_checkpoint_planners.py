@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -173,16 +172,6 @@ def test_subclasses_transform_what_is_saved():
     planner = Halves()
     last = planned(planner, {"x": torch.ones(3)})[3]
     assert planner.resolve_data(last.items[0]).dtype == torch.float16
-
-
-@pytest.fixture
-def no_cached_plans():
-    caches = [value for name, value in vars(SavePlanner).items() if name.startswith("_cached")]
-    for cache in caches:
-        cache.clear()
-    yield
-    for cache in caches:
-        cache.clear()
 
 
 @pytest.mark.usefixtures("no_cached_plans")

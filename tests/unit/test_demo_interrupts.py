@@ -45,9 +45,13 @@ def test_other_signals_are_interrupts_that_name_their_exit_code(number: signal.S
 
 def test_nohup_is_heeded() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    went_on = False
     try:
         with interrupts.remembered():
             os.kill(os.getpid(), signal.SIGHUP)
+            went_on = True
+        assert went_on
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 

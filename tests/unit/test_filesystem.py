@@ -21,14 +21,6 @@ MakeFileSystem = Callable[..., millrace.MillraceFileSystem]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> MakeFileSystem:
-    def build(**options: object) -> millrace.MillraceFileSystem:
-        return millrace.filesystem("file", **{"cache_dir": str(tmp_path / "cache"), "min_free": 0, **options})
-
-    return build
-
-
-@pytest.fixture
 def data(tmp_path: Path) -> Path:
     directory = tmp_path / "data"
     (directory / "sub" / "deeper").mkdir(parents=True)

@@ -19,14 +19,6 @@ BLOCK = 4 << 20
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
-    def build(**options: object) -> millrace.MillraceFileSystem:
-        return millrace.filesystem("file", **{"cache_dir": str(tmp_path / "cache"), "min_free": 0, **options})
-
-    return build
-
-
-@pytest.fixture
 def node(tmp_path: Path) -> Iterator[CacheNode]:
     node = CacheNode(resolve({"cache_dir": str(tmp_path / "own"), "min_free": 0}, environ={"HOME": "/"}, file={}))
     yield node

@@ -25,14 +25,6 @@ SIZE = 3 << 20
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
-    def build(**options: object) -> millrace.MillraceFileSystem:
-        return millrace.filesystem("file", **{"cache_dir": str(tmp_path / "cache"), "min_free": 0, **options})
-
-    return build
-
-
-@pytest.fixture
 def path(tmp_path: Path) -> str:
     return write(tmp_path / "x.bin", b"a")
 

@@ -276,6 +276,8 @@ def test_a_sampler_that_is_left_early_leaves_nothing_running(fs: millrace.Millra
     next(iterator)
     iterator.close()  # type: ignore[attr-defined]
     until(lambda: threading.active_count() <= before)
+    assert threading.active_count() <= before
+    assert opens.listeners == ()
 
 
 def test_following_batches_of_another_process(fs: millrace.MillraceFileSystem, files: list[str]) -> None:
