@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,17 @@ DEFAULT_CAPACITY = "80%"
 DEFAULT_MIN_FREE = "10%"
 DEFAULT_CONSISTENCY = "60s"
 
+DEFAULT_ETCD_PORT = 2379
+DEFAULT_CLUSTER = "default"
+
+LOCAL_FOLDER = "local"
+"""The folder, inside a cache directory, of a node alone and of the first node of a cluster on a machine."""
+
+_CLUSTER_NAME = re.compile(r"[A-Za-z0-9._-]+")
+
+_TLS_FILES = ("cert", "key", "ca")
+
 # The keyword arguments of the face that are options of the cache, in the order of the documentation.
-# Those of the cluster cache are recognised, and refused as not in this version, rather than called unknown.
 OPTION_NAMES = (
     "cache_dir",
     "capacity",
@@ -49,6 +57,7 @@ OPTION_NAMES = (
     "etcd_port",
     "cluster_token",
     "tls",
+    "replicas",
 )
 
 
@@ -65,11 +74,22 @@ class Amount:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tls:
+    """The files (PEM) of a node of a cluster with TLS: its certificate, the key to it, and who signs all members'."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheOptions:
     """Everything that a node's cache is built from. Hashable: equal options share one cache in a process.
 
     `max_age_seconds` is how long metadata is believed: `inf` for ever (`"immutable"`), 0 never (`"always"`).
     `native=False` reads by `pread` with a checksum every time instead of through memory maps.
+    `members` says how the cluster is found: `"auto"`, `"none"`, `"ray"`, `"etcd://..."` or `"static://..."`. `replicas` is
+    how many nodes keep each block. `folder` is not for users: which node's folder inside the cache directories is meant.
     """
 
     cache_dirs: tuple[Path, ...]
@@ -78,6 +98,10 @@ class CacheOptions:
     max_age_seconds: float
     native: bool
     members: str
+    cluster_token: str | None = field(default=None, repr=False)
+    tls: Tls | None = None
+    replicas: int = 1
+    folder: str = LOCAL_FOLDER
 
 
 def parse_amount(value: str | int, *, option: str) -> Amount:
@@ -127,19 +151,94 @@ def _parse_members(settings: Mapping[str, Any]) -> str:
     if settings.get("etcd_host"):
         if members not in (None, "auto"):
             raise ConfigurationError("etcd_host and members exclude each other", next_step="give one of them")
-        members = f"etcd://{settings['etcd_host']}:{settings.get('etcd_port') or 2379}"
+        members = f"etcd://{settings['etcd_host']}:{settings.get('etcd_port') or DEFAULT_ETCD_PORT}"
     members = str(members or "auto")
-    if members in ("auto", "none"):
+    if members in ("auto", "none", "ray"):
         return members
-    if members == "ray" or members.startswith(("etcd://", "static://")):
-        raise ConfigurationError(
-            f"members={members!r} needs the cluster cache, which this version does not have",
-            next_step="use members='none': every node caches for itself",
+    if "@" in members:
+        raise ConfigurationError(  # without its value, which may hold a password
+            "members has a user or a password in it, which cannot be used", next_step="write host:port only"
         )
+    scheme, separator, addresses = members.partition("://")
+    if separator and scheme == "etcd":
+        parse_etcd(members)
+        return members
+    if separator and scheme == "static":
+        parse_addresses(addresses, option=f"members={members!r}")
+        return members
     raise ConfigurationError(
         f"members={members!r} is not known",
-        next_step="use 'auto', 'none', 'ray', 'etcd://host:port' or 'static://host:port'",
+        next_step="use 'auto', 'none', 'ray', 'etcd://host:port' or 'static://host:port,host:port'",
     )
+
+
+def parse_etcd(members: str) -> tuple[tuple[tuple[str, int], ...], str]:
+    """Parse `"etcd://host:port,host:port/name"`: where etcd is, and the cluster's name, `default` where none is given.
+
+    Raises `ConfigurationError`.
+    """
+    scheme, _, text = members.partition("://")
+    addresses, slash, name = text.partition("/")
+    if scheme != "etcd" or (slash and not _CLUSTER_NAME.fullmatch(name)):
+        raise ConfigurationError(
+            f"members={members!r} names no cluster in etcd",
+            next_step="write etcd://host:port, or etcd://host:port/name with letters, digits and . _ - in the name",
+        )
+    return parse_addresses(addresses, option=f"members={members!r}"), name or DEFAULT_CLUSTER
+
+
+def parse_addresses(text: str, *, option: str) -> tuple[tuple[str, int], ...]:
+    """Parse `"host:port,host:port"`, IPv6 hosts in brackets. Raises `ConfigurationError` naming `option`."""
+    found = []
+    for part in text.split(","):
+        host, separator, port = part.strip().rpartition(":")
+        bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+        if not separator or not bare or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigurationError(
+                f"{option}: {part.strip()!r} is no address", next_step="write host:port, several with commas between"
+            )
+        found.append((bare, int(port)))
+    return tuple(found)
+
+
+def address_text(host: str, port: int) -> str:
+    """The reverse of `parse_addresses` for one: `host:port`, IPv6 hosts in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _parse_token(value: Any) -> str | None:
+    if value in (None, ""):
+        return None
+    text = str(value)
+    if not text.isascii() or not text.isprintable() or " " in text or len(text) < 8:
+        raise ConfigurationError(  # without its value, which is a secret
+            "cluster_token cannot be used", next_step="write at least 8 printable ASCII characters without spaces"
+        )
+    return text
+
+
+def _parse_tls(value: Any) -> Tls | None:
+    """A mapping of `cert`, `key` and `ca` to files, or a folder that holds `cert.pem`, `key.pem` and `ca.pem`."""
+    if value in (None, "", False):
+        return None
+    if isinstance(value, Mapping) and sorted(value) == sorted(_TLS_FILES):
+        files = {name: Path(os.path.abspath(os.path.expanduser(str(value[name])))) for name in _TLS_FILES}
+    elif isinstance(value, str | os.PathLike):
+        folder = Path(os.path.abspath(os.path.expanduser(os.fspath(value))))
+        files = {name: folder / f"{name}.pem" for name in _TLS_FILES}
+    else:
+        raise ConfigurationError(
+            "tls is neither a folder nor a mapping of 'cert', 'key' and 'ca'",
+            next_step="name a folder with cert.pem, key.pem and ca.pem",
+        )
+    return Tls(**files)
+
+
+def _parse_replicas(value: Any) -> int:
+    text = str(value).strip()
+    if text.isascii() and text.isdigit() and 1 <= int(text) <= 16 and not isinstance(value, bool):
+        return int(text)
+    raise ConfigurationError(f"replicas={value!r} cannot be used", next_step="write a number from 1 to 16")
 
 
 def _parse_cache_dirs(value: Any, environ: Mapping[str, str]) -> tuple[Path, ...]:
@@ -194,8 +293,7 @@ def load_file(environ: Mapping[str, str]) -> dict[str, Any]:
     candidates = [named] if named else ["millrace.toml", os.path.join(home, "millrace", "millrace.toml")]
     for path in candidates:
         try:
-            with open(path, "rb") as file:
-                settings = tomllib.load(file)
+            text = Path(path).read_bytes()
         except FileNotFoundError:
             if named:
                 raise ConfigurationError(
@@ -204,13 +302,21 @@ def load_file(environ: Mapping[str, str]) -> dict[str, Any]:
             continue
         except OSError as error:
             raise ConfigurationError(f"{path}: {error.strerror}", next_step="correct the file") from error
-        except UnicodeDecodeError as error:
-            raise ConfigurationError(f"{path} is not UTF-8, as TOML must be", next_step="save it as UTF-8") from error
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigurationError(f"{path}: {error}", next_step="correct the file") from error
-        _check_names(settings, source=f"{path}: ")
-        return settings
+        return _parse_file(path, text)
     return {}
+
+
+def _parse_file(path: str, text: bytes) -> dict[str, Any]:
+    import tomllib  # every new worker would spend 2 ms on it, and hardly any node has such a file
+
+    try:
+        settings = tomllib.loads(text.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path} is not UTF-8, as TOML must be", next_step="save it as UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{path}: {error}", next_step="correct the file") from error
+    _check_names(settings, source=f"{path}: ")
+    return settings
 
 
 def _check_names(names: Iterable[str], *, source: str = "") -> None:
@@ -240,12 +346,6 @@ def resolve(
             settings[name] = variable.split(os.pathsep) if name == "cache_dir" else variable
     settings.update({name: value for name, value in arguments.items() if value is not None})
     _check_names(settings)
-    for name in ("cluster_token", "tls"):
-        if name in settings:  # without its value, which is a secret
-            raise ConfigurationError(
-                f"{name} is an option of the cluster cache, which this version does not have",
-                next_step="leave it out: every node caches for itself",
-            )
     return CacheOptions(
         cache_dirs=_parse_cache_dirs(settings.get("cache_dir"), environ),
         capacity=parse_amount(settings.get("capacity", DEFAULT_CAPACITY), option="capacity"),
@@ -253,4 +353,7 @@ def resolve(
         max_age_seconds=parse_consistency(settings.get("consistency", DEFAULT_CONSISTENCY)),
         native=_parse_bool(settings.get("native", True), option="native"),
         members=_parse_members(settings),
+        cluster_token=_parse_token(settings.get("cluster_token")),
+        tls=_parse_tls(settings.get("tls")),
+        replicas=_parse_replicas(settings.get("replicas", 1)),
     )

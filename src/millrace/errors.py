@@ -161,6 +161,18 @@ class ObjectExistsError(ChangedError, FileExistsError):
     _errno = errno.EEXIST
 
 
+class BaseGoneError(ChangedError):
+    """Files of an earlier checkpoint, which the one being saved builds on, are gone; nothing was published."""
+
+    code = "base-gone"
+
+
+class RunTakenError(ChangedError):
+    """Another process saves into this run of checkpoints, and only one may."""
+
+    code = "run-taken"
+
+
 # --- try again later ------------------------------------------------------------------------------
 
 
@@ -180,6 +192,43 @@ class OutcomeUnknownError(RetryableError):
     """Something was sent and not acknowledged, and what became of it cannot be found out now."""
 
     code = "outcome-unknown"
+
+
+class PeerError(RetryableError):
+    """Another node of the cluster did not give what was asked of it. Reads go on without it, and do not raise this."""
+
+    code = "peer"
+
+
+class PeerSilentError(PeerError):
+    """A node cannot be reached, broke the connection off, or was silent for too long."""
+
+    code = "peer-silent"
+
+
+class PeerRefusedError(PeerError):
+    """A node said no. `status` is that of its answer in HTTP's numbers, 0 where it speaks no version that is known here.
+
+    `reason` is the `code` of the error that it had, if any; `has_lease` that it asks for the blocks it cannot fetch.
+    """
+
+    code = "peer-refused"
+    reason = ""
+    has_lease = False
+
+    def __init__(self, message: str, *, next_step: str = "", status: int = 0) -> None:
+        super().__init__(message, next_step=next_step)
+        self.status = status
+
+
+class WireError(PeerError):
+    """What came over the wire is not what the protocol of the data plane allows. `status` is what a server answers to it."""
+
+    code = "wire"
+
+    def __init__(self, message: str, *, next_step: str = "", status: int = 400) -> None:
+        super().__init__(message, next_step=next_step)
+        self.status = status
 
 
 # --- the local disk -------------------------------------------------------------------------------

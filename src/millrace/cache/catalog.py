@@ -146,6 +146,7 @@ def free(node: CacheNode, place: Place | None, *, on_freed: Callable[[Freed], No
             freed = replace(freed, objects=freed.objects + 1, nbytes=freed.nbytes + _cached_bytes(entry))
             if freed.objects % _PAGE == 0:
                 on_freed(freed)
+        disk.drop_empty_segments()
     return freed
 
 

@@ -27,11 +27,21 @@ NAMES = (
     "native_opens",
     "uncached_bytes",
     "corrupt_blocks",
+    "peer_requests",
+    "peer_bytes",
+    "served_requests",
+    "served_bytes",
+    "peer_failures",
+    "hedged_requests",
+    "moved_bytes",
 )
 """The counters, in the order in which they lie in a file. New ones are appended.
 
 `origin_bytes` left the origin; `cache_bytes` were served from this disk (a natively opened file counts once, with its
-size, whatever part of it is read); `uncached_bytes` came from the origin and were not kept, for want of room.
+size, whatever part of it is read); `uncached_bytes` came from elsewhere and were not kept, for want of room. In a cluster
+`peer_bytes` came from other nodes and `served_bytes` went to them; `peer_failures` are requests that a peer did not answer
+as it should, and `hedged_requests` second ones that were sent because the first was slow. `moved_bytes` came from other
+nodes because members came or went; they count as neither `peer_bytes` nor `cache_bytes`.
 """
 
 _SLOTS = {name: slot for slot, name in enumerate(NAMES)}

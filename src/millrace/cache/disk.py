@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from millrace.cache.audit import Audit
+from millrace.cache.copies import Copies, StillACopy
 from millrace.cache.counters import Counters
 from millrace.cache.evictor import Evictor, Newcomer
 from millrace.cache.failures import FailingDiskError
 from millrace.cache.flight import Flights, ProcessLocks
 from millrace.cache.footers import Footers
+from millrace.cache.groups import copies_of
 from millrace.cache.held import HeldBlocks
 from millrace.cache.housekeeping import every_tick, no_more
 from millrace.cache.leftovers import Leftovers
@@ -22,8 +24,10 @@ from millrace.cache.page_map import PageMap
 from millrace.cache.records import Entry, ObjectName, segment_unit
 from millrace.cache.sealing import Sealer
 from millrace.cache.segment_maps import SegmentMaps
-from millrace.cache.segments import Segments
+from millrace.cache.segment_seals import SegmentSealer
+from millrace.cache.segments import Segments, data_path
 from millrace.cache.signals import Signals
+from millrace.cache.source import Keep
 from millrace.cache.store import Store
 from millrace.cache.unit_rules import rule_of
 from millrace.cache.usage import FindGroup, UsageLog
@@ -72,10 +76,14 @@ class Disk:
         self.sealer = Sealer(self.store, report=self.report)
         self.verified = VerifiedBlocks()
         self.maps = MapCache()
-        self.segments = Segments(directory / "segments", self.store.index)
-        self.segment_maps = SegmentMaps(self.segments.directory, self.maps)
+        self.segment_sealer = SegmentSealer(
+            directory / "segments", self.store.index, self.locks, on_wrong=self.drop_wrong, report=self.report
+        )
+        self.segments = Segments(directory / "segments", self.store.index, on_rest=self.segment_sealer.start)
+        self.segment_maps = SegmentMaps(self.segments.directory, self.maps, self.segment_sealer.get)
         self.usage = UsageLog(self._count_opens)
         self.records = UsageRecords(self.store.index)
+        self._copies = Copies(self.store.index, self.records)
         self.evictor = Evictor(
             self.store,
             self.records,
@@ -84,6 +92,7 @@ class Disk:
             remove_object=self._evict_object,
             remove_segment=self._evict_segment,
             report=self.report,
+            copies=self._copies,
             audit=Audit(self.store.index, self.records, Leftovers(self.store, self.segments)),
         )
         self._sweeper = Sweeper()
@@ -117,6 +126,9 @@ class Disk:
     def _tidy(self) -> None:
         self.write_down_uses()
         self.segments.release_idle()
+        self.segment_maps.look_again()
+        for segment in self.segment_maps.worth_sealing():
+            self.segment_sealer.start(segment)
         self.evictor.enforce()
         removals = self.signals.removals
         if (everything := self._sweeper.due(removals)) or self.maps.unchecked:
@@ -176,10 +188,27 @@ class Disk:
         finally:
             room.wrote(room.left)
 
-    def segment_group(self, name: ObjectName, group: str) -> str:
-        """Whose segments an object of `group` goes to: those that count to a quota leave for each other only."""
+    def segment_group(self, name: ObjectName, group: str, keep: Keep = Keep.OWNED) -> str:
+        """Whose segments an object of `group` goes to: those that count to a quota leave for each other only, and copies
+        of what other nodes own go before anything else.
+        """
         place = rule_of(self.store.rules.current(), name).quota_place
-        return group if place is None else f"{group} {place[1]!r}"
+        own = group if place is None else f"{group} {place[1]!r}"
+        return own if keep is Keep.OWNED else copies_of(own)
+
+    @property
+    def still_a_copy(self) -> StillACopy | None:
+        """Says which objects other nodes own; None where nothing is a copy, or everything. A cluster puts its own here."""
+        return self._copies.still_a_copy
+
+    @still_a_copy.setter
+    def still_a_copy(self, ask: StillACopy | None) -> None:
+        self._copies.still_a_copy = ask
+
+    def mark_copies(self) -> int:
+        """After owners have changed: make everything a copy of which this node is to hold nothing; gives how many units."""
+        self.write_down_uses()
+        return self._copies.mark_all()
 
     def missed(self, entry: Entry, nbytes: int, group: FindGroup) -> None:
         """Note bytes from the origin. Uses are written down often enough for eviction to see them one after the other."""
@@ -227,6 +256,15 @@ class Disk:
         emit(Event(name="cache.evicted", subject=f"{self.segments.directory}/{generation}.data"))
         return True
 
+    def drop_wrong(self, entry: Entry) -> None:
+        """Forget an object in a segment whose bytes are wrong, which is counted and reported."""
+        if self.store.index.get(entry.object_id) != entry:
+            return  # evicted since its record was read
+        path = data_path(self.segments.directory, entry.place)
+        emit(Event(name="cache.block.corrupt", subject=path, nbytes=entry.size, detail=f"offset {entry.offset}"))
+        self.counters.add("corrupt_blocks")
+        self.store.index.remove(entry.object_id)
+
     def remove(self, object_id: bytes) -> None:
         """Forget an object version, its file and its map. Readers that have it open keep reading."""
         self.footers.drop(object_id)
@@ -234,6 +272,12 @@ class Disk:
         if entry is not None:
             self.maps.drop(entry.generation)
             self.store.remove(object_id)
+
+    def drop_empty_segments(self) -> None:
+        """Remove the segments in which nothing is left. One that somebody appends to stays, for the evictor."""
+        for record in self.store.index.segment_records():
+            if record.written_bytes and not record.live_bytes:
+                self._evict_segment(record.generation)
 
     def report(self, error: StorageError, subject: str | None = None) -> None:
         """Report what the disk answered to a read or write that goes on without it.
@@ -268,6 +312,7 @@ class Disk:
     def close(self) -> None:
         """Close everything; files and maps that are in use stay readable."""
         self.sealer.close()
+        self.segment_sealer.close()
         no_more(self.tidy)
         try:
             self.write_down_uses()

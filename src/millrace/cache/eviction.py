@@ -16,11 +16,11 @@ How a caller that keeps the records in an index uses it, with a handful of look-
    `touched(...)`. Reads of a unit that follow each other closely are one use. Records may be written late and in batches,
    and two processes that do so at once may lose a use of one: a second of delay does no harm. An unknown unit starts as
    `Unit(key=..., nbytes=..., group=..., last=clock)`, and its group grows by it.
-2. On a miss without room it draws about `SAMPLE_SIZE` residents at random, leaves out those that are pinned or being filled
-   (the newcomer itself, too), and calls `choose`. None means: serve the read without keeping it. A victim is set aside and
-   the draw repeated until enough bytes are together; only then are they removed, so a newcomer that is too large for what
-   may go costs nothing. An object that is filled block by block is a resident: it needs only the next request's room at a
-   time, and may stay a part.
+2. On a miss without room it draws about `SAMPLE_SIZE` residents at random (of the copies, as long as there are any), leaves
+   out those that are pinned or being filled (the newcomer itself, too), and calls `choose`. None means: serve the read
+   without keeping it. A victim is set aside and the draw repeated until enough bytes are together; only then are they
+   removed, so a newcomer that is too large for what may go costs nothing. An object that is filled block by block is a
+   resident: it needs only the next request's room at a time, and may stay a part.
 3. An evicted unit's record stays as a *ghost*; so does that of a unit that was not admitted. When there are more than
    `GHOSTS_PER_RESIDENT` for each resident, a few are drawn at random and `least_promising` says which to forget. `bytes` and
    `units` of a group count residents and ghosts.
@@ -67,7 +67,8 @@ class Unit:
 
     `key` is the caller's. `nbytes` is the size of the whole, even if only a part of it is here. `uses` counts runs of reads,
     each fading with time. `gap` is the usual time between two runs, 0 when there was only one. `prefix` numbers the URL
-    prefix whose quota it counts against (0: none), and `expired` says that its time to live is over.
+    prefix whose quota it counts against (0: none), and `expired` says that its time to live is over. A `copy` is of what
+    another node owns: it lies in room that nothing else has needed so far.
     """
 
     key: bytes
@@ -78,6 +79,7 @@ class Unit:
     gap: int = 0
     prefix: int = 0
     expired: bool = False
+    copy: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,14 +182,16 @@ def choose(
 
     Without a newcomer room is needed in any case, and it is None only for an empty sample. `groups` has the group of every
     unit. `over_quota` names the prefixes that take more than their quota, the newcomer counted in: such a newcomer may only
-    replace units of its own prefix (so draw from those); else units of these prefixes go first, after what has expired.
+    replace units of its own prefix (so draw from those); else units of these prefixes go first, after copies and what has
+    expired.
     """
     if newcomer is not None and newcomer.prefix in over_quota:
         sample = [unit for unit in sample if unit.prefix == newcomer.prefix]
         over_quota = ()
     now = _Moment(groups, clock, capacity_bytes)
     forfeited = (
-        [unit for unit in sample if unit.expired]
+        [unit for unit in sample if unit.copy]
+        or [unit for unit in sample if unit.expired]
         or [unit for unit in sample if unit.prefix in over_quota]
         or [unit for unit in sample if now.dead(unit)]
     )

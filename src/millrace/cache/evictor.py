@@ -2,7 +2,8 @@
 
 Two occasions. A read that finds no room asks for some (`reserve`): what the policy gives up for it is removed, or the read
 is served without being kept. And housekeeping brings a store inside its limits again (`enforce`) when these were lowered,
-when another program fills the disk, when a time to live is over or a prefix takes more than its quota.
+when another program fills the disk, when a time to live is over or a prefix takes more than its quota. In both, copies of
+what other nodes own go first (`copies.py`), and nothing goes for a copy.
 
 A refusal is remembered for thirty times as long as it took to find: reads that may not be kept cost a thread at most 3 %
 of its time, however many there are.
@@ -12,16 +13,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 from millrace.cache.audit import Audit
+from millrace.cache.copies import Copies
 from millrace.cache.eviction import SAMPLE_SIZE, SHRINK_SAMPLE_SIZE, Group, Unit, choose
 from millrace.cache.flight import ProcessLocks
 from millrace.cache.records import ObjectName
 from millrace.cache.rules import AppliedRule, Place, Rules
+from millrace.cache.source import Keep
 from millrace.cache.store import Store
 from millrace.cache.unit_rules import Holdings, Survey, Surveyor, is_expired, rule_of
 from millrace.cache.usage import FindGroup
@@ -49,12 +52,16 @@ _NO_PLACES: Mapping[Place, int] = {}
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """An object of which something is about to be kept. `key` is its id, `nbytes` its whole size."""
+    """An object of which something is about to be kept. `key` is its id, `nbytes` its whole size.
+
+    For a copy of what another node owns nothing is evicted, where copies are told apart at all.
+    """
 
     key: bytes
     nbytes: int
     name: Callable[[], ObjectName]
     group: FindGroup
+    keep: Keep = Keep.OWNED
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,7 @@ class Evictor:
         remove_object: Callable[[bytes], bool],
         remove_segment: Callable[[int], bool],
         report: Callable[[StorageError], None],
+        copies: Copies,
         audit: Audit,
     ) -> None:
         self._store = store
@@ -101,6 +109,7 @@ class Evictor:
         self._unseen: list[tuple[float, int]] = []
         self._over_told = False
         self._extremes_at = 0.0
+        self._copies = copies
         self._audit = audit
 
     # --- for a read that found something to keep ----------------------------------------------------
@@ -121,6 +130,8 @@ class Evictor:
             return False
         if excess <= 0 and self._store.reserve(nbytes):
             return self._count(place, nbytes, newcomer)
+        if newcomer.keep is Keep.COPY and self._copies.are_told_apart:
+            return False
         over = place if excess > 0 else None
         if rule is not None and rule.pinned and time.monotonic() >= self._pins_refused_until:
             # Room may be taken by others while it is made, and a block counts twice for the moment after it was written.
@@ -165,7 +176,7 @@ class Evictor:
         places = _places(rules)
         rule = rule_of(rules, newcomer.name())
         unit = self._unit_of(newcomer, 0 if rule.quota_place is None else places[rule.quota_place])
-        victims: dict[bytes, _Candidate] = {}
+        victims = {} if over is not None else self._copies_to_go(shortage, newcomer, rules, places)
         empty = 0
         while shortage > sum(victim.nbytes for victim in victims.values()):
             draw = self._draw(SAMPLE_SIZE, rules, over)
@@ -191,6 +202,26 @@ class Evictor:
                 return False
             victims[chosen.key] = sample[chosen.key]
         return self._remove(victims.values()) >= shortage
+
+    def _copies_to_go(
+        self, shortage: int, newcomer: Newcomer, rules: Rules, places: Mapping[Place, int]
+    ) -> dict[bytes, _Candidate]:
+        """Copies that make up for the shortage, or all that there are: no newcomer has to be better than these."""
+        victims: dict[bytes, _Candidate] = {}
+        empty = 0
+        while empty < _DRAWS and (draw := self._copies.draw(SAMPLE_SIZE)).records:
+            sample = {
+                found.unit.key: found
+                for found in self._candidates(draw, rules, places)
+                if found.unit.key != newcomer.key and found.unit.key not in victims and not found.rule.pinned
+            }
+            empty = 0 if sample else empty + 1
+            while sample:
+                if shortage <= sum(victim.nbytes for victim in victims.values()):
+                    return victims
+                chosen = self._least_useful(sample, draw, ())
+                victims[chosen.unit.key] = sample.pop(chosen.unit.key)
+        return victims
 
     def _unit_of(self, newcomer: Newcomer, prefix: int) -> Unit:
         record = self._records.get(newcomer.key)
@@ -231,8 +262,10 @@ class Evictor:
                 if holding is not None and is_expired(record, holding.rule, time.time()):
                     self._remove([_candidate(record, holding.nbytes, holding.rule, {}, 0.0)])
             for place in over:
-                self._shrink(rules, partial(self._excess, survey, rules, place), place)
-            self._shrink(rules, self._pressing, None)
+                draw_of_place = partial(self._draw, SHRINK_SAMPLE_SIZE, rules, place)
+                self._shrink(rules, partial(self._excess, survey, rules, place), draw_of_place)
+            for draw in (self._copies.draw, self._records.draw):
+                self._shrink(rules, self._pressing, partial(draw, SHRINK_SAMPLE_SIZE))
             self._go_to_extremes(rules, patient=patient)
 
     def _excess(self, survey: Survey, rules: Rules, place: Place) -> int:
@@ -247,27 +280,35 @@ class Evictor:
         self._unseen = [(until, nbytes) for until, nbytes in self._unseen if until > now]
         return self._store.min_free_bytes() - self._store.free_bytes() - sum(nbytes for _, nbytes in self._unseen)
 
-    def _shrink(self, rules: Rules, pressing: Callable[[], int], place: Place | None) -> None:
+    def _shrink(self, rules: Rules, pressing: Callable[[], int], draw_some: Callable[[], Draw]) -> None:
         """Evict without a newcomer until nothing is pressing, or nothing that may go is found."""
         places = _places(rules)
         empty = 0
         while (needed := pressing()) > 0 and empty < _DRAWS:
-            draw = self._draw(SHRINK_SAMPLE_SIZE, rules, place)
+            draw = draw_some()
+            if not draw.records:
+                return
             sample = {found.unit.key: found for found in self._candidates(draw, rules, places) if not found.rule.pinned}
             freed = 0
             for _ in range(max(1, len(sample) // _TAKEN_OF_A_DRAW)):
-                chosen = choose(
-                    [found.unit for found in sample.values()],
-                    None,
-                    draw.groups,
-                    clock=draw.clock,
-                    capacity_bytes=self._store.capacity_bytes(),
-                    over_quota=self._over_quota(rules, places),
-                )
-                if chosen is None or freed >= needed:
+                if not sample or freed >= needed:
                     break
-                freed += self._remove([sample.pop(chosen.key)])
+                chosen = self._least_useful(sample, draw, self._over_quota(rules, places))
+                freed += self._remove([sample.pop(chosen.unit.key)])
             empty = 0 if freed else empty + 1
+
+    def _least_useful(self, sample: Mapping[bytes, _Candidate], draw: Draw, over_quota: Collection[int]) -> _Candidate:
+        """Which of a sample, that is not empty, goes first where something has to go."""
+        chosen = choose(
+            [found.unit for found in sample.values()],
+            None,
+            draw.groups,
+            clock=draw.clock,
+            capacity_bytes=self._store.capacity_bytes(),
+            over_quota=over_quota,
+        )
+        assert chosen is not None, "without a newcomer something of every sample goes"
+        return sample[chosen.key]
 
     def _go_to_extremes(self, rules: Rules, *, patient: bool) -> None:
         """What no draw has found: look at every unit, and where the disk runs full take pins as well.
@@ -330,7 +371,8 @@ class Evictor:
             if holding is None:
                 gone.append(record.unit.key)
             else:
-                yield _candidate(record, holding.nbytes, holding.rule, places, now)
+                copy = self._copies.is_copy(record)
+                yield _candidate(record, holding.nbytes, holding.rule, places, now, copy=copy)
         if gone:
             self._records.gone(gone)
 
@@ -391,10 +433,10 @@ class Evictor:
 
 
 def _candidate(
-    record: UnitRecord, nbytes: int, rule: AppliedRule, places: Mapping[Place, int], now: float
+    record: UnitRecord, nbytes: int, rule: AppliedRule, places: Mapping[Place, int], now: float, *, copy: bool = False
 ) -> _Candidate:
     prefix = 0 if rule.quota_place is None else places.get(rule.quota_place, 0)
-    unit = replace(record.unit, prefix=prefix, expired=is_expired(record, rule, now))
+    unit = replace(record.unit, prefix=prefix, expired=is_expired(record, rule, now), copy=copy)
     return _Candidate(unit, record.segment, nbytes, rule)
 
 

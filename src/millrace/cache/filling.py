@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from millrace.cache.blocks import block_count, coalesce, span_of
+from millrace.cache.blocks import block_count, blocks_of, coalesce, span_of
 from millrace.cache.node import CacheNode
 from millrace.cache.reader import BlockReader, Threads
 from millrace.cache.small import SmallReader
@@ -33,7 +33,8 @@ class _Inline(Executor):
         return future
 
 
-_INLINE = Threads(demand=_Inline(), ahead=_Inline())
+INLINE = Threads(demand=_Inline(), ahead=_Inline())
+"""Has a reader fetch in the thread that asks it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,19 +51,29 @@ class FetchedPiece:
 class Fill:
     """One object version on its way into the cache. `fetch` may run in many threads at once; close it at the end.
 
-    `pieces` are the runs of blocks to fetch: those that are not here, or all of them with `verify`. Raises `StorageError`
-    when no disk can be used.
+    `pieces` are the runs of blocks to fetch: those that are not here, or all of them with `verify`. `spans` are the byte
+    ranges that are wanted (None: everything). Raises `StorageError` when no disk can be used.
     """
 
-    def __init__(self, node: CacheNode, origin: Origin, info: ObjectInfo, *, verify: bool = False) -> None:
-        reader = node.open_reader(origin, info, threads=_INLINE)
+    def __init__(
+        self,
+        node: CacheNode,
+        origin: Origin,
+        info: ObjectInfo,
+        *,
+        verify: bool = False,
+        spans: Iterable[tuple[int, int]] | None = None,
+    ) -> None:
+        reader = node.open_reader(origin, info, threads=INLINE)
         if not isinstance(reader, BlockReader | SmallReader):
             raise StorageError("no cache directory can be used", next_step="'millrace doctor' says why")
         self.info = info
         self.directory = str(reader.directory)
         self._reader = reader
         self._verify = verify
-        every = range(block_count(info.size, reader.block_bytes))
+        every: Sequence[int] = range(block_count(info.size, reader.block_bytes))
+        if spans is not None:
+            every = sorted({block for start, stop in spans for block in blocks_of(start, stop, reader.block_bytes)})
         try:
             missing = every if verify else reader.missing(every)
         except BaseException:
@@ -86,6 +97,8 @@ class Fill:
             wanted = [block for block in wanted if block not in sound]
         if not wanted:
             return FetchedPiece(fetched_bytes=0, kept=True, bad_blocks=0)
+        if self._reader.has_room(self.nbytes(piece)):
+            self._reader.let_go(wanted)
         self._reader.fetch(wanted)
         return FetchedPiece(
             fetched_bytes=sum(self.nbytes(range(block, block + 1)) for block in wanted),

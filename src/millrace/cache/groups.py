@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+_COPIES = " (copies)"
 _LEVELS_BELOW_BUCKET = 2
 
 
@@ -19,3 +20,13 @@ def group_of(origin_identity: str, key: str, listing_root: str | None = None) ->
     levels = directory.split("/")
     # An absolute path begins with an empty level.
     return f"{origin_identity} {'/'.join(levels[: _LEVELS_BELOW_BUCKET + 1 + (levels[0] == '')])}"
+
+
+def copies_of(group: str) -> str:
+    """The group of segments that hold copies of what other nodes own, of the data set `group`."""
+    return group + _COPIES
+
+
+def holds_copies(group: str) -> bool:
+    """Whether a segment of this group was made for copies."""
+    return group.endswith(_COPIES)

@@ -48,3 +48,9 @@ class HeldBlocks:
                     self._blocks.move_to_end((object_id, block))
                     found[block] = data
         return found
+
+    def drop(self, object_id: bytes, blocks: Iterable[int]) -> None:
+        """Hold those of `blocks` no longer: they are to be kept on disk, where there is room again."""
+        with self._lock:
+            for block in blocks:
+                self._used -= len(self._blocks.pop((object_id, block), b""))

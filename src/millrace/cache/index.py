@@ -58,7 +58,7 @@ class Index:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._env, self._path = open_environment(directory, tables=16)
+        self._env, self._path = open_environment(directory, tables=32)
         try:
             self.signals = Signals(directory / _SIGNALS_NAME)
             self._open_tables()
@@ -101,7 +101,23 @@ class Index:
             raise translated(error, self._path) from error
         return Stamp(removals, changes) if removals <= visible and changes <= visible else None
 
+    def look(self, read: Callable[[MetaTransaction], _T]) -> _T:
+        """What `read` makes of the index as of one moment, in a transaction on metadata; `get_in` looks up objects there.
+
+        Values are views that are valid only inside `read`.
+        """
+        try:  # in the way of every open that was not answered before: no context manager of our own
+            with self._env.begin(self._meta, buffers=True) as txn:
+                return read(txn)
+        except lmdb.Error as error:
+            raise translated(error, self._path) from error
+
     # --- objects ----------------------------------------------------------------------------------
+
+    def get_in(self, txn: MetaTransaction, object_id: bytes) -> Entry | None:
+        """The record of an object version inside `look`, or None."""
+        value = txn.get(object_id, db=self._objects)
+        return None if value is None else Entry.unpack(object_id, bytes(value))
 
     def get(self, object_id: bytes) -> Entry | None:
         """The record of an object version, or None."""
@@ -111,6 +127,15 @@ class Index:
         except lmdb.Error as error:
             raise translated(error, self._path) from error
         return None if value is None else Entry.unpack(object_id, value)
+
+    def get_as_of(self, object_id: bytes) -> tuple[Entry | None, int]:
+        """What `get` gives, and the id of the last transaction that it sees."""
+        try:
+            with self._env.begin(self._objects) as txn:
+                value, visible = txn.get(object_id), txn.id()
+        except lmdb.Error as error:
+            raise translated(error, self._path) from error
+        return None if value is None else Entry.unpack(object_id, value), visible
 
     def create(self, object_id: bytes, size: int, block_bytes: int, name: ObjectName) -> Entry:
         """Return the record of an object version, making an empty one with a new generation when there is none."""
@@ -305,13 +330,13 @@ class Index:
         with self._reading(self._segments) as txn:
             return [SegmentRecord.unpack(key, value) for key, value in txn.cursor()]
 
-    def entries_in(self, generation: int) -> list[Entry]:
-        """The records of all objects in a segment."""
-        found = []
+    def entries_in(self, generation: int, *, limit: int | None = None) -> list[Entry]:
+        """The records of all objects in a segment, or of up to `limit` whose ids are the lowest."""
+        found: list[Entry] = []
         with self._reading(self._members) as txn:
             cursor = txn.cursor()
             cursor.set_range(member_key(generation))
-            while (object_id := member_of(cursor.key(), generation)) is not None:
+            while (object_id := member_of(cursor.key(), generation)) is not None and len(found) != limit:
                 entry = self._get(txn, object_id)
                 if entry is not None and entry.place == generation:
                     found.append(entry)
@@ -360,6 +385,11 @@ class Index:
             for record in records:
                 self._put_segment(txn, record)
                 self._add(txn, b"used", record.written_bytes)
+
+    @property
+    def last_generation(self) -> int:
+        """The highest number that any object or segment has; whatever is entered from now on gets a higher one."""
+        return self._number(b"generation")
 
     def raise_generation(self, least: int) -> None:
         """See to it that every new generation is above `least`."""
@@ -469,6 +499,10 @@ class Index:
         """A transaction that writes, all in one step."""
         with self._writing() as txn:
             yield txn
+
+    def has_segment(self, txn: _Transaction, generation: int) -> bool:
+        """Whether there is a segment of this generation."""
+        return txn.get(generation_key(generation), db=self._segments) is not None
 
     def object_count(self, txn: _Transaction) -> int:
         """How many object versions have a record."""

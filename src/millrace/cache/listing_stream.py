@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from millrace.cache.asking import Asking
 from millrace.cache.positions import END, Moment, Space
 from millrace.origin import ListingPage, ObjectInfo, Origin
 
@@ -43,18 +44,21 @@ class Answer:
 class ListingStream:
     """The listing of `root` after the key `start`; each page that is taken is one request.
 
-    `asked` is for the caller: the moment before the last page was taken.
+    `asked` is for the caller: the moment before the last page was taken. `age` is how old that page was when it came.
     """
 
-    def __init__(self, origin: Origin, root: str, start: str, settled: Callable[[str], ObjectInfo | None]) -> None:
+    def __init__(
+        self, asking: Asking, origin: Origin, root: str, start: str, settled: Callable[[str], ObjectInfo | None]
+    ) -> None:
         self.root = root
         self.after = start
         self.asked: Moment | None = None
-        self._pages = iter(origin.list_pages(root, after=start, settled=settled))
+        self.age = 0.0
+        self._pages = iter(asking.list_pages(origin, root, after=start, settled=settled))
 
     def next_page(self) -> ListingPage:
         """The next page; `after` is then where it ends."""
-        page = next(self._pages)
+        page, self.age = next(self._pages)
         if page.last:
             self.after = end_of(self.root)
         elif page.objects:

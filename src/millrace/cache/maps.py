@@ -26,6 +26,8 @@ _MAX_MAPS = 4096  # the kernel allows 65,530 maps a process, and others need som
 _PAGE_MASK = ~(mmap.PAGESIZE - 1)
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
+_mincore = ctypes.CDLL(None).mincore
+_mincore.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p)
 
 
 def will_need(buffer: pa.Buffer) -> None:
@@ -35,6 +37,15 @@ def will_need(buffer: pa.Buffer) -> None:
     """
     start = buffer.address & _PAGE_MASK
     _madvise(start, buffer.address + buffer.size - start, mmap.MADV_WILLNEED)
+
+
+def is_resident(buffer: pa.Buffer) -> bool:
+    """Whether all of a mapped buffer is in memory. Takes 25 ns a page."""
+    start = buffer.address & _PAGE_MASK
+    nbytes = buffer.address + buffer.size - start
+    pages = bytearray(-(-nbytes // mmap.PAGESIZE))
+    answer = _mincore(start, nbytes, (ctypes.c_ubyte * len(pages)).from_buffer(pages))
+    return answer == 0 and pages.count(1) == len(pages)  # the other bits of each are 0
 
 
 class MapSlot:

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
+from millrace.cache.asking import ASK_ORIGIN, Asking
 from millrace.cache.listing_stream import Answer, Below, ListingStream, base_of, end_of
 from millrace.cache.page_map import PageMap, Stretch
-from millrace.cache.pages import Page, encode
+from millrace.cache.page_rows import Transaction
+from millrace.cache.pages import Page, Said, encode
 from millrace.cache.positions import Moment, Space, level_space
 from millrace.cache.turns import Turns
-from millrace.errors import DeniedError, StorageError
+from millrace.errors import DeniedError, StorageError, UsageError
 from millrace.origin import Listing, ObjectInfo, Origin
 
 _T = TypeVar("_T")
@@ -48,6 +50,7 @@ class MetadataCache:
         on_changed: Callable[[Origin, ObjectInfo], None],
         report: Callable[[StorageError], None],
         clock: Callable[[], float] = time.time,
+        asking: Callable[[], Asking] = lambda: ASK_ORIGIN,
     ) -> None:
         self._map = pages
         self._turns = turns
@@ -56,6 +59,7 @@ class MetadataCache:
         self._on_changed = on_changed
         self._report_disk = report
         self._clock = clock
+        self._asking = asking
 
     # --- objects ----------------------------------------------------------------------------------
 
@@ -82,38 +86,52 @@ class MetadataCache:
         changed. What the origin said of the key before, and is still on its way, is not remembered.
         """
         self._report(origin, [self._map.change(origin.identity, key)])
+        self._asking().changed(origin, key)
 
     def forget_all(self) -> None:
         """Drop everything that is remembered, for every process of this node. What is cached stays, and is found again."""
         self._map.clear()
 
-    def _known_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float] | None:
-        # In the way of every open that was not answered before in this process, so the clock is read once.
+    def known_in(
+        self, txn: Transaction, identity: str, key: str, *, changes: int | None = None
+    ) -> tuple[Said, float] | None:
+        """What is remembered of an object of an origin and still fresh, and until when; in a transaction that reads.
+
+        `changes` as for `PageMap.known_in`.
+        """
         if not self._max_age:
             return None
-        now = self._clock()
-        pages, oldest, newest = self._map, now - self._max_age, max(now, self._forever)
-        try:
-            space = pages.space(origin.identity)
-            known = pages.look_up(space, key)
-            if known is None or known.info is None or not oldest <= known.asked <= newest:
-                known = pages.look_up(_level(origin, key[: key.rfind("/") + 1]), key)
-            if known is not None and known.info is not None and oldest <= known.asked <= newest:
-                return known.info, known.asked + self._max_age
-            record = pages.record(space, key)
-        except StorageError as error:
-            self._report_disk(error)
+        now = self._clock()  # once, since every open that was not answered before in this process comes here
+        known = self._map.known_in(txn, identity, key, now - self._max_age, max(now, self._forever), changes=changes)
+        return None if known is None else (known.said, known.asked + self._max_age)
+
+    def unpacked(self, identity: str, key: str, changes: int) -> tuple[int, str, float] | None:
+        """Size and version of an object that this process knows without the index, still fresh, and until when.
+
+        It may be overtaken by an answer that came to another process since; then the version is not in the store any more.
+        """
+        found = self._map.unpacked(identity, key, changes)
+        if found is None:
             return None
-        return (record[0], record[1] + self._max_age) if record and oldest <= record[1] <= newest else None
+        now, asked = self._clock(), found[3]
+        if not now - self._max_age <= asked <= max(now, self._forever):
+            return None
+        return found[0], found[1], asked + self._max_age
+
+    def _known_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float] | None:
+        identity = origin.identity
+        found = self._tolerantly(lambda: self._map.look(lambda txn: self.known_in(txn, identity, key)), None)
+        return None if found is None else (ObjectInfo(key, *found[0]), found[1])
 
     def _stat_alone(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
         moment = self._moment(origin)
         try:
-            info = origin.head(key)
+            info, age = self._asking().head(origin, key)
         except FileNotFoundError:
             if self._tolerantly(lambda: self._map.is_remembered(origin.identity, key), False):
                 self._tolerantly(lambda: self.forget(origin, key), None)
             raise
+        moment = moment.earlier(age)
         space = self._space(origin)
         self._report(origin, [self._tolerantly(lambda: self._map.store_record(space, info, moment), None)])
         return info, moment.asked + self._max_age
@@ -131,13 +149,14 @@ class MetadataCache:
                 if known is not None:
                     return known
                 asked = self._clock()
+                stream = self._stream(origin, stretch.root, start)
                 try:
-                    answer = self._pull(origin, self._stream(origin, stretch.root, start))[0]
+                    answer = self._pull(origin, stream)[0]
                 except DeniedError:  # who may read an object may not be allowed to list
                     return None
             for info in answer.objects:
                 if info.key == key:
-                    return info, asked + self._max_age
+                    return info, asked - stream.age + self._max_age
             if space.position(answer.through) >= space.position(key):
                 return None
         return None
@@ -147,7 +166,7 @@ class MetadataCache:
         parent = key[: key.rfind("/") + 1]
         level = _level(origin, parent)
         known = self._tolerantly(lambda: self._map.look_up(level, key), None)
-        if known is None or known.info is None or self._tolerantly(lambda: self._is_long(level, parent), True):
+        if known is None or self._tolerantly(lambda: self._is_long(level, parent), True):
             return None
         self.list_level(origin, parent[:-1])
         return self._known_until(origin, key)
@@ -161,10 +180,6 @@ class MetadataCache:
         return self._tolerantly(lambda: self._map.stretch_naming(self._space(origin), key), None)
 
     # --- directories ------------------------------------------------------------------------------
-
-    def known_directory(self, origin: Origin, prefix: str) -> bool:
-        """Whether a fresh listing says that something lies below `prefix`; asks nobody."""
-        return self._fresh_below(origin, prefix) is True
 
     def remembered_directory(self, origin: Origin, prefix: str) -> bool:
         """Whether something lies below `prefix`, by what is remembered, asked anew where that has expired.
@@ -199,7 +214,7 @@ class MetadataCache:
             space = self._space(origin)
             base, end = (space.position(text) for text in (base_of(prefix), end_of(prefix)))
             marker = self._map.look_up(space, base_of(prefix))
-            if marker is not None and marker.info is not None and self._fresh(marker.asked):
+            if marker is not None and self._fresh(marker.asked):
                 return True
 
             def read(stretch: Stretch, page: Page) -> tuple[bool, bool, str]:
@@ -257,10 +272,22 @@ class MetadataCache:
             remembered = self._fresh_level(origin, base)  # somebody may have asked meanwhile
             return self._ask_for_level(origin, prefix) if remembered is None else remembered
 
-    def _walk(self, origin: Origin, prefix: str) -> Iterator[Answer]:
+    def answers(self, origin: Origin, prefix: str, after: str) -> Iterator[Answer]:
+        """What lies below a directory after the key `after` (`""`: all of it), as `list_all` has it, answer by answer.
+
+        Raises `UsageError` for an origin that lists in no order, so that nobody could go on behind an answer.
+        """
+        last = after or base_of(prefix)
+        for answer in self._walk(origin, prefix, last):
+            if last == end_of(prefix):
+                raise UsageError(f"the origin lists {prefix} in no order that can be cut into pages")
+            last = answer.through
+            yield answer
+
+    def _walk(self, origin: Origin, prefix: str, start: str = "") -> Iterator[Answer]:
         """What lies below a directory: fresh pages from memory, each run of others as one stream from the origin."""
-        after, end = base_of(prefix), end_of(prefix)
-        found = stuck = False
+        after, end = start or base_of(prefix), end_of(prefix)
+        found, stuck = after != base_of(prefix), False
         stream: ListingStream | None = None
         while after != end:
             answer = self._fresh_page(self._space(origin), prefix, after)
@@ -284,7 +311,7 @@ class MetadataCache:
             yield from self._walk_unremembered(origin, prefix, after if after != end else "")
 
     def _walk_unremembered(self, origin: Origin, prefix: str, after: str) -> Iterator[Answer]:
-        for page in origin.list_pages(prefix, after=after):
+        for page, _ in self._asking().list_pages(origin, prefix, after=after):
             yield Answer(page.objects, end_of(prefix), page.is_directory)
 
     def _fresh_page(self, space: Space, prefix: str, after: str) -> Answer | None:
@@ -353,7 +380,8 @@ class MetadataCache:
     def _ask_for_level(self, origin: Origin, prefix: str) -> Listing:
         base = base_of(prefix)
         moment = self._moment(origin)
-        listing = origin.list_level(prefix)
+        listing, age = self._asking().list_level(origin, prefix)
+        moment = moment.earlier(age)
         space = self._space(origin)
         level = _level(origin, base)
         folders = [ObjectInfo(f"{name}/", 0, "", 0.0) for name in listing.prefixes]
@@ -390,7 +418,7 @@ class MetadataCache:
             space = self._space(origin)
             return self._tolerantly(lambda: self._map.listed(space, key) or self._map.listed(space, f"{key}/"), None)
 
-        return ListingStream(origin, root, start, settled)
+        return ListingStream(self._asking(), origin, root, start, settled)
 
     def _pull(self, origin: Origin, stream: ListingStream) -> tuple[Answer, bool]:
         """Take one page of a stream and remember it; also gives whether it is in an order that can be kept."""
@@ -398,6 +426,7 @@ class MetadataCache:
         # A client may have the page already, since it asked for the one before.
         moment = stream.asked or asked
         page, stream.asked = stream.next_page(), asked
+        moment = moment.earlier(stream.age)
         answer = Answer(page.objects, stream.after, page.is_directory)
         keys = [info.key for info in page.objects]
         ordered = self._tolerantly(lambda: self._map.learn_order(origin.identity, keys, start), False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from millrace.cache.listing_stream import Below
+from millrace.cache.listing_stream import Answer, Below, base_of, end_of
 from millrace.origin import Listing, ObjectInfo, Origin
 
 
@@ -29,9 +29,6 @@ class NoMemory:
     def forget_all(self) -> None:
         pass
 
-    def known_directory(self, origin: Origin, prefix: str) -> bool:
-        return False
-
     def remembered_directory(self, origin: Origin, prefix: str) -> bool:
         return False
 
@@ -42,6 +39,13 @@ class NoMemory:
             if page.is_directory:
                 return "empty"
         return "nothing"
+
+    def answers(self, origin: Origin, prefix: str, after: str) -> Iterator[Answer]:
+        for page in origin.list_pages(prefix, after=after):
+            through = (
+                end_of(prefix) if page.last else page.objects[-1].key if page.objects else after or base_of(prefix)
+            )
+            yield Answer(page.objects, through, page.is_directory)
 
     def list_level(self, origin: Origin, prefix: str) -> Listing:
         return origin.list_level(prefix)

@@ -12,17 +12,20 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
 
+from millrace.cache.asking import ASK_ORIGIN, Asking
 from millrace.cache.blocks import BLOCK_BYTES, object_id
 from millrace.cache.counters import NAMES
 from millrace.cache.disk import Disk
 from millrace.cache.failures import LostDataError, disk_errors
+from millrace.cache.first_opens import FirstOpen
+from millrace.cache.first_opens import find as find_first_open
 from millrace.cache.groups import group_of
 from millrace.cache.metadata import MetadataCache
 from millrace.cache.native import NativeObject, open_entry
@@ -34,9 +37,10 @@ from millrace.cache.records import Entry, ObjectName
 from millrace.cache.setup import check_directory
 from millrace.cache.signals import Stamp
 from millrace.cache.small import SmallReader, is_small
+from millrace.cache.source import MakeSource, direct
 from millrace.cache.turns import Turns
 from millrace.cache.usage import Use
-from millrace.config import CacheOptions
+from millrace.config import LOCAL_FOLDER, CacheOptions
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
@@ -50,8 +54,8 @@ _PREFETCH_THREADS = 16
 _RECENT_GROUPS = 1000
 _GROUP_SECONDS = 1.0
 
-# The folder of a node inside a cache directory. Nodes that share a directory will each have a folder of their own.
-_NODE_FOLDER = Path("millrace", "local")
+# Inside a cache directory each node has a folder of its own, named by `CacheOptions.folder`.
+_NODE_FOLDERS = "millrace"
 
 
 class Seen(NamedTuple):
@@ -66,6 +70,13 @@ class CacheNode:
 
     def __init__(self, options: CacheOptions) -> None:
         self.options = options
+        self.source: MakeSource = direct
+        """Where what is not here comes from; a cluster puts its own in this place before the node is used."""
+        self.again: Callable[[], CacheNode] = lambda: cache_node(options)
+        """This node as a forked child has it; a cluster puts its own in this place, too."""
+        self.asking: Asking = ASK_ORIGIN
+        """Whom to ask about keys; a cluster puts its own in this place, too."""
+        self.closed = False
         self._disks = _open_disks(options)
         self._threads = Threads(
             demand=ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-fetch"),
@@ -73,6 +84,7 @@ class CacheNode:
         )
         self._recent_groups: dict[tuple[str, str], tuple[str, float]] = {}
         self._weights = {str(disk.store.directory): _weight(disk, options) for disk in self._disks}
+        self._turns: dict[Disk, Turns] = {}
         self._metadata, self._metadata_disk = self._remember_on_first_disk()
 
     @property
@@ -86,14 +98,24 @@ class CacheNode:
         disk = next(iter(self.open_disks), None)
         if disk is None:
             return NoMemory(), None
-        cache = MetadataCache(
+        return self._remember_on(disk, self.options.max_age_seconds), disk
+
+    def _remember_on(self, disk: Disk, max_age_seconds: float) -> MetadataCache:
+        return MetadataCache(
             PageMap(disk.store.index),
-            Turns(disk.locks),
-            max_age_seconds=self.options.max_age_seconds,
+            self._turns.setdefault(disk, Turns(disk.locks)),  # one for all: who asks at the same time asks once
+            max_age_seconds=max_age_seconds,
             on_changed=self.discard,
             report=disk.report,
+            asking=lambda: self.asking,
         )
-        return cache, disk
+
+    def metadata_within(self, max_age_seconds: float) -> MetadataCache | NoMemory:
+        """The same memory as `metadata`, believed for another time than the options say."""
+        metadata = self.metadata
+        if self._metadata_disk is None:
+            return metadata
+        return self._remember_on(self._metadata_disk, max_age_seconds)
 
     def open_native(self, origin: Origin, info: ObjectInfo) -> pa.BufferReader | None:
         """A native pyarrow file of an object that is completely here, else None."""
@@ -127,6 +149,25 @@ class CacheNode:
             disk.usage.touched(Use(found.entry))
         return found
 
+    def find_known(self, origin: Origin, key: str) -> FirstOpen | None:
+        """What `changes`, the metadata and `find_native` say of a key, by one look at the index.
+
+        None when that is not enough, or fails: then ask them. Unlike these it counts as no use: the caller notes it.
+        """
+        disk = self._metadata_disk
+        if disk is None or disk.failed or len(self._disks) > 1 or not self.options.native:
+            return None
+        metadata = self._metadata
+        if isinstance(metadata, NoMemory):
+            return None
+        try:
+            first = find_first_open(disk, metadata, origin.identity, key)
+        except StorageError:
+            return None  # the long way meets the same error, and tells of it
+        if first is not None:
+            disk.keep_house()
+        return first
+
     def changes(self) -> Seen | None:
         """The numbers of the disk that has the metadata, to be taken before the metadata is asked.
 
@@ -142,41 +183,47 @@ class CacheNode:
             return None
         return None if stamp is None else Seen(disk, stamp)
 
-    def open_reader(self, origin: Origin, info: ObjectInfo, *, threads: Threads | None = None) -> ObjectReader:
+    def open_reader(
+        self, origin: Origin, info: ObjectInfo, *, threads: Threads | None = None, source: MakeSource | None = None
+    ) -> ObjectReader:
         """Random access to an object, from here and from the origin. The caller closes it.
 
-        `threads` fetch for it in place of the node's own.
+        `threads` fetch for it in place of the node's own, from `source` in place of the node's.
         A disk that cannot be used costs the cache, not the read: the bytes then come straight from the origin.
         """
+        make = source or self.source
         name = object_id(origin.identity, info.key, info.version, info.size)
         disk = self._disk_of(name)
         if disk is None:
-            return OriginReader(origin=origin, info=info, counters=None)
+            return OriginReader(source=make(origin, info, name, None), info=info, counters=None)
         disk.keep_house()
         for _ in range(2):
             try:
                 if is_small(info.size, disk.store.index.get(name)):
-                    return self._small_reader(origin, info, name, disk, threads or self._threads)
+                    return self._small_reader(origin, info, name, disk, threads or self._threads, make)
                 entry = disk.store.index.create(name, info.size, BLOCK_BYTES, _name_of(origin, info))
                 return BlockReader(
-                    origin=origin,
+                    source=make(origin, info, name, disk.counters),
                     info=info,
                     entry=entry,
                     disk=disk,
                     threads=threads or self._threads,
                     verify=not self.options.native,
                     group=lambda: self._group_of(origin, info),
-                    reopen=lambda: cache_node(self.options).open_reader(origin, info),
+                    reopen=lambda: self.again().open_reader(origin, info),
                 )
             except LostDataError as error:
                 self._give_up(disk, name, error)
             except StorageError as error:
                 disk.report(error)
                 break
-        return OriginReader(origin=origin, info=info, counters=disk.counters)
+        return OriginReader(source=make(origin, info, name, disk.counters), info=info, counters=disk.counters)
 
-    def _small_reader(self, origin: Origin, info: ObjectInfo, name: bytes, disk: Disk, threads: Threads) -> SmallReader:
+    def _small_reader(
+        self, origin: Origin, info: ObjectInfo, name: bytes, disk: Disk, threads: Threads, make: MakeSource
+    ) -> SmallReader:
         return SmallReader(
+            source=make(origin, info, name, disk.counters),
             origin=origin,
             info=info,
             object_id=name,
@@ -184,7 +231,7 @@ class CacheNode:
             threads=threads,
             verify=not self.options.native,
             group=lambda: self._group_of(origin, info),
-            reopen=lambda: cache_node(self.options).open_reader(origin, info),
+            reopen=lambda: self.again().open_reader(origin, info),
         )
 
     def _group_of(self, origin: Origin, info: ObjectInfo) -> str:
@@ -242,7 +289,12 @@ class CacheNode:
 
     def close(self) -> None:
         """Wait for fetches under way. The disks stay open: other nodes of this process may use them."""
+        self.closed = True
         self._threads.close()
+
+    def disk_of(self, name: bytes) -> Disk | None:
+        """The disk that an object is on, if it is here, by its id; None when no disk can be used."""
+        return self._disk_of(name)
 
     def _disk_of(self, name: bytes) -> Disk | None:
         """Objects are spread over the disks by their id and the disks' capacities. None when no disk can be used."""
@@ -287,6 +339,11 @@ def cache_node(options: CacheOptions) -> CacheNode:
     return node
 
 
+def store_directory(cache_dir: Path, folder: str = LOCAL_FOLDER) -> Path:
+    """The store of the node that has `folder` in a cache directory."""
+    return cache_dir / _NODE_FOLDERS / folder
+
+
 def store_exists(options: CacheOptions) -> bool:
     """Whether any of the cache directories has been used before. Makes nothing. Raises `StorageError`."""
     return any(_store_exists(directory) for directory in options.cache_dirs)
@@ -294,12 +351,12 @@ def store_exists(options: CacheOptions) -> bool:
 
 def _store_exists(cache_dir: Path) -> bool:
     with disk_errors(cache_dir):
-        return (cache_dir / _NODE_FOLDER / "FORMAT").exists()
+        return (store_directory(cache_dir) / "FORMAT").exists()
 
 
 def check_cache_dir(cache_dir: Path) -> None:
     """Raise what opening the cache in `cache_dir` would because of what lies there already. Makes nothing."""
-    check_directory(cache_dir / _NODE_FOLDER)
+    check_directory(store_directory(cache_dir))
 
 
 def nodes_are_open() -> bool:
@@ -334,7 +391,7 @@ def _open_disks(options: CacheOptions) -> list[Disk]:
     disks = []
     for directory in options.cache_dirs:
         try:
-            disks.append(_disk(directory / _NODE_FOLDER, options))
+            disks.append(_disk(store_directory(directory, options.folder), options))
         except StorageError as error:
             emit(Event(name="cache.disk.failed", subject=str(directory), detail=str(error)))
             _log.warning("no caching in %s: %s", directory, error)

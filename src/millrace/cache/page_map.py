@@ -13,12 +13,12 @@ about that key.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from millrace.cache.index import Index
+from millrace.cache.page_memory import PageMemory, Remembered
 from millrace.cache.page_rows import (
     CHANGES_KEPT,
     MOST_POSITION_BYTES,
@@ -33,16 +33,19 @@ from millrace.cache.page_rows import (
     later,
     make_incomplete,
     overlapping,
+    pack_record,
     page_naming,
     read_number,
     record_key,
     replace_pages,
+    said_in_record,
+    settle_named,
     settle_records,
     struck_by,
     unpack_record,
     write_number,
 )
-from millrace.cache.pages import MOST_OBJECTS, Page, decode, describe, encode, pack_page, storable
+from millrace.cache.pages import MOST_OBJECTS, Page, Said, decode, encode, pack_page, said_in, storable
 from millrace.cache.positions import END, Moment, Space, digest_of, level_space
 from millrace.origin import ObjectInfo
 
@@ -50,11 +53,23 @@ _T = TypeVar("_T")
 
 
 class Known(NamedTuple):
-    """What a page says about a key: its description, None when it does not name the key; and how good the page is."""
+    """What is remembered of a key, and when the origin was asked."""
 
-    info: ObjectInfo | None
+    said: Said
     asked: float
-    incomplete: bool
+
+
+def page_saying(cursor: Any, space: Space, position: bytes) -> Known | None:
+    """What the page of a space that names `position` says of it."""
+    own = PAGE + space.digest
+    found = cursor.prev() if cursor.set_range(own + position) else cursor.last()
+    if not found:
+        return None
+    at, value = cursor.item()
+    if at[:9] != own:
+        return None
+    asked, said = said_in(value, position)
+    return None if said is None else Known(said, asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +89,8 @@ class PageMap:
     def __init__(self, index: Index) -> None:
         self._index = index
         self._spaces: dict[str, Space] = {}
+        self._memory = PageMemory()
+        self._last_level: tuple[tuple[str, str], Space] | None = None
 
     # --- spaces and time --------------------------------------------------------------------------
 
@@ -117,18 +134,62 @@ class PageMap:
 
     # --- looking ----------------------------------------------------------------------------------
 
+    def look(self, read: Callable[[Transaction], _T]) -> _T:
+        """What `read` makes of the map as of one moment."""
+        return self._index.look(read)
+
     def look_up(self, space: Space, key: str) -> Known | None:
-        """What the pages of a space say about a key; None when no page covers it."""
+        """What the page of a space that names a key says of it, however old; None when none does."""
+        position = encode(space.position(key))
+        return self._index.look(lambda txn: page_saying(txn.cursor(), space, position))
+
+    def unpacked(self, identity: str, key: str, changes: int) -> Remembered | None:
+        """What the page that names a key says, however old, if this process has unpacked it; without the index.
+
+        `changes` is the number of changes as of now.
+        """
+        space = self.space(identity)
+        return None if space.folders_first else self._memory.find(space.digest, key, changes)
+
+    def known_in(
+        self, txn: Transaction, identity: str, key: str, oldest: float, newest: float, *, changes: int | None = None
+    ) -> Known | None:
+        """What is remembered of a key and was asked for between two times: of everything, of its level, or of it alone.
+
+        Inside a transaction that reads. `changes`, the number from before it began, says that only an object which is here
+        is wanted. What a page contradicts is not here any more, so that what is found first will do; and the page may be
+        unpacked for the keys that are looked up next.
+        """
+        space = self.space(identity)
         position = encode(space.position(key) if space.folders_first else key)
-        own = PAGE + space.digest
+        if changes is not None:
+            known = self.alone_in(txn, space, position)
+            if known is not None and oldest <= known.asked <= newest:
+                return known
+        cursor = txn.cursor()
+        known = page_saying(cursor, space, position)
+        if known is not None and oldest <= known.asked <= newest:
+            if changes is not None and not space.folders_first:
+                self._memory.note(space.digest, bytes(cursor.key()), cursor.value(), changes)
+            return known
+        known = page_saying(cursor, self._level_above(identity, key), encode(key) if space.folders_first else position)
+        if known is not None and oldest <= known.asked <= newest:
+            return known
+        known = self.alone_in(txn, space, position)
+        return known if known is not None and oldest <= known.asked <= newest else None
 
-        def read(at: bytes, value: memoryview) -> Known | None:
-            if not at.startswith(own):
-                return None
-            known = Known(*describe(value, position, key))
-            return known if known.info is not None or position <= Page(value).through else None
+    def alone_in(self, txn: Transaction, space: Space, position: bytes) -> Known | None:
+        """What the origin said when it was asked about a key alone, however old."""
+        value = txn.get(record_key(space, position))
+        return None if value is None else Known(*said_in_record(value))
 
-        return self._index.last_meta_before(own + position, read)
+    def _level_above(self, identity: str, key: str) -> Space:
+        """The level that a key is on: mostly that of the last key."""
+        asked = (identity, key[: key.rfind("/") + 1])
+        last = self._last_level
+        if last is None or last[0] != asked:
+            last = self._last_level = (asked, level_space(*asked))
+        return last[1]
 
     def read_after(self, space: Space, position: str, read: Callable[[Stretch, Page], _T]) -> _T | None:
         """What `read` makes of the page that says what follows `position`; None where there is none.
@@ -167,7 +228,7 @@ class PageMap:
     def listed(self, space: Space, key: str) -> ObjectInfo | None:
         """What the page that names a key said, however old."""
         known = self.look_up(space, key)
-        return None if known is None else known.info
+        return None if known is None else ObjectInfo(key, *known.said)
 
     def is_remembered(self, identity: str, key: str) -> bool:
         """Whether anything is remembered of a key, however old."""
@@ -224,6 +285,8 @@ class PageMap:
                 value = Page(value).without(gone)
             superseded = replace_pages(txn, space, start, stop, value, old, keep=bool(entries) or keep_empty)
             said, better = settle_records(cursor, space, start, stop, value, moment.asked)
+            if keys is not None:
+                said += settle_named(txn, keys, [info for _, info in entries], moment.asked)
             if better and (entries or keep_empty):
                 txn.put(PAGE + space.digest + start, Page(value).without(better))
         return superseded + said
@@ -233,7 +296,7 @@ class PageMap:
     def record(self, space: Space, key: str) -> tuple[ObjectInfo, float] | None:
         """What the origin said when it was asked about `key` alone, and when."""
         with self._index.meta_reading() as txn:
-            value = txn.get(record_key(space, key))
+            value = txn.get(record_key(space, encode(space.position(key))))
             return None if value is None else unpack_record(value)
 
     def store_record(self, space: Space, info: ObjectInfo, moment: Moment) -> ObjectInfo | None:
@@ -243,7 +306,7 @@ class PageMap:
             position = encode(space.position(info.key))
             if changes is None or any(concerns(change, position) for change in changes):
                 return None
-            at = record_key(space, info.key)
+            at = record_key(space, position)
             value = txn.get(at)
             old = None if value is None else unpack_record(value)[0]
             listed = page_naming(txn.cursor(), space, position)
@@ -255,7 +318,7 @@ class PageMap:
                     old = old or said
                     if (said.version, said.size) != (info.version, info.size):
                         txn.put(listed[0], page.without([position]))
-            txn.put(at, json.dumps([info.key, info.size, info.version, info.modified, moment.asked]).encode())
+            txn.put(at, pack_record(info, moment.asked))
         return old if old is not None and (old.version, old.size) != (info.version, info.size) else None
 
     # --- forgetting -------------------------------------------------------------------------------
@@ -276,10 +339,11 @@ class PageMap:
             known = None
             if not key.endswith("/"):
                 known = self._strike(txn, cursor, space, key)
-                value = txn.get(record_key(space, key))
+                at = record_key(space, position)
+                value = txn.get(at)
                 if value is not None:
                     known = unpack_record(value)[0]
-                    txn.delete(record_key(space, key))
+                    txn.delete(at)
             else:
                 base = position
                 for at, page in list(overlapping(cursor, space, base, base + encode(END))):

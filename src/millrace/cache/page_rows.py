@@ -6,25 +6,27 @@ A row's key begins with its kind. Pages and single records follow by space and p
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from millrace.cache.pages import Page, decode, encode, pack_page
+from millrace.cache.pages import Page, Said, decode, encode, pack_page
 from millrace.cache.positions import Space
 from millrace.origin import ObjectInfo
 
 Transaction = Any  # py-lmdb has no types
 
-PAGE, RECORD, CHANGE, ORDER, NUMBER = b"P", b"R", b"T", b"O", b"N"
+# R was that of records in an earlier form.
+PAGE, RECORD, CHANGE, ORDER, NUMBER = b"P", b"S", b"T", b"O", b"N"
 CHANGES_KEPT = 4096
 MOST_POSITION_BYTES = 480  # LMDB takes keys of 511 bytes
 
 _LONGEST_ANSWER_SECONDS = 3600.0
 
 _U64 = struct.Struct(">Q")
+_RECORD = struct.Struct("<IIQdd")
+_RECORD_VERSION = 1
 
 
 def later(asked: float, other: float) -> bool:
@@ -161,18 +163,32 @@ def _part(page: Page, entries: Sequence[tuple[str, ObjectInfo]], through: bytes)
     return pack_page(entries, asked=page.asked, through=decode(through), root=page.root, incomplete=page.incomplete)
 
 
-def record_key(space: Space, key: str) -> bytes:
+def record_key(space: Space, position: bytes) -> bytes:
     """Where the description of a key that was asked for alone lies."""
-    position = encode(space.position(key))
     if len(position) > MOST_POSITION_BYTES:
         position = position[: MOST_POSITION_BYTES - 16] + hashlib.blake2b(position, digest_size=16).digest()
     return RECORD + space.digest + position
 
 
+def pack_record(info: ObjectInfo, asked: float) -> bytes:
+    """The description of a key that was asked for alone, and when that was."""
+    key = encode(info.key)
+    return _RECORD.pack(_RECORD_VERSION, len(key), info.size, info.modified, asked) + key + encode(info.version)
+
+
 def unpack_record(value: memoryview) -> tuple[ObjectInfo, float]:
-    """Such a description, and when it was asked for."""
-    key, size, version, modified, asked = json.loads(bytes(value))
-    return ObjectInfo(key, size, version, modified), asked
+    """The reverse of `pack_record`."""
+    said, asked = said_in_record(value)
+    key_bytes = _RECORD.unpack_from(value)[1]
+    return ObjectInfo(decode(bytes(value[_RECORD.size : _RECORD.size + key_bytes])), *said), asked
+
+
+def said_in_record(value: memoryview) -> tuple[Said, float]:
+    """Such a description without its key: the first open of a file by a process comes here."""
+    version, key_bytes, size, modified, asked = _RECORD.unpack_from(value)
+    if version != _RECORD_VERSION:
+        raise ValueError(f"a record of format {version}")
+    return Said(size, str(value[_RECORD.size + key_bytes :], "utf-8", "surrogatepass"), modified), asked
 
 
 def settle_records(
@@ -203,3 +219,21 @@ def settle_records(
             superseded += [] if same else [info]
             found = cursor.delete()
     return superseded, better
+
+
+def settle_named(txn: Transaction, keys: Space, infos: Sequence[ObjectInfo], asked: float) -> list[ObjectInfo]:
+    """Remove the single records of these objects, which a page of a level names; returns those that said something else.
+
+    Those that were asked for later stay.
+    """
+    superseded: list[ObjectInfo] = []
+    for info in infos:
+        at = record_key(keys, encode(keys.position(info.key)))
+        value = txn.get(at)
+        if value is None:
+            continue
+        old, described = unpack_record(value)
+        if not later(described, asked):
+            superseded += [] if (old.version, old.size) == (info.version, info.size) else [old]
+            txn.delete(at)
+    return superseded

@@ -14,6 +14,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import xxhash
 
@@ -109,38 +110,44 @@ def _starts(parts: Sequence[bytes]) -> bytes:
     return array("I", accumulate((len(part) + 1 for part in parts), initial=0)).tobytes()
 
 
-def describe(data: memoryview, position: bytes, key: str) -> tuple[ObjectInfo | None, float, bool]:
-    """What a packed page says of the object at `position`, described as `key`; when it was asked for; if it is incomplete.
+class Said(NamedTuple):
+    """What the origin said of an object: its size in bytes, its version, and when it was modified, in Unix seconds."""
 
-    What `Page.find` and `Page.info` give, in one go: every open of a file comes here.
+    size: int
+    version: str
+    modified: float
+
+
+def said_in(data: memoryview, position: bytes) -> tuple[float, Said | None]:
+    """When a packed page was asked for, and what it says of the object at `position`; None where it does not name it.
+
+    What `Page.find` and `Page.info` give, in one go: the first open of a file by a process comes here.
     """
     header = _HEADER.unpack_from(data)
-    version, flags, _, slots, asked, sizes, times, name_starts, version_starts, _, _, prefix_at, names, versions, _ = (
-        header
-    )
+    version, _, _, slots, asked, sizes, times, name_starts, version_starts, _, _, prefix_at, names, versions, _ = header
     if version != _VERSION:
         raise ValueError(f"a page of format {version}")
-    incomplete = flags & _INCOMPLETE != 0
     length = names - prefix_at
     if position[:length] != data[prefix_at:names]:
-        return None, asked, incomplete
+        return asked, None
     name = position[length:]
+    nbytes = len(name)
     slot = xxhash.xxh3_64_intdigest(name)
     while True:
         slot &= slots - 1
-        number = _SLOT.unpack_from(data, _HEADER.size + 2 * slot)[0]
+        (number,) = _SLOT.unpack_from(data, _HEADER.size + 2 * slot)
         if number == _NO_OBJECT:
-            return None, asked, incomplete
+            return asked, None
         start, stop = _PAIR.unpack_from(data, name_starts + 4 * number)
-        if data[names + start : names + stop - 1] == name:
+        if stop - start - 1 == nbytes and data[names + start : names + stop - 1] == name:
             break
         slot += 1
-    size = _SIZE.unpack_from(data, sizes + 8 * number)[0]
+    (size,) = _SIZE.unpack_from(data, sizes + 8 * number)
     if size == _STRUCK:
-        return None, asked, incomplete
+        return asked, None
     start, stop = _PAIR.unpack_from(data, version_starts + 4 * number)
     text = str(data[versions + start : versions + stop - 1], "utf-8", "surrogatepass")
-    return ObjectInfo(key, size, text, _TIME.unpack_from(data, times + 8 * number)[0]), asked, incomplete
+    return asked, Said(size, text, _TIME.unpack_from(data, times + 8 * number)[0])
 
 
 class Page:
@@ -227,18 +234,21 @@ class Page:
             first += 1
         return False
 
-    def infos(self) -> list[ObjectInfo]:
-        """Every object that is not struck out; its position stands for its key."""
+    def columns(self) -> tuple[list[str], list[int], list[str], list[float]]:
+        """Positions, sizes, versions and times of all objects; of those that are struck out the size is no size."""
         if not self.count:
-            return []
+            return [], [], [], []
         data, at = self._data, self._at
         prefix = decode(self._prefix)
         positions = [prefix + name for name in decode(bytes(data[at[7] : at[8]])).split(_SEPARATOR)]
         versions = decode(bytes(data[at[8] : at[9]])).split(_SEPARATOR)
-        sizes = memoryview(data)[at[0] : at[1]].cast("Q").tolist()
-        times = memoryview(data)[at[1] : at[2]].cast("d").tolist()
-        infos = map(ObjectInfo, positions, sizes, versions, times)
-        return [info for info in infos if info.size != _STRUCK]
+        sizes: list[int] = memoryview(data)[at[0] : at[1]].cast("Q").tolist()
+        times: list[float] = memoryview(data)[at[1] : at[2]].cast("d").tolist()  # type: ignore[assignment]
+        return positions, sizes, versions, times
+
+    def infos(self) -> list[ObjectInfo]:
+        """Every object that is not struck out; its position stands for its key."""
+        return [info for info in map(ObjectInfo, *self.columns()) if info.size != _STRUCK]
 
     def same_objects(self, other: Page) -> bool:
         """Whether both hold the same names, sizes and versions."""

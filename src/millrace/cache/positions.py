@@ -34,6 +34,10 @@ class Moment:
     asked: float
     changes: int
 
+    def earlier(self, seconds: float) -> Moment:
+        """The moment, of an answer that was so old when it came."""
+        return self if not seconds else Moment(self.asked - seconds, self.changes)
+
 
 def digest_of(*parts: str) -> bytes:
     return hashlib.blake2b(encode("\0".join(parts)), digest_size=8).digest()

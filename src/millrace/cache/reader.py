@@ -1,4 +1,4 @@
-"""Reads one object version: what is on this disk from there, the rest from the origin, each block fetched once."""
+"""Reads one object version: what is on this disk from there, the rest from its source, each block fetched once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from millrace.cache.counters import Counters
 from millrace.cache.disk import Disk
 from millrace.cache.evictor import Newcomer
 from millrace.cache.failures import disk_errors
-from millrace.cache.flight import PATIENCE_SECONDS
+from millrace.cache.flight import PATIENCE_SECONDS, BlockKey
 from millrace.cache.held import HELD_BYTES
 from millrace.cache.records import Entry
 from millrace.cache.sealing import seal_holds
+from millrace.cache.source import Keep, Source, lock_key
 from millrace.cache.usage import FindGroup
 from millrace.errors import OriginUnavailableError, StorageError
-from millrace.origin import ObjectInfo, Origin
+from millrace.origin import ObjectInfo
 
 _POLL_SECONDS = (0.001, 0.05)  # first and longest pause while another process fetches
 
@@ -75,8 +76,8 @@ class ObjectReader(Protocol):
 class OriginReader:
     """An `ObjectReader` that keeps nothing: for when the disk cannot be used."""
 
-    def __init__(self, *, origin: Origin, info: ObjectInfo, counters: Counters | None) -> None:
-        self._origin = origin
+    def __init__(self, *, source: Source, info: ObjectInfo, counters: Counters | None) -> None:
+        self._source = source
         self._info = info
         self._counters = counters
 
@@ -92,7 +93,7 @@ class OriginReader:
         start, stop = max(0, start), min(stop, self._info.size)
         if stop <= start:
             return b""
-        return read_through(self._origin, self._info, start, stop, self._counters)
+        return read_through(self._source, start, stop, self._counters)
 
     def prefetch(self, blocks: range) -> None:
         """Nothing: there is no place to put it."""
@@ -101,12 +102,10 @@ class OriginReader:
         """Nothing to give back."""
 
 
-def read_through(origin: Origin, info: ObjectInfo, start: int, stop: int, counters: Counters | None) -> Buffer:
-    """Read a range of the pinned version from the origin, and count it where there is a place for that."""
-    data = origin.read(info.key, start, stop, version=info.version)
+def read_through(source: Source, start: int, stop: int, counters: Counters | None) -> Buffer:
+    """Read a range without keeping it, and count that where there is a place for it."""
+    data = source.read(start, stop).data
     if counters is not None:
-        counters.add("origin_requests")
-        counters.add("origin_bytes", stop - start)
         counters.add("uncached_bytes", stop - start)
     return data
 
@@ -119,7 +118,7 @@ class BlockReader:
     def __init__(
         self,
         *,
-        origin: Origin,
+        source: Source,
         info: ObjectInfo,
         entry: Entry,
         disk: Disk,
@@ -129,7 +128,7 @@ class BlockReader:
         reopen: Callable[[], ObjectReader],
     ) -> None:
         self._descriptor = -1
-        self._origin = origin
+        self._source = source
         self._info = info
         self._entry = entry
         self._disk = disk
@@ -205,7 +204,7 @@ class BlockReader:
             self._disk.counters.add("cache_bytes", stop - start)
             return tail
         if len(missing) == len(blocks) and self._crowded() and not self.has_room(stop - start):
-            wanted = read_through(self._origin, self._info, start, stop, self._disk.counters)
+            wanted = read_through(self._source, start, stop, self._disk.counters)
             self._disk.missed(self._entry, stop - start, self._group)
             self._offer_tail(start, stop, wanted)
             return wanted
@@ -238,6 +237,10 @@ class BlockReader:
         waiting = self._start_fetch([block for block in blocks if block not in held], self._threads.demand)
         wait(waiting.values())
         return {**held, **{block: future.result() for block, future in waiting.items()}}
+
+    def let_go(self, blocks: Sequence[int]) -> None:
+        """Forget what of `blocks` was not kept and is held in memory: a fetch then keeps them, where there is room now."""
+        self._disk.held.drop(self._entry.object_id, blocks)
 
     def prefetch(self, blocks: range) -> None:
         if self._removed or self._pid != os.getpid():
@@ -333,6 +336,7 @@ class BlockReader:
         """Fetch or await every block of a run, whichever process gets to it first."""
         locks = self._disk.locks
         pending = set(flights)
+        keys = {block: self._lock_key(block) for block in flights}
         pause, longest = _POLL_SECONDS
         deadline = time.monotonic() + PATIENCE_SECONDS
         while pending:
@@ -340,7 +344,7 @@ class BlockReader:
             locked: list[int] = []
             try:
                 for block in sorted(pending):
-                    if locks.try_acquire((self._entry.object_id, block)):
+                    if locks.try_acquire(keys[block]):
                         locked.append(block)
                 # Another process may have finished a block between the caller's look and the lock.
                 landed = {block for block in pending if self._land_stored(block, flights[block], descriptor)}
@@ -349,11 +353,14 @@ class BlockReader:
                     landed.update(part)
             finally:
                 for block in locked:
-                    locks.release((self._entry.object_id, block))
+                    locks.release(keys[block])
             pending -= landed
             if pending:
                 time.sleep(pause)
                 pause = min(pause * 2, longest)
+
+    def _lock_key(self, block: int) -> BlockKey:
+        return lock_key(self._source, self._entry.object_id, block, block * self._entry.block_bytes)
 
     def _land_stored(self, block: int, future: Future[Buffer], descriptor: int) -> bool:
         try:
@@ -369,22 +376,21 @@ class BlockReader:
         return True
 
     def _fetch_part(self, part: range, flights: dict[int, Future[Buffer]], descriptor: int) -> None:
-        """One request to the origin; its blocks are stored, then given to whoever waits."""
+        """One request; its blocks are stored, then given to whoever waits."""
         entry, counters = self._entry, self._disk.counters
         start, stop = span_of(part.start, part.stop, entry.size, entry.block_bytes)
-        data = memoryview(self._origin.read(self._info.key, start, stop, version=self._info.version)).cast("B")
-        counters.add("origin_requests")
-        counters.add("origin_bytes", stop - start)
+        answer, how = self._source.read(start, stop)
+        data = memoryview(answer).cast("B")
         self._disk.missed(entry, stop - start, self._group)
-        newcomer = Newcomer(entry.object_id, entry.size, lambda: entry.name, self._group)
+        newcomer = Newcomer(entry.object_id, entry.size, lambda: entry.name, self._group, how)
         with self._disk.reserved(stop - start, newcomer) as room:
             keep = bool(room)
-            if not keep:
+            if not keep and how is Keep.OWNED:
                 self._disk.report_full()
             for block in part:
                 block_start, block_stop = span_of(block, block + 1, entry.size, entry.block_bytes)
                 piece = data[block_start - start : block_stop - start]
-                keep = keep and self._try_store(descriptor, block, piece)
+                keep = keep and self._try_store(descriptor, block, piece, how)
                 if keep:
                     room.wrote(len(piece))
                 else:
@@ -392,7 +398,7 @@ class BlockReader:
                     self._disk.held.put((entry.object_id, block), piece)
                 self._disk.flights.land((entry.object_id, block), flights[block], piece)
 
-    def _try_store(self, descriptor: int, block: int, piece: Buffer) -> bool:
+    def _try_store(self, descriptor: int, block: int, piece: Buffer, how: Keep) -> bool:
         """Store a block; a disk that will not take it costs the copy, not the read."""
         try:
             entry = self._store.write_block(self._entry, descriptor, block, piece)
@@ -403,7 +409,7 @@ class BlockReader:
             self._removed = True
             return False
         self._verified.add(block)
-        self._disk.usage.missed(entry, 0, self._group, kept=True)
+        self._disk.usage.missed(entry, 0, self._group, kept=True, copy=how is Keep.COPY)
         if entry.complete and not entry.sealed:
             self._disk.sealer.start(entry)
         return True
@@ -441,7 +447,7 @@ class BlockReader:
         except StorageError as error:
             self._report(error)
             start, stop = span_of(block, block + 1, self._entry.size, self._entry.block_bytes)
-            return read_through(self._origin, self._info, start, stop, self._disk.counters)
+            return read_through(self._source, start, stop, self._disk.counters)
         if data is not None:
             self._verified.add(block)
             return data

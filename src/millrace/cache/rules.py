@@ -110,11 +110,6 @@ class Rules:
 NO_RULES = Rules()
 
 
-def rule_for(rules: Rules, origin_identity: str, key: str) -> AppliedRule:
-    """What `rules` say of one object. See `Rules.rule_for`."""
-    return rules.rule_for(origin_identity, key)
-
-
 def prefixes_of(key: str) -> Iterator[str]:
     """Every prefix that a rule for `key` may have, the longest first: `a/b/c`, `a/b`, `a`, and the empty one."""
     while key:

@@ -1,7 +1,8 @@
-"""Reads objects out of segments: verified once in each process, from then on as slices of a map of the whole segment.
+"""Reads objects out of segments, as slices of a map of the whole segment: when it is sealed, or the object was verified.
 
-The first read of an object by a process is a `pread` with a checksum. It finds what a crash, a disk or a hand has done to
-the bytes, and an unreadable disk is an error then, where through a map it would kill the process. Later reads copy nothing.
+A segment that some process has verified as a whole is sealed (`segment_seals.py`): where the seal holds, every object is a
+slice from its first read on. Elsewhere the first read of an object by a process is a `pread` with a checksum, which finds
+what a crash, a disk or a hand has done to the bytes, and later ones are slices. Slices copy nothing.
 
 A slice whose pages the kernel has dropped would be read in by page faults, which on ext4 takes three times as long as
 `pread` (26 KB cold: 223-277 us, against 74). Asking the kernel for the range first (`will_need`) makes it equal
@@ -14,33 +15,76 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import xxhash
 
 from millrace.cache.failures import LostDataError
-from millrace.cache.maps import MapCache, MapSlot, lost_or_failed, will_need
+from millrace.cache.maps import MapCache, MapSlot, is_resident, lost_or_failed, will_need
 from millrace.cache.records import Entry
+from millrace.cache.segment_seals import SegmentSeal
 from millrace.cache.segments import SEGMENT_BYTES, data_path
 
 _UNIT_SHIFT = 9  # one bit for 512 bytes: no two objects of that size begin in the same unit
 _SLICED_BYTES = 1 << _UNIT_SHIFT
 _MARKED_SEGMENTS = 2048  # at 16 KiB each
+_REMEMBERED_SEGMENTS = 1 << 16
+_ASKED_BEFORE_A_LOOK = 32
+_RESIDENT_SECONDS = 10.0  # as for `hot.py`: what was not used for longer may be out of memory by now
+_WORTH_SEALING_BYTES = 4 << 20
+_WORTH_SEALING_PART = 8
+
+
+class _Sealed:
+    """What this process has found of a segment's seal: objects up to `generation` are right in the map of `slot`.
+
+    No object has the generation 0, which says that there was no seal. Until `resident_until` all of the map is taken to be
+    in memory.
+    """
+
+    __slots__ = ("asked", "generation", "look_at", "resident_until", "slot")
+
+    def __init__(self, generation: int, slot: MapSlot | None) -> None:
+        self.generation = generation
+        self.slot = slot
+        self.resident_until = 0.0
+        self.asked = 0
+        self.look_at = 0.0
+
+    def ask_for(self, piece: pa.Buffer, whole: pa.Buffer) -> None:
+        """Have the kernel read in what it has dropped of a slice, unless all of the map was in memory a moment ago.
+
+        To ask for one slice costs one or two microseconds, to look at a whole segment as much as a hundred slices.
+        """
+        now = time.monotonic()
+        if now < self.resident_until:
+            return
+        will_need(piece)
+        self.asked += 1
+        if self.asked >= _ASKED_BEFORE_A_LOOK and now >= self.look_at:
+            self.asked, self.look_at = 0, now + _RESIDENT_SECONDS
+            if is_resident(whole):
+                self.resident_until = self.look_at
 
 
 class SegmentMaps:
     """The bytes of objects in the segments of `directory`, by their records. Thread-safe.
 
     The maps are kept among those of `maps`, which also gives them up; nothing else stays open, so nothing of it has to be
-    let go of after a fork. Raises `LostDataError` when a segment is gone or ends before the object does, `StorageError`
-    when the disk fails.
+    let go of after a fork. `seal_of` looks for the seal of a segment. Raises `LostDataError` when a segment is gone or ends
+    before the object does, `StorageError` when the disk fails.
     """
 
-    def __init__(self, directory: Path, maps: MapCache) -> None:
+    def __init__(self, directory: Path, maps: MapCache, seal_of: Callable[[int], SegmentSeal | None]) -> None:
         self._directory = directory
         self._maps = maps
+        self._seal_of = seal_of
+        self._sealed: dict[int, _Sealed] = {}
         self._verified: dict[int, bytearray] = {}
+        self._verified_bytes: dict[int, int] = {}  # of each unsealed segment, since it was last said to be worth a seal
         self._lock = threading.Lock()
 
     def read(self, entry: Entry) -> bytes | None:
@@ -59,11 +103,36 @@ class SegmentMaps:
             raise LostDataError(f"{path} is shorter than it was", next_step="open the object again")
         return data if xxhash.xxh3_64_intdigest(data) == entry.checksum else None
 
+    def sealed(self, entry: Entry) -> tuple[pa.Buffer, MapSlot] | None:
+        """An object out of a segment whose seal holds, as a slice of the map in the slot; None where there is none."""
+        sealed = self._sealed.get(entry.place)
+        if sealed is None:
+            sealed = self._look_for_seal(entry.place)
+        if entry.generation > sealed.generation:
+            return None
+        slot = sealed.slot
+        buffer = None if slot is None else slot.buffer
+        if slot is None or buffer is None:  # the map was given up; the file may be another one by now
+            sealed = self._look_for_seal(entry.place)
+            slot = sealed.slot
+            buffer = None if slot is None else slot.buffer
+            if slot is None or buffer is None or entry.generation > sealed.generation:
+                return None
+        if buffer.size < entry.offset + entry.size:
+            return None
+        slot.used = True
+        piece = buffer.slice(entry.offset, entry.size)
+        sealed.ask_for(piece, buffer)
+        return piece, slot
+
     def get(self, entry: Entry) -> tuple[pa.Buffer, MapSlot | None] | None:
         """An object, as a slice of the map in the slot; or, without a slot, as a private copy. None when it is wrong.
 
-        The first time in a process, and always below 512 bytes, it is a copy, which was verified.
+        In a segment without a seal it is a verified copy the first time in a process, and always below 512 bytes.
         """
+        found = self.sealed(entry)
+        if found is not None:
+            return found
         unit = entry.offset >> _UNIT_SHIFT
         marks = self._verified.get(entry.place)
         if marks is not None and entry.size >= _SLICED_BYTES and marks[unit >> 3] >> (unit & 7) & 1:
@@ -71,8 +140,7 @@ class SegmentMaps:
         data = self.read(entry)
         if data is None:
             return None
-        if entry.size >= _SLICED_BYTES:
-            self._mark(entry.place, unit)
+        self._mark(entry, unit)
         return pa.py_buffer(data), None
 
     def slot_for_later(self, entry: Entry) -> MapSlot | None:
@@ -93,7 +161,47 @@ class SegmentMaps:
         """Verify everything in a segment again before it is believed, and give up its map."""
         with self._lock:
             self._verified.pop(segment, None)
+            self._verified_bytes.pop(segment, None)
+            self._sealed.pop(segment, None)
         self._maps.drop(segment)
+
+    def look_again(self) -> None:
+        """Look for seals anew where there were none. Called now and then."""
+        with self._lock:
+            self._sealed = {segment: sealed for segment, sealed in self._sealed.items() if sealed.generation}
+
+    def worth_sealing(self) -> list[int]:
+        """Segments of which this process has verified an eighth, or 4 MiB, since they were last given here.
+
+        To verify what is left of them costs less than that every process to come verifies each object.
+        """
+        with self._lock:
+            verified = dict(self._verified_bytes)
+        found = []
+        for segment, nbytes in verified.items():
+            try:
+                whole = os.stat(data_path(self._directory, segment)).st_size
+            except OSError:  # removed meanwhile; or who reads from it meets the same error
+                whole = 0
+            if nbytes >= min(_WORTH_SEALING_BYTES, whole // _WORTH_SEALING_PART):
+                self._verified_bytes.pop(segment, None)
+                found += [segment] if whole else []
+        return found
+
+    def _look_for_seal(self, segment: int) -> _Sealed:
+        seal = self._seal_of(segment)
+        found = _Sealed(0, None)
+        if seal is not None:
+            slot = self._maps.get(segment)
+            if slot is None or not seal.holds(slot):  # one from before it was sealed
+                slot = self._map(segment, 1)
+            if seal.holds(slot):
+                found = _Sealed(seal.generation, slot)
+        with self._lock:
+            if len(self._sealed) >= _REMEMBERED_SEGMENTS:
+                self._sealed.clear()
+            self._sealed[segment] = found
+        return found
 
     def _slice(self, entry: Entry) -> tuple[pa.Buffer, MapSlot]:
         stop = entry.offset + entry.size
@@ -116,8 +224,15 @@ class SegmentMaps:
         self._maps.drop(segment)  # one from before the segment grew
         return self._maps.open(segment, path, nbytes)
 
-    def _mark(self, segment: int, unit: int) -> None:
+    def _mark(self, entry: Entry, unit: int) -> None:
+        """Note that an object was verified."""
+        segment = entry.place
         with self._lock:
+            if len(self._verified_bytes) >= _REMEMBERED_SEGMENTS:
+                self._verified_bytes.clear()
+            self._verified_bytes[segment] = self._verified_bytes.get(segment, 0) + entry.size
+            if entry.size < _SLICED_BYTES:
+                return
             marks = self._verified.get(segment)
             if marks is None:
                 marks = self._verified[segment] = bytearray((SEGMENT_BYTES >> _UNIT_SHIFT) // 8)

@@ -68,11 +68,6 @@ def decode_objects(generation: int, data: bytes) -> Iterator[SegmentObject]:
         position += _padded(_FIXED.size + len(text))
 
 
-def padded_record_bytes(name: ObjectName) -> int:
-    """How many bytes the record of an object of this name takes."""
-    return _padded(_FIXED.size + len(name.pack()))
-
-
 def aligned(position: int) -> int:
     """Where the next record begins in an `.idx` file that ends at `position`."""
     return _padded(position)

@@ -116,11 +116,20 @@ class Segments:
     """Appends small objects to the segments in `directory`.
 
     Thread-safe; any number of processes at once, each to segments of its own. Not usable after a fork: the child calls
-    `abandon`, which lets go of the parent's locks, and makes a new one.
+    `abandon`, which lets go of the parent's locks, and makes a new one. `on_rest` is told of a segment to which nothing is
+    appended for the time being, because it is full or for want of objects; it must be quick, and must not come back here.
     """
 
-    def __init__(self, directory: Path, table: SegmentTable, *, max_open: int = _MAX_OPEN) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        table: SegmentTable,
+        *,
+        max_open: int = _MAX_OPEN,
+        on_rest: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self.directory = directory
+        self._on_rest = on_rest
         self._table = table
         self._max_open = max_open
         self._pid = os.getpid()
@@ -142,7 +151,9 @@ class Segments:
             if len(view) > SEGMENT_BYTES or len(name.pack()) > _IDX_BYTES // 4:
                 raise ValueError(f"{len(view)} bytes are too many for a segment")
             while (placed := self._segment_of(group).append(object_id, name, view, checksum)) is None:
-                self._open.pop(group).close()  # full; the one that is made when no other has room takes anything
+                full = self._open.pop(group)  # the one that is made when no other has room takes anything
+                full.close()
+                self._on_rest(full.generation)
             return placed
 
     def forget(self, generation: int) -> None:
@@ -159,6 +170,7 @@ class Segments:
             for group, segment in list(self._open.items()):
                 if segment.appended < before:
                     self._let_go(group)
+                    self._on_rest(segment.generation)
 
     def remove(self, generation: int, forget: Callable[[], object]) -> bool:
         """Remove the files of a segment, after `forget()` has taken it out of the index. False when somebody appends to it.

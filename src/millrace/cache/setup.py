@@ -15,7 +15,6 @@ from pathlib import Path
 from millrace.cache.environment import DATA_NAME, DamagedIndexError
 from millrace.cache.failures import disk_errors
 from millrace.cache.index import Index
-from millrace.cache.rebuild import rebuild
 from millrace.cache.rules_file import NEW_RULES_NAME, RULES_NAME
 from millrace.errors import ConfigurationError, StorageError, UnsupportedFormatError
 from millrace.events import Event, emit
@@ -109,6 +108,8 @@ def _open_index(directory: Path) -> Index:
     elif folder.exists():
         # Without the data, what lies beside it (locks, signals) belongs to processes that still use the deleted one.
         shutil.rmtree(folder)
+    from millrace.cache.rebuild import rebuild  # once in the life of a store, not in every process that opens it
+
     folder.mkdir(mode=0o700)
     index = Index(folder)
     try:

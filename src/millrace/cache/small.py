@@ -25,6 +25,7 @@ from millrace.cache.maps import MapSlot
 from millrace.cache.reader import ObjectReader, Threads
 from millrace.cache.records import Entry, ObjectName
 from millrace.cache.segments import SMALL_OBJECT_BYTES, data_path
+from millrace.cache.source import Keep, Source, lock_key
 from millrace.errors import OriginUnavailableError, StorageError
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
@@ -40,8 +41,9 @@ def is_small(size: int, entry: Entry | None) -> bool:
 def stored_object(disk: Disk, entry: Entry, *, verify: bool = False) -> tuple[Buffer, MapSlot | None] | None:
     """The bytes of an object in a segment, and the slot of the map that they are part of; without one they are a copy.
 
-    They are verified when this process reads them for the first time, or always with `verify`. None when they are wrong or
-    gone: the object is then forgotten, which is counted and reported. Raises `StorageError` when the disk fails.
+    They are verified when this process reads them for the first time and their segment is not sealed, or always with
+    `verify`. None when they are wrong or gone: the object is then forgotten, which is counted and reported. Raises
+    `StorageError` when the disk fails.
     """
     found: tuple[Buffer, MapSlot | None] | None
     try:
@@ -57,10 +59,7 @@ def stored_object(disk: Disk, entry: Entry, *, verify: bool = False) -> tuple[Bu
         _forget_lost(disk, entry)
         return None
     if found is None:
-        path = data_path(disk.segments.directory, entry.place)
-        emit(Event(name="cache.block.corrupt", subject=path, nbytes=entry.size, detail=f"offset {entry.offset}"))
-        disk.counters.add("corrupt_blocks")
-        disk.store.index.remove(entry.object_id)
+        disk.drop_wrong(entry)
     return found
 
 
@@ -83,6 +82,7 @@ class SmallReader:
     def __init__(
         self,
         *,
+        source: Source,
         origin: Origin,
         info: ObjectInfo,
         object_id: bytes,
@@ -92,6 +92,7 @@ class SmallReader:
         group: Callable[[], str],
         reopen: Callable[[], ObjectReader],
     ) -> None:
+        self._source = source
         self._origin = origin
         self._info = info
         self._key = (object_id, 0)
@@ -183,6 +184,10 @@ class SmallReader:
         """Bring the object here and return its bytes, waiting for it when it is on its way already."""
         return {block: self._whole() for block in blocks}
 
+    def let_go(self, blocks: Sequence[int]) -> None:
+        """Forget the object where it was not kept and is held in memory: a fetch then keeps it, where there is room now."""
+        self._disk.held.drop(self._key[0], blocks)
+
     # --- inside -----------------------------------------------------------------------------------
 
     def _in_this_process(self) -> ObjectReader:
@@ -246,10 +251,11 @@ class SmallReader:
 
     def _fetch_or_await(self) -> Buffer:
         locks = self._disk.locks
+        key = lock_key(self._source, self._key[0], 0, 0)
         pause, longest = _POLL_SECONDS
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
-            locked = locks.try_acquire(self._key)
+            locked = locks.try_acquire(key)
             try:
                 # Another process may have brought it between the caller's look and the lock.
                 data = self._stored()
@@ -257,7 +263,7 @@ class SmallReader:
                     data = self._fetch_now()
             finally:
                 if locked:
-                    locks.release(self._key)
+                    locks.release(key)
             if data is not None:
                 return data
             time.sleep(pause)
@@ -265,28 +271,26 @@ class SmallReader:
 
     def _fetch_now(self) -> Buffer:
         info, counters = self._info, self._disk.counters
-        data = self._origin.read(info.key, 0, info.size, version=info.version)
-        counters.add("origin_requests")
-        counters.add("origin_bytes", info.size)
+        data, keep = self._source.read(0, info.size)
         key, name = self._key[0], ObjectName(self._origin.identity, info.key, info.version)
         self._disk.missed(
             Entry(key, 0, info.size, max(1, info.size), 0, packed_name=name.pack()), info.size, self._group
         )
-        with self._disk.reserved(info.size, Newcomer(key, info.size, lambda: name, self._group)) as room:
-            if not room:
+        with self._disk.reserved(info.size, Newcomer(key, info.size, lambda: name, self._group, keep)) as room:
+            if not room and keep is Keep.OWNED:
                 self._disk.report_full()
-            if not (room and self._kept(data)):
+            if not (room and self._kept(data, keep)):
                 counters.add("uncached_bytes", info.size)
                 self._disk.held.put(self._key, data)
         return data
 
-    def _kept(self, data: Buffer) -> bool:
+    def _kept(self, data: Buffer, keep: Keep) -> bool:
         """Put the object into a segment; a disk that will not take it costs the copy, not the read."""
         info, disk = self._info, self._disk
         name = ObjectName(self._origin.identity, info.key, info.version)
         try:
             for _ in range(2):
-                placed = disk.segments.append(disk.segment_group(name, self._group()), self._key[0], name, data)
+                placed = disk.segments.append(disk.segment_group(name, self._group(), keep), self._key[0], name, data)
                 entry = disk.store.index.add_small(
                     self._key[0],
                     info.size,

@@ -26,8 +26,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -288,16 +287,6 @@ class Store:
             disk = os.statvfs(self.directory)
         free = disk.f_bavail * disk.f_frsize - self._reserved - nbytes
         return free >= self._min_free.of(disk.f_blocks * disk.f_frsize)
-
-    @contextmanager
-    def reserved(self, nbytes: int) -> Iterator[bool]:
-        """Reserve room for the time of the block; gives whether there was any. A disk in trouble has none."""
-        granted = self.reserve(nbytes)
-        try:
-            yield granted
-        finally:
-            if granted:
-                self.release(nbytes)
 
     def reserve(self, nbytes: int) -> bool:
         """Reserve room until `release`, if there is any. A disk in trouble has none.

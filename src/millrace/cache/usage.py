@@ -35,8 +35,9 @@ class Tally:
     """The uses of one unit: bytes that were given out from here, and bytes that came from the origin.
 
     `nbytes` is the size of the unit as far as it is known here, `segment` its generation (0: an object with a file of its
-    own, or one that was not kept). `kept` says that something of it is here. `joined` are the small objects that came into
-    the segment. `group` is None where whoever noted the use does not know it.
+    own, or one that was not kept). `kept` says that something of it is here, and `copy` whether what was kept last is
+    another node's (None: nothing was, or the segment's group says it). `joined` are the small objects that came into the
+    segment. `group` is None where whoever noted the use does not know it.
     """
 
     key: bytes
@@ -47,6 +48,7 @@ class Tally:
     hit_bytes: int = 0
     miss_bytes: int = 0
     kept: bool = False
+    copy: bool | None = None
     joined: list[bytes] = field(default_factory=list)
 
 
@@ -59,6 +61,7 @@ class _Read:
     hit: bool
     kept: bool
     group: FindGroup | None
+    copy: bool | None = None
 
 
 class UsageLog:
@@ -90,12 +93,14 @@ class UsageLog:
         """Note that `nbytes` of an object were given out from this disk."""
         self._reads.append(_Read(entry, nbytes, True, True, group))
 
-    def missed(self, entry: Entry, nbytes: int, group: FindGroup | None = None, *, kept: bool) -> None:
-        """Note that `nbytes` of an object came from the origin, and whether they were kept.
+    def missed(
+        self, entry: Entry, nbytes: int, group: FindGroup | None = None, *, kept: bool, copy: bool | None = None
+    ) -> None:
+        """Note that `nbytes` of an object came from elsewhere, and whether they were kept, as a copy or not.
 
         Of a small object that was not kept the record may be made up; its `place` is 0.
         """
-        self._reads.append(_Read(entry, nbytes, False, kept, group))
+        self._reads.append(_Read(entry, nbytes, False, kept, group, copy))
 
     def settle(self) -> int:
         """Add up what was noted so far; gives the bytes that `drain` would hand out."""
@@ -146,4 +151,5 @@ class UsageLog:
         else:
             tally.miss_bytes += read.nbytes
         tally.kept = tally.kept or read.kept
+        tally.copy = tally.copy if read.copy is None else read.copy
         tally.group = tally.group or read.group

@@ -3,6 +3,9 @@
 A *unit* is an object with a file of its own or a segment; a *ghost* is the record of a unit that is not here (any more), or
 of a small object that was not kept. What the records mean: `eviction.py`. They may be lost: a unit without one gets a fresh
 one. They may also be wrong about what is here, since whoever removes an object does not come by; who draws one looks.
+
+The keys of units that were kept as *copies* of what another node owns are in a table of their own, so that these can be
+drawn first; see `copies.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from millrace.cache.eviction import (
     least_promising,
     touched,
 )
-from millrace.cache.groups import group_of
+from millrace.cache.groups import group_of, holds_copies
 from millrace.cache.index import Index
 from millrace.cache.records import ObjectName, number, pack_number
 from millrace.cache.usage import Tally
@@ -80,6 +83,7 @@ class UsageRecords:
         self._ghosts = index.table(b"ghosts")
         self._groups = index.table(b"unit_groups")
         self._numbers = index.table(b"unit_numbers")
+        self._copies = index.table(b"copies")
         self._random = random.Random(seed)
 
     def note(self, tallies: Sequence[Tally], *, capacity_bytes: int, now: float) -> list[bytes]:
@@ -90,7 +94,11 @@ class UsageRecords:
         with self._index.writing() as txn:
             book = _Book(self, txn, capacity_bytes, int(now))
             for tally in tallies:
-                book.enter(tally, groups.get(tally.key))
+                group = groups.get(tally.key)
+                book.enter(tally, None if group is None else group_number(group))
+                copy = tally.copy if group is None or not tally.segment else holds_copies(group)
+                if copy is not None and tally.kept:
+                    book.mark(tally.key, copy=copy)
             forgotten = self._forget_some(txn, book)
             book.close()
         return forgotten
@@ -102,6 +110,8 @@ class UsageRecords:
             for key, segment, nbytes, group in units:
                 if txn.get(key, db=self._residents) is None:
                     book.add(key, segment, nbytes, group_number(group))
+                    if segment and holds_copies(group):
+                        book.mark(key, copy=True)
             book.close()
 
     def draw(self, count: int) -> Draw:
@@ -109,6 +119,30 @@ class UsageRecords:
         with self._index.reading() as txn:
             rows = _some_after(txn.cursor(self._residents), self._random.randbytes(16), count)
             return self._drawn(txn, rows)
+
+    def draw_copies(self, count: int) -> Draw:
+        """Likewise of those that were marked as copies. What is not here any more loses its mark."""
+        with self._index.reading() as txn:
+            keys = [key for key, _ in _some_after(txn.cursor(self._copies), self._random.randbytes(16), count)]
+            rows = [(key, value) for key in keys if (value := txn.get(key, db=self._residents)) is not None]
+            drawn = self._drawn(txn, rows)
+        if len(rows) < len(keys):
+            self.mark_copies(set(keys) - {key for key, _ in rows}, copy=False)
+        return drawn
+
+    def mark_copies(self, keys: Iterable[bytes], *, copy: bool) -> None:
+        """Mark units that are here as copies, or take their marks away."""
+        with self._index.writing() as txn:
+            for key in keys:
+                if not copy:
+                    txn.delete(key, db=self._copies)
+                elif txn.get(key, db=self._residents) is not None:
+                    txn.put(key, b"", db=self._copies)
+
+    def copy_count(self) -> int:
+        """How many units are marked as copies."""
+        with self._index.reading() as txn:
+            return int(txn.stat(self._copies)["entries"])
 
     def find(self, keys: Iterable[bytes]) -> Draw:
         """Those of the units that have a record and are here."""
@@ -125,7 +159,7 @@ class UsageRecords:
             while more and len(found) < limit:
                 found.append(UnitRecord.unpack(*cursor.item()))
                 more = cursor.next()
-            return found
+            return self._with_marks(txn, found)
 
     def get(self, key: bytes) -> UnitRecord | None:
         """The record of a unit, here or gone; None where there is none."""
@@ -145,6 +179,7 @@ class UsageRecords:
             book = _Book(self, txn, 0, 0)
             for key in keys:
                 value = txn.pop(key, db=self._residents)
+                txn.delete(key, db=self._copies)
                 if value is None:
                     continue
                 record = UnitRecord.unpack(key, value)
@@ -195,7 +230,7 @@ class UsageRecords:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _groups_of(self, tallies: Sequence[Tally]) -> dict[bytes, int]:
+    def _groups_of(self, tallies: Sequence[Tally]) -> dict[bytes, str]:
         """The groups of units that have no record yet: asking for them may look things up, so it is done beforehand."""
         with self._index.reading() as txn:
             unknown = [
@@ -203,7 +238,7 @@ class UsageRecords:
                 for tally in tallies
                 if txn.get(tally.key, db=self._residents) is None and txn.get(tally.key, db=self._ghosts) is None
             ]
-        return {tally.key: group_number(self._find_group(tally)) for tally in unknown}
+        return {tally.key: self._find_group(tally) for tally in unknown}
 
     def _find_group(self, tally: Tally) -> str:
         if tally.segment:
@@ -216,10 +251,20 @@ class UsageRecords:
         return group_of(name.origin, name.key)
 
     def _drawn(self, txn: _Transaction, rows: Iterable[tuple[bytes, bytes]]) -> Draw:
-        records = [UnitRecord.unpack(key, value) for key, value in rows]
+        records = self._with_marks(txn, [UnitRecord.unpack(key, value) for key, value in rows])
         clock = _clock(txn, self._numbers)
         groups = {record.unit.group: _read_group(txn, self._groups, record.unit.group, clock) for record in records}
         return Draw(records, groups, clock)
+
+    def _with_marks(self, txn: _Transaction, records: list[UnitRecord]) -> list[UnitRecord]:
+        if not txn.stat(self._copies)["entries"]:  # always so in a node alone
+            return records
+        return [
+            record
+            if txn.get(record.unit.key, db=self._copies) is None
+            else record._replace(unit=replace(record.unit, copy=True))
+            for record in records
+        ]
 
     def _forget_some(self, txn: _Transaction, book: _Book) -> list[bytes]:
         forgotten = []
@@ -243,7 +288,7 @@ class _Book:
     def __init__(self, records: UsageRecords, txn: _Transaction, capacity_bytes: int, now: int) -> None:
         self._txn = txn
         self._residents, self._ghosts = records._residents, records._ghosts
-        self._group_table, self._numbers = records._groups, records._numbers
+        self._group_table, self._numbers, self._copies = records._groups, records._numbers, records._copies
         self._now = now
         self._changed: dict[int, Group] = {}
         self.capacity_bytes = max(1, capacity_bytes)
@@ -277,6 +322,12 @@ class _Book:
         self._resize_group(group, nbytes, 1)
         unit = Unit(key=key, nbytes=nbytes, group=group, last=self.clock)
         self._put(UnitRecord(unit, segment, self._now), here=here)
+
+    def mark(self, key: bytes, *, copy: bool) -> None:
+        if copy:
+            self._txn.put(key, b"", db=self._copies)
+        else:
+            self._txn.delete(key, db=self._copies)
 
     def shrink_group(self, unit: Unit) -> None:
         self._resize_group(unit.group, -unit.nbytes, -1)

@@ -68,7 +68,7 @@ class CachedFile(io.RawIOBase):
 
     def readinto(self, target: Any, /) -> int:
         view = memoryview(target).cast("B")
-        data = memoryview(self._take(len(view)))
+        data = memoryview(self._take(len(view))).cast("B")  # Arrow's are of signed bytes
         view[: len(data)] = data
         return len(data)
 

@@ -15,8 +15,9 @@ import pyarrow as pa
 from fsspec.utils import tokenize
 from pyarrow.fs import PyFileSystem
 
-from millrace.cache.node import CacheNode, cache_node
+from millrace.cache.node import CacheNode
 from millrace.cache.reader import ObjectReader
+from millrace.cache.usage import Use
 from millrace.config import OPTION_NAMES, resolve
 from millrace.errors import ConfigurationError, ObjectChangedError, ObjectNotFoundError
 from millrace.filesystem import opens
@@ -27,6 +28,7 @@ from millrace.filesystem.hot import HotOpens
 from millrace.filesystem.managing import CacheManagement
 from millrace.filesystem.writing import WritingFileSystem
 from millrace.origin import SCHEMES, ObjectInfo, open_origin
+from millrace.peers.attach import Attached
 
 _T = TypeVar("_T")
 
@@ -87,6 +89,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         self._target_options = dict(target_options or {})
         self._origin = open_origin(target_protocol, self._target_options)
         self._options = resolve(arguments)
+        self._attached = Attached(self._options, self._origin)
         self._hot = HotOpens() if _hot is None else _hot
         # "s3" must be among the protocols, or Ray resolves s3:// paths against AWS; and must not be the first, or Ray
         # may bypass this file system with a client of its own.
@@ -137,6 +140,11 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         return f"{self._target_protocol}://{self._strip_protocol(name)}"
 
     @property
+    def target_options(self) -> dict[str, Any]:
+        """The options of the storage behind, as they were given: a copy, secrets included."""
+        return dict(self._target_options)
+
+    @property
     def fsid(self) -> str:
         return f"{_OWN_SCHEME}_{self._origin.identity}"
 
@@ -145,7 +153,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
     @property
     def node(self) -> CacheNode:
         """The cache of this process that this file system reads through."""
-        return cache_node(self._options)
+        return self._attached.node
 
     def cache_counters(self) -> dict[str, int]:
         """What the cache on this node did since it was made, over all processes: see `millrace.cache.counters`."""
@@ -159,8 +167,12 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         An object of one block is fetched first, and so is native from its first open on. Raises `ObjectNotFoundError`.
         """
         buffer = self._hot.find(path)
-        if buffer is not None:
-            return pa.BufferReader(buffer)
+        if buffer is None:
+            buffer = self._find_here(path)
+        return self._open_remote(path, sequential=sequential) if buffer is None else pa.BufferReader(buffer)
+
+    def _open_remote(self, path: str, *, sequential: bool) -> pa.NativeFile:
+        """Open what `_find_here` has not found."""
         info, buffer = self._look_up(path)
         if buffer is not None:
             return pa.BufferReader(buffer)
@@ -173,14 +185,18 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Override of pyarrow's, which would go through C++ and back."""
         buffer = self._hot.find(path)
-        return self.open_native(path, sequential=False) if buffer is None else pa.BufferReader(buffer)
+        if buffer is None:
+            buffer = self._find_here(path)
+        return self._open_remote(path, sequential=False) if buffer is None else pa.BufferReader(buffer)
 
     def open_input_stream(self, path: str, compression: str | None = "detect", buffer_size: int | None = None) -> Any:
         """Override of pyarrow's, which would go through C++ and back when there is nothing to decompress."""
         if compression is not None and (compression != "detect" or str(path).endswith(_COMPRESSED)):
             return PyFileSystem.open_input_stream(self, path, compression=compression, buffer_size=buffer_size)
         buffer = self._hot.find(path)
-        return self.open_native(path, sequential=True) if buffer is None else pa.BufferReader(buffer)
+        if buffer is None:
+            buffer = self._find_here(path)
+        return self._open_remote(path, sequential=True) if buffer is None else pa.BufferReader(buffer)
 
     def open(
         self,
@@ -203,6 +219,9 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         return self._open_for_reading(path)
 
     def _open_for_reading(self, path: str) -> MappedFile | BufferedFile:
+        buffer = self._find_here(path)
+        if buffer is not None:
+            return MappedFile(buffer, path)
         info, buffer = self._look_up(path)
         if buffer is not None:
             return MappedFile(buffer, path)
@@ -246,7 +265,33 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
 
     def key_of(self, path: str) -> str:
         """The origin's name of what a user calls `path`. Local paths are made absolute against the current directory."""
-        return str(self._strip_protocol(path)) if self._rooted else str(self._strip_protocol(path)).strip("/")
+        if self._rooted:
+            return str(self._strip_protocol(path))
+        if isinstance(path, str) and "://" not in path:  # the usual case, in the way of every first open
+            return path.strip("/")
+        return str(self._strip_protocol(path)).strip("/")
+
+    def _find_here(self, path: str) -> pa.Buffer | None:
+        """All bytes of what `path` names, if one look at the index finds them; None: `_look_up` says more.
+
+        Remembered for the next time. Counts as a use.
+        """
+        first = self.node.find_known(self._origin, self.key_of(path))
+        if first is None:
+            return None
+        found, until, stamp = first
+        if opens.listeners:
+            name = found.entry.name
+            opens.tell(name.origin, name.key)
+        hot = None
+        if not self._is_movable(path):
+            hot = self._hot.keep(path, found, until=until, changes=(found.disk.signals, stamp.changes))
+        found.disk.usage.touched(hot or Use(found.entry))
+        return found.buffer
+
+    def _is_movable(self, path: str) -> bool:
+        """Whether `path` is relative, so that it means something else in another directory."""
+        return self._rooted and not _without_scheme(path, _ROOTED).startswith("/")
 
     def _look_up(self, path: str) -> tuple[ObjectInfo, pa.Buffer | None]:
         """What `path` names, and all of its bytes if they are here; remembered for the next time. Counts as a use.
@@ -261,9 +306,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         found = node.find_native(self._origin, info, seen)
         if found is None:
             return info, None
-        # A relative path means something else in another directory.
-        movable = self._rooted and not _without_scheme(path, _ROOTED).startswith("/")
-        if seen is not None and until > self._hot.clock() and not movable:
+        if seen is not None and until > self._hot.clock() and not self._is_movable(path):
             self._hot.keep(path, found, until=until, changes=(seen.disk.signals, seen.stamp.changes))
         return info, found.buffer
 
@@ -290,6 +333,8 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
 
     def _read_ranges(self, path: str, ranges: Sequence[Range], buffer: pa.Buffer | None = None) -> list[bytes]:
         """Ranges of one version of an object, from its map where there is one."""
+        if buffer is None:
+            buffer = self._find_here(path)
         if buffer is None:
             info, buffer = self._look_up(path)
             if buffer is None:

@@ -49,25 +49,25 @@ class HotOpen(Use):
         self,
         found: NativeObject,
         slot: MapSlot,
-        *,
         removals: int,
         since: float,
         until: float,
         changes: tuple[Signals, int],
     ) -> None:
-        super().__init__(found.entry)
-        self.disk = found.disk
+        # In the way of every first open: by position, and without the base class.
+        self.entry = found.entry
+        self.disk = disk = found.disk
         self.slot = slot
         self.offset = found.offset
         self.whole = found.offset == 0 and found.buffer is slot.buffer
         self.since = since
         self.until = until
-        self.signals = found.disk.signals.numbers
+        self.signals = disk.store.index.signals.numbers
         self.removals = removals
         self.metadata = changes[0].numbers
         self.changes = changes[1]
-        self.last = 0.0
-        self.touched = found.disk.usage.touched
+        self.last = since  # it was just read, or asked for
+        self.touched = disk.usage.touched
 
 
 class HotOpens:
@@ -118,12 +118,13 @@ class HotOpens:
         hot.last = now
         return piece
 
-    def keep(self, path: str, found: NativeObject, *, until: float, changes: tuple[Signals, int]) -> None:
+    def keep(self, path: str, found: NativeObject, *, until: float, changes: tuple[Signals, int]) -> HotOpen | None:
         """Remember an open, as long as nothing changes, but not longer than `until`. A private copy is not kept."""
-        if found.slot is not None and found.removals is not None:
-            since = self.clock()
-            hot = HotOpen(found, found.slot, removals=found.removals, since=since, until=until, changes=changes)
-            self._put(path, hot)
+        if found.slot is None or found.removals is None:
+            return None
+        hot = HotOpen(found, found.slot, found.removals, self.clock(), until, changes)
+        self._put(path, hot)
+        return hot
 
     def _put(self, path: str, hot: HotOpen) -> None:
         young = self._young

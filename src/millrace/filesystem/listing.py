@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fsspec.implementations.chained import ChainedFileSystem
 
 from millrace.errors import ObjectNotFoundError
-from millrace.origin import Listing, ObjectInfo
+from millrace.origin import Listing, ObjectInfo, Origin
 
 if TYPE_CHECKING:
     from millrace.cache.node import CacheNode
@@ -27,6 +27,11 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
         def node(self) -> CacheNode: ...
 
         def key_of(self, path: str) -> str: ...
+
+    @property
+    def origin(self) -> Origin:
+        """The storage behind the cache."""
+        return self._origin
 
     def describe(self, path: str) -> ObjectInfo:
         """Describe one object. Raises `ObjectNotFoundError`."""

@@ -1,7 +1,8 @@
 """`fs.load`: bring objects into this node's cache before anybody reads them.
 
 What is here already is skipped, which is all that resuming takes: the cache itself remembers. Many objects are loaded at
-once, and several pieces of one, each with a request of its own.
+once, and several pieces of one, each with a request of its own. In a cluster every node does this with its share of what is
+asked for (`load_jobs.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,7 +47,7 @@ class LoadProgress:
     `objects` and `nbytes` are what was asked for, as far as it is listed (`listed`: to the end). `done_objects` are wholly
     here; `done_bytes` are here, of which `fetched_bytes` came from the origin just now. `bad_blocks` failed their check and
     were fetched again. `missing_objects` were gone from the origin when their turn came. `left_objects` did not fit.
-    `bytes_per_second` is the speed of the last seconds, in bytes from the origin.
+    `bytes_per_second` is the speed of the last seconds, in bytes from the origin. `nodes` take part.
     """
 
     objects: int = 0
@@ -60,6 +61,7 @@ class LoadProgress:
     left_objects: int = 0
     seconds: float = 0.0
     bytes_per_second: float = 0.0
+    nodes: int = 1
 
     @property
     def seconds_left(self) -> float | None:
@@ -70,16 +72,35 @@ class LoadProgress:
         return left / self.bytes_per_second if left else 0.0
 
 
+Spans = Sequence[tuple[int, int]]
+"""Byte ranges of an object, in order."""
+
+Share = Callable[[ObjectInfo], Spans]
+"""Gives what of an object is to be loaded here, in whole blocks; nothing of it where that is empty.
+
+An empty object has the span (0, 0). An object counts where its first byte is loaded.
+"""
+
+
+def everything(info: ObjectInfo) -> Spans:
+    """The `Share` of a node alone."""
+    return ((0, info.size),)
+
+
 def load(
     fs: ListingFileSystem,
     urls: str | Iterable[str],
     *,
     progress: Callable[[LoadProgress], None] | None = None,
     verify: bool = False,
+    share: Share = everything,
 ) -> LoadProgress:
-    """Bring everything that `urls` name into the cache of this node; returns when it is here. See `CacheManagement.load`."""
+    """Bring everything that `urls` name into the cache of this node; returns when it is here. See `CacheManagement.load`.
+
+    With `share`, only what it gives. `progress` may end the load by raising.
+    """
     chosen = [urls] if isinstance(urls, str) else list(urls)
-    return _Load(fs, chosen, verify=verify, progress=progress or (lambda _: None)).run()
+    return _Load(fs, chosen, verify=verify, progress=progress or (lambda _: None), share=share).run()
 
 
 class _Load:
@@ -92,12 +113,14 @@ class _Load:
         *,
         verify: bool,
         progress: Callable[[LoadProgress], None],
+        share: Share,
     ) -> None:
         self._fs = fs
         self._node = fs.node
         self._urls = urls
         self._verify = verify
         self._report = progress
+        self._share = share
         self._change = threading.Condition()
         self._objects: deque[ObjectInfo] = deque()
         self._pieces: deque[tuple[_Job, range]] = deque()
@@ -133,22 +156,10 @@ class _Load:
             state = self._progress()
             self._report(state)
         if isinstance(self._error, MillraceError):
-            raise _with_progress(self._error, state) from self._error
+            raise with_progress(self._error, state) from self._error
         if self._error is not None:
             raise self._error
-        if state.left_objects:
-            raise DiskFullError(
-                f"the cache is full: {state.done_objects} of {state.objects} objects, {_size(state.done_bytes)} of "
-                f"{_size(state.nbytes)}, are in it",
-                next_step="enlarge it with 'millrace resize', free something with 'millrace free', or load less",
-            )
-        if state.missing_objects:
-            raise ObjectNotFoundError(
-                f"{state.missing_objects} of {state.objects} objects have gone since they were listed, the first is "
-                f"{self._first_missing}; the others are in the cache",
-                next_step="load again what you need",
-            )
-        return state
+        return complete(state, first_missing=self._first_missing)
 
     def _finished(self) -> bool:
         """Wait a moment; whether nothing is left to do."""
@@ -177,9 +188,10 @@ class _Load:
                     self._change.wait_for(lambda: self._stopping or len(self._objects) < _LISTED_AHEAD)
                     if self._stopping:
                         return
-                    self._objects.append(info)
-                    self._add(objects=1, nbytes=info.size)
-                    self._change.notify()
+                    if spans := self._share(info):
+                        self._objects.append(info)
+                        self._add(objects=_counts(spans), nbytes=_nbytes(spans))
+                        self._change.notify()
             with self._change:
                 self._listed = True
         except Exception as error:  # noqa: BLE001 - as below
@@ -231,11 +243,14 @@ class _Load:
                 self._change.notify_all()  # the listing waits
             return partial(self._begin, self._objects.popleft())
 
-    def _begin(self, info: ObjectInfo, *, is_retry: bool = False) -> None:
-        job = _Job(Fill(self._node, self._fs._origin, info, verify=self._verify), is_retry=is_retry)
+    def _begin(self, info: ObjectInfo, spans: Spans | None = None, *, is_retry: bool = False) -> None:
+        spans = spans or self._share(info)
+        job = _Job(
+            Fill(self._node, self._fs._origin, info, verify=self._verify, spans=spans), spans=spans, is_retry=is_retry
+        )
         first, *others = job.fill.pieces or [range(0)]
         with self._change:
-            self._count(job, info.size - sum(map(job.fill.nbytes, job.fill.pieces)))
+            self._count(job, job.nbytes - sum(map(job.fill.nbytes, job.fill.pieces)))
             self._pieces.extend((job, piece) for piece in others)
             self._change.notify(len(others))
         self._fetch(job, first)
@@ -269,7 +284,10 @@ class _Load:
         info = job.fill.info
         if job.replaced is None:
             with self._change:
-                self._add(**{"done_objects" if job.done_bytes == info.size else "left_objects": 1})
+                if job.done_bytes == job.nbytes:
+                    self._add(done_objects=_counts(job.spans))
+                else:
+                    self._add(left_objects=1)
             return
         # Another version has come, or none is left: what was counted for the old one does not count.
         self._fs.invalidate_cache(info.key)
@@ -277,14 +295,16 @@ class _Load:
             now = None if job.is_retry else self._fs.describe(info.key)
         except ObjectNotFoundError:
             now = None
+        # As another version it may be another node's, who does not know of it: it is loaded where it was noticed.
+        spans = (self._share(now) or everything(now)) if now else ()
         with self._change:
-            self._add(nbytes=(now.size if now else 0) - info.size)
+            self._add(objects=_counts(spans) - _counts(job.spans) if now else 0, nbytes=_nbytes(spans) - job.nbytes)
             self._count(job, -job.done_bytes)
             if now is None:
                 self._add(missing_objects=1)
                 self._first_missing = self._first_missing or self._fs.unstrip_protocol(info.key)
         if now is not None:
-            self._begin(now, is_retry=True)
+            self._begin(now, spans, is_retry=True)
 
     def _fail(self, error: Exception) -> None:
         with self._change:
@@ -305,15 +325,43 @@ class _Load:
 class _Job:
     """An object under way. Its fields change under the lock of its load."""
 
-    def __init__(self, fill: Fill, *, is_retry: bool) -> None:
+    def __init__(self, fill: Fill, *, spans: Spans, is_retry: bool) -> None:
         self.fill = fill
+        self.spans = spans
+        self.nbytes = _nbytes(spans)
         self.is_retry = is_retry
         self.pieces_left = len(fill.pieces)
         self.done_bytes = 0
         self.replaced: MillraceError | None = None
 
 
-def _with_progress(error: MillraceError, state: LoadProgress) -> MillraceError:
+def _counts(spans: Spans) -> int:
+    """1 where an object with these spans is counted."""
+    return int(bool(spans) and spans[0][0] == 0)
+
+
+def _nbytes(spans: Spans) -> int:
+    return sum(stop - start for start, stop in spans)
+
+
+def complete(state: LoadProgress, *, first_missing: str) -> LoadProgress:
+    """The state of a load that has come to its end. Raises where not everything is in the cache."""
+    if state.left_objects:
+        raise DiskFullError(
+            f"the cache is full: {state.done_objects} of {state.objects} objects, {_size(state.done_bytes)} of "
+            f"{_size(state.nbytes)}, are in it",
+            next_step="enlarge it with 'millrace resize', free something with 'millrace free', or load less",
+        )
+    if state.missing_objects:
+        raise ObjectNotFoundError(
+            f"{state.missing_objects} of {state.objects} objects have gone since they were listed, the first is "
+            f"{first_missing}; the others are in the cache",
+            next_step="load again what you need",
+        )
+    return state
+
+
+def with_progress(error: MillraceError, state: LoadProgress) -> MillraceError:
     """The error that ended a load, saying what was achieved until then."""
     if not state.objects:
         return type(error)(error.message, next_step=error.next_step)

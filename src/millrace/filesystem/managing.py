@@ -1,17 +1,25 @@
-"""The half of the file system for whoever keeps a node's cache: fill it, see what is in it, and decide what stays."""
+"""The half of the file system for whoever keeps a node's cache: fill it, see what is in it, and decide what stays.
+
+What only loads and prefetches need is imported by them: Ray starts new workers in every epoch, and those that only read
+should not wait for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from millrace.cache import catalog
 from millrace.cache.catalog import CachedObject
 from millrace.cache.rules import Place
-from millrace.config import parse_amount, parse_seconds
+from millrace.config import CacheOptions, parse_amount, parse_seconds
 from millrace.errors import UsageError
 from millrace.filesystem.listing import ListingFileSystem
-from millrace.filesystem.loading import LoadProgress, load
-from millrace.filesystem.prefetching import Prefetch
+from millrace.origin import Readable
+
+if TYPE_CHECKING:
+    from millrace.filesystem.loading import LoadProgress
+    from millrace.filesystem.prefetching import Prefetch
 
 
 class CacheManagement(ListingFileSystem):
@@ -21,10 +29,20 @@ class CacheManagement(ListingFileSystem):
     says so also a pattern. Raises `StorageError` when there is no cache directory that can be used.
     """
 
+    _options: CacheOptions
+
     @property
     def origin_identity(self) -> str:
         """Names the storage behind, as `CachedObject.origin` does."""
         return self._origin.identity
+
+    def as_origin(self) -> Readable:
+        """The cache as something to read from, for `CheckpointReader(url, origin=...)`: on many nodes that restore one
+        checkpoint, each byte of it comes from the storage once. Keys are as in the storage: `bucket/path`.
+        """
+        from millrace.filesystem.cached_origin import CachedOrigin
+
+        return CachedOrigin(self)
 
     def load(
         self,
@@ -33,7 +51,11 @@ class CacheManagement(ListingFileSystem):
         progress: Callable[[LoadProgress], None] | None = None,
         verify: bool = False,
     ) -> LoadProgress:
-        """Bring everything that `urls` name (objects, prefixes, patterns) into this node's cache; returns when it is here.
+        """Bring everything that `urls` name (objects, prefixes, patterns) into the cache; returns when it is here.
+
+        In a cluster each node loads its share, with its own access to the origin, and the progress is the sum over them; a
+        node alone loads everything, and so does this machine where the cluster has no node. In a Ray job, nodes are started
+        on all Ray nodes first.
 
         What is here already is not fetched again, so a load that was broken off, by whatever, goes on where it was when it
         is called again. `verify` checks every cached byte, read from the disk, against its checksum, and fetches bad blocks
@@ -41,8 +63,16 @@ class CacheManagement(ListingFileSystem):
 
         Up to 32 requests at a time, in up to 256 MiB of memory. Raises `ObjectNotFoundError` (before anything is fetched,
         when a URL names nothing), `DeniedError`, `OriginUnavailableError`, and `DiskFullError` when not everything fits. A
-        `KeyboardInterrupt` ends it; requests under way come to their end in the background.
+        `KeyboardInterrupt` ends it, on all nodes; requests under way come to their end in the background.
         """
+        if self._options.members != "none":
+            from millrace.filesystem.cluster_loading import load_on_own_cluster
+
+            done = load_on_own_cluster(self, self._options, urls, progress=progress, verify=verify)
+            if done is not None:
+                return done
+        from millrace.filesystem.loading import load
+
         return load(self, urls, progress=progress, verify=verify)
 
     def prefetch(
@@ -54,6 +84,8 @@ class CacheManagement(ListingFileSystem):
         on_error: Callable[[str, Exception], None] | None = None,
     ) -> Prefetch:
         """Fetch ahead of a reader who will open `paths` in this order, at most `window` bytes. See `Prefetch`."""
+        from millrace.filesystem.prefetching import Prefetch
+
         return Prefetch(self, paths, window=window, follow_opens=follow_opens, on_error=on_error)
 
     def cached(self, prefix: str | None = None) -> Iterator[CachedObject]:

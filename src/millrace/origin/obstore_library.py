@@ -33,16 +33,21 @@ def obstore_library() -> Any:
             if _loaded_in != os.getpid():
                 if _loaded_in is not None:
                     _load_second_image()
+                _import()
+                # Not before: a thread that finds the package half imported would use it so.
                 _loaded_in = os.getpid()
-    return _import()
+    return sys.modules["obstore"]  # the child's package is another one than the parent's
 
 
-def _import() -> Any:
-    # Through sys.modules, since the child's package is another one than the parent's.
+def start_workers() -> None:
+    """Start the package's threads, if there are none yet: they serve all of the process, with this thread's priority."""
+    library = obstore_library()
+    library.put(library.store.MemoryStore(), "nothing", b"")
+
+
+def _import() -> None:
     for name in ("obstore.store", "obstore.exceptions"):
-        if name not in sys.modules:
-            importlib.import_module(name)
-    return sys.modules["obstore"]
+        importlib.import_module(name)
 
 
 class _SecondImage:
@@ -80,7 +85,11 @@ def _load_second_image() -> None:
 
 
 def _remember_path() -> str | None:
-    spec = importlib.util.find_spec(_EXTENSION)
+    package = importlib.util.find_spec(_EXTENSION.partition(".")[0])
+    if package is None:
+        return None
+    # Not by its full name: that would load the package, which a process that finds everything cached never uses.
+    spec = importlib.machinery.PathFinder.find_spec(_EXTENSION, package.submodule_search_locations)
     return spec.origin if spec is not None else None
 
 

@@ -1,0 +1,111 @@
+"""Where a path on a pyarrow file system is, in the terms of everything else here: a URL and `target_options`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pyarrow.fs import FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem, SubTreeFileSystem
+
+from millrace.errors import UsageError
+from millrace.filesystem import MillraceFileSystem
+from millrace.origin import SCHEMES
+
+# Of pyarrow's S3FileSystem: credentials that it gets for itself, by asking another service with these.
+_ASSUMED_ROLE = ("role_arn", "external_id")
+# What fsspec and s3fs remember beside the address and the credentials.
+_TUNING = frozenset(
+    {
+        "asynchronous",
+        "cache_regions",
+        "default_block_size",
+        "default_cache_type",
+        "default_fill_cache",
+        "listings_expiry_time",
+        "loop",
+        "max_concurrency",
+        "max_paths",
+        "skip_instance_cache",
+        "use_listings_cache",
+        "version_aware",
+    }
+)
+
+
+def location_of(
+    filesystem: FileSystem, path: str, target_options: Mapping[str, Any] | None = None
+) -> tuple[str, dict[str, Any]]:
+    """The URL or local path, and the options for it (with the secrets), of a `path` on a pyarrow file system.
+
+    Knows Millrace's own, pyarrow's for local files and S3, s3fs and fsspec's local one, and parts of these
+    (`SubTreeFileSystem`). Given `target_options` take the place of the file system's own. Raises `UsageError` for others.
+    """
+    url, found = _located(filesystem, path)
+    return url, dict(found() if target_options is None else target_options)
+
+
+def millrace_of(filesystem: object) -> MillraceFileSystem | None:
+    """Millrace's file system in what pyarrow or Ray were given; None where it is another."""
+    if isinstance(filesystem, PyFileSystem) and not isinstance(filesystem, MillraceFileSystem):
+        handler = filesystem.handler
+        filesystem = handler.fs if isinstance(handler, FSSpecHandler) else None
+    return filesystem if isinstance(filesystem, MillraceFileSystem) else None
+
+
+def _located(filesystem: FileSystem, path: str) -> tuple[str, Callable[[], dict[str, Any]]]:
+    while isinstance(filesystem, SubTreeFileSystem):
+        filesystem, path = filesystem.base_fs, f"{filesystem.base_path.rstrip('/')}/{path.lstrip('/')}"
+    if isinstance(filesystem, PyFileSystem) and not isinstance(filesystem, MillraceFileSystem):
+        handler = filesystem.handler
+        inner = handler.fs if isinstance(handler, FSSpecHandler) else None
+        if not isinstance(inner, MillraceFileSystem):
+            return _of_fsspec(inner, path)
+        filesystem = inner
+    if isinstance(filesystem, MillraceFileSystem):
+        return filesystem.unstrip_protocol(path), lambda: filesystem.target_options
+    if isinstance(filesystem, LocalFileSystem):
+        return path, dict
+    if filesystem.type_name == "s3":
+        return f"s3://{path.strip('/')}", lambda: _s3_options(filesystem)
+    raise _unknown(filesystem.type_name)
+
+
+def _s3_options(filesystem: FileSystem) -> dict[str, Any]:
+    # Nothing but its pickle has the settings.
+    (settings,) = filesystem.__reduce__()[1]
+    if any(settings.get(name) for name in _ASSUMED_ROLE):
+        raise UsageError(
+            "the S3 file system assumes a role, which Millrace cannot do from the role's name",
+            next_step="give target_options= with a 'profile' that assumes it",
+        )
+    options = {
+        "key": settings.get("access_key"),
+        "secret": settings.get("secret_key"),
+        "token": settings.get("session_token"),
+        "anon": settings.get("anonymous"),
+        "region": settings.get("region"),
+    }
+    if settings.get("endpoint_override"):
+        options["endpoint_url"] = f"{settings.get('scheme') or 'https'}://{settings['endpoint_override']}"
+    return {name: value for name, value in options.items() if value}
+
+
+def _of_fsspec(filesystem: Any, path: str) -> tuple[str, Callable[[], dict[str, Any]]]:
+    protocols = getattr(filesystem, "protocol", ())
+    for protocol in (protocols,) if isinstance(protocols, str) else protocols:
+        if SCHEMES.get(protocol) == "file":
+            return path, dict
+        if SCHEMES.get(protocol) == "s3":
+            return f"s3://{path.strip('/')}", lambda: _s3fs_options(filesystem)
+    raise _unknown(type(filesystem).__name__)
+
+
+def _s3fs_options(filesystem: Any) -> dict[str, Any]:
+    return {name: value for name, value in filesystem.storage_options.items() if name not in _TUNING}
+
+
+def _unknown(what: str) -> UsageError:
+    return UsageError(
+        f"nobody knows the URL behind a file system of the kind {what!r}",
+        next_step="use storage_path='s3://...', or storage_filesystem=millrace.filesystem(...)",
+    )
