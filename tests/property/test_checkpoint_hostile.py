@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
-from millrace.checkpoint.fetching import ChunkFetcher, Request
-from millrace.checkpoint.format import decode_manifest
-from millrace.checkpoint.planes import MAX_CHUNK_BYTES, Kind, PlaneCodec, checksum
-from millrace.checkpoint.slices import Runs
-from millrace.checkpoint.storage import LocalStorage
-from millrace.checkpoint.tensors import metadata_of
+from millrace.checkpoint.codec.planes import MAX_CHUNK_BYTES, Kind, PlaneCodec, checksum
+from millrace.checkpoint.format.manifest import decode_manifest
+from millrace.checkpoint.format.slices import Runs
+from millrace.checkpoint.places.fetching import ChunkFetcher, Request
+from millrace.checkpoint.places.storage import LocalStorage
+from millrace.checkpoint.state.tensors import metadata_of
 from millrace.errors import CorruptCheckpointError, MillraceError
 
 pytestmark = [

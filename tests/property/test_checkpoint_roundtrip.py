@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
-from millrace.checkpoint import format as format_module
-from millrace.checkpoint.planes import Kind, PlaneCodec
+from millrace.checkpoint.codec.planes import Kind, PlaneCodec
+from millrace.checkpoint.format import manifest as format_module
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 

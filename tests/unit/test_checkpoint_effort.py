@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from millrace.checkpoint.effort import Adaptive, Steady, schedule_for, typed_share
-from millrace.checkpoint.planes import Effort
+from millrace.checkpoint.codec.effort import Adaptive, Steady, schedule_for, typed_share
+from millrace.checkpoint.codec.planes import Effort
 from millrace.errors import ConfigurationError
 
 MB, GB = 10**6, 10**9

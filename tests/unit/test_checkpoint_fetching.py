@@ -7,13 +7,13 @@ import pathlib
 import numpy as np
 import pytest
 
-from millrace.checkpoint.fetching import ChunkFetcher, Request
-from millrace.checkpoint.format import DataFile, Manifest, Shard, TensorEntry, decode_manifest, encode_manifest
-from millrace.checkpoint.manifests import read_manifest
-from millrace.checkpoint.planes import Kind, PlaneCodec, checksum
-from millrace.checkpoint.slices import box_runs
-from millrace.checkpoint.storage import LocalStorage, open_storage
-from millrace.checkpoint.tables import NO_BASE, chunk_table, item_table
+from millrace.checkpoint.codec.planes import Kind, PlaneCodec, checksum
+from millrace.checkpoint.format.manifest import DataFile, Manifest, Shard, TensorEntry, decode_manifest, encode_manifest
+from millrace.checkpoint.format.slices import box_runs
+from millrace.checkpoint.format.tables import NO_BASE, chunk_table, item_table
+from millrace.checkpoint.places.fetching import ChunkFetcher, Request
+from millrace.checkpoint.places.manifests import read_manifest
+from millrace.checkpoint.places.storage import LocalStorage, open_storage
 from millrace.errors import CorruptCheckpointError
 
 FIXTURE = pathlib.Path(__file__).parent.parent / "fixtures" / "checkpoint-v1"

@@ -14,8 +14,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.checkpoint import format as fmt
-from millrace.checkpoint.format import (
+from millrace.checkpoint.codec.planes import Kind, checksum
+from millrace.checkpoint.format import manifest as fmt
+from millrace.checkpoint.format.manifest import (
     DataFile,
     Manifest,
     Properties,
@@ -24,9 +25,8 @@ from millrace.checkpoint.format import (
     decode_manifest,
     encode_manifest,
 )
-from millrace.checkpoint.planes import Kind, checksum
-from millrace.checkpoint.tables import NO_BASE, chunk_table, item_table
-from millrace.checkpoint.values import pack_value, unpack_value
+from millrace.checkpoint.format.tables import NO_BASE, chunk_table, item_table
+from millrace.checkpoint.format.values import pack_value, unpack_value
 from millrace.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedObjectError
 
 FP32, OPAQUE = Kind(4, True).code, 0

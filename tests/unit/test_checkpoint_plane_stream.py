@@ -10,8 +10,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from millrace.checkpoint.plane_stream import BLOCK_BYTES, PlaneStreamReader, PlaneStreamWriter
-from millrace.checkpoint.planes import checksum
+from millrace.checkpoint.codec.plane_stream import BLOCK_BYTES, PlaneStreamReader, PlaneStreamWriter
+from millrace.checkpoint.codec.planes import checksum
 from millrace.errors import CorruptCheckpointError, UsageError
 
 

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 import zstandard
 
-from millrace.checkpoint.planes import CHUNK_BYTES, MAX_CHUNK_BYTES, OPAQUE, Effort, Kind, Mode, PlaneCodec, checksum
+from millrace.checkpoint.codec.planes import (
+    CHUNK_BYTES,
+    MAX_CHUNK_BYTES,
+    OPAQUE,
+    Effort,
+    Kind,
+    Mode,
+    PlaneCodec,
+    checksum,
+)
 from millrace.errors import CorruptCheckpointError
 
 KINDS = [Kind(width, is_float) for width in (1, 2, 4, 8) for is_float in (False, True)]
@@ -130,11 +139,41 @@ def test_only_plain_floats_are_turned_further(turn):
         chunk[0] |= turn << 6
         with pytest.raises(CorruptCheckpointError, match="kind"):
             decoded(bytes(chunk), kind, 64)
+    # Of a delta of floats the first of these bits says that it is grouped.
     base = np.zeros(64, np.uint8)
-    chunk = bytearray(stored(base, BF16, base))
-    chunk[0] |= turn << 6
-    with pytest.raises(CorruptCheckpointError, match="kind"):
-        decoded(bytes(chunk), BF16, 64, base)
+    for kind in (OPAQUE, Kind(1, True), Kind(4, False)) if turn == 1 else (BF16, FP32, OPAQUE):
+        chunk = bytearray(stored(base, kind, base))
+        chunk[0] |= turn << 6
+        with pytest.raises(CorruptCheckpointError, match="kind"):
+            decoded(bytes(chunk), kind, 64, base)
+
+
+@pytest.mark.parametrize("kind", [BF16, FP32, Kind(8, True)], ids=str)
+def test_the_greatest_effort_groups_differences_by_exponent(kind):
+    values = {2: bf16, 4: np.array, 8: lambda some: some.astype(np.float64)}[kind.width]
+    base = weights(CHUNK_BYTES // kind.width)
+    step = np.random.default_rng(5).standard_normal(base.size).astype(np.float32) * np.float32(1e-4)
+    old, new = (np.ascontiguousarray(values(some)).view(np.uint8) for some in (base, base + step))
+    typed, most = stored(new, kind, old), stored(new, kind, old, effort=Effort.MAX)
+    assert (typed[0] >> 6, most[0] >> 6) == (0, 1)
+    assert len(most) < {2: 0.9, 4: 0.99, 8: 1.0}[kind.width] * len(typed)
+    for nbytes in (new.size, 8 * 999):
+        chunk = stored(new[:nbytes], kind, old[:nbytes], effort=Effort.MAX)
+        assert np.array_equal(decoded(chunk, kind, nbytes, old[:nbytes]), new[:nbytes])
+    # What has changed in few places is better left where it is.
+    new = np.where(np.arange(old.size) < 9999, new, old)
+    assert stored(new, kind, old, effort=Effort.MAX)[0] >> 6 == 0
+
+
+def test_grouped_differences_lie_as_documented():
+    base = np.array([3.0, -0.5, 4.0, 0.5], dtype=np.float32)
+    raw = base.view(np.int32) + np.arange(1, 5, dtype=np.int32)
+    head = bytes([FP32.code | 32 | 64, *[Mode.RAW] * 4]) + struct.pack("<4I", 4, 4, 4, 4)
+    # In the order of the exponents: -0.5 and 0.5, then 3, then 4. A negative float that grows in bits becomes less.
+    codes = np.array([3, 8, 2, 6], dtype="<u4")
+    planes = codes.view(np.uint8).reshape(4, 4).T.tobytes()
+    out = decoded(head + planes, FP32, 16, base.view(np.uint8))
+    assert out.view(np.int32).tolist() == raw.tolist()
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
@@ -274,7 +313,7 @@ def test_checksum_is_xxh3():
 
 def test_codec_and_format_load_without_torch():
     program = (
-        "import sys, millrace.checkpoint.planes, millrace.checkpoint.format, millrace.checkpoint as c;"
+        "import sys, millrace.checkpoint.codec.planes, millrace.checkpoint.format.manifest, millrace.checkpoint as c;"
         "c.describe; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from millrace.checkpoint import CheckpointLoadPlanner, CheckpointSavePlanner
-from millrace.checkpoint.flattening import flatten
-from millrace.checkpoint.plans import check_cover, deduplicate, join
+from millrace.checkpoint.state.flattening import flatten
+from millrace.checkpoint.writing.plans import check_cover, deduplicate, join
 from millrace.errors import MissingKeyError, StateMismatchError, UsageError
 
 TENSOR = torch.arange(3)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.checkpoint.slices import ReadRange, box_runs, coalesce, scatter_chunk
+from millrace.checkpoint.format.slices import ReadRange, box_runs, coalesce, scatter_chunk
 
 
 @st.composite

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import threading
 
 import pytest
 
-from millrace.checkpoint.layout import PACK_BELOW_BYTES, Packer
-from millrace.checkpoint.pipeline import run_in_order
-from millrace.checkpoint.planes import CHUNK_BYTES, OPAQUE, Kind
-from millrace.checkpoint.storage import LocalStorage, ObjectStorage, open_storage
+from millrace.checkpoint.codec.planes import CHUNK_BYTES, OPAQUE, Kind
+from millrace.checkpoint.format.layout import PACK_BELOW_BYTES, Packer
+from millrace.checkpoint.host.pipeline import run_in_order
+from millrace.checkpoint.places import storage as storage_module
+from millrace.checkpoint.places.storage import LocalStorage, ObjectStorage, open_storage
 from millrace.errors import (
     ConfigurationError,
     DeniedError,
@@ -208,3 +210,33 @@ def test_an_error_ends_the_work():
     with pytest.raises(KeyError):
         seen.extend(run_in_order(range(1000), work, threads=2))
     assert seen == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_file_system_without_hard_links_has_one_winner_too(tmp_path, monkeypatch, number):
+    def no_links(source, target):
+        raise OSError(number, "no links here")
+
+    monkeypatch.setattr(os, "link", no_links)
+    storage = LocalStorage(str(tmp_path))
+    storage.publish("manifest", b"one", replace=False)
+    with pytest.raises(ObjectExistsError):
+        storage.publish("manifest", b"two", replace=False)
+    assert (tmp_path / "manifest").read_bytes() == b"one"
+    assert os.listdir(tmp_path) == ["manifest"]
+    with pytest.raises(StorageError):
+        LocalStorage(str(tmp_path)).publish("x" * 250, b"", replace=False)
+
+
+def test_the_names_of_new_directories_are_forced_to_the_disk(tmp_path, monkeypatch):
+    synced = []
+    sync_directory = storage_module._sync_directory
+    monkeypatch.setattr(storage_module, "_sync_directory", lambda path: (synced.append(path), sync_directory(path)))
+    place = tmp_path / "run" / "step-1"
+    LocalStorage(str(place), sync=False).prepare()
+    assert synced == []
+    LocalStorage(str(tmp_path / "other" / "step-1")).prepare()
+    assert set(synced) == {str(tmp_path), str(tmp_path / "other")}
+    synced.clear()
+    LocalStorage(str(tmp_path / "other" / "step-1")).prepare()
+    assert synced == []

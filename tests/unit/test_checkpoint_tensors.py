@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.checkpoint.tensors import dense, flat_bytes, part_of_bytes
+from millrace.checkpoint.state.tensors import dense, flat_bytes, part_of_bytes
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.complex64, torch.complex128, torch.float8_e4m3fn)
 BASE = torch.randint(0, 256, (8192,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

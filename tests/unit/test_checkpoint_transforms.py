@@ -9,11 +9,11 @@ import pytest
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from millrace.checkpoint.format import DataFile, Manifest, decode_manifest, encode_manifest
-from millrace.checkpoint.packing import RankData, StoredItem
-from millrace.checkpoint.tables import NO_BASE, chunk_table, item_table
-from millrace.checkpoint.transforms import Transforms, transforms_for
-from millrace.checkpoint.writer import build_manifest
+from millrace.checkpoint.format.manifest import DataFile, Manifest, decode_manifest, encode_manifest
+from millrace.checkpoint.format.tables import NO_BASE, chunk_table, item_table
+from millrace.checkpoint.format.transforms import Transforms, transforms_for
+from millrace.checkpoint.writing.packing import RankData, StoredItem
+from millrace.checkpoint.writing.writer import build_manifest
 from millrace.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
 
 

@@ -1,0 +1,1 @@
+"""Bytes of tensors made smaller and back, bit for bit, and how hard to try."""

@@ -1,0 +1,89 @@
+"""The arithmetic of delta chunks: differences of values as small numbers. Pure.
+
+Values are read as integers that order like them. Of a float's bits `u` that is `~u` where the sign bit is set, else `u` with
+the sign bit set; differences do not change when both sides are less by a constant, so here the top bit is left alone and
+the others are inverted in negative numbers. The zig-zag of a difference `d` is `2 d` or `-2 d - 1`: small for either sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+# Scratch by name, element type and number of elements.
+Scratch = Callable[[str, Any, int], Array]
+
+SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+# What the operations work on at a time: it stays in the second-level cache, and calls are few.
+_BLOCK_BYTES = 256 << 10
+_SAMPLE = 4096
+
+
+def difference(words: Array, base: Array, is_float: bool, out: Array, scratch: Scratch) -> None:
+    """Put the zig-zag of `words - base`, modulo the width, into `out`. All are of one unsigned type and length."""
+    signed, last = SIGNED[words.itemsize], 8 * words.itemsize - 1
+    step = _BLOCK_BYTES // words.itemsize
+    for start in range(0, words.size, step):
+        coded = out[start : start + step]
+        other = scratch("difference", words.dtype, coded.size)
+        if is_float:
+            _order(words[start : start + step], coded)
+            _order(base[start : start + step], other)
+            np.subtract(coded, other, out=coded)
+        else:
+            np.subtract(words[start : start + step], base[start : start + step], out=coded)
+        np.right_shift(coded.view(signed), last, out=other.view(signed))
+        np.add(coded, coded, out=coded)
+        np.bitwise_xor(coded, other, out=coded)
+
+
+def apply_difference(coded: Array, base: Array, is_float: bool, scratch: Scratch) -> None:
+    """The inverse: turn what `difference` made into `words`, in place."""
+    one, step = coded.dtype.type(1), _BLOCK_BYTES // coded.itemsize
+    for start in range(0, coded.size, step):
+        words = coded[start : start + step]
+        other = scratch("difference", coded.dtype, words.size)
+        np.bitwise_and(words, one, out=other)
+        np.negative(other, out=other)
+        np.right_shift(words, 1, out=words)
+        np.bitwise_xor(words, other, out=words)
+        if is_float:
+            _order(base[start : start + step], other)
+            np.add(words, other, out=words)
+            # Ordering is its own inverse.
+            _mask(words, other)
+            np.bitwise_xor(words, other, out=words)
+        else:
+            np.add(words, base[start : start + step], out=words)
+
+
+def by_exponent(base: Array) -> Array:
+    """The order in which grouped differences lie: of the eight bits below the sign of the base's floats, then their own.
+
+    A step of the same size is many units in the last place of a small value and few of a large one, so differences to bases
+    of one exponent are alike; each block that zstd codes then has a table of its own for few exponents.
+    """
+    exponents = np.right_shift(base, 8 * base.itemsize - 9).astype(np.uint8)
+    order: Array = np.argsort(exponents, kind="stable")
+    return order
+
+
+def worth_grouping(coded: Array) -> bool:
+    """Whether so many values have changed that differences are better grouped: those of a few rows lie better together."""
+    some = coded[:: max(1, coded.size // _SAMPLE)]
+    return 4 * int(np.count_nonzero(some)) > some.size
+
+
+def _order(words: Array, out: Array) -> None:
+    _mask(words, out)
+    np.bitwise_xor(out, words, out=out)
+
+
+def _mask(words: Array, out: Array) -> None:
+    """All bits but the top one where that is set, else none."""
+    signed = SIGNED[words.itemsize]
+    np.right_shift(words.view(signed), 8 * words.itemsize - 1, out=out.view(signed))
+    np.right_shift(out, 1, out=out)

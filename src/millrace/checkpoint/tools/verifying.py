@@ -1,0 +1,374 @@
+"""Reads and checks every stored byte of a checkpoint, and says what is wrong and which tensors it touches. No torch.
+
+Each stored chunk is read once, also where others are deltas to it: chunks that hang together are checked together. The
+check does not end at the first problem. Torch's own checkpoints have no checksums and cannot be checked so.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from typing_extensions import Buffer
+
+from millrace.checkpoint.codec.planes import Kind, PlaneCodec, as_bytes, checksum
+from millrace.checkpoint.format.chains import MAX_BASES
+from millrace.checkpoint.format.inventory import item_keys, item_spans
+from millrace.checkpoint.format.manifest import MANIFEST_NAME, MAX_CHUNK_OVERHEAD_BYTES, Manifest
+from millrace.checkpoint.format.slices import ReadRange, coalesce
+from millrace.checkpoint.format.tables import NO_BASE, Table
+from millrace.checkpoint.format.transforms import Transforms, transforms_for
+from millrace.checkpoint.host.pipeline import default_threads, run_in_order
+from millrace.checkpoint.places.manifests import manifest_name, read_newest, read_stock_metadata
+from millrace.checkpoint.places.storage import CheckpointStorage, StoredFile, open_storage
+from millrace.checkpoint.tools.progress import WorkProgress
+from millrace.errors import (
+    ChangedError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    DamagedError,
+    MissingError,
+    StorageError,
+    UnsupportedFormatError,
+    UsageError,
+)
+
+_BATCH_BYTES = 8 << 20
+# Chains lie in several files, and from each of them a group should take a range that is worth a round trip.
+_CHAINS_BATCH_BYTES = 32 << 20
+_GAP_BYTES = 256 << 10
+# Beyond this the chunks of a chain are read one by one, some of them again: no writer makes such a chain.
+_CHAIN_BYTES = 128 << 20
+_RANK_MANIFEST = re.compile(rf"rank-(\d+)\.{re.escape(MANIFEST_NAME)}", re.ASCII)
+# What a storage raises for bytes that are not there as they should be; that it does not answer is another matter.
+_BAD = (MissingError, ChangedError, StorageError, DamagedError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """Something that is not as it was written: a chunk (its row in the manifest's table), or a whole file.
+
+    `keys` are the tensors and objects that cannot be read for it, those included whose chunks are deltas to this one.
+    """
+
+    file: str
+    chunk: int | None
+    problem: str
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What was checked: `chunks` of `stored_bytes` in `files`, in `seconds`.
+
+    `decoded` is False where the chunks went through extensions that are not known here (encryption): then only what is
+    stored was checked against its checksums, not what it decodes to.
+    """
+
+    url: str
+    files: int
+    chunks: int
+    stored_bytes: int
+    damages: tuple[Damage, ...]
+    decoded: bool
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.damages
+
+    @property
+    def damaged_keys(self) -> tuple[str, ...]:
+        """Every tensor and object that cannot be read, once."""
+        return tuple(dict.fromkeys(key for damage in self.damages for key in damage.keys))
+
+
+def verify_checkpoint(
+    url: str,
+    target_options: Mapping[str, Any] | None = None,
+    *,
+    threads: int | None = None,
+    progress: Callable[[WorkProgress], None] | None = None,
+    extension_registry: Any = None,
+) -> VerifyReport:
+    """Read and check all of the checkpoint at `url`, which must be one of ours.
+
+    `progress` is called in this thread now and then. Memory: 10 MiB a thread, 40 MiB with deltas. What is wrong is in
+    the report, a damaged manifest included. Raises `CheckpointNotFoundError`, `UnsupportedFormatError`, `UsageError` for a
+    checkpoint of torch's own writer, and what a storage raises that refuses (`DeniedError`) or does not answer
+    (`RetryableError`).
+    """
+    if threads is not None and threads < 1:
+        raise ConfigurationError(f"threads={threads}", next_step="give a positive number")
+    began = time.monotonic()
+    storage = open_storage(url, target_options)
+    manifests, damages = _manifests(storage)
+    checks = [_Check(storage, manifest, threads or default_threads(), extension_registry) for manifest in manifests]
+    total = sum(check.total_bytes for check in checks)
+    done = 0
+    for check in checks:
+        for nbytes in check.run():
+            done += nbytes
+            if progress is not None:
+                found = len(damages) + sum(len(each.problems) for each in checks)
+                progress(WorkProgress(done_bytes=done, total_bytes=total, problems=found))
+        damages += check.damages()
+    return VerifyReport(
+        url=storage.url,
+        files=sum(len(manifest.files) for manifest in manifests),
+        chunks=sum(len(manifest.chunks) for manifest in manifests),
+        stored_bytes=sum(check.done_bytes for check in checks),
+        damages=tuple(damages),
+        decoded=all(check.decodes for check in checks),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _manifests(storage: CheckpointStorage) -> tuple[list[Manifest], list[Damage]]:
+    """The checkpoint's manifest, or those of all ranks of a save without collectives, and which of them are damaged."""
+    found: list[Manifest] = []
+    damages: list[Damage] = []
+
+    def read(rank: int | None) -> None:
+        try:
+            found.append(read_newest(storage, rank).manifest)
+        except CorruptCheckpointError as error:
+            damages.append(Damage(file=manifest_name(rank), chunk=None, problem=error.message, keys=()))
+
+    try:
+        read(None)
+    except CheckpointNotFoundError:
+        if read_stock_metadata(storage) is not None:
+            raise UsageError(
+                f"torch's own writer saved {storage.url}, without checksums to check",
+                next_step="save with CheckpointWriter, or load it to see that it can be read",
+            ) from None
+        ranks = sorted(int(match[1]) for name in storage.names() if (match := _RANK_MANIFEST.fullmatch(name)))
+        if not ranks:
+            raise
+        for rank in ranks:
+            read(rank)
+    return found, damages
+
+
+# --- what is checked together (pure) ----------------------------------------------------------------------
+
+
+def batches(chunks: Table, limit_bytes: int = _BATCH_BYTES) -> Iterator[np.ndarray[Any, Any]]:
+    """Rows of a chunk table in groups of about `limit_bytes` stored bytes, in order of their places.
+
+    A chunk and all that are deltas to it, directly or not, are in one group, bases first.
+    """
+    count = len(chunks)
+    if not count:
+        return
+    rows = np.arange(count)
+    root = np.where(chunks["base"] == NO_BASE, rows, chunks["base"].astype(np.int64))
+    while (further := root[root]).tolist() != root.tolist():
+        root = further
+    order = np.lexsort((rows, root, chunks["offset"][root], chunks["file"][root]))
+    starts = np.flatnonzero(np.concatenate([[True], np.diff(root[order]) != 0]))
+    sizes = np.add.reduceat(chunks["stored_bytes"][order].astype(np.int64), starts)
+    begin, held = 0, 0
+    for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+        if held and held + size > limit_bytes:
+            yield order[begin:start]
+            begin, held = start, 0
+        held += size
+    yield order[begin:]
+
+
+# --- one manifest -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Local(threading.local):
+    codec: PlaneCodec = field(default_factory=PlaneCodec)
+
+
+class _Check:
+    """Checks everything that one manifest names. `problems` maps a row to what is wrong with it."""
+
+    def __init__(self, storage: CheckpointStorage, manifest: Manifest, threads: int, registry: Any) -> None:
+        self._storage, self._manifest, self._threads = storage, manifest, threads
+        self._transforms = _transforms(manifest.transforms, registry)
+        self.decodes = self._transforms is not None
+        self._files: dict[int, StoredFile] = {}
+        self._local = _Local()
+        self._file_problems: dict[int, str] = {}
+        self.problems: dict[int, str] = {}
+        self.total_bytes = int(manifest.chunks["stored_bytes"].sum())
+        self.done_bytes = 0
+
+    def run(self) -> Iterator[int]:
+        """Check everything; gives the bytes of each part that is done."""
+        for number, (file, problem) in enumerate(run_in_order(self._manifest.files, self._find, self._threads)):
+            if file is not None:
+                self._files[number] = file
+            else:
+                self._file_problems[number] = problem
+        chains = bool((self._manifest.chunks["base"] != NO_BASE).any())
+        groups = batches(self._manifest.chunks, _CHAINS_BATCH_BYTES if chains else _BATCH_BYTES)
+        for rows, found in run_in_order(groups, self._check, self._threads):
+            self.problems.update(found)
+            nbytes = int(self._manifest.chunks["stored_bytes"][rows].sum())
+            self.done_bytes += nbytes
+            yield nbytes
+
+    def damages(self) -> list[Damage]:
+        """What is wrong, and what cannot be read for it."""
+        names = [file.name for file in self._manifest.files]
+        column = self._manifest.chunks["file"]
+        found = [
+            Damage(file=names[number], chunk=None, problem=problem, keys=self._keys(np.flatnonzero(column == number)))
+            for number, problem in sorted(self._file_problems.items())
+        ]
+        return found + [
+            Damage(file=names[int(column[row])], chunk=row, problem=problem, keys=self._keys(np.array([row])))
+            for row, problem in sorted(self.problems.items())
+        ]
+
+    def _find(self, listed: Any) -> tuple[StoredFile | None, str]:
+        try:
+            file = self._storage.stat(listed.name)
+        except MissingError:
+            return None, "is missing"
+        except StorageError as error:
+            return None, error.message
+        if file.size != listed.size:
+            return None, f"has {file.size} bytes instead of {listed.size}"
+        return file, ""
+
+    def _check(self, rows: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], dict[int, str]]:
+        """Check the chunks of `rows`, of which the bases come first."""
+        found: dict[int, str] = {}
+        chunks = self._manifest.chunks
+        wanted = rows[[int(number) in self._files for number in chunks["file"][rows]]]
+        if int(chunks["stored_bytes"][rows].sum()) > _CHAIN_BYTES and (chunks["base"][rows] != NO_BASE).any():
+            for row in wanted.tolist():
+                self._check_alone(row, found)
+            return rows, found
+        stored = self._read(wanted, found)
+        # What later rows are deltas to is kept until the last of them is done.
+        needed = Counter(chunks["base"][rows].tolist())
+        decoded: dict[int, np.ndarray[Any, Any]] = {}
+        depths: dict[int, int] = {}
+        for row in rows.tolist():
+            base = int(chunks["base"][row])
+            depths[row] = depths.get(base, -1) + 1
+            if depths[row] > MAX_BASES:
+                found.setdefault(row, f"ends a chain of more than {MAX_BASES} deltas")
+            if row in stored:
+                raw = self._decode(row, stored.pop(row), decoded.get(base), found)
+                if raw is not None and needed[row]:
+                    decoded[row] = raw
+            needed[base] -= 1
+            if not needed[base]:
+                decoded.pop(base, None)
+        return rows, found
+
+    def _check_alone(self, row: int, found: dict[int, str]) -> None:
+        """The same for one chunk, with those below it."""
+        chain = [row]
+        while (base := int(self._manifest.chunks["base"][chain[-1]])) != NO_BASE:
+            chain.append(base)
+        raw: np.ndarray[Any, Any] | None = None
+        for member in reversed(chain):
+            if int(self._manifest.chunks["file"][member]) not in self._files:
+                raw = None
+                continue
+            problems: dict[int, str] = {}
+            stored = self._read(np.array([member]), problems)
+            raw = self._decode(member, stored[member], raw, problems) if member in stored else None
+            if member == row:
+                found.update(problems)
+
+    def _read(self, rows: np.ndarray[Any, Any], found: dict[int, str]) -> dict[int, memoryview]:
+        """The stored bytes of chunks, of which those that cannot be read are found bad one by one."""
+        chunks = self._manifest.chunks
+        ranges = coalesce(
+            rows,
+            chunks["file"][rows],
+            chunks["offset"][rows],
+            chunks["stored_bytes"][rows],
+            gap_bytes=_GAP_BYTES,
+            limit_bytes=_BATCH_BYTES,
+        )
+        stored: dict[int, memoryview] = {}
+        while ranges:
+            wanted = ranges.pop()
+            try:
+                data = as_bytes(self._storage.read(self._files[wanted.file], wanted.start, wanted.stop)).data
+            except _BAD as error:
+                if len(wanted.rows) == 1:
+                    found[wanted.rows[0]] = error.message
+                else:
+                    ranges += [self._range(row) for row in wanted.rows]
+                continue
+            for row in wanted.rows:
+                start = int(chunks["offset"][row]) - wanted.start
+                stored[row] = data[start : start + int(chunks["stored_bytes"][row])]
+        return stored
+
+    def _range(self, row: int) -> ReadRange:
+        chunks = self._manifest.chunks
+        start = int(chunks["offset"][row])
+        return ReadRange(int(chunks["file"][row]), start, start + int(chunks["stored_bytes"][row]), (row,))
+
+    def _decode(
+        self, row: int, stored: Buffer, base: np.ndarray[Any, Any] | None, found: dict[int, str]
+    ) -> np.ndarray[Any, Any] | None:
+        """What a chunk holds; None where that cannot be told, for whatever reason."""
+        chunks = self._manifest.chunks
+        if checksum(stored) != int(chunks["stored_checksum"][row]):
+            found[row] = "does not match its checksum"
+            return None
+        if self._transforms is None or (int(chunks["base"][row]) != NO_BASE and base is None):
+            return None
+        raw = np.empty(int(chunks["raw_bytes"][row]), dtype=np.uint8)
+        try:
+            plain = self._transforms.undo(stored, raw.size + MAX_CHUNK_OVERHEAD_BYTES)
+            kind = Kind.from_code(int(chunks["kind"][row]))
+            self._local.codec.decode(plain, kind, raw.data, None if base is None else base.data)
+        except CorruptCheckpointError as error:
+            found[row] = error.message
+            return None
+        if checksum(raw.data) != int(chunks["raw_checksum"][row]):
+            found[row] = "decodes to other bytes than were saved"
+            return None
+        return raw
+
+    def _keys(self, rows: np.ndarray[Any, Any]) -> tuple[str, ...]:
+        """The tensors and objects that need one of `rows`, directly or as the base of a delta."""
+        base = self._manifest.chunks["base"]
+        bad = np.zeros(len(base), dtype=np.int64)
+        bad[rows] = 1
+        for row in np.flatnonzero(base != NO_BASE).tolist():
+            bad[row] |= bad[base[row]]
+        spans = item_spans(self._manifest)
+        before = np.concatenate([[0], np.cumsum(bad)])
+        touched = np.flatnonzero(before[spans.stop] > before[spans.first]).tolist()
+        keys = item_keys(self._manifest)
+        return tuple(dict.fromkeys(keys[number] for number in touched))
+
+
+def _transforms(descriptors: Sequence[str], registry: Any) -> Transforms | None:
+    """The extensions that the chunks went through; None where they are not known here."""
+    if not descriptors:
+        return Transforms()
+    try:
+        if registry is None:
+            from millrace.checkpoint.codec.extension import extension_registry
+
+            registry = extension_registry()
+        return transforms_for(descriptors, registry)
+    except (UnsupportedFormatError, ImportError):
+        return None
