@@ -15,7 +15,8 @@ from millrace._version import __version__
 from millrace.errors import MillraceError
 
 EPILOG = (
-    "Exit codes: 0 done; 1 an error, told in one line on stderr; 2 a bad command line; 3 the cache is full (load); "
+    "Exit codes: 0 done; 1 an error, told in one line on stderr; 2 a bad command line; 3 the cache is full (load), "
+    "damage was found (checkpoints verify), or a difference (checkpoints diff); "
     "130 interrupted; 141 whoever read "
     "the output closed it; 143 terminated; 129 hung up. MILLRACE_DEBUG=1 adds the traceback of an error."
 )
@@ -29,14 +30,16 @@ def millrace() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    from millrace.cli.checkpoints import checkpoints
     from millrace.cli.demo import demo
     from millrace.cli.doctor import doctor
     from millrace.cli.load import load
     from millrace.cli.ls import ls
+    from millrace.cli.node import node
     from millrace.cli.rules import free, limit, pin, resize, unpin
     from millrace.cli.status import status
 
-    for command in (demo, doctor, free, limit, load, ls, pin, resize, status, unpin):
+    for command in (checkpoints, demo, doctor, free, limit, load, ls, node, pin, resize, status, unpin):
         millrace.add_command(command)
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -57,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(code)
     except click.ClickException as error:
         path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "millrace"
-        tell(f"{error.format_message().rstrip('.')}: see '{path} --help'")
+        message = " ".join(error.format_message().split())  # click writes a choice's values below each other
+        tell(f"{message.rstrip('.')}: see '{path} --help'")
         return error.exit_code
     except MillraceError as error:
         tell(str(error))

@@ -27,6 +27,12 @@ def endpoint_option(command: F) -> F:
     return click.option("--endpoint-url", help="Address of an S3 service other than AWS.")(command)
 
 
+def node_option(command: F) -> F:
+    """`--node`."""
+    text = "Ask the cluster of the node at this address, in place of the one that the options name."
+    return click.option("--node", metavar="HOST:PORT", help=text)(command)
+
+
 def json_option(command: F) -> F:
     """`--json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from millrace.demo.speech.settings import FamilyName
 
 
 @click.command()
@@ -19,7 +23,12 @@ import click
 )
 @click.option("--epochs", type=click.IntRange(min=1), help="Passes over the data set.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Training workers.")
-@click.option("--model", help="A local folder or a hub name of a CTC model; the default builds a small one.")
+@click.option(
+    "--model", help="A local folder or a hub name of a Whisper or Wav2Vec2 model; the default builds a small one."
+)
+@click.option(
+    "--family", type=click.Choice(["ctc", "whisper"]), default="ctc", help="Of the small one.  [default: ctc]"
+)
 @click.option("--chaos/--no-chaos", default=True, help="Kill one training worker on purpose, once.  [default: chaos]")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of the S3 server; the default is a free one.")
 @click.option(
@@ -31,6 +40,7 @@ def demo(
     epochs: int | None,
     workers: int,
     model: str | None,
+    family: FamilyName,
     chaos: bool,
     port: int | None,
     quick: bool,
@@ -50,7 +60,14 @@ def demo(
         print(f"[{time.monotonic() - started:5.0f} s] {line}", file=sys.stderr if as_json else sys.stdout, flush=True)
 
     settings = DemoSettings(
-        directory=directory, epochs=epochs, workers=workers, chaos=chaos, model=model, quick=quick, port=port
+        directory=directory,
+        epochs=epochs,
+        workers=workers,
+        chaos=chaos,
+        model=model,
+        family=family,
+        quick=quick,
+        port=port,
     )
     result = run_demo(settings, progress)
     click.echo(result_json(result) if as_json else summary_table(result))

@@ -13,12 +13,13 @@ import sys
 import tempfile
 import urllib.parse
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import click
 
+from millrace.cli.checks import Check
+from millrace.cli.doctor_cluster import cluster_checks
 from millrace.config import CacheOptions
 from millrace.errors import MillraceError, UsageError
 
@@ -26,15 +27,6 @@ _LIBRARIES = ("pyarrow", "obstore", "lmdb", "fsspec")
 _OPTIONAL = {"ray": "ray", "torch": "torch"}
 # Locks and memory maps do not hold between machines there, or not at all.
 _REMOTE_FILE_SYSTEMS = ("nfs", "cifs", "smb", "ceph", "lustre", "gpfs", "glusterfs", "afs", "9p", "beegfs", "fuse.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """One thing looked at. `note` is worth knowing and no failure."""
-
-    name: str
-    state: Literal["ok", "note", "failed"]
-    detail: str
 
 
 @click.command()
@@ -45,7 +37,7 @@ class Check:
 @click.option("--endpoint-url", help="Address of an S3 service other than AWS.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(url: str | None, cache_dir: tuple[str, ...], endpoint_url: str | None, as_json: bool) -> int:
-    """Check what Millrace needs on this machine, and whether URL (s3://bucket/prefix) can be listed from it."""
+    """Check what Millrace needs on this machine, whether URL (s3://bucket/prefix) can be listed from it, and its cluster."""
     from millrace.config import resolve
 
     if endpoint_url and not url:
@@ -70,6 +62,7 @@ def _checks(options: CacheOptions, url: str | None, endpoint_url: str | None) ->
     yield _boot()
     for directory in options.cache_dirs:
         yield from _cache_directory(directory, options)
+    yield from cluster_checks(options)
     if url:
         yield _reach(url, endpoint_url)
 

@@ -8,14 +8,24 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 
-from millrace.cli.common import cache_dir_option, endpoint_option, file_system, json_option, size_text, time_text
+from millrace.cli.common import (
+    cache_dir_option,
+    endpoint_option,
+    file_system,
+    json_option,
+    node_option,
+    size_text,
+    time_text,
+)
 
 if TYPE_CHECKING:
+    from millrace.filesystem import MillraceFileSystem
     from millrace.filesystem.loading import LoadProgress
 
 CACHE_FULL = 3
@@ -29,17 +39,25 @@ _LINE_SECONDS = 10.0
 @click.option(
     "--verify", is_flag=True, help="Check every byte that is in the cache already, and fetch what is wrong anew."
 )
+@node_option
 @cache_dir_option
 @endpoint_option
 @json_option
 def load(
-    urls: tuple[str, ...], verify: bool, cache_dir: tuple[str, ...], endpoint_url: str | None, as_json: bool
+    urls: tuple[str, ...],
+    verify: bool,
+    node: str | None,
+    cache_dir: tuple[str, ...],
+    endpoint_url: str | None,
+    as_json: bool,
 ) -> int:
-    """Bring objects into this node's cache before anybody reads them.
+    """Bring objects into the cache before anybody reads them: this node's, or in a cluster every node's its share.
 
     URL is an object (s3://bucket/key), a prefix (everything below it), or a quoted pattern ('s3://bucket/train/*.parquet',
     '**' for any depth). What is in the cache already is skipped: after Ctrl-C, a kill or an error the same command goes on
-    where it was. A bar shows progress on a terminal, else a line on stderr every ten seconds.
+    where it was. A bar shows progress on a terminal, else a line on stderr every ten seconds. The cluster is the one that
+    the option 'members' of the environment or of millrace.toml names, or the one of --node; its nodes read the origin with
+    their own credentials.
 
     Exit code 3: the cache is full, and not everything is in it.
     """
@@ -51,7 +69,7 @@ def load(
     display = _Bar() if sys.stderr.isatty() else _Lines()
     try:
         with interrupts.remembered():
-            done = fs.load(urls, progress=display, verify=verify)
+            done = _load(fs, urls, node, cache_dir, display, verify=verify)
     except DiskFullError as error:
         display.end()
         tell(str(error))
@@ -73,10 +91,52 @@ def load(
     click.echo(
         f"{done.done_objects} objects, {size_text(done.done_bytes)}, are in the cache: {size_text(done.fetched_bytes)} "
         f"fetched in {time_text(done.seconds)}{speed}, {before} were there"
+        + (f"; on {done.nodes} nodes" if done.nodes > 1 else "")
     )
     if verify:
         click.echo(f"every block was checked: {done.bad_blocks or 'none'} had to be fetched anew")
     return 0
+
+
+def _load(
+    fs: MillraceFileSystem,
+    urls: Sequence[str],
+    node: str | None,
+    cache_dir: Sequence[str],
+    progress: Callable[[LoadProgress], None],
+    *,
+    verify: bool,
+) -> LoadProgress:
+    if node is None:
+        _say_if_alone(cache_dir)
+        return fs.load(urls, progress=progress, verify=verify)
+    from millrace.config import resolve
+    from millrace.filesystem.cluster_access import access_through
+    from millrace.filesystem.cluster_loading import keys_of, load_on_cluster
+
+    with access_through(node, resolve({})) as cluster:
+        return load_on_cluster(
+            cluster.views,
+            cluster.client,
+            fs.origin_identity,
+            keys_of(fs, urls),
+            replicas=cluster.replicas,
+            progress=progress,
+            verify=verify,
+        )
+
+
+def _say_if_alone(cache_dir: Sequence[str]) -> None:
+    """Say that a cluster is left out, where a node of one runs here and nothing names it."""
+    from millrace.cli import tell
+    from millrace.config import resolve
+    from millrace.peers.attach import link_for
+    from millrace.peers.folder import live_nodes
+
+    options = resolve({"cache_dir": list(cache_dir) or None})
+    if options.members == "auto" and (here := live_nodes(options)) and link_for(options) is None:
+        address = here[0].facts.address
+        tell(f"only this machine's cache is loaded: set 'members', or give --node {address}, for the whole cluster")
 
 
 def _here(state: LoadProgress | None) -> str:
@@ -145,4 +205,5 @@ def progress_text(state: LoadProgress) -> str:
         f"{percent}{state.done_objects} of {state.objects}{more} objects, {size_text(state.done_bytes)} of "
         f"{size_text(state.nbytes)}{more}, {size_text(state.bytes_per_second)}/s"
         + (f", {time_text(left)} left" if left else "")
+        + (f", {state.nodes} nodes" if state.nodes > 1 else "")
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import click
 
@@ -136,32 +137,54 @@ def limit(
 @click.command()
 @click.argument("size", required=False)
 @click.option("--default", "back", is_flag=True, help="Give it back to the option 'capacity'.")
+@click.option(
+    "--node", metavar="HOST:PORT", help="The node of a cluster at this address, in place of this machine's cache."
+)
 @cache_dir_option
 @json_option
-def resize(size: str | None, back: bool, cache_dir: tuple[str, ...], as_json: bool) -> None:
+def resize(size: str | None, back: bool, node: str | None, cache_dir: tuple[str, ...], as_json: bool) -> None:
     """Set how much each cache directory may hold: 200GB, or 50% of its disk.
 
     The store remembers it, and every process that uses the store follows within a second, whatever its option 'capacity'
     says, until 'millrace resize --default'.
     """
+    if back == bool(size):
+        raise click.UsageError("resize takes a size, or --default")
+    rows = _resize_here(size, cache_dir) if node is None else _resize_there(size, node)
+    if as_json:
+        click.echo(json.dumps({"disks": rows}))
+        return
+    for row in rows:
+        used, capacity = row["used_bytes"], row["capacity_bytes"]
+        over = f", {size_text(used - capacity)} too much" if used > capacity else ""
+        click.echo(f"{row['directory']}: {size_text(used)} of {size_text(capacity)}{over}")
+
+
+def _resize_here(size: str | None, cache_dir: Sequence[str]) -> list[dict[str, Any]]:
     from millrace.cache import catalog
     from millrace.cache.node import cache_node
     from millrace.config import parse_amount, resolve
 
-    if back == bool(size):
-        raise click.UsageError("resize takes a size, or --default")
     node = cache_node(resolve({"cache_dir": list(cache_dir) or None}))
     catalog.resize(node, None if size is None else parse_amount(size, option="size"))
-    rows = [
+    return [
         {"directory": str(directory), "used_bytes": used, "capacity_bytes": capacity}
         for directory, used, capacity in node.disks()
     ]
-    if as_json:
-        click.echo(json.dumps({"disks": rows}))
-        return
-    for directory, used, capacity in node.disks():
-        over = f", {size_text(used - capacity)} too much" if used > capacity else ""
-        click.echo(f"{directory}: {size_text(used)} of {size_text(capacity)}{over}")
+
+
+def _resize_there(size: str | None, address: str) -> list[dict[str, Any]]:
+    """Resize the disks of another node, which tells the cluster of its new weight."""
+    from millrace.config import parse_amount, resolve
+    from millrace.filesystem.cluster_access import access_through
+
+    if size is not None:
+        parse_amount(size, option="size")
+    with access_through(address, resolve({})) as cluster:
+        rows: list[dict[str, Any]] = cluster.client.call_address(
+            address, "POST", "/v1/limits", {"capacity": size}, deadline=30.0
+        )["disks"]
+    return rows
 
 
 def rule_text(quota_bytes: int | None, ttl_seconds: float | None, *, pinned: bool, used_bytes: int) -> str:

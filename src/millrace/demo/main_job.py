@@ -7,7 +7,6 @@ counts every byte on its own: the table's "from origin" can be held against a wi
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -22,10 +21,12 @@ from typing import TYPE_CHECKING, Any
 import millrace
 from millrace.demo import interrupts
 from millrace.demo.disk import local_files
-from millrace.demo.speech.log import EpochRecord
-from millrace.demo.speech.settings import SpeechSettings
+from millrace.demo.needs import SPEECH_MODULES, check_modules
+from millrace.demo.speech.defaults import SMALL_EPOCHS, learning_rate_for
+from millrace.demo.speech.settings import FamilyName, SpeechSettings
 from millrace.demo.speech_data import write_common_voice
-from millrace.errors import ConfigurationError, DiskFullError, MissingDependencyError, StorageError
+from millrace.demo.summary import epoch_table, error_rates, exactness, megabytes, outputs
+from millrace.errors import ConfigurationError, DiskFullError, StorageError
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -37,20 +38,22 @@ RUN_BUCKET = "runs"
 DATA_PREFIX = "common-voice-11-de"
 
 _NEEDED_BYTES = 1_500_000_000
-_NEEDED_MODULES = ("ray", "torch", "transformers", "soundfile", "soxr", "jiwer", "matplotlib")
+_NEEDED_MODULES = (*SPEECH_MODULES, "matplotlib")
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings:
-    """What a user may choose. `directory` holds everything; `model` is a local folder or a hub name, None builds one."""
+    """What a user may choose. `directory` holds everything; `model` is a local folder or a hub name, None builds a small one
+    of `family`."""
 
     directory: Path
     epochs: int | None = None
     workers: int = 1
     chaos: bool = True
     model: str | None = None
+    family: FamilyName = "ctc"
     quick: bool = False
     port: int | None = None
 
@@ -106,7 +109,7 @@ def run_demo(settings: DemoSettings, progress: Progress) -> DemoResult:
     that it started is left. SIGTERM and SIGHUP come as `KeyboardInterrupt`, like Ctrl-C.
     """
     started = time.monotonic()
-    _check_modules()
+    check_modules(_NEEDED_MODULES, what="the demo", next_step="pip install 'millrace[demo]', or use 'make demo'")
     _check_model(settings.model)
     directory = _prepare_directory(settings.directory)
     with ExitStack() as stack:
@@ -138,8 +141,7 @@ def run_demo(settings: DemoSettings, progress: Progress) -> DemoResult:
         speech = _speech_settings(settings, run_url)
         region.reset()
         before = fs.cache_counters()["origin_bytes"]
-        from millrace.demo.report import render_report
-        from millrace.demo.speech.run import run_speech
+        from millrace.demo.speech.run import REPORT_NAME, run_speech
 
         result = run_speech(
             speech,
@@ -148,18 +150,16 @@ def run_demo(settings: DemoSettings, progress: Progress) -> DemoResult:
             counters=fs.cache_counters,
             checkpoint_options=server.target_options,
             progress=progress,
+            places={
+                "S3 server's data": str(directory / "s3"),
+                "Cache": str(directory / "cache"),
+                "Data set on disk": str(directory / "common-voice"),
+            },
         )
         witness = region.stats(prefix=f"/{DATA_BUCKET}/{DATA_PREFIX}/").by_method.get("GET")
-        places = {
-            "S3 server's data": str(directory / "s3"),
-            "Cache": str(directory / "cache"),
-            "Data set on disk": str(directory / "common-voice"),
-        }
-        page = render_report(result, places=places)
-        run_fs.pipe_file(f"{run_url}/report.html", page.encode("utf-8"))
-        report = directory / "report.html"
+        report = directory / REPORT_NAME
         with local_files(report):
-            report.write_text(page, encoding="utf-8")
+            report.write_bytes(run_fs.cat_file(f"{run_url}/{REPORT_NAME}"))
         return DemoResult(
             speech=result,
             run_url=run_url,
@@ -175,49 +175,22 @@ def run_demo(settings: DemoSettings, progress: Progress) -> DemoResult:
 def summary_table(result: DemoResult) -> str:
     """The closing table, for a terminal."""
     speech = result.speech
-    lines = ["", " epoch   loss   dev CER   seconds   from origin    from cache   checkpoint (of raw)"]
-    notes = speech.restart_notes()
-    for epoch in speech.epochs:
-        if epoch.epoch in notes:
-            lines.append(f"        --- {notes[epoch.epoch]} ---")
-        lines.append(_epoch_line(epoch))
-    metrics = speech.metrics
-    lines += [
-        "",
-        f"test CER {_rate(metrics.get('test_cer_known_speakers'))} for speakers known from training, "
-        f"{_rate(metrics.get('test_cer_held_out_speakers'))} for those who are not",
-        f"origin: {_mb(result.origin_bytes)} by the cache's own count, {_mb(result.witness_bytes)} by the region's",
-        "",
-        f"report        {result.report}",
-        f"in the bucket {result.run_url}/  (model/, checkpoints/, training.jsonl, metrics.json, report.html)",
-        f"look inside   python -m millrace.testing.s3 --dir {result.server_directory}",
-        f"done in {result.seconds:.0f} s",
-    ]
-    return "\n".join(lines)
-
-
-def _epoch_line(epoch: EpochRecord) -> str:
-    share = epoch.checkpoint_bytes / epoch.raw_bytes if epoch.raw_bytes else 1.0
-    return (
-        f" {epoch.epoch:5d}  {epoch.train_loss:5.3f}  {_rate(epoch.dev_cer):>8s}  {epoch.seconds:8.1f}"
-        f"  {_mb(epoch.origin_bytes):>12s}  {_mb(epoch.cache_bytes):>12s}   {_mb(epoch.checkpoint_bytes)} ({share:.0%})"
+    return "\n".join(
+        [
+            "",
+            epoch_table(speech),
+            "",
+            error_rates(speech),
+            exactness(speech),
+            f"origin: {megabytes(result.origin_bytes)} by the cache's own count, {megabytes(result.witness_bytes)} by the "
+            "region's",
+            "",
+            f"report        {result.report}",
+            f"in the bucket {outputs(speech)}",
+            f"look inside   python -m millrace.testing.s3 --dir {result.server_directory}",
+            f"done in {result.seconds:.0f} s",
+        ]
     )
-
-
-def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _mb(nbytes: int) -> str:
-    return f"{nbytes} B" if nbytes < 1000 else f"{nbytes / 1e6:.2f} MB"
-
-
-def _check_modules() -> None:
-    missing = [name for name in _NEEDED_MODULES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingDependencyError(
-            f"the demo needs {', '.join(missing)}", next_step="pip install 'millrace[demo]', or use 'make demo'"
-        )
 
 
 def _check_model(model: str | None) -> None:
@@ -293,6 +266,9 @@ def _speech_settings(settings: DemoSettings, run_url: str) -> SpeechSettings:
         data_url=f"s3://{DATA_BUCKET}/{DATA_PREFIX}",
         run_url=run_url,
         model=settings.model,
+        family=settings.family,
+        epochs=SMALL_EPOCHS[settings.family],
+        learning_rate=learning_rate_for(settings.model, settings.family),
         num_workers=settings.workers,
     )
     if settings.quick:

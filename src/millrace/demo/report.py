@@ -2,62 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 import html
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from millrace._version import __version__
-from millrace.demo.speech.log import EpochRecord
-from millrace.demo.speech.run import SpeechResult
+from millrace.demo import report_page as page
+from millrace.demo import report_plots as plots
+from millrace.demo.speech.card import public_url
+from millrace.demo.speech.log import CheckpointRecord, EpochRecord, WorkerTimes
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from millrace.demo.speech.run import SpeechResult
 
-_INK, _MUTED, _RULE = "#1c2733", "#66727f", "#dfe4ea"
-_CACHE, _ORIGIN, _RED = "#1f7a8c", "#e39b2d", "#b8433a"
-_SHARES = (
-    ("compute_seconds", "training", "#1f7a8c"),
-    ("wait_seconds", "waiting for data", "#e39b2d"),
-    ("evaluate_seconds", "evaluating", "#9db4c0"),
-    ("checkpoint_seconds", "checkpoint", "#5c4d7d"),
-)
-
-_STYLE = """
-:root { color-scheme: light; }
-* { box-sizing: border-box; }
-body { margin: 0; background: #f5f7f9; color: #1c2733;
-  font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 40px 24px 64px; }
-header p { color: #66727f; margin: 4px 0 0; max-width: 46em; }
-h1 { font-size: 28px; line-height: 1.2; margin: 0; letter-spacing: -.01em; }
-h2 { font-size: 17px; margin: 0 0 2px; }
-.note { color: #66727f; font-size: 13.5px; margin: 0 0 10px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; margin: 26px 0; }
-.tile, section { background: #fff; border: 1px solid #dfe4ea; border-radius: 10px; }
-.tile { padding: 14px 16px; }
-.tile b { display: block; font-size: 25px; line-height: 1.2; font-weight: 650; font-variant-numeric: tabular-nums; }
-.tile span { color: #66727f; font-size: 13px; line-height: 1.35; display: block; margin-top: 2px; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(430px, 1fr)); gap: 16px; }
-section { padding: 18px 20px; margin-bottom: 16px; min-width: 0; }
-.pair section { margin-bottom: 0; } .pair { margin-bottom: 16px; }
-svg { width: 100%; height: auto; display: block; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 6px 10px; border-bottom: 1px solid #eef1f4; white-space: nowrap; }
-th { color: #66727f; font-weight: 600; vertical-align: bottom; }
-th:first-child, td:first-child, .text th, .text td { text-align: left; }
-.text td { white-space: normal; }
-.plain td:first-child { white-space: nowrap; width: 1%; padding-right: 18px; }
-tr.restart td { background: #fbf0ef; color: #b8433a; text-align: left; font-size: 13px; }
-del { color: #b8433a; text-decoration: line-through; text-decoration-thickness: 1px; background: #fbf0ef; }
-ins { color: #b8433a; text-decoration: none; background: #fbf0ef; border-bottom: 2px solid #b8433a; }
-.tag { font-size: 12px; color: #66727f; white-space: nowrap; }
-code { font: 13px ui-monospace, "SF Mono", Menlo, Consolas, monospace; overflow-wrap: anywhere; }
-footer { color: #66727f; font-size: 13px; margin-top: 20px; }
-@media print { body { background: #fff; } section, .tile { break-inside: avoid; } }
-"""
+_NODE_CHARACTERS = 22
+"""Longer names of nodes are ids, whose beginning will do. The longest address in digits that is usual has 15."""
 
 
 def render_report(result: SpeechResult, *, places: Mapping[str, str] | None = None) -> str:
@@ -67,76 +26,48 @@ def render_report(result: SpeechResult, *, places: Mapping[str, str] | None = No
     """
     epochs = result.epochs
     restarts = result.restart_notes()
-    later = sum(epoch.origin_bytes for epoch in epochs[1:])
     sections = [
-        _pair(
-            _section(
+        page.pair(
+            page.section(
                 "What it learned",
                 "Loss on the training split, and characters wrong on the dev split, whose sentences are new to it.",
-                _plot(lambda axes: _draw_learning(axes, epochs, restarts), panels=2),
+                plots.learning(epochs, restarts),
             ),
-            _section(
-                "Where the clips came from",
-                f"Every epoch reads the whole data set again. From the second epoch on, {_megabytes(later)} came from "
-                "the origin.",
-                _plot(lambda axes: _draw_sources(axes[0], epochs, restarts)),
-            ),
+            page.section("Where the clips came from", *_sources(epochs, restarts)),
         ),
-        _pair(
-            _section(
-                "Where the time went",
-                "Seconds of each epoch in the first training process.",
-                _plot(lambda axes: _draw_time(axes[0], epochs, restarts)),
-            ),
-            _section(
-                "Checkpoints",
-                f"Model and optimizer, lossless. Stored: {_stored_share(epochs):.0%} of the raw tensors.",
-                _plot(lambda axes: _draw_checkpoints(axes[0], epochs, restarts)),
-            ),
+        page.section("Where the time went", _time_note(epochs), plots.times(epochs, restarts) + _worker_table(epochs)),
+        page.pair(
+            page.section("Checkpoints", _checkpoint_note(epochs), plots.checkpoints(epochs, restarts)),
+            page.section("How it was run", "", page.pairs(_configuration(result))),
         ),
-        _section("Every epoch", "", _epoch_table(result, restarts)),
-        _section(
+        page.section("Every epoch", _exactness(epochs), _epoch_table(epochs, restarts)),
+        page.section(
             "What it hears",
             "Sentences of the test split, none of which is in the training split. Marked: what was "
             "<del>missed</del> and what was <ins>made up</ins>.",
             _transcripts(result.metrics),
         ),
-        _pair(
-            _section("Where everything lies", "", _rows(_places(result, places or {}))),
-            _section("How it was run", "", _rows(_configuration(result))),
-        ),
+        page.section("Where everything lies", "", page.pairs(_places(result, places or {}))),
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Millrace: speech in, checkpoints out</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+    body = (
         "<header><h1>Speech in, checkpoints out</h1><p>A German speech-to-text model, trained with Ray from object "
         "storage: the clips come in through the Millrace cache, a compressed checkpoint goes out after every epoch."
         f"{_restart_sentence(result)}</p></header>\n"
-        f"{_tiles(result)}\n" + "\n".join(sections) + f"\n<footer>Millrace {html.escape(__version__)}</footer>\n"
-        "</main>\n</body>\n</html>\n"
+        f"{_warnings(result.events)}{page.tiles(_tiles(result))}\n"
+        + "\n".join(sections)
+        + f"\n<footer>Millrace {html.escape(__version__)}</footer>"
     )
+    return page.page("Millrace: speech in, checkpoints out", body)
 
 
-# --- text -------------------------------------------------------------------------------------------
-
-
-def _megabytes(count: float) -> str:
-    return "0 bytes" if count == 0 else f"{count / 1e6:.2f} MB"
-
-
-def _percent(rate: float | None) -> str:
-    return "–" if rate is None else f"{rate:.1%}"
-
-
-def _stored_share(epochs: Sequence[EpochRecord]) -> float:
-    return sum(epoch.checkpoint_bytes for epoch in epochs) / max(1, sum(epoch.raw_bytes for epoch in epochs))
+# --- the head of the page -----------------------------------------------------------------------------
 
 
 def _restart_sentence(result: SpeechResult) -> str:
     start = result.start_after_kill
     if result.kill is None or start is None:
-        return ""
+        others = max(0, result.restarts)
+        return "" if not others else f" It was started again {'once' if others == 1 else f'{others} times'} on the way."
     how = (
         "had the last checkpoint and went on"
         if start["resumed_after"]
@@ -148,83 +79,163 @@ def _restart_sentence(result: SpeechResult) -> str:
     )
 
 
-def _tiles(result: SpeechResult) -> str:
+def _warnings(events: Sequence[Mapping[str, Any]]) -> str:
+    lines = [html.escape(str(event.get("text", ""))) for event in events if event["event"] == "warning"]
+    return f'<p class="warning">{"<br>".join(lines)}</p>\n' if lines else ""
+
+
+def _tiles(result: SpeechResult) -> list[tuple[str, str]]:
     epochs, metrics = result.epochs, result.metrics
-    later = sum(epoch.origin_bytes for epoch in epochs[1:])
     tiles = [
         (_percent(result.dev_cer), "characters wrong on the dev split"),
         (_percent(metrics.get("test_cer_known_speakers")), "on the test split, voices known from training"),
         (_percent(metrics.get("test_cer_held_out_speakers")), "on the test split, voices never heard"),
-        (_megabytes(later), "of the data set from the origin after epoch 1"),
-        (f"{_stored_share(epochs):.0%}", "size of a checkpoint against its raw tensors"),
-        (f"{sum(epoch.seconds for epoch in epochs):.0f} s", f"for {len(epochs)} epochs"),
     ]
-    cells = "".join(f"<div class=tile><b>{value}</b><span>{label}</span></div>" for value, label in tiles)
-    return f'<div class="tiles">{cells}</div>'
+    later = epochs[1:]
+    if later and any(epoch.local_share is not None for epoch in epochs):
+        tiles.append((_megabytes(_origin_bytes(later)), "of the data set from the origin after epoch 1"))
+    if (share := _local_share(later)) is not None and _of_many_nodes(epochs):
+        tiles.append((f"{share:.0%}", "of what was read after epoch 1 lay on the reading node's own disk"))
+    if (stored := stored_share(epochs)) is not None:
+        tiles.append((f"{stored:.0%}", "size of the checkpoints against their raw tensors"))
+    if len(epochs) > 1:
+        same = sum(epoch.clips_digest == epochs[0].clips_digest for epoch in epochs)
+        tiles.append((f"{same} of {len(epochs)}", f"epochs saw the same {epochs[0].clips:,} clips"))
+    tiles.append((_duration(sum(epoch.seconds for epoch in epochs)), f"for {_plural(len(epochs), 'epoch')}"))
+    return tiles
 
 
-def _section(title: str, note: str, body: str) -> str:
-    note = f'<p class="note">{note}</p>' if note else ""
-    return f"<section><h2>{title}</h2>{note}{body}</section>"
+# --- where the bytes came from, and where the time went -----------------------------------------------
 
 
-def _pair(*sections: str) -> str:
-    return f'<div class="pair">{"".join(sections)}</div>'
+def _sources(epochs: Sequence[EpochRecord], restarts: Mapping[int, str]) -> tuple[str, str]:
+    """The note and the plot."""
+    if all(epoch.local_share is None for epoch in epochs):
+        return "The file system of this run counts no bytes.", ""
+    note = "Every epoch reads the whole data set again."
+    if later := epochs[1:]:
+        note += f" From the second epoch on, {_megabytes(_origin_bytes(later))} came from the origin"
+        share = _local_share(later)
+        local = share is not None and _of_many_nodes(epochs)
+        note += f", and {share:.0%} lay on the disk of the node that read it." if local else "."
+    return note, plots.sources(epochs, restarts, nodes=_of_many_nodes(epochs))
 
 
-def _epoch_table(result: SpeechResult, restarts: Mapping[int, str]) -> str:
-    heads = (
-        "epoch", "loss", "dev CER", "clips", "seconds", "training", "waiting", "evaluating", "saving",
-        "from origin", "from cache", "checkpoint",
-    )  # fmt: skip
+def _time_note(epochs: Sequence[EpochRecord]) -> str:
+    workers = [worker for epoch in epochs for worker in epoch.workers]
+    spent = plots.mean_times(workers)
+    total = sum(spent.values()) or 1.0
+    parts = ", ".join(
+        f'<span class="dot" style="background:{colour}"></span>{label} <b>{_share(spent[name] / total)}</b>'
+        for name, label, colour in plots.SHARES
+    )
+    most = max(len(epoch.workers) for epoch in epochs)
+    whose = "the worker's time" if most == 1 else f"the time of {most} workers, whose bars stand beside each other"
+    return f"Of {whose}: {parts}."
+
+
+def _worker_table(epochs: Sequence[EpochRecord]) -> str:
+    """A row a worker, over all epochs; one that was started again on another node has a row for each."""
+    found: dict[tuple[int, str], list[WorkerTimes]] = {}
+    for epoch in epochs:
+        for worker in epoch.workers:
+            found.setdefault((worker.rank, worker.node), []).append(worker)
+    heads = ("worker", "node", "epochs", "clips", "", *(label.split()[0] for _, label, _ in plots.SHARES))
     rows = []
-    for epoch in result.epochs:
-        if epoch.epoch in restarts:
-            rows.append(
-                f'<tr class="restart"><td colspan="{len(heads)}">{html.escape(restarts[epoch.epoch])}</td></tr>'
+    for (rank, node), times in sorted(found.items()):
+        spent = {name: sum(getattr(one, name) for one in times) for name, _, _ in plots.SHARES}
+        rows.append(
+            page.row(
+                (
+                    str(rank),
+                    f"<code>{html.escape(node if len(node) <= _NODE_CHARACTERS else node[:8])}</code>",
+                    str(len(times)),
+                    f"{sum(one.clips for one in times):,}",
+                    page.share_bar((spent[name], colour) for name, _, colour in plots.SHARES),
+                    *(_seconds(spent[name]) for name, _, _ in plots.SHARES),
+                )
             )
+        )
+    return page.table(heads, rows, kind="workers")
+
+
+def _checkpoint_note(epochs: Sequence[EpochRecord]) -> str:
+    done = [epoch.checkpoint for epoch in epochs if epoch.checkpoint is not None]
+    share = stored_share(epochs)
+    if not done or share is None:
+        return "None became complete."
+    stalled = sum(max((worker.stall_seconds for worker in epoch.workers), default=0.0) for epoch in epochs)
+    note = (
+        f"Model and optimizer, lossless: {share:.0%} of the raw tensors. The training stood still for "
+        f"<b>{_seconds(stalled)}</b> in all; compression and upload took {_seconds(sum(one.seconds for one in done))}, "
+        "beside it."
+    )
+    lost = [str(epoch.epoch) for epoch in epochs if epoch.checkpoint is None]
+    return note + (f" Never complete: epoch {', '.join(lost)}." if lost else "")
+
+
+# --- tables -------------------------------------------------------------------------------------------
+
+
+def _exactness(epochs: Sequence[EpochRecord]) -> str:
+    first = epochs[0]
+    if len(epochs) == 1:
+        return ""
+    odd = [epoch for epoch in epochs if epoch.clips_digest != first.clips_digest]
+    if not odd:
+        return (
+            f"Every epoch saw the same {first.clips:,} clips, each as often, over all workers and restarts "
+            f"(digest <code>{html.escape(first.clips_digest[:8])}</code>)."
+        )
+    told = ", ".join(f"epoch {epoch.epoch} ({epoch.clips:,})" for epoch in odd)
+    return f"<b>Not every epoch saw the clips of the first ({first.clips:,}):</b> {told}."
+
+
+def _epoch_table(epochs: Sequence[EpochRecord], restarts: Mapping[int, str]) -> str:
+    many = _of_many_nodes(epochs)
+    heads = [
+        "epoch", "loss", "dev CER", "clips", "seconds", "training", "waiting", "evaluating", "standing still",
+        "MB from origin", *(("own disk", "other nodes") if many else ("cache",)), "MB of the checkpoint",
+    ]  # fmt: skip
+    rows = []
+    for epoch in epochs:
+        if epoch.epoch in restarts:
+            rows.append(page.note_row(restarts[epoch.epoch], len(heads)))
+        spent = plots.mean_times(epoch.workers)
+        clips = f"{epoch.clips:,}"
+        read = (epoch.origin_bytes, epoch.cache_bytes, *((epoch.peer_bytes,) if many else ()))
         cells = (
-            str(epoch.epoch), f"{epoch.train_loss:.3f}", _percent(epoch.dev_cer), f"{epoch.clips:,}",
-            f"{epoch.seconds:.1f}", f"{epoch.compute_seconds:.1f}", f"{epoch.wait_seconds:.1f}",
-            f"{epoch.evaluate_seconds:.1f}", f"{epoch.checkpoint_seconds:.2f}", _megabytes(epoch.origin_bytes),
-            _megabytes(epoch.cache_bytes), _megabytes(epoch.checkpoint_bytes),
+            str(epoch.epoch), f"{epoch.train_loss:.3f}", _percent(epoch.dev_cer),
+            clips if epoch.clips_digest == epochs[0].clips_digest else f'<td class="odd">{clips}</td>',
+            f"{epoch.seconds:.1f}", f"{spent['compute_seconds']:.1f}", f"{spent['wait_seconds']:.1f}",
+            f"{spent['evaluate_seconds']:.1f}", f"{spent['stall_seconds']:.2f}",
+            *(f"{count / 1e6:.2f}" if count else "0" for count in read), _checkpoint_cell(epoch.checkpoint),
         )  # fmt: skip
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    head = "".join(f"<th>{name}</th>" for name in heads)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+        rows.append(page.row(cells))
+    last = epochs[-1].epoch
+    rows += [page.note_row(note, len(heads)) for epoch, note in restarts.items() if epoch > last]
+    return page.table(heads, rows, kind="epochs")
+
+
+def _checkpoint_cell(saved: CheckpointRecord | None) -> str:
+    if saved is None:
+        return "–"
+    return f'{saved.checkpoint_bytes / 1e6:.2f} <span class="tag">{html.escape(saved.kind)}</span>'
 
 
 def _transcripts(metrics: Mapping[str, Any]) -> str:
     rows = []
     for line in metrics.get("transcripts", ()):
-        said, heard = marked(line["said"], line["heard"])
+        said, heard = page.marked(line["said"], line["heard"])
         voice = "known voice" if line["known_speaker"] else "new voice"
-        rows.append(f'<tr><td>{said}</td><td>{heard}</td><td><span class="tag">{voice}</span></td></tr>')
-    head = "<tr><th>said</th><th>heard</th><th></th></tr>"
-    return f'<div class="wide text"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
-
-
-def marked(said: str, heard: str) -> tuple[str, str]:
-    """Both texts as HTML, with what only the first has in `<del>` and what only the second has in `<ins>`."""
-    left, right = [], []
-    for kind, a, b, c, d in difflib.SequenceMatcher(None, said, heard, autojunk=False).get_opcodes():
-        one, other = html.escape(said[a:b]), html.escape(heard[c:d])
-        left.append(one if kind == "equal" or not one else f"<del>{one}</del>")
-        right.append(other if kind == "equal" or not other else f"<ins>{other}</ins>")
-    return "".join(left), "".join(right)
-
-
-def _rows(rows: Sequence[tuple[str, str]]) -> str:
-    body = "".join(
-        f"<tr><td>{html.escape(name)}</td><td><code>{html.escape(value)}</code></td></tr>" for name, value in rows
-    )
-    return f'<div class="text plain"><table><tbody>{body}</tbody></table></div>'
+        rows.append(page.row((said, heard, f'<span class="tag">{voice}</span>')))
+    return page.table(("said", "heard", ""), rows, kind="text")
 
 
 def _places(result: SpeechResult, places: Mapping[str, str]) -> list[tuple[str, str]]:
-    run = result.settings.run_url
+    run = result.settings.run_url.rstrip("/")
     return [
-        ("data set", result.settings.data_url),
+        ("data set", public_url(result.settings.data_url)),
         ("checkpoints", f"{run}/checkpoints/"),
         ("final model", f"{run}/model/"),
         ("training log", f"{run}/training.jsonl"),
@@ -235,112 +246,72 @@ def _places(result: SpeechResult, places: Mapping[str, str]) -> list[tuple[str, 
 
 def _configuration(result: SpeechResult) -> list[tuple[str, str]]:
     settings = result.settings
-    start = next((event for event in result.events if event["event"] == "start"), {})
-    model = settings.model or (f"Wav2Vec2-BERT, {settings.layers} layers of {settings.hidden_size}, from scratch")
+    start: Mapping[str, Any] = next((event for event in reversed(result.events) if event["event"] == "start"), {})
+    small = f"small {settings.family}, {_plural(settings.layers, 'layer')} of {settings.hidden_size}, from scratch"
+    device = str(start.get("device") or ("gpu" if settings.use_gpu else "cpu"))
+    device = device.upper() if device in ("cpu", "gpu") else device
+    workers = f"{settings.num_workers}"
+    if settings.min_workers is not None and settings.min_workers != settings.num_workers:
+        workers = f"{settings.min_workers} to {settings.num_workers}"
     return [
-        ("model", model),
+        ("model", str(start.get("model") or settings.model or small)),
         ("parameters", f"{start.get('parameters', 0):,}"),
-        ("training workers", f"{settings.num_workers} × {settings.threads_per_worker} thread(s)"),
-        ("device", "GPU" if settings.use_gpu else "CPU"),
+        ("training workers", f"{workers} × {_plural(settings.threads_per_worker, 'thread')}"),
+        ("device", f"{device}, {start.get('precision') or settings.precision}"),
         ("batch", f"{settings.batch_size} clips a worker"),
         ("optimizer", f"AdamW, peak rate {settings.learning_rate:g}, weight decay {settings.weight_decay:g}"),
         ("seed", str(settings.seed)),
     ]
 
 
-# --- plots ------------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------------
 
 
-def _plot(draw: Callable[[Sequence[Axes]], None], *, panels: int = 1) -> str:
-    """An SVG element with what `draw` puts on its axes."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    style: Any = {
-        "font.size": 9, "axes.edgecolor": _RULE, "axes.labelcolor": _MUTED, "xtick.color": _MUTED,
-        "ytick.color": _MUTED, "text.color": _INK, "axes.spines.top": False, "axes.spines.right": False,
-        "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#eef1f4", "axes.axisbelow": True,
-        "legend.frameon": False, "legend.fontsize": 8.5, "svg.hashsalt": "millrace",
-    }  # fmt: skip
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(5.6, 2.9), layout="constrained")
-        axes = figure.subplots(1, panels, squeeze=False)[0]
-        draw(list(axes))
-        text = io.StringIO()
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(text, format="svg", transparent=True, metadata=nothing)
-    svg = text.getvalue()
-    # The page needs the element alone, without the declarations that stand before it in a file.
-    return svg[svg.index("<svg") :]
+def stored_share(epochs: Sequence[EpochRecord]) -> float | None:
+    """What the complete checkpoints take in storage as a share of their tensors; None where there is none."""
+    done = [epoch.checkpoint for epoch in epochs if epoch.checkpoint is not None]
+    raw = sum(one.raw_bytes for one in done)
+    return sum(one.checkpoint_bytes for one in done) / raw if raw else None
 
 
-def _mark_restarts(axes: Axes, restarts: Mapping[int, str], *, label: bool = False) -> None:
-    for epoch in restarts:
-        # Where there is a legend above the bars, the line ends below it.
-        axes.axvline(epoch - 0.5, ymax=1.0 if label else 0.83, color=_RED, linewidth=1, linestyle=(0, (3, 3)))
-        if label:
-            axes.annotate(
-                "restart", (epoch - 0.5, 0.97), xycoords=("data", "axes fraction"), xytext=(4, 0),
-                textcoords="offset points", color=_RED, fontsize=8, va="top",
-            )  # fmt: skip
+def _of_many_nodes(epochs: Sequence[EpochRecord]) -> bool:
+    return any(epoch.peer_bytes for epoch in epochs)
 
 
-def _finish(axes: Axes, epochs: Sequence[EpochRecord], ylabel: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_xlabel("epoch")
-    axes.set_title(ylabel, loc="left", fontsize=9, color=_MUTED)
-    axes.set_xlim(epochs[0].epoch - 0.6, epochs[-1].epoch + 0.6)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.set_ylim(bottom=0)
-    axes.tick_params(length=0)
+def _origin_bytes(epochs: Sequence[EpochRecord]) -> int:
+    return sum(epoch.origin_bytes for epoch in epochs)
 
 
-def _draw_learning(axes: Sequence[Axes], epochs: Sequence[EpochRecord], restarts: Mapping[int, str]) -> None:
-    numbers = [epoch.epoch for epoch in epochs]
-    axes[0].plot(numbers, [epoch.train_loss for epoch in epochs], color=_CACHE, marker="o", markersize=3.5)
-    _finish(axes[0], epochs, "training loss")
-    errors = [float("nan") if epoch.dev_cer is None else 100 * epoch.dev_cer for epoch in epochs]
-    axes[1].plot(numbers, errors, color=_INK, marker="o", markersize=3.5)
-    _finish(axes[1], epochs, "dev characters wrong, %")
-    for panel in axes:
-        _mark_restarts(panel, restarts, label=True)
+def _local_share(epochs: Sequence[EpochRecord]) -> float | None:
+    total = sum(epoch.origin_bytes + epoch.cache_bytes + epoch.peer_bytes for epoch in epochs)
+    return sum(epoch.cache_bytes for epoch in epochs) / total if total else None
 
 
-def _draw_sources(axes: Axes, epochs: Sequence[EpochRecord], restarts: Mapping[int, str]) -> None:
-    numbers = [epoch.epoch for epoch in epochs]
-    origin = [epoch.origin_bytes / 1e6 for epoch in epochs]
-    cache = [epoch.cache_bytes / 1e6 for epoch in epochs]
-    axes.bar(numbers, origin, width=0.7, color=_ORIGIN, label="from the origin")
-    axes.bar(numbers, cache, width=0.7, bottom=origin, color=_CACHE, label="from the cache")
-    _finish(axes, epochs, "MB read")
-    _with_legend(axes, 2)
-    _mark_restarts(axes, restarts)
+def _megabytes(count: float) -> str:
+    if count == 0:
+        return "0 bytes"
+    return f"{count / 1e6:.2f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"
 
 
-def _draw_time(axes: Axes, epochs: Sequence[EpochRecord], restarts: Mapping[int, str]) -> None:
-    numbers = [epoch.epoch for epoch in epochs]
-    base = [0.0] * len(epochs)
-    for name, label, colour in _SHARES:
-        heights = [float(getattr(epoch, name)) for epoch in epochs]
-        axes.bar(numbers, heights, width=0.7, bottom=base, color=colour, label=label)
-        base = [below + height for below, height in zip(base, heights, strict=True)]
-    _finish(axes, epochs, "seconds")
-    _with_legend(axes, 4)
-    _mark_restarts(axes, restarts)
+def _percent(rate: float | None) -> str:
+    return "–" if rate is None else f"{rate:.1%}"
 
 
-def _draw_checkpoints(axes: Axes, epochs: Sequence[EpochRecord], restarts: Mapping[int, str]) -> None:
-    numbers = [epoch.epoch for epoch in epochs]
-    axes.bar(numbers, [epoch.raw_bytes / 1e6 for epoch in epochs], width=0.7, color=_RULE, label="raw tensors")
-    stored = [epoch.checkpoint_bytes / 1e6 for epoch in epochs]
-    axes.bar(numbers, stored, width=0.7, color="#5c4d7d", label="stored")
-    _finish(axes, epochs, "MB a checkpoint")
-    _with_legend(axes, 2)
-    _mark_restarts(axes, restarts)
+def _share(share: float) -> str:
+    return "under 1%" if 0 < share < 0.01 else f"{share:.0%}"
 
 
-def _with_legend(axes: Axes, columns: int) -> None:
-    """The legend above the bars, in room that is made for it."""
-    axes.set_ylim(top=(axes.get_ylim()[1] or 1) * 1.22)
-    axes.legend(loc="upper left", ncols=columns, columnspacing=1, handlelength=1, handletextpad=0.4, borderaxespad=0.1)
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 10 else _duration(seconds)
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02} h" if hours else f"{rest // 60}:{rest % 60:02} min"
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import sys
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from millrace.demo.disk import local_files
+from millrace.errors import MillraceError
 
 SPLITS = ("train", "dev", "test")
 COLUMNS = (
@@ -91,3 +94,23 @@ def _tsv(rows: list[dict[str, str]]) -> str:
         client = hashlib.sha512(row["speaker"].encode()).hexdigest()
         writer.writerow((client, row["file"], row["sentence"], 2, 0, row["age"], row["gender"], "", "de", ""))
     return text.getvalue()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m millrace.demo.speech_data FOLDER`: write the set there, to try the example scripts with."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if len(given) != 1 or given[0].startswith("-"):
+        print("usage: python3 -m millrace.demo.speech_data FOLDER", file=sys.stderr)
+        return 2
+    try:
+        written = write_common_voice(Path(given[0]))
+    except MillraceError as error:
+        print(f"speech_data: {error.message}: choose another folder", file=sys.stderr)
+        return 1
+    clips = ", ".join(f"{count} {split}" for split, count in written.clips.items())
+    print(f"{clips} clips, {written.total_bytes / 1e6:.1f} MB, in {written.directory}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

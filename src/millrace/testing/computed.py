@@ -28,6 +28,7 @@ class ComputedOrigin:
     """
 
     identity = "computed"
+    head_is_local = False
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._sizes = dict(sizes)

@@ -127,7 +127,8 @@ class EmulatedRegion:
 
     `round_trip_seconds` is added to every request, and once more to a connection's first one for its handshake.
     `bytes_per_second` holds in each direction for all connections together; None is no limit. `port` is a free one unless
-    given. A context manager; the process dies with this one. Methods may be called from any thread.
+    given, and `host` the address to listen on. A context manager; the process dies with this one. Methods may be called from
+    any thread.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class EmulatedRegion:
         round_trip_seconds: float = 0.015,
         bytes_per_second: float | None = 200e6,
         port: int | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         url = urllib.parse.urlsplit(upstream_url)
         if url.scheme != "http" or not url.hostname:
@@ -148,6 +150,7 @@ class EmulatedRegion:
         self.round_trip_seconds = round_trip_seconds
         self.bytes_per_second = bytes_per_second
         self._listen_port = port or 0
+        self._listen_host = host
         self._upstream = (url.hostname, url.port or 80)
         self._lock = threading.Lock()
         self._process: ChildProcess | None = None
@@ -170,7 +173,13 @@ class EmulatedRegion:
             ChildProcess(command, log=self._log, pipes=True, grace_seconds=1.0)
         )
         host, port = self._upstream
-        settings = {"host": host, "port": port, "listen_port": self._listen_port, **self._shape()}
+        settings = {
+            "host": host,
+            "port": port,
+            "listen_port": self._listen_port,
+            "listen_host": self._listen_host,
+            **self._shape(),
+        }
         try:
             self._port = self._ask(settings)["port"]
         except BaseException:
@@ -196,7 +205,7 @@ class EmulatedRegion:
     @property
     def endpoint_url(self) -> str:
         self._running()
-        return f"http://127.0.0.1:{self._port}"
+        return f"http://{self._listen_host}:{self._port}"
 
     @property
     def pid(self) -> int:

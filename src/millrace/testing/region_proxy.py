@@ -421,9 +421,9 @@ class _Connection:
 
 def main() -> None:
     settings = json.loads(sys.stdin.readline())
-    listen_port = settings.pop("listen_port")
+    listen_on = settings.pop("listen_host"), settings.pop("listen_port")
     proxy = Proxy(**settings)
-    with socket.create_server(("127.0.0.1", listen_port), backlog=1024) as listener:
+    with socket.create_server(listen_on, backlog=1024) as listener:
         threading.Thread(target=proxy.accept_forever, args=(listener,), daemon=True).start()
         print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
         for line in sys.stdin:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from functools import cache
 
 import numpy as np
@@ -76,3 +77,54 @@ def log_mel(samples: Array) -> Array:
     # The statistics include an odd last frame, which the stacking then leaves out.
     mel = (mel - mel.mean(axis=0)) / np.sqrt(mel.var(axis=0, ddof=1) + np.float32(1e-7))
     return np.ascontiguousarray(mel[:count].reshape(count // STACK, FEATURES), dtype=np.float32)
+
+
+_WHISPER_FFT = 400
+_WHISPER_RANGE = 8.0
+_WHISPER_FLOOR = 1e-10
+
+
+@cache
+def _whisper_filters(bins: int) -> Array:
+    """The (201, bins) bank of triangles of equal area, from 0 to 8 kHz: linear below 1 kHz, logarithmic above."""
+    break_hertz, break_mel, step = 1000.0, 15.0, np.log(6.4) / 27.0
+    top = break_mel + np.log(SAMPLE_RATE / 2 / break_hertz) / step
+    mels = np.linspace(0.0, top, bins + 2)
+    corners = np.where(
+        mels < break_mel, mels * break_hertz / break_mel, break_hertz * np.exp(step * (mels - break_mel))
+    )
+    frequencies = np.linspace(0, SAMPLE_RATE / 2, _WHISPER_FFT // 2 + 1)[:, None]
+    low, centre, high = corners[:-2], corners[1:-1], corners[2:]
+    rising, falling = (frequencies - low) / (centre - low), (high - frequencies) / (high - centre)
+    return np.asarray(np.maximum(0, np.minimum(rising, falling)) * 2.0 / (high - low), dtype=np.float32)
+
+
+@cache
+def _whisper_window() -> Array:
+    return np.hanning(_WHISPER_FFT + 1)[:-1].astype(np.float32)
+
+
+def whisper_log_mel(samples: Array, bins: int = MEL_BINS) -> Array:
+    """The (frames, bins) features that Whisper reads, 10 ms each, as far as the clip reaches into them.
+
+    The same numbers as transformers' `WhisperFeatureExtractor`, which pads a clip with silence to the model's length
+    first, and would have the padding sent too. All values of the frames left out are `whisper_silence`.
+    """
+    if not len(samples):
+        return np.zeros((0, bins), dtype=np.float32)
+    reach = _WHISPER_FFT // 2
+    count = -(-(len(samples) + reach) // _HOP)
+    padded = np.zeros(max((count - 1) * _HOP + reach, reach + 1), dtype=np.float32)
+    padded[: len(samples)] = samples
+    # The first frame is centred on the first sample; what lies before it is the beginning, mirrored.
+    whole = np.concatenate((padded[reach:0:-1], padded))
+    frames = np.lib.stride_tricks.sliding_window_view(whole, _WHISPER_FFT)[::_HOP][:count]
+    power = np.abs(np.fft.rfft(frames * _whisper_window(), n=_WHISPER_FFT)) ** 2
+    mel = np.log10(np.maximum(power.astype(np.float32) @ _whisper_filters(bins), np.float32(_WHISPER_FLOOR)))
+    mel = (np.maximum(mel, mel.max() - np.float32(_WHISPER_RANGE)) + np.float32(4.0)) / np.float32(4.0)
+    return np.ascontiguousarray(mel, dtype=np.float32)
+
+
+def whisper_silence(features: Array) -> float:
+    """The value that `whisper_log_mel` has for silence after the clip of these features: its range below the loudest."""
+    return max(float(features.max()) - _WHISPER_RANGE / 4, (math.log10(_WHISPER_FLOOR) + 4.0) / 4.0)

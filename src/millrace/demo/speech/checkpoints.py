@@ -1,89 +1,97 @@
-"""One checkpoint an epoch below a run's folder, and the newest one that is complete."""
+"""One checkpoint an epoch below a run's folder, saved beside the training; and the way back to the newest one."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from millrace.checkpoint import CheckpointManager, PendingSave
 from millrace.demo.place import Place
-
-_NAME = re.compile(r"epoch-(\d+)")
-
-
-def checkpoint_name(epoch: int) -> str:
-    """The folder of an epoch's checkpoint; names sort as epochs do."""
-    return f"epoch-{epoch:03d}"
-
-
-def newest_complete(names: Iterable[str], is_complete: Callable[[int], bool]) -> int:
-    """The latest epoch among the folder `names` whose checkpoint is complete; 0 if there is none."""
-    epochs = {int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
-    return next((epoch for epoch in sorted(epochs, reverse=True) if is_complete(epoch)), 0)
+from millrace.demo.speech.log import CheckpointRecord
+from millrace.demo.speech.patience import patiently
+from millrace.demo.speech.precision import MixedPrecision
+from millrace.errors import RetryableError
 
 
 class EpochCheckpoints:
-    """The checkpoints of a run, through stock `torch.distributed.checkpoint` with Millrace's writer and reader.
+    """The checkpoints of a training. Every worker makes one and calls the same methods in the same order.
 
-    Every rank makes one and calls the same methods in the same order. `target_options` are those of the storage.
+    `target_options` are those of the storage; `keep` is how many checkpoints stay (None: all).
     """
 
-    def __init__(self, run: Place, *, target_options: dict[str, Any] | None = None) -> None:
-        self._folder = run.at("checkpoints")
-        self._options = target_options
+    def __init__(
+        self,
+        run: Place,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        precision: MixedPrecision,
+        *,
+        keep: int | None = None,
+        target_options: dict[str, Any] | None = None,
+    ) -> None:
+        self._manager = CheckpointManager(run.at("checkpoints").url, keep=keep, target_options=target_options)
+        self._model, self._optimizer, self._precision = model, optimizer, precision
+        self._pending: PendingSave | None = None
 
-    def save(self, epoch: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-        """Save; gives the bytes that the state has, and the bytes that the checkpoint takes in storage."""
-        from millrace.checkpoint import CheckpointWriter
+    def restore(self) -> CheckpointRecord | None:
+        """Load the newest complete checkpoint; gives what is known of it (not how long it took), None if there is none."""
+        state = self._state()
+        epoch = patiently(lambda: self._manager.restore(state, fallback=True))
+        if epoch is None:
+            return None
+        set_state_dict(
+            self._model,
+            self._optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        info = patiently(lambda: self._manager.metadata(epoch))
+        return CheckpointRecord(
+            epoch=epoch,
+            kind=info.kind or "full",
+            checkpoint_bytes=info.stored_bytes,
+            raw_bytes=info.raw_bytes,
+            seconds=0.0,
+        )
 
-        place = self._folder.at(checkpoint_name(epoch))
-        state = self._state(model, optimizer, epoch)
-        dcp.save(state, storage_writer=CheckpointWriter(place.url, target_options=self._options))
-        return _tensor_bytes(state), sum(place.sizes().values())
+    def save(self, epoch: int, metrics: dict[str, float]) -> None:
+        """Copy the state and let the save run. Waits for the one before."""
+        self._pending = self._manager.save_async(epoch, self._state(), metrics)
 
-    def restore(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        """Load the newest complete checkpoint into both; gives its epoch, or 0 if there was none to load."""
-        from millrace.checkpoint import CheckpointReader
+    def settled(self) -> CheckpointRecord | RetryableError | None:
+        """Wait for the save in flight: its record, or what it failed of when that may be gone by the next one.
 
-        def reader(epoch: int) -> Any:
-            return CheckpointReader(self._folder.at(checkpoint_name(epoch)).url, target_options=self._options)
+        None when none is in flight. Raises any other error of the save.
+        """
+        if self._pending is None:
+            return None
+        pending, self._pending = self._pending, None
+        error = pending.exception()
+        if isinstance(error, RetryableError):
+            return error
+        result = pending.result()
+        if result is None:
+            raise AssertionError("a save that waits is not skipped")
+        return CheckpointRecord(
+            epoch=result.step,
+            kind=result.kind,
+            checkpoint_bytes=result.stored_bytes,
+            raw_bytes=result.raw_bytes,
+            seconds=result.seconds,
+        )
 
-        def is_complete(epoch: int) -> bool:
-            try:
-                reader(epoch).read_metadata()
-            except FileNotFoundError:
-                # Its writer was killed before the manifest, which comes last: what is there does not count.
-                return False
-            return True
+    def wait(self) -> None:
+        """Wait until nothing is in flight, however that ends. May be called on one worker alone."""
+        if self._pending is not None:
+            self._pending.exception()
 
-        # One rank decides: two that look while storage changes might not agree, and would wait for each other.
-        found = [0]
-        if dist.get_rank() == 0:
-            found[0] = newest_complete(self._folder.folders(), is_complete)
-        dist.broadcast_object_list(found, src=0)
-        if found[0]:
-            state = self._state(model, optimizer, found[0])
-            dcp.load(state, storage_reader=reader(found[0]))
-            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        return found[0]
+    def close(self) -> None:
+        """Wait for what is in flight, and give the run free."""
+        self._manager.close()
 
-    @staticmethod
-    def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         # Names, not positions: the state can be loaded by any number of workers, wrapped or not.
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        return {"model": model_state, "optimizer": optimizer_state, "epoch": torch.tensor(epoch)}
-
-
-def _tensor_bytes(state: Any) -> int:
-    if isinstance(state, torch.Tensor):
-        return int(state.numel() * state.element_size())
-    if isinstance(state, dict):
-        return sum(_tensor_bytes(value) for value in state.values())
-    if isinstance(state, list | tuple):
-        return sum(_tensor_bytes(value) for value in state)
-    return 0
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        return {"model": model, "optimizer": optimizer, "precision": self._precision}

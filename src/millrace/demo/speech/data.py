@@ -1,32 +1,23 @@
-"""Common Voice from any file system to batches of tensors, through Ray Data.
-
-Nothing here is kept between epochs: every pass over a dataset of `clip_dataset` opens and reads the clips again.
-That is what a training job does whose data set does not fit into memory, and what the cache below is for.
-"""
+"""Common Voice from any file system: its tables, and its clips as what a model learns from. Loads neither torch nor ray."""
 
 from __future__ import annotations
 
 import csv
 import io
 import posixpath
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from millrace.demo.place import Place
 from millrace.demo.speech import text
-from millrace.demo.speech.audio import SAMPLE_RATE, decode_audio, log_mel
+from millrace.demo.speech.audio import SAMPLE_RATE, decode_audio
+from millrace.demo.speech.batches import PREPARED, Example, row_of
+from millrace.demo.speech.families.protocol import Family
 from millrace.errors import DamagedError, UsageError
-
-if TYPE_CHECKING:
-    import ray.data
-
-CLIPS_A_TASK = 64
-"""One read task takes about a tenth of a second of CPU: well above what scheduling it costs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,118 +49,72 @@ def parse_split(table: str, *, source: str) -> list[Clip]:
         name = posixpath.basename(row["path"])
         # Old releases leave the suffix out.
         name = name if "." in name else f"{name}.mp3"
-        clips.append(Clip(name=name, sentence=sentence, speaker=row.get("client_id") or ""))
+        # A speaker has a name of 128 letters and many clips.
+        clips.append(Clip(name=name, sentence=sentence, speaker=sys.intern(row.get("client_id") or "")))
     return clips
 
 
 def read_split(data: Place, split: str, *, limit: int | None = None) -> list[Clip]:
     """The clips of one split below `data`, at most `limit` of them, taken evenly over the split."""
     name = f"{split}.tsv"
-    clips = parse_split(data.read(name).decode("utf-8"), source=posixpath.join(data.url, name))
+    source = posixpath.join(data.url, name)
+    try:
+        table = data.read(name).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{source} is no UTF-8 text", next_step="point to a Common Voice release") from error
+    clips = parse_split(table, source=source)
     if not clips:
-        raise UsageError(f"{posixpath.join(data.url, name)} has no usable row", next_step="check the data set")
+        raise UsageError(f"{source} has no usable row", next_step="check the data set")
     if limit is None or limit >= len(clips):
         return clips
     return [clips[index * len(clips) // limit] for index in range(limit)]
 
 
-def prepare_clips(
-    batch: pa.Table, *, clips: dict[str, Clip], heard: frozenset[str], max_seconds: float, features: Any
-) -> pa.Table:
-    """Decode a batch of (path, bytes) rows into features and labels; over-long and unusable clips are left out.
+@dataclass(frozen=True, kw_only=True)
+class SplitSource:
+    """A split, and how its clips become what a model learns from. Picklable: how it is read best depends on who reads it.
 
-    The arrays travel as bytes: Arrow then moves them without looking inside.
+    `heard` are the speakers of the training split, so that an evaluation can tell known voices from new ones. With
+    `shuffle_seed` the clips come in another order on every pass.
     """
-    rows: list[dict[str, Any]] = []
-    for path, encoded in zip(batch["path"].to_pylist(), batch["bytes"].to_pylist(), strict=True):
-        clip = clips[posixpath.basename(path)]
+
+    data: Place
+    clips: tuple[Clip, ...]
+    heard: frozenset[str]
+    max_seconds: float
+    family: Family
+    shuffle_seed: int | None = None
+
+    def paths(self) -> list[str]:
+        """The URL of every clip."""
+        return [posixpath.join(self.data.url, "clips", clip.name) for clip in self.clips]
+
+    def only(self, clips: Sequence[Clip]) -> SplitSource:
+        """Some of the clips, with no more about the others than they need: it travels with every task."""
+        heard = self.heard & {clip.speaker for clip in clips}
+        return replace(self, clips=tuple(clips), heard=heard)
+
+    def read(self, clip: Clip) -> bytes:
+        """A clip's file."""
+        return self.data.at("clips").read(clip.name)
+
+    def row(self, clip: Clip, encoded: bytes) -> dict[str, Any] | None:
+        """A clip's bytes as a row of `PREPARED`; None for one that is over-long, or too short for what is said in it."""
         try:
             samples = decode_audio(encoded)
         except RuntimeError as error:
-            raise DamagedError(f"{path} cannot be decoded", next_step="take it out of the split's TSV") from error
-        if len(samples) > max_seconds * SAMPLE_RATE:
-            continue
-        values = features(samples)
-        labels = text.encode(clip.sentence)
-        if text.frames_needed(labels) > len(values):
-            continue
-        rows.append(
-            {
-                "features": values.tobytes(),
-                "width": values.shape[1],
-                "labels": np.asarray(labels, dtype=np.int64).tobytes(),
-                "sentence": clip.sentence,
-                "heard": clip.speaker in heard,
-            }
-        )
-    return pa.Table.from_pylist(rows, schema=_PREPARED)
+            raise DamagedError(
+                f"{self.data.url}/clips/{clip.name} cannot be decoded", next_step="take it out of the split's TSV"
+            ) from error
+        if len(samples) > self.max_seconds * SAMPLE_RATE:
+            return None
+        features, labels = self.family.features(samples), self.family.labels(clip.sentence)
+        if not self.family.fits(labels, len(features)):
+            return None
+        example = Example(features=features, labels=labels)
+        return row_of(name=clip.name, sentence=clip.sentence, known=clip.speaker in self.heard, example=example)
 
 
-_PREPARED = pa.schema(
-    {
-        "features": pa.binary(),
-        "width": pa.int32(),
-        "labels": pa.binary(),
-        "sentence": pa.string(),
-        "heard": pa.bool_(),
-    }
-)
-
-
-def clip_dataset(
-    data: Place,
-    clips: Sequence[Clip],
-    *,
-    heard: Iterable[str] = (),
-    max_seconds: float = 12.0,
-    shuffle_seed: int | None = None,
-    features: Any = log_mel,
-) -> ray.data.Dataset:
-    """A lazy dataset of prepared clips that reads every clip through `data.fs` on every pass.
-
-    `heard` are the speakers of the training split, so that an evaluation can tell known voices from new ones.
-    With `shuffle_seed` the clips come in another order on every pass.
-    """
-    import ray.data
-
-    raw = ray.data.read_binary_files(
-        [posixpath.join(data.url, "clips", clip.name) for clip in clips],
-        filesystem=data.fs,
-        include_paths=True,
-        shuffle=None if shuffle_seed is None else ray.data.FileShuffleConfig(seed=shuffle_seed),
-        override_num_blocks=max(2, -(-len(clips) // CLIPS_A_TASK)),
-    )
-    prepare = partial(
-        prepare_clips,
-        clips={clip.name: clip for clip in clips},
-        heard=frozenset(heard),
-        max_seconds=max_seconds,
-        features=features,
-    )
-    return raw.map_batches(prepare, batch_format="pyarrow", batch_size=CLIPS_A_TASK)
-
-
-def collate(batch: dict[str, Any]) -> dict[str, Any]:
-    """Prepared rows to padded tensors: features (clips, frames, width), their mask, and labels padded with -100."""
-    import torch
-
-    features = [
-        np.frombuffer(values, dtype=np.float32).reshape(-1, width)
-        for values, width in zip(batch["features"], batch["width"], strict=True)
-    ]
-    labels = [np.frombuffer(values, dtype=np.int64) for values in batch["labels"]]
-    count, frames = len(features), max(len(values) for values in features)
-    padded = np.zeros((count, frames, features[0].shape[1]), dtype=np.float32)
-    mask = np.zeros((count, frames), dtype=np.int64)
-    targets = np.full((count, max(len(values) for values in labels)), -100, dtype=np.int64)
-    for row, (values, label) in enumerate(zip(features, labels, strict=True)):
-        padded[row, : len(values)] = values
-        mask[row, : len(values)] = 1
-        targets[row, : len(label)] = label
-    return {
-        "features": torch.from_numpy(padded),
-        "mask": torch.from_numpy(mask),
-        "labels": torch.from_numpy(targets),
-        "sentences": [str(sentence) for sentence in batch["sentence"]],
-        "heard": [bool(known) for known in batch["heard"]],
-    }
+def table_of(rows: Iterable[dict[str, Any] | None]) -> pa.Table:
+    """The rows that are there as a `PREPARED` table."""
+    return pa.Table.from_pylist([row for row in rows if row is not None], schema=PREPARED)

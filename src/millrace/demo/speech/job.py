@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ from millrace.demo.speech.settings import SpeechSettings
 METRICS_NAME = "metrics.json"
 KILL_MARKER = "chaos/killed.json"
 
+_QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
 Counters = Callable[[], dict[str, int]]
 
 
@@ -20,12 +23,18 @@ def no_counters() -> dict[str, int]:
     return {}
 
 
+def be_quiet() -> None:
+    """Before transformers is imported: a training says what it does itself, and it has no use for progress bars."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeechJob:
     """What travels to the workers. `run` is where everything lands; `train_rows` is the size of the whole split.
 
-    `counters` gives running totals of `origin_bytes` and `cache_bytes` of the data set's file system, over all
-    processes. `checkpoint_options` may hold secrets; they travel in the pickle only.
+    `counters` gives running totals of `origin_bytes`, `cache_bytes` and `peer_bytes` of the data set's file system, over
+    all processes and nodes. `checkpoint_options` may hold secrets; they travel in the pickle only.
     """
 
     settings: SpeechSettings

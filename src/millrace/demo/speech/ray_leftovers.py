@@ -57,10 +57,8 @@ def _open_files(process: Path) -> Iterator[str]:
             yield os.readlink(descriptor)
 
 
-def main(scratch: str) -> None:
-    """Wait for the owner's end; then, unless it said that all is done, end the processes and remove the folder."""
-    if sys.stdin.buffer.read() == b"done":
-        return
+def end_processes_of(scratch: str) -> None:
+    """Kill this user's Ray processes with files in the folder, until there are none, for 15 seconds at most."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     quiet = 0
     # Twice quiet: the raylet may have been starting one when it was killed.
@@ -71,6 +69,13 @@ def main(scratch: str) -> None:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.5)
+
+
+def main(scratch: str) -> None:
+    """Wait for the owner's end; then, unless it said that all is done, end the processes and remove the folder."""
+    if sys.stdin.buffer.read() == b"done":
+        return
+    end_processes_of(scratch)
     for _ in range(10):
         # Workers notice the raylet's end within a second or two, and may write a last line of log until then.
         shutil.rmtree(scratch, ignore_errors=True)

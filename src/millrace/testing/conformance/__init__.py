@@ -1,10 +1,18 @@
 """Suites that every implementation of a seam must pass. Subclass one in a test module and give its fixtures; needs pytest.
 
 `OriginConformance` is for remote storage (`millrace.origin.Origin`), `FileSystemConformance` for the file system over any
-origin and store.
+origin and store, `MembershipConformance` and, where members come and go,
+`LivingMembershipConformance` for who is in a cluster (`millrace.members.Membership`).
 """
 
 from millrace.testing.conformance.filesystem import FileSystemConformance
+from millrace.testing.conformance.members import LivingMembershipConformance, MembershipConformance
 from millrace.testing.conformance.origin import ODD_NAMES, OriginConformance
 
-__all__ = ["ODD_NAMES", "FileSystemConformance", "OriginConformance"]
+__all__ = [
+    "ODD_NAMES",
+    "FileSystemConformance",
+    "LivingMembershipConformance",
+    "MembershipConformance",
+    "OriginConformance",
+]

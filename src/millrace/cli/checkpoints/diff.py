@@ -1,0 +1,144 @@
+"""`millrace checkpoints diff`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from millrace.cli.checkpoints.common import (
+    DIFFERENT,
+    Display,
+    all_option,
+    checkpoint_url,
+    cut,
+    json_text,
+    keys_option,
+    options_of,
+    shape_text,
+    shown,
+    table,
+    threads_option,
+)
+from millrace.cli.common import endpoint_option, json_option, size_text
+
+if TYPE_CHECKING:
+    from millrace.checkpoint.tools.diffing import DiffReport, TensorChange
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b", required=False)
+@click.option(
+    "--step",
+    "steps",
+    type=click.IntRange(min=0),
+    metavar="N",
+    multiple=True,
+    help="The checkpoint of this step of a run: given once it counts for A and B, given twice first for A, then for B.",
+)
+@keys_option
+@all_option
+@threads_option
+@endpoint_option
+@json_option
+def diff(
+    a: str,
+    b: str | None,
+    steps: tuple[int, ...],
+    keys: tuple[str, ...],
+    everything: bool,
+    threads: int | None,
+    endpoint_url: str | None,
+    as_json: bool,
+) -> int:
+    """Show which tensors and objects of checkpoint B are others than those of A, and by how much.
+
+    A and B are checkpoints, or runs (the newest complete checkpoint, or that of --step). Two steps of one run:
+    'diff RUN --step 100 --step 200'. 'changed' counts elements of which some bit differs; 'max' and 'mean' are of the
+    absolute differences, 'relative' is |B - A| / |A| in the Euclidean norm. Parts with equal checksums are not read.
+
+    Exit code 0: no difference. 3: there are some.
+    """
+    from millrace.checkpoint.tools.diffing import diff_checkpoints
+
+    if len(steps) > 2:
+        raise click.UsageError("diff takes --step at most twice")
+    if b is None and len(steps) != 2:
+        raise click.UsageError("diff takes two checkpoints, or one run and --step twice")
+    first, second = (steps[0], steps[-1]) if steps else (None, None)
+    one, other = checkpoint_url(a, first, endpoint_url), checkpoint_url(b or a, second, endpoint_url)
+    display = Display("compared")
+    with shown(display):
+        report = diff_checkpoints(
+            one,
+            other,
+            keys=keys,
+            target_options=(options_of(one, endpoint_url), options_of(other, endpoint_url)),
+            threads=threads,
+            progress=display,
+        )
+    if as_json:
+        click.echo(json_text({**asdict(report), "same": report.same}))
+    else:
+        _show(report, everything=everything)
+    return 0 if report.same else DIFFERENT
+
+
+def _show(report: DiffReport, *, everything: bool) -> None:
+    click.echo(f"A {report.urls[0]}\nB {report.urls[1]}")
+    _names("only in A", report.removed, everything=everything)
+    _names("only in B", report.added, everything=everything)
+    others = [change for change in report.tensors if change.changed is None]
+    changed = [change for change in report.tensors if change.changed is not None]
+    if others:
+        rows, more = cut([_other(change) for change in others], everything=everything)
+        _table(("other dtype or shape", "A", "B"), rows, more)
+    if changed:
+        rows, more = cut([_changed(change) for change in changed], everything=everything)
+        columns = ("changed tensors", "dtype", "shape", "changed", "max", "mean", "relative")
+        _table(columns, rows, more, right=("changed", "max", "mean", "relative"))
+    if report.objects:
+        rows, more = cut([(c.key, c.before[:60], c.after[:60]) for c in report.objects], everything=everything)
+        _table(("changed objects", "A", "B"), rows, more)
+    different = len(report.tensors) + len(report.objects)
+    click.echo(
+        f"\n{report.equal} equal, {different} changed, {len(report.removed)} only in A, {len(report.added)} only in B; "
+        f"{size_text(report.compared_bytes)} compared, {size_text(report.skipped_bytes)} equal by checksum"
+    )
+
+
+def _names(title: str, keys: Sequence[str], *, everything: bool) -> None:
+    rows, more = cut(keys, everything=everything)
+    if rows:
+        click.echo(f"\n{title}: {', '.join(rows)}" + (f" and {more} more (--all shows them)" if more else ""))
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], more: int, *, right: Sequence[str] = ()) -> None:
+    click.echo("")
+    for line in table(columns, rows, right=right):
+        click.echo(line)
+    if more:
+        click.echo(f"... and {more} more (--all shows them)")
+
+
+def _other(change: TensorChange) -> tuple[str, str, str]:
+    a, b = (f"{dtype} {shape_text(shape)}" for dtype, shape in zip(change.dtype, change.shape, strict=True))
+    return change.key, a, b
+
+
+def _changed(change: TensorChange) -> tuple[str, ...]:
+    share = 100 * (change.changed or 0) / change.elements
+    # 100.0 % and 0.00 % say all and none.
+    text = "100%" if change.changed == change.elements else f"{min(max(share, 0.01), 99.99):.3g}%"
+    if change.not_finite:
+        text += f" ({change.not_finite} inf or nan)"
+    return (
+        change.key,
+        change.dtype[1],
+        shape_text(change.shape[1]),
+        text,
+        *("-" if value is None else f"{value:.3g}" for value in (change.max_abs, change.mean_abs, change.relative_l2)),
+    )

@@ -1,0 +1,91 @@
+"""`millrace checkpoints export`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import click
+
+from millrace.cli.checkpoints.common import (
+    Display,
+    checkpoint_url,
+    counted,
+    duration_text,
+    keys_option,
+    options_of,
+    shown,
+    step_option,
+    threads_option,
+)
+from millrace.cli.common import endpoint_option, json_option, size_text
+
+_KEYS = 5
+
+
+@click.command()
+@click.argument("url")
+@click.argument("target")
+@click.option(
+    "--to",
+    type=click.Choice(["torch", "safetensors", "dcp"]),
+    required=True,
+    help="torch: a file for torch.load; safetensors: a file of tensors; dcp: a directory for torch.distributed.checkpoint.",
+)
+@step_option
+@keys_option
+@click.option(
+    "--strip-prefix",
+    default="",
+    metavar="TEXT",
+    help="For safetensors: only keys that begin so, without this beginning.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace what is at TARGET.")
+@threads_option
+@endpoint_option
+@json_option
+def export(
+    url: str,
+    target: str,
+    to: str,
+    step: int | None,
+    keys: tuple[str, ...],
+    strip_prefix: str,
+    overwrite: bool,
+    threads: int | None,
+    endpoint_url: str | None,
+    as_json: bool,
+) -> None:
+    """Write a checkpoint to TARGET in a format that other programs read, bit for bit.
+
+    TARGET is a file, or with --to dcp a directory; local, or a URL. It appears when all of it is there. An export to torch
+    needs the memory for all of the values, the others for the largest tensor.
+    """
+    from millrace.checkpoint.tools.exports import EXPORT_FORMATS, export_checkpoint
+
+    place = checkpoint_url(url, step, endpoint_url)
+    display = Display("exported")
+    with shown(display):
+        report = export_checkpoint(
+            place,
+            target,
+            next(name for name in EXPORT_FORMATS if name == to),
+            keys=keys,
+            strip_prefix=strip_prefix,
+            overwrite=overwrite,
+            target_options=options_of(place, endpoint_url),
+            output_options=options_of(target, endpoint_url),
+            threads=threads,
+            progress=display,
+        )
+    if as_json:
+        click.echo(json.dumps(asdict(report)))
+        return
+    objects = f" and {counted(report.objects, 'object')}" if report.objects else ""
+    click.echo(
+        f"{counted(report.tensors, 'tensor')}{objects}, {size_text(report.raw_bytes)}, of {report.url} are in "
+        f"{report.target} ({duration_text(report.seconds)})"
+    )
+    if report.left_out:
+        more = f" and {len(report.left_out) - _KEYS} more" if len(report.left_out) > _KEYS else ""
+        click.echo(f"left out: {', '.join(report.left_out[:_KEYS])}{more}")

@@ -1,0 +1,233 @@
+"""`millrace checkpoints ls`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from millrace.cli.checkpoints.common import (
+    counted,
+    date_text,
+    is_checkpoint,
+    iso_text,
+    json_text,
+    options_of,
+    ratio_text,
+    step_text,
+    table,
+)
+from millrace.cli.common import endpoint_option, json_option, size_text
+
+if TYPE_CHECKING:
+    from millrace.checkpoint.run.run_info import CheckpointInfo
+    from millrace.errors import MillraceError
+
+
+@click.command()
+@click.argument("url")
+@endpoint_option
+@json_option
+def ls(url: str, endpoint_url: str | None, as_json: bool) -> None:
+    """List the checkpoints of a run: step, time, size, and what each is made against.
+
+    'size' is what a checkpoint's own files take, 'raw' the values in it, 'restore' what a load reads, earlier checkpoints
+    included. A checkpoint whose save did not end is incomplete: nothing loads it.
+    """
+    options = options_of(url, endpoint_url)
+    rows = [_single(url, options)] if is_checkpoint(url, options) else _run(url, options)
+    if as_json:
+        plain = ({**row, "created": _iso(row["created"])} for row in rows)
+        click.echo("[" + ",\n ".join(json_text(row) for row in plain) + "]")
+        return
+    _show(rows)
+
+
+def _single(url: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """One checkpoint, ours or torch's."""
+    from millrace.checkpoint.format.manifest import MANIFEST_NAME
+    from millrace.checkpoint.places.manifests import load_manifest
+    from millrace.checkpoint.places.storage import open_storage
+    from millrace.checkpoint.run.run_info import info_of_manifest
+    from millrace.checkpoint.run.run_layout import parse_name
+    from millrace.checkpoint.tools.describing import describe
+
+    summary = describe(url, options)
+    name = url.rstrip("/").rpartition("/")[2]
+    if summary.format_version == 0:
+        return _row(
+            name=name,
+            url=summary.url,
+            step=None,
+            created=summary.created,
+            raw_bytes=summary.raw_bytes,
+            stored_bytes=summary.stored_bytes,
+            restore_bytes=summary.stored_bytes,
+            kind="stock",
+        )
+    storage = open_storage(url, options)
+    loaded = load_manifest(storage, storage.stat(MANIFEST_NAME))
+    step, revision = parse_name(name) or (None, 0)
+    info = info_of_manifest(
+        loaded.manifest,
+        loaded.nbytes,
+        name=name,
+        url=summary.url,
+        step=-1 if step is None else step,
+        revision=revision,
+        published=summary.created,
+    )
+    return {**_of_info(info, ()), "step": step}
+
+
+def _run(url: str, options: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    from millrace.checkpoint.run.run_layout import open_run
+    from millrace.checkpoint.run.timeline import timeline
+    from millrace.errors import CheckpointNotFoundError, MillraceError, MissingError
+
+    run = open_run(url, options)
+    try:
+        found = run.scan()
+    except MissingError:
+        found = []
+    if not found:
+        raise CheckpointNotFoundError(
+            f"no checkpoint lies at {run.url}", next_step="give the directory of a run, or of one checkpoint"
+        )
+    described = run.describe_all(found)
+    needed: dict[str, list[str]] = {}
+    for known in described.values():
+        if not isinstance(known, MillraceError):
+            for base in known.bases:
+                needed.setdefault(base, []).append(known.name)
+    live = {each.name for each in timeline([each for each in found if each.complete])}
+    rows = []
+    for each in found:
+        info = described.get(each.name)
+        if info is None:  # removed since it was listed
+            continue
+        if isinstance(info, MillraceError):
+            rows.append(_unreadable(each.name, run.url_of(each.name), each.step, each.revision, info))
+        else:
+            rows.append({**_of_info(info, live), "needed_by": sorted(needed.get(info.name, ()))})
+    return rows
+
+
+def _of_info(info: CheckpointInfo, live: Iterable[str]) -> dict[str, Any]:
+    return _row(
+        name=info.name,
+        url=info.url,
+        step=info.step,
+        revision=info.revision,
+        complete=info.complete,
+        superseded=info.superseded,
+        abandoned=info.complete and not info.superseded and bool(live) and info.name not in live,
+        created=info.created,
+        raw_bytes=info.raw_bytes,
+        stored_bytes=info.stored_bytes,
+        restore_bytes=info.restore_bytes,
+        kind=info.kind,
+        bases=sorted(info.bases),
+        metrics=dict(info.metrics),
+        user=dict(info.user),
+    )
+
+
+def _unreadable(name: str, url: str, step: int, revision: int, error: MillraceError) -> dict[str, Any]:
+    return _row(name=name, url=url, step=step, revision=revision, error=str(error))
+
+
+def _row(**content: Any) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "revision": 0,
+        "complete": True,
+        "superseded": False,
+        "abandoned": False,
+        "created": None,
+        "raw_bytes": 0,
+        "stored_bytes": 0,
+        "restore_bytes": 0,
+        "kind": None,
+        "bases": [],
+        "metrics": {},
+        "user": {},
+        "needed_by": [],
+        "error": None,
+        **content,
+    }
+    row["ratio"] = row["stored_bytes"] / row["raw_bytes"] if row["raw_bytes"] else None
+    return row
+
+
+def _iso(seconds: float | None) -> str | None:
+    return None if seconds is None else iso_text(seconds)
+
+
+# --- for people -----------------------------------------------------------------------------------------
+
+
+def _show(rows: Sequence[Mapping[str, Any]]) -> None:
+    metrics = sorted({name for row in rows for name in row["metrics"]})
+    columns = ["step", "time", "size", "raw", "ratio", "restore", "base", *metrics, "state"]
+    lines = [
+        [
+            _step_text(row),
+            "-" if row["created"] is None else date_text(row["created"]),
+            size_text(row["stored_bytes"]),
+            *_sizes(row),
+            _base_text(row),
+            *(f"{row['metrics'][name]:.6g}" if name in row["metrics"] else "-" for name in metrics),
+            _state(row),
+        ]
+        for row in rows
+    ]
+    for line in table(columns, lines, right=("step", "size", "raw", "ratio", "restore", *metrics)):
+        click.echo(line)
+    complete = [row for row in rows if row["complete"] and row["error"] is None]
+    others = counted(len(rows) - len(complete), "other")
+    stored, raw = (sum(row[name] for row in complete) for name in ("stored_bytes", "raw_bytes"))
+    click.echo(
+        f"{counted(len(complete), 'complete checkpoint')}{f', {others}' if len(rows) > len(complete) else ''}: "
+        f"{size_text(sum(row['stored_bytes'] for row in rows))} for {size_text(raw)} of values ({ratio_text(stored, raw)})"
+    )
+
+
+def _step_text(row: Mapping[str, Any]) -> str:
+    return "-" if row["step"] is None else step_text(row["step"], row["revision"])
+
+
+def _sizes(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    if not row["complete"] or row["error"]:
+        return "-", "-", "-"
+    ratio = ratio_text(row["stored_bytes"], row["raw_bytes"])
+    return size_text(row["raw_bytes"]), ratio, size_text(row["restore_bytes"])
+
+
+def _base_text(row: Mapping[str, Any]) -> str:
+    """What the checkpoint needs: nothing else, or the steps that it is a delta to."""
+    if row["kind"] is None:
+        return "-"
+    if row["kind"] == "stock":
+        return "torch's own"
+    if not row["bases"]:
+        return "full"
+    return f"delta on {_steps_text(row['bases'])}"
+
+
+def _steps_text(names: Sequence[str]) -> str:
+    from millrace.checkpoint.run.run_layout import parse_name
+
+    steps = [step_text(*at) if (at := parse_name(name)) else name for name in names]
+    return ", ".join(steps) if len(steps) <= 3 else f"{steps[0]}, .., {steps[-1]}"
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    if row["error"]:
+        return f"unreadable: {row['error']}"
+    if not row["complete"]:
+        # A pruning leaves the files that others need.
+        return f"removed, but {_steps_text(row['needed_by'])} needs it" if row["needed_by"] else "incomplete"
+    if row["superseded"]:
+        return "superseded"
+    return "given up" if row["abandoned"] else "complete"

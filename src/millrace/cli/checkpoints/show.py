@@ -1,0 +1,168 @@
+"""`millrace checkpoints show`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from millrace.cli.checkpoints.common import (
+    all_option,
+    checkpoint_url,
+    counted,
+    cut,
+    date_text,
+    iso_text,
+    json_text,
+    keys_option,
+    options_of,
+    ratio_text,
+    shape_text,
+    step_option,
+    table,
+)
+from millrace.cli.common import endpoint_option, json_option, size_text
+
+if TYPE_CHECKING:
+    from millrace.checkpoint.format.inventory import StoredValue
+    from millrace.checkpoint.places.manifests import CheckpointSummary
+
+_KEY_CHARACTERS = 48
+_TEXT_CHARACTERS = 100
+
+
+@click.command()
+@click.argument("url")
+@step_option
+@keys_option
+@all_option
+@endpoint_option
+@json_option
+def show(
+    url: str, step: int | None, keys: tuple[str, ...], everything: bool, endpoint_url: str | None, as_json: bool
+) -> None:
+    """Show what is in a checkpoint: every tensor and object, its size before and after compression, and who wrote it.
+
+    'stored' is a value's share in the chunks that hold it. 'how' says whether these are stored whole, as deltas to an
+    earlier checkpoint of the run, or are an earlier one's, unchanged.
+    """
+    from millrace.checkpoint.format.inventory import natural_order, select_keys
+    from millrace.checkpoint.reading.contents import stored_values
+    from millrace.checkpoint.tools.describing import describe
+
+    place = checkpoint_url(url, step, endpoint_url)
+    options = options_of(place, endpoint_url)
+    summary = describe(place, options)
+    values = {value.key: value for value in stored_values(place, options)}
+    chosen = [values[key] for key in sorted(select_keys(values, keys), key=natural_order)]
+    record, user = _split(summary.user)
+    if as_json:
+        content = {
+            **asdict(summary),
+            "created": iso_text(summary.created),
+            "run": record,
+            "user": user,
+            "values": [{**asdict(value), "ranks": value.ranks} for value in chosen],
+        }
+        click.echo(json_text(content))
+        return
+    tensors = [value for value in chosen if value.dtype is not None]
+    objects = [value for value in chosen if value.dtype is None]
+    click.echo(_head(summary, record))
+    for name, kept in (("metrics", record.get("metrics")), ("metadata", user)):
+        if kept:
+            click.echo(f"{name}: {_short(kept)}")
+    for title, rows in (("tensors", tensors), ("objects", objects)):
+        if rows:
+            click.echo("")
+            _show(title, rows, everything=everything)
+    if not chosen:
+        click.echo("it is empty")
+
+
+def _head(summary: CheckpointSummary, record: Mapping[str, Any]) -> str:
+    kind = "of torch's own writer" if summary.format_version == 0 else _kind_text(record)
+    values = f"{counted(summary.tensors, 'tensor')}, {counted(summary.objects, 'object')}"
+    ratio = ratio_text(summary.stored_bytes, summary.raw_bytes)
+    return (
+        f"{summary.url}\n{date_text(summary.created)}, {kind}\n"
+        f"{values}, {size_text(summary.raw_bytes)}, stored in {size_text(summary.stored_bytes)} ({ratio})"
+    )
+
+
+def _kind_text(record: Mapping[str, Any]) -> str:
+    bases = record.get("bases") or ()
+    kind = str(record.get("kind", "complete"))
+    return kind + (f" on {', '.join(map(str, bases))}" if bases else "")
+
+
+def _split(user: Mapping[str, Any]) -> tuple[Mapping[str, Any], Any]:
+    """The run's record and the caller's own, where a manager saved; else nothing and all of it."""
+    record = user.get("run")
+    if isinstance(record, dict) and set(user) <= {"run", "user"}:
+        return record, user.get("user", {})
+    return {}, user
+
+
+def _show(title: str, values: Sequence[StoredValue], *, everything: bool) -> None:
+    rows, more = cut(values, everything=everything)
+    stored = sum(value.stored_bytes for value in values)
+    raw = sum(value.raw_bytes for value in values)
+    described = ("dtype", "shape", "shards") if title == "tensors" else ()
+    columns = (title, *described, "rank", "size", "stored", "ratio", "how")
+    lines = [
+        (
+            _key_text(value.key),
+            *((value.dtype, shape_text(value.shape), str(value.shards)) if value.dtype else ()),
+            _ranks_text(value.ranks),
+            size_text(value.raw_bytes),
+            size_text(value.stored_bytes),
+            ratio_text(value.stored_bytes, value.raw_bytes),
+            _how(value),
+        )
+        for value in rows
+    ]
+    right = ("shards", "rank", "size", "stored", "ratio")
+    for line in table(columns, lines, right=right):
+        click.echo(line)
+    if more:
+        click.echo(f"... and {more} more (--all shows them)")
+    if len(values) > 1:
+        click.echo(f"{len(values)} {title}: {size_text(raw)}, stored in {size_text(stored)}")
+
+
+def _key_text(key: str) -> str:
+    """A long key without its middle: what tells layers apart is at both ends."""
+    if len(key) <= _KEY_CHARACTERS:
+        return key
+    half = (_KEY_CHARACTERS - 3) // 2
+    return f"{key[:half]}...{key[-half:]}"
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """`0`, `0-3`, `0,4,8`, and of many the first and the last."""
+    if not ranks:
+        return "-"
+    if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks)) if len(ranks) <= 3 else f"{ranks[0]},..,{ranks[-1]}"
+
+
+def _how(value: StoredValue) -> str:
+    counts = {"full": value.chunks_full, "delta": value.chunks_delta, "unchanged": value.chunks_referenced}
+    there = {name: count for name, count in counts.items() if count}
+    if len(there) > 1:
+        return ", ".join(f"{count} {name}" for name, count in there.items())
+    return next(iter(there), "-")
+
+
+def _short(content: Any) -> str:
+    text = json.dumps(content, default=_plain)
+    return text if len(text) <= _TEXT_CHARACTERS else f"{text[: _TEXT_CHARACTERS - 3]}..."
+
+
+def _plain(value: Any) -> str:
+    return repr(value)

@@ -1,0 +1,1 @@
+"""The families of speech models that a run can train: what differs between them stands behind one Protocol."""

@@ -1,0 +1,220 @@
+"""What Millrace requires of a cluster's membership, as tests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from millrace.members import Member, Membership, MemberState, View, ViewSource
+
+
+def eventually(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
+    """Wait until it holds; fail when that takes far longer than it may."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for has not come"
+        time.sleep(0.01)
+
+
+def wait_for(views: ViewSource, *members: Member) -> None:
+    """Wait until it has these members and no others."""
+    eventually(lambda: views.view() == View.of(members))
+
+
+Open = Callable[[], Membership]
+
+
+class MembershipConformance:
+    """What holds for any. Subclass it with the fixture `connect`: what gives one more `Membership` of the test's cluster."""
+
+    joinable: tuple[str, str, str] = ("127.0.0.1:7001", "127.0.0.1:7002", "[::1]:7003")
+    """Addresses with which members join."""
+
+    @pytest.fixture
+    def connect(self) -> Open:
+        raise NotImplementedError("give a `connect` fixture")
+
+    @pytest.fixture
+    def opened(self, connect: Open) -> Iterator[Open]:
+        """As `connect`; what it gave is closed."""
+        memberships: list[Membership] = []
+
+        def one_more() -> Membership:
+            memberships.append(connect())
+            return memberships[-1]
+
+        yield one_more
+        for membership in memberships:
+            membership.leave()
+            membership.close()
+
+    @pytest.fixture
+    def membership(self, opened: Open) -> Membership:
+        return opened()
+
+    def member(self, number: int, **fields: object) -> Member:
+        """The member with the first, second or third address."""
+        address = self.joinable[number]
+        values: dict[str, object] = {"id": address, "address": address, **fields}
+        return Member(**values)  # type: ignore[arg-type]
+
+    # --- any membership ---------------------------------------------------------------------------
+
+    def test_a_member_that_joined_is_seen_by_all(self, membership: Membership, opened: Open) -> None:
+        client = opened()
+        me = self.member(0)
+        membership.join(me)
+        eventually(lambda: membership.view().member(me.id) == me)
+        eventually(lambda: client.view().member(me.id) == me)
+
+    def test_several_members_see_the_same(self, opened: Open) -> None:
+        everybody = [opened() for _ in self.joinable]
+        for number, each in enumerate(everybody):
+            each.join(self.member(number))
+        expected = [self.member(number) for number in range(len(self.joinable))]
+        for each in everybody:
+            wait_for(each, *expected)
+        assert len({each.view().version for each in everybody}) == 1
+
+    def test_joining_twice_with_the_same_is_no_change(self, membership: Membership) -> None:
+        membership.join(self.member(0))
+        eventually(lambda: membership.view().member(self.joinable[0]) is not None)
+        before = membership.view()
+        membership.join(self.member(0))
+        assert membership.view() == before
+
+    def test_leaving_and_closing_are_idempotent(self, membership: Membership) -> None:
+        membership.leave()
+        membership.join(self.member(0))
+        membership.leave()
+        membership.leave()
+        membership.close()
+        membership.close()
+        membership.leave()
+
+    def test_the_last_view_stays_after_the_end(self, membership: Membership) -> None:
+        membership.join(self.member(0))
+        eventually(lambda: membership.view().member(self.joinable[0]) is not None)
+        view = membership.view()
+        membership.close()
+        assert membership.view() == view
+
+    def test_no_thread_is_left_behind(self, opened: Open) -> None:
+        before = set(threading.enumerate())
+        membership = opened()
+        membership.join(self.member(0))
+        membership.leave()
+        membership.close()
+        eventually(lambda: set(threading.enumerate()) <= before)
+
+    def test_views_can_be_asked_by_many_threads(self, membership: Membership) -> None:
+        membership.join(self.member(0))
+        eventually(lambda: membership.view().member(self.joinable[0]) is not None)
+        views: list[View] = []
+        threads = [threading.Thread(target=lambda: views.append(membership.view())) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert views == [membership.view()] * 16
+
+
+class LivingMembershipConformance(MembershipConformance):
+    """What holds besides where members come, change and go. The cluster of `connect` is empty at first."""
+
+    @pytest.fixture
+    def expire(self) -> Callable[[Membership], None]:
+        """Have the process of a membership end without a word, as far as others can see."""
+        return lambda dead: dead.close()
+
+    def test_at_first_nobody_is_there(self, membership: Membership) -> None:
+        assert membership.view() == View(())
+
+    def test_who_comes_late_sees_who_is_there(self, membership: Membership, opened: Open) -> None:
+        membership.join(self.member(0))
+        late = opened()
+        wait_for(late, self.member(0))
+
+    def test_what_a_member_says_of_itself_arrives(self, membership: Membership, opened: Open) -> None:
+        me = Member(id="an id / with ünïcode", address="[::1]:1", weight=1.5e12, state=MemberState.JOINING, wire=(1, 7))
+        membership.join(me)
+        other = opened()
+        wait_for(other, me)
+
+    def test_a_change_of_state_and_weight_is_seen(self, membership: Membership, opened: Open) -> None:
+        other = opened()
+        me = self.member(0, state=MemberState.JOINING)
+        for now in (
+            me,
+            replace(me, state=MemberState.HERE),
+            replace(me, state=MemberState.HERE, weight=5e9),
+            replace(me, state=MemberState.LEAVING, weight=5e9),
+        ):
+            membership.join(now)
+            wait_for(other, now)
+            wait_for(membership, now)
+
+    def test_who_leaves_is_gone(self, membership: Membership, opened: Open) -> None:
+        other = opened()
+        other.join(self.member(1))
+        membership.join(self.member(0))
+        wait_for(other, self.member(0), self.member(1))
+        membership.leave()
+        wait_for(other, self.member(1))
+        wait_for(membership, self.member(1))
+        other.leave()
+        wait_for(membership)
+
+    def test_who_has_left_may_come_back(self, membership: Membership, opened: Open) -> None:
+        other = opened()
+        for weight in (1.0, 2.0):
+            me = self.member(0, weight=weight)
+            membership.join(me)
+            wait_for(other, me)
+            membership.leave()
+            wait_for(other)
+
+    def test_who_dies_without_a_word_is_gone_after_a_while(
+        self, membership: Membership, opened: Open, expire: Callable[[Membership], None]
+    ) -> None:
+        other = opened()
+        other.join(self.member(1))
+        membership.join(self.member(0))
+        eventually(lambda: len(other.view().members) == 2)
+        expire(membership)
+        wait_for(other, self.member(1))
+
+    def test_every_change_is_told(self, membership: Membership, opened: Open) -> None:
+        other = opened()
+        told: list[View] = []
+        deaf: list[View] = []
+        stop = other.watch(told.append)
+        other.watch(deaf.append)()  # ended at once
+        membership.join(self.member(0, state=MemberState.JOINING))
+        eventually(lambda: len(told) == 1)
+        membership.join(self.member(0))
+        eventually(lambda: len(told) == 2)
+        assert told[-1] == View.of([self.member(0)]) == other.view()
+        stop()
+        stop()
+        membership.join(self.member(0, weight=2.0))
+        wait_for(other, self.member(0, weight=2.0))
+        assert (len(told), deaf) == (2, [])
+
+    def test_a_listener_that_fails_disturbs_nobody(self, membership: Membership, opened: Open) -> None:
+        other = opened()
+        told: list[View] = []
+
+        def fail(view: View) -> None:
+            raise RuntimeError(f"a fault in a listener at {len(view.members)} members")
+
+        other.watch(fail)
+        other.watch(told.append)
+        membership.join(self.member(0))
+        eventually(lambda: len(told) == 1)
+        membership.leave()
+        wait_for(other)
