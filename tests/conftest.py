@@ -12,16 +12,20 @@ from typing import Any
 import pytest
 
 from millrace.cache.node import close_nodes, nodes_are_open
+from millrace.errors import MissingDependencyError
 from millrace.events import Event, add_hook
 from millrace.filesystem import MillraceFileSystem, filesystem
+from millrace.peers.attach import close_all
+from millrace.testing.etcd import EtcdServer, find_etcd
 from millrace.testing.s3 import S3Server
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _hang_ups_count() -> None:
-    """Under `nohup` they are ignored, by the tests' own processes as well; these are told what to do with them."""
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def _signals_count() -> None:
+    """Under `nohup`, and in the background of a script, some are ignored, by the tests' own processes as well."""
+    for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +43,7 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
 def _closed_caches() -> Iterator[None]:
     """Every test opens its caches itself."""
     yield
+    close_all()
     if nodes_are_open():
         gc.collect()  # readers that a failed test left open still use the nodes
         close_nodes()
@@ -48,6 +53,13 @@ def _closed_caches() -> Iterator[None]:
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """One S3 server for all integration tests; every test uses a bucket of its own."""
     with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    """One etcd for all tests that do not harm it; each uses a cluster's name of its own, and has the mark `etcd`."""
+    with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
         yield server
 
 
@@ -98,8 +110,33 @@ def no_cached_plans() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `root` are listed as not run for other users."""
+    """Put them in order; `root` tests are listed as not run for other users, those marked `etcd` where there is none."""
+    _slow_files_first(items)
     if os.geteuid() != 0:
         for item in items:
             if item.get_closest_marker("root"):
                 item.add_marker(pytest.mark.skip(reason="needs root"))
+    for_etcd = [item for item in items if item.get_closest_marker("etcd")]
+    try:
+        if for_etcd:
+            find_etcd()
+    except MissingDependencyError:
+        for item in for_etcd:
+            item.add_marker(pytest.mark.skip(reason="needs etcd"))
+
+
+_QUICK = ("unit", "conformance", "property")
+"""The folders whose tests come first, in processes in which no Ray has run yet: it leaves threads behind."""
+
+
+def _slow_files_first(items: list[pytest.Item]) -> None:
+    """Whole files: the quick folders, then the others, of these the slow files first, so that all processes end together."""
+    slow: dict[Path, int] = {}
+    for item in items:
+        slow[item.path] = slow.get(item.path, 0) + (item.get_closest_marker("slow") is not None)
+
+    def key(item: pytest.Item) -> tuple[bool, int]:
+        quick = item.path.parent.name in _QUICK
+        return not quick, 0 if quick else -slow[item.path]
+
+    items.sort(key=key)

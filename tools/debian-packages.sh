@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Gets Debian packages that tests need: tools/debian-packages.sh NAME...
 #
-# Prints the folder below which their files lie. For root that is / (they are installed), for others a folder of the clone
-# (they and what they depend on are downloaded and unpacked there): add its usr/bin and usr/sbin to PATH, and its
-# usr/lib/*-linux-gnu to LD_LIBRARY_PATH. Package sources are those of the machine.
+# Prints the folder below which their files lie: / where they are installed, else a folder of the clone, into which they and
+# what they depend on are downloaded and unpacked, for root as well: no service is started, nothing outside is changed. Add
+# its usr/bin and usr/sbin to PATH, and its usr/lib/*-linux-gnu to LD_LIBRARY_PATH. Package sources are those of the machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -27,18 +27,6 @@ quietly() {
   fi
 }
 
-if ((EUID == 0)); then
-  export DEBIAN_FRONTEND=noninteractive
-  install=(apt-get "${options[@]}" -y --no-install-recommends install "$@")
-  # The lists of a fresh machine are empty, those of an old one name files that are gone.
-  if ! "${install[@]}" >/dev/null 2>&1; then
-    quietly apt-get "${options[@]}" update
-    quietly "${install[@]}"
-  fi
-  echo /
-  exit 0
-fi
-
 root=$PWD/.deps/debian
 if [[ -f $root/.names ]] && ! grep -v -x -F -f "$root/.names" <(printf '%s\n' "$@") >/dev/null; then
   echo "$root"
@@ -49,7 +37,7 @@ trap 'rm -rf "$state"' EXIT
 mkdir -p "$root" "$state/lists/partial" "$state/archives/partial"
 options+=(
   -o "Dir::State::lists=$state/lists" -o "Dir::Cache=$state" -o "Dir::Cache::archives=$state/archives"
-  -o Debug::NoLocking=true
+  -o Debug::NoLocking=true -o "APT::Sandbox::User=$(id -un)" # Debian's user for downloads may not enter the clone
 )
 quietly apt-get "${options[@]}" update
 wanted=$(apt-get "${options[@]}" -q --simulate --no-install-recommends install "$@" 2>/dev/null | awk '$1 == "Inst" { print $2 }') || {

@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
-from millrace.checkpoint.planes import PlaneCodec
-from millrace.checkpoint.storage import LocalStorage
+from millrace.checkpoint.codec.planes import PlaneCodec
+from millrace.checkpoint.places.storage import LocalStorage
 from millrace.errors import CheckpointNotFoundError, DiskFullError, StorageError
 from millrace.events import add_hook
 
@@ -149,7 +149,7 @@ def test_a_failing_disk_fails_the_save(kept, monkeypatch, call):
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("millrace.checkpoint.storage._WRITEBACK_BYTES", 1 << 20)
+        patch.setattr("millrace.checkpoint.places.storage._WRITEBACK_BYTES", 1 << 20)
         patch.setattr(os, call, broken)
         assert isinstance(failed_save(place), StorageError)
     assert sorted(os.listdir(place)) == names

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
-from millrace.checkpoint.storage import open_storage
+from millrace.checkpoint.places.storage import open_storage
 from millrace.testing.s3 import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -77,7 +77,7 @@ class Countdown:
 def save_counting(url: str, step: int, options: dict, last: int | None) -> int:
     """Save, dying before storage step `last`; returns how many there were."""
     countdown = Countdown(last)
-    from millrace.checkpoint import storage
+    from millrace.checkpoint.places import storage
     from millrace.origin import object_store
 
     places = {

@@ -11,10 +11,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
-from millrace.checkpoint import packing as packing_module
-from millrace.checkpoint import writer as writer_module
-from millrace.checkpoint.orphans import ORPHAN_SECONDS, find_orphans
-from millrace.checkpoint.storage import LocalStorage, StoredFile
+from millrace.checkpoint.places.orphans import ORPHAN_SECONDS, find_orphans
+from millrace.checkpoint.places.storage import LocalStorage, StoredFile
+from millrace.checkpoint.writing import packing as packing_module
+from millrace.checkpoint.writing import writer as writer_module
 from millrace.errors import CheckpointNotFoundError, OutcomeUnknownError, StorageError, UsageError
 from millrace.events import add_hook
 

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
-from millrace.checkpoint.storage import open_storage
+from millrace.checkpoint.places.storage import open_storage
 from millrace.errors import (
     CorruptCheckpointError,
     DeniedError,
@@ -206,7 +206,7 @@ def test_a_lost_answer_of_a_loser_is_a_failure(server, region, options, monkeypa
     url = "s3://runs/lost-and-late"
     save(1, url, options)
     before = names(url, options)
-    monkeypatch.setattr("millrace.checkpoint.writer.refuse_existing", lambda *_: None)
+    monkeypatch.setattr("millrace.checkpoint.writing.writer.refuse_existing", lambda *_: None)
     region.fail("reset", method="PUT", path=MANIFEST)
     assert isinstance(failure_of(save, 2, url, options, overwrite=False), ObjectExistsError)
     assert names(url, options) == before, "the loser's data files are gone"

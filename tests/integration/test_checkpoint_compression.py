@@ -9,10 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, describe
-from millrace.checkpoint.effort import Adaptive
-from millrace.checkpoint.packing import write_items
-from millrace.checkpoint.planes import Kind
-from millrace.checkpoint.storage import LocalStorage
+from millrace.checkpoint.codec.effort import Adaptive
+from millrace.checkpoint.codec.planes import Kind
+from millrace.checkpoint.places.storage import LocalStorage
+from millrace.checkpoint.writing.packing import write_items
 from millrace.errors import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is .*single process:UserWarning")

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, describe
-from millrace.checkpoint import writer as writer_module
-from millrace.checkpoint.format import DTYPES
+from millrace.checkpoint.format.manifest import DTYPES
+from millrace.checkpoint.writing import writer as writer_module
 from millrace.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
@@ -458,7 +458,7 @@ def test_flipped_bits_are_never_silent(tmp_path):
 
 
 def test_a_newer_format_is_left_alone(tmp_path):
-    from millrace.checkpoint.planes import checksum
+    from millrace.checkpoint.codec.planes import checksum
 
     state = {"x": torch.ones(3)}
     save(state, tmp_path)

@@ -99,5 +99,5 @@ def test_the_descriptor_names_a_version():
 
 
 def test_the_stream_itself_needs_no_torch():
-    program = "import sys, millrace.checkpoint.plane_stream; sys.exit('torch' in sys.modules)"
+    program = "import sys, millrace.checkpoint.codec.plane_stream; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

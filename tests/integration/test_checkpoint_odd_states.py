@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from millrace.checkpoint import CheckpointLoadPlanner, CheckpointReader, CheckpointSavePlanner, CheckpointWriter
-from millrace.checkpoint.garbage import collection_paused
+from millrace.checkpoint.host.garbage import collection_paused
 from millrace.errors import ConfigurationError, StateMismatchError, UnsupportedObjectError, UsageError
 
 pytestmark = [

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, describe
-from millrace.checkpoint.storage import open_storage
+from millrace.checkpoint.places.storage import open_storage
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, _save_state_dict
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, ZstdPlanes, describe
-from millrace.checkpoint import reader as reader_module
+from millrace.checkpoint.reading import reader as reader_module
 from millrace.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
@@ -259,7 +259,7 @@ def test_the_planners_own_errors_are_left_as_they_are(tmp_path):
 
 
 def test_an_object_that_is_too_long_fails_the_save(tmp_path, monkeypatch):
-    monkeypatch.setattr("millrace.checkpoint.sources.MAX_BLOB_BYTES", 5000)
+    monkeypatch.setattr("millrace.checkpoint.writing.sources.MAX_BLOB_BYTES", 5000)
     save(tmp_path, {"text": "x" * 1000})
     failure = failure_of(lambda: save(tmp_path, {"text": "x" * 10_000}))
     assert isinstance(failure, UnsupportedObjectError)

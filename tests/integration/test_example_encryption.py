@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, ZstdPlanes, describe, extension_registry
-from millrace.checkpoint.transforms import Transforms
+from millrace.checkpoint.format.transforms import Transforms
 from millrace.errors import ConfigurationError, CorruptCheckpointError, UnsupportedFormatError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is .*single process:UserWarning")

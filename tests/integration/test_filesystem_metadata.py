@@ -19,6 +19,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from tests.ray_sessions import start_ray
 
 import millrace
 from millrace.cache import pages
@@ -81,9 +82,7 @@ def image(number: int) -> bytes:
 def cluster() -> Iterator[Any]:
     ray = pytest.importorskip("ray")
     data = pytest.importorskip("ray.data")
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _node_ip_address="127.0.0.1"
-    )
+    start_ray(num_cpus=2, _node_ip_address="127.0.0.1")
     data.DataContext.get_current().enable_progress_bars = False
     yield ray
     ray.shutdown()

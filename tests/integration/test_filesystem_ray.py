@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from tests.ray_sessions import start_ray
 
 import millrace
 
@@ -26,9 +27,7 @@ pytestmark = [
 def cluster() -> Iterator[None]:
     import ray.data
 
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _node_ip_address="127.0.0.1"
-    )
+    start_ray(num_cpus=2, _node_ip_address="127.0.0.1")
     ray.data.DataContext.get_current().enable_progress_bars = False
     yield
     ray.shutdown()

@@ -195,6 +195,22 @@ def test_expired_ones_go_first_then_those_over_their_quota() -> None:
     assert chosen([dead, greedy], newcomer, groups) == "dead"
 
 
+def test_copies_go_before_all_else_for_anyone() -> None:
+    groups = {0: TRAIN, 1: replace(TRAIN, last=NOW - CAPACITY)}
+    copy = unit("copy", copy=True, uses=9.0, idle=0)
+    dead, greedy = unit("dead", group=1), unit("greedy", prefix=7)
+    expired = unit("expired", expired=True)
+    newcomer = unit("n", idle=0)
+    assert chosen([dead, greedy, expired, copy], newcomer, groups, over_quota={7}) == "copy"
+    assert chosen([dead, greedy, expired, copy], None, groups, over_quota={7}) == "copy"
+    assert chosen([copy, unit("rare", copy=True, uses=1.0)], newcomer) == "rare"
+    # But for one over its quota only copies of its own prefix do.
+    greedy_one = unit("n", prefix=7, idle=0)
+    assert chosen([copy, unit("own", prefix=7)], greedy_one, over_quota={7}) is None
+    own_copy = unit("own", prefix=7, copy=True)
+    assert chosen([copy, own_copy], greedy_one, over_quota={7}) == "own"
+
+
 def test_over_its_quota_a_newcomer_replaces_only_its_own_prefix() -> None:
     groups = {0: TRAIN, 1: replace(TRAIN, last=NOW - CAPACITY)}
     dead, own = unit("dead", group=1), unit("own", prefix=7)

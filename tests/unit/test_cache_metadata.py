@@ -154,7 +154,7 @@ def test_a_listing_is_remembered_and_describes_its_objects(make: Make) -> None:
     ]
     assert max(len(page) for page in pages) <= 1000
     assert cache.stat(origin, "b/d/00006").size == 6
-    assert cache.known_directory(origin, "b/d")
+    assert cache.remembered_directory(origin, "b/d")
     level = cache.list_level(origin, "b/d")
     assert cache.list_level(origin, "b/d") == level
     assert level.prefixes == ["b/d/sub"]
@@ -172,7 +172,7 @@ def test_a_listing_that_was_broken_off_is_continued(make: Make) -> None:
         origin.put(f"b/d/{number:05}", b"")
     cache, _, _ = make(60)
     next(cache.list_all(origin, "b/d"))
-    assert cache.known_directory(origin, "b/d")
+    assert cache.remembered_directory(origin, "b/d")
     assert origin.count("list") == 1
     assert sum(len(page) for page in cache.list_all(origin, "b/d")) == 2500
     assert origin.count("list") == 3
@@ -186,8 +186,8 @@ def test_a_write_forgets_the_object_and_the_listings_above(make: Make) -> None:
     cache.list_level(origin, "b/d")
     cache.forget(origin, "b/d/k")
     assert cache.known(origin, "b/d/k") is None
-    assert not cache.known_directory(origin, "b")
-    assert not cache.known_directory(origin, "b/d")
+    assert not cache.remembered_directory(origin, "b")
+    assert not cache.remembered_directory(origin, "b/d")
 
 
 def test_a_reader_goes_on_in_a_listing_that_others_ask_for_anew(make: Make) -> None:
@@ -248,7 +248,7 @@ def test_everything_can_be_forgotten(make: Make) -> None:
     cache.list_level(origin, "b/d")
     cache.forget_all()
     assert cache.known(origin, "b/d/k") is None
-    assert not cache.known_directory(origin, "b/d")
+    assert not cache.remembered_directory(origin, "b/d")
     origin.put("b/d/k", b"22")
     assert cache.stat(origin, "b/d/k").size == 2
 
@@ -498,7 +498,7 @@ def test_an_answer_from_before_everything_was_forgotten_is_not_remembered(make: 
     origin.before_list = lambda prefix, after: cache.forget_all()
     listed(cache, origin, "b/d")
     assert cache.known(origin, keys[0]) is None
-    assert not cache.known_directory(origin, "b/d")
+    assert not cache.remembered_directory(origin, "b/d")
 
 
 def test_a_description_that_came_later_is_believed_before_a_listing(make: Make) -> None:

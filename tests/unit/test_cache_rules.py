@@ -23,7 +23,6 @@ from millrace.cache.rules import (
     decode,
     encode,
     prefixes_of,
-    rule_for,
 )
 from millrace.cache.rules_file import RulesFile
 from millrace.config import Amount
@@ -80,7 +79,7 @@ RULES = Rules(
 def test_each_kind_of_rule_is_that_of_the_longest_prefix_which_has_one(
     origin: str, key: str, expected: AppliedRule
 ) -> None:
-    assert rule_for(RULES, origin, key) == expected
+    assert RULES.rule_for(origin, key) == expected
 
 
 def test_pins() -> None:

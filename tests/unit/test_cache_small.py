@@ -20,6 +20,7 @@ from millrace.cache.maps import MapCache
 from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.cache.records import Entry, ObjectName
 from millrace.cache.segment_maps import SegmentMaps
+from millrace.cache.segment_seals import SegmentSeals
 from millrace.cache.segments import SMALL_OBJECT_BYTES, Segments, data_path, generations, group_in
 from millrace.cache.small import stored_object
 from millrace.cache.store import Store
@@ -117,7 +118,7 @@ class Segmented:
         self.store = Store(directory, capacity=Amount(nbytes=1 << 30), min_free=Amount(nbytes=0))
         self.segments = Segments(directory / "segments", self.store.index)
         self.maps = MapCache()
-        self.segment_maps = SegmentMaps(self.segments.directory, self.maps)
+        self.segment_maps = SegmentMaps(self.segments.directory, self.maps, SegmentSeals(self.store.index).get)
 
     def add(self, number: int, data: bytes) -> Entry:
         name = ObjectName("o", f"b/{number}", "v")

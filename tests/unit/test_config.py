@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from millrace.config import Amount, load_file, parse_amount, parse_consistency, resolve
+from millrace.config import Amount, Tls, load_file, parse_addresses, parse_amount, parse_consistency, resolve
 from millrace.errors import ConfigurationError
 
 
@@ -83,8 +83,12 @@ def test_unknown_options_are_errors_that_list_the_known() -> None:
     ("arguments", "message"),
     [
         ({"members": "everyone"}, "not known"),
-        ({"members": "ray"}, "needs the cluster cache"),
-        ({"etcd_host": "10.0.0.5"}, "etcd://10.0.0.5:2379"),
+        ({"members": "static://host"}, "'host' is no address"),
+        ({"members": "etcd://a:1,:2"}, "':2' is no address"),
+        ({"members": "etcd://a:1/"}, "names no cluster in etcd"),
+        ({"members": "etcd://a:1/x/y"}, "names no cluster in etcd"),
+        ({"members": "static://a:1/x"}, "'a:1/x' is no address"),
+        ({"etcd_host": "10.0.0.5", "etcd_port": "http"}, "'10.0.0.5:http' is no address"),
         ({"etcd_host": "10.0.0.5", "members": "none"}, "exclude each other"),
         ({"native": "perhaps"}, "neither true nor false"),
         ({"cache_dir": ""}, "cache_dir is empty"),
@@ -94,8 +98,11 @@ def test_unknown_options_are_errors_that_list_the_known() -> None:
         ({"cache_dir": "a\0b"}, "is no directory"),
         ({"cache_dir": b"/d"}, "is no directory"),
         ({"capacity": "9" * 400}, "is no size"),
-        ({"tls": True}, "tls is an option of the cluster cache, which this version does not have"),
-        ({"cluster_token": "geheim"}, "cluster_token is an option of the cluster cache"),
+        ({"tls": True}, "tls is neither a folder nor a mapping"),
+        ({"tls": {"cert": "a", "key": "b"}}, "tls is neither a folder nor a mapping"),
+        ({"cluster_token": "geheim"}, "cluster_token cannot be used"),
+        ({"replicas": 0}, "replicas=0 cannot be used"),
+        ({"replicas": True}, "replicas=True cannot be used"),
     ],
 )
 def test_values_that_cannot_be_used(arguments: dict[str, Any], message: str) -> None:
@@ -129,3 +136,24 @@ def test_file_is_found_read_and_checked(tmp_path: Path, monkeypatch: pytest.Monk
         resolve({}, environ=environ)
     with pytest.raises(ConfigurationError, match="does not exist"):
         load_file({"MILLRACE_CONFIG": str(tmp_path / "nowhere.toml")})
+
+
+def test_how_a_cluster_is_found() -> None:
+    def members(**arguments: Any) -> str:
+        return resolve(arguments, environ={"HOME": "/home/me"}, file={}).members
+
+    assert members() == "auto"
+    assert members(etcd_host="10.0.0.5") == "etcd://10.0.0.5:2379"
+    assert members(etcd_host="10.0.0.5", etcd_port=4001) == "etcd://10.0.0.5:4001"
+    assert members(members="static://a:1,[::1]:2") == "static://a:1,[::1]:2"
+    assert parse_addresses("a:1,[::1]:2", option="members") == (("a", 1), ("::1", 2))
+
+
+def test_what_a_cluster_is_guarded_by() -> None:
+    options = resolve(
+        {"cluster_token": "0123456789abcdef", "tls": "/etc/tls", "replicas": "2"}, environ={"HOME": "/h"}, file={}
+    )
+    assert options.cluster_token == "0123456789abcdef"
+    assert "0123456789abcdef" not in repr(options)
+    assert options.tls == Tls(cert=Path("/etc/tls/cert.pem"), key=Path("/etc/tls/key.pem"), ca=Path("/etc/tls/ca.pem"))
+    assert options.replicas == 2

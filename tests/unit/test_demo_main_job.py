@@ -19,13 +19,22 @@ import pytest
 from millrace.demo.disk import local_files
 from millrace.demo.main_job import DemoResult, DemoSettings, result_json, summary_table
 from millrace.demo.place import Place
+from millrace.demo.speech import ray_cluster
 from millrace.demo.speech.job import SpeechJob
-from millrace.demo.speech.log import EpochRecord
+from millrace.demo.speech.log import CheckpointRecord, EpochRecord, WorkerTimes
 from millrace.demo.speech.ray_leftovers import processes_of
 from millrace.demo.speech.run import SpeechResult, training_error
 from millrace.demo.speech.settings import SpeechSettings
 from millrace.demo.speech_data import write_common_voice
-from millrace.errors import ConfigurationError, DiskFullError, MillraceError, ObjectNotFoundError, StorageError
+from millrace.demo.summary import summary
+from millrace.errors import (
+    ConfigurationError,
+    DiskFullError,
+    MillraceError,
+    ObjectNotFoundError,
+    RetryableError,
+    StorageError,
+)
 
 SETTINGS = SpeechSettings(data_url="s3://b/cv", run_url="s3://b/run", epochs=1, kill_in_epoch=1)
 
@@ -120,12 +129,19 @@ def test_our_own_error_in_a_worker_is_the_error() -> None:
 # --- the closing table ------------------------------------------------------------------------------
 
 
-def epoch(number: int, *, attempt: int) -> EpochRecord:
-    return EpochRecord(
-        epoch=number, attempt=attempt, train_loss=1.0, dev_cer=0.5, clips=8, steps=2, seconds=3.0, wait_seconds=0.5,
-        compute_seconds=2.0, evaluate_seconds=0.25, checkpoint_seconds=0.25, checkpoint_bytes=80, raw_bytes=100,
-        origin_bytes=0, cache_bytes=2_000_000, learning_rate=0.1,
+def epoch(number: int, *, attempt: int, **changes: Any) -> EpochRecord:
+    worker = WorkerTimes(
+        rank=0, node="10.0.0.1", clips=8, steps=2, wait_seconds=0.5, compute_seconds=2.0, evaluate_seconds=0.25,
+        stall_seconds=0.25,
     )  # fmt: skip
+    base = EpochRecord(
+        epoch=number, attempt=attempt, train_loss=1.0, dev_cer=0.5, clips=8, clips_digest="aa", steps=2, seconds=3.0,
+        learning_rate=0.1, origin_bytes=0, cache_bytes=2_000_000, peer_bytes=0, workers=(worker,),
+        checkpoint=CheckpointRecord(
+            epoch=number, kind="full", checkpoint_bytes=800_000, raw_bytes=1_000_000, seconds=0.5
+        ),
+    )  # fmt: skip
+    return replace(base, **changes)
 
 
 def start(attempt: int, after: int, seconds: float) -> dict[str, Any]:
@@ -169,6 +185,68 @@ def test_restarts_are_told_for_what_they_were(tmp_path: Path) -> None:
         2: "worker killed on purpose in epoch 2; 3 s later resumed from the checkpoint of epoch 1; "
         "then the training was started again, resumed from the checkpoint of epoch 1"
     }
+
+
+def ran(*epochs: EpochRecord, **metrics: Any) -> SpeechResult:
+    return SpeechResult(
+        settings=SETTINGS, epochs=list(epochs), events=[start(0, 0, 1.0)], metrics=metrics, restarts=0, kill=None
+    )
+
+
+def test_the_table_tells_what_an_epoch_cost(tmp_path: Path) -> None:
+    speech = ran(
+        epoch(1, attempt=0, origin_bytes=2_160_000, cache_bytes=0), epoch(2, attempt=0), test_cer_known_speakers=0.03
+    )
+    heads, first, second, *rest = summary(speech).strip("\n").splitlines()
+    words = [" ".join(line.split()) for line in (heads, first, second)]
+    assert words[0] == "epoch loss dev CER seconds waiting standing from origin from cache checkpoint (of raw)"
+    assert words[1] == "1 1.000 50.0% 3.0 0.5 0.25 2.16 MB 0 B 0.80 MB (80%, full)"
+    assert "0.25 0 B 2.00 MB" in words[2]
+    assert heads.index("from cache") + len("from cache") == first.index("0 B") + len("0 B")
+    assert "8 clips an epoch, the same ones in every epoch" in rest
+    assert "dev CER 50.0%; test CER 3.0% for speakers known from training, - for those who are not" in rest
+    assert rest[-1].startswith("outputs in s3://b/run/ ")
+    assert "by the region's" in summary_table(demo_result(speech, tmp_path))
+
+
+def test_the_table_hides_no_fault() -> None:
+    speech = ran(epoch(1, attempt=0), epoch(2, attempt=0, clips_digest="ab", checkpoint=None))
+    assert "2.00 MB   never complete" in summary(speech)
+    assert "not every epoch saw the clips of the first: look at epoch 2" in summary(speech)
+
+
+def test_with_several_nodes_the_table_tells_them_apart() -> None:
+    lines = summary(ran(epoch(1, attempt=0, peer_bytes=500_000))).strip("\n").splitlines()
+    assert "own disk  other nodes" in lines[0]
+    assert "2.00 MB      0.50 MB   0.80 MB (80%, full)" in lines[1]
+    assert lines[0].index("other nodes") + len("other nodes") == lines[1].index("0.50 MB") + len("0.50 MB")
+
+
+# --- Ray that does not start ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_ray_gets_more_than_one_chance_to_start(failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    calls: list[str] = []
+
+    def init(*, _temp_dir: str) -> None:
+        assert not Path(_temp_dir).exists()  # nothing of the last attempt
+        Path(_temp_dir).mkdir()
+        calls.append(_temp_dir)
+        if len(calls) <= failures:
+            raise Exception("The node timed out.\nAnd more.")  # Ray's own are of no other class
+
+    monkeypatch.setattr(ray, "init", init)
+    if failures < 3:
+        ray_cluster._start(str(tmp_path))
+        assert len(calls) == failures + 1
+        return
+    with pytest.raises(RetryableError) as caught:
+        ray_cluster._start(str(tmp_path))
+    assert str(caught.value) == (
+        "Ray did not start on this machine (The node timed out): try again when it has less to do"
+    )
 
 
 # --- kill -9 ----------------------------------------------------------------------------------------

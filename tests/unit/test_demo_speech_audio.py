@@ -7,7 +7,7 @@ import io
 import numpy as np
 import pytest
 
-from millrace.demo.speech.audio import FEATURES, SAMPLE_RATE, decode_audio, log_mel
+from millrace.demo.speech.audio import FEATURES, SAMPLE_RATE, decode_audio, log_mel, whisper_log_mel, whisper_silence
 
 soundfile = pytest.importorskip("soundfile")
 
@@ -38,6 +38,28 @@ def test_a_clip_that_is_too_short_has_no_frames(count: int) -> None:
 
 def test_silence_gives_finite_features() -> None:
     assert np.isfinite(log_mel(np.zeros(SAMPLE_RATE, dtype=np.float32))).all()
+
+
+@pytest.mark.parametrize("bins", [80, 128])
+@pytest.mark.parametrize("seconds", [0.001, 0.1, 1.005, 2.3, 2.99])
+def test_whisper_features_and_silence_are_those_of_the_library(seconds: float, bins: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    samples = tone(seconds)
+    extractor = transformers.WhisperFeatureExtractor(feature_size=bins, chunk_length=3)
+    expected = extractor(samples, sampling_rate=SAMPLE_RATE, return_tensors="np")["input_features"][0].T
+    values = whisper_log_mel(samples, bins)
+    actual = np.full_like(expected, whisper_silence(values))
+    # The last samples reach two frames further than the library looks.
+    assert len(values) <= len(actual) + 2
+    actual[: len(values)] = values[: len(actual)]
+    np.testing.assert_allclose(actual, expected, atol=5e-4)
+
+
+def test_whisper_features_of_silence_and_of_nothing() -> None:
+    silence = whisper_log_mel(np.zeros(SAMPLE_RATE, dtype=np.float32))
+    assert silence == pytest.approx(-1.5)
+    assert whisper_silence(silence) == pytest.approx(-1.5)
+    assert whisper_log_mel(np.zeros(0, dtype=np.float32)).shape == (0, 80)
 
 
 @pytest.mark.parametrize("kind", ["MP3", "WAV", "FLAC", "OGG"])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from pathlib import Path
 
 import pytest
 
-from millrace.demo.speech_data import COLUMNS, write_common_voice
+from millrace.demo.speech_data import COLUMNS, main, write_common_voice
 
 soundfile = pytest.importorskip("soundfile")
 
@@ -74,6 +75,18 @@ def test_limits_leave_clips_out_but_keep_the_new_voice(tmp_path: Path) -> None:
     known = {row["client_id"] for row in rows(tmp_path, "train")}
     assert len(known) > 1
     assert {row["client_id"] for row in rows(tmp_path, "test")} - known
+
+
+def test_the_set_can_be_written_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "cv")]) == 0
+    assert f"416 train, 32 dev, 48 test clips, 2.5 MB, in {tmp_path / 'cv'}" in capsys.readouterr().out
+    assert (tmp_path / "cv" / "train.tsv").exists()
+    (tmp_path / "file").write_text("x")
+    assert main([str(tmp_path / "file")]) == 1
+    assert re.fullmatch(r"speech_data: \S+file\S*: .+: choose another folder\n", capsys.readouterr().err)
+    for given in ([], ["a", "b"], ["--help"]):
+        assert main(given) == 2
+        assert capsys.readouterr().err.startswith("usage: ")
 
 
 def test_the_set_stays_small() -> None:

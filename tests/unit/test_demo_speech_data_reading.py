@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,17 @@ import pytest
 
 from millrace.demo.place import Place
 from millrace.demo.speech import text
-from millrace.demo.speech.audio import FEATURES, SAMPLE_RATE, log_mel
-from millrace.demo.speech.data import Clip, collate, parse_split, prepare_clips, read_split
+from millrace.demo.speech.audio import FEATURES, SAMPLE_RATE
+from millrace.demo.speech.batches import batch_of
+from millrace.demo.speech.data import Clip, SplitSource, parse_split, read_split, table_of
+from millrace.demo.speech.families.choosing import family_of
+from millrace.demo.speech.settings import SpeechSettings
 from millrace.demo.speech_data import write_common_voice
 from millrace.errors import DamagedError, UsageError
 
 soundfile = pytest.importorskip("soundfile")
+
+FAMILY = family_of(SpeechSettings(data_url="s3://b/cv", run_url="s3://b/run"))
 
 
 def wave(seconds: float) -> bytes:
@@ -28,14 +34,23 @@ def wave(seconds: float) -> bytes:
 
 
 def prepared(rows: dict[str, tuple[str, bytes]], *, heard: frozenset[str] = frozenset()) -> pa.Table:
-    batch = pa.table({"bytes": [encoded for _, encoded in rows.values()], "path": [f"b/clips/{name}" for name in rows]})
-    clips = {name: Clip(name=name, sentence=sentence, speaker=f"of {name}") for name, (sentence, _) in rows.items()}
-    return prepare_clips(batch, clips=clips, heard=heard, max_seconds=3.0, features=log_mel)
+    clips = tuple(Clip(name=name, sentence=sentence, speaker=f"of {name}") for name, (sentence, _) in rows.items())
+    data = Place(fs=pyarrow.fs.LocalFileSystem(), url="b")
+    source = SplitSource(data=data, clips=clips, heard=heard, max_seconds=3.0, family=FAMILY)
+    source = pickle.loads(pickle.dumps(source))
+    return table_of(source.row(clip, rows[clip.name][1]) for clip in source.clips)
 
 
 def test_a_table_with_only_what_is_needed_is_enough() -> None:
     clips = parse_split("path\tsentence\na.mp3\tGuten Tag.\n", source="x.tsv")
     assert clips == [Clip(name="a.mp3", sentence="guten tag", speaker="")]
+
+
+def test_a_table_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_bytes("path\tsentence\na.mp3\tja\n".encode("utf-16"))
+    data = Place(fs=pyarrow.fs.LocalFileSystem(), url=str(tmp_path))
+    with pytest.raises(UsageError, match=r"train\.tsv is no UTF-8 text"):
+        read_split(data, "train")
 
 
 def test_quotes_do_not_swallow_lines() -> None:
@@ -91,14 +106,19 @@ def test_a_clip_that_cannot_be_decoded_is_named() -> None:
         prepared({"a.wav": ("gut", b"this is not audio")})
 
 
-def test_collate_pads_and_masks() -> None:
+def test_a_batch_has_the_names_and_the_tensors_of_its_clips() -> None:
     pytest.importorskip("torch")
-    table = prepared({"a.wav": ("kurz", wave(0.5)), "b.wav": ("etwas länger", wave(1.5))})
-    batch = collate({name: table[name].to_numpy() for name in table.column_names})
-    frames = batch["mask"].sum(dim=1).tolist()
-    assert batch["features"].shape == (2, max(frames), FEATURES)
+    table = prepared(
+        {"a.wav": ("kurz", wave(0.5)), "b.wav": ("etwas länger", wave(1.5))}, heard=frozenset({"of b.wav"})
+    )
+    batch = batch_of(table, FAMILY)
+    frames = batch.tensors["mask"].sum(dim=1).tolist()
+    assert batch.tensors["features"].shape == (2, max(frames), FEATURES)
     assert frames[0] < frames[1]
-    assert not batch["features"][0, frames[0] :].any()
-    assert batch["labels"][0].tolist() == text.encode("kurz") + [-100] * 8
-    assert batch["sentences"] == ["kurz", "etwas länger"]
-    assert batch["heard"] == [False, False]
+    assert not batch.tensors["features"][0, frames[0] :].any()
+    assert batch.tensors["labels"][0].tolist() == text.encode("kurz") + [-100] * 8
+    assert (batch.names, batch.sentences) == (["a.wav", "b.wav"], ["kurz", "etwas länger"])
+    assert batch.known == [False, True]
+    assert len(batch) == 2
+    assert len(batch.shortest.features) == frames[0]
+    assert batch.shortest.labels == text.encode("kurz")

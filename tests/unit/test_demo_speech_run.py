@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pyarrow.fs
 import pytest
 
 from millrace.demo.place import Place
-from millrace.demo.speech.log import LOG_NAME, EpochRecord, TrainingLog, final_epochs, read_events
+from millrace.demo.speech.log import LOG_NAME, EpochRecord, TrainingLog, WorkerTimes, final_epochs, read_events
 from millrace.demo.speech.run import describe
 from millrace.demo.speech.settings import SpeechSettings
 from millrace.errors import ConfigurationError
@@ -20,11 +20,18 @@ from millrace.errors import ConfigurationError
 SETTINGS = SpeechSettings(data_url="s3://b/cv", run_url="s3://b/run")
 
 
+def worker(rank: int) -> WorkerTimes:
+    return WorkerTimes(
+        rank=rank, node="n", clips=4, steps=2, wait_seconds=0.5, compute_seconds=2.0, evaluate_seconds=0.25,
+        stall_seconds=0.25,
+    )  # fmt: skip
+
+
 def record(epoch: int, *, attempt: int = 0, loss: float = 1.0) -> EpochRecord:
     return EpochRecord(
-        epoch=epoch, attempt=attempt, train_loss=loss, dev_cer=0.5, clips=8, steps=2, seconds=3.0, wait_seconds=0.5,
-        compute_seconds=2.0, evaluate_seconds=0.25, checkpoint_seconds=0.25, checkpoint_bytes=80, raw_bytes=100,
+        epoch=epoch, attempt=attempt, train_loss=loss, dev_cer=0.5, clips=8, clips_digest="ab", steps=2, seconds=3.0,
         origin_bytes=2_000_000 if epoch == 1 else 0, cache_bytes=0 if epoch == 1 else 2_000_000, learning_rate=0.1,
+        peer_bytes=0, workers=(worker(0), worker(1)),
     )  # fmt: skip
 
 
@@ -110,7 +117,7 @@ def test_of_an_epoch_done_twice_the_last_counts(place: Place) -> None:
 
 
 def test_what_is_told_of_events() -> None:
-    epoch = {"event": "epoch", **vars(record(1))}
+    epoch = {"event": "epoch", **asdict(record(1))}
     assert describe(epoch) == (
         "epoch   1  loss  1.000  dev CER  50.0%    3.0 s    2.00 MB from origin    0.00 MB from cache"
     )
@@ -122,38 +129,8 @@ def test_what_is_told_of_events() -> None:
         "         killed training process 7 on purpose in epoch 5"
     )
     assert describe({"event": "end"}) is None
-
-
-# --- resuming ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("names", "complete", "expected"),
-    [
-        ([], set(), 0),
-        (["epoch-001", "epoch-002"], {1, 2}, 2),
-        (["epoch-001", "epoch-002", "epoch-003"], {1, 2}, 2),
-        (["epoch-001"], set(), 0),
-        (["epoch-999", "epoch-1000"], {999, 1000}, 1000),
-        (["other", "epoch-", "epoch-x", "epoch-002.part", "epoch-001"], {1, 2}, 1),
-    ],
-)
-def test_the_newest_complete_checkpoint_is_chosen(names: list[str], complete: set[int], expected: int) -> None:
-    checkpoints = pytest.importorskip("millrace.demo.speech.checkpoints", exc_type=ImportError)
-    assert checkpoints.newest_complete(names, complete.__contains__) == expected
-
-
-def test_older_checkpoints_are_not_looked_at() -> None:
-    checkpoints = pytest.importorskip("millrace.demo.speech.checkpoints", exc_type=ImportError)
-    asked: list[int] = []
-    checkpoints.newest_complete(["epoch-001", "epoch-002", "epoch-003"], lambda epoch: not asked.append(epoch))
-    assert asked == [3]
-
-
-def test_names_of_checkpoints_sort_as_epochs_do() -> None:
-    checkpoints = pytest.importorskip("millrace.demo.speech.checkpoints", exc_type=ImportError)
-    names = [checkpoints.checkpoint_name(epoch) for epoch in range(1, 200)]
-    assert names == sorted(names)
+    assert describe({"event": "checkpoint"}) is None
+    assert describe({"event": "warning", "text": "take care"}) == "         take care"
 
 
 def test_ray_is_imported_only_when_a_run_starts() -> None:

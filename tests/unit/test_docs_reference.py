@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -29,14 +30,23 @@ def test_every_error_has_its_row() -> None:
 def test_every_command_and_option_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--version"])  # adds the commands
     page = (REFERENCE / "command-line.md").read_text()
-    sections = dict(re.findall(r"^## millrace (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
-    commands = dict(cli.millrace.commands)
+    sections = dict(re.findall(r"^## millrace ([\w ]+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    commands = dict(_commands(cli.millrace, ""))
     assert sorted(sections) == sorted(commands)
     for name, command in commands.items():
         rows = [row for row in sections[name].splitlines() if row.startswith("| `--")]
         told = {option for row in rows for option in re.findall(r"`(--?[\w-]+)`", row.split("|")[1])}
-        options = [option for option in command.params if isinstance(option, click.Option)]
+        options = [option for option in command.params if isinstance(option, click.Option) and not option.hidden]
         assert told == {text for option in options for text in (*option.opts, *option.secondary_opts)}
+
+
+def _commands(group: click.Group, before: str) -> Iterator[tuple[str, click.Command]]:
+    """Every command that does something, by its whole name."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from _commands(command, f"{before}{name} ")
+        else:
+            yield f"{before}{name}", command
 
 
 def test_every_exit_code_is_told(capsys: pytest.CaptureFixture[str]) -> None:

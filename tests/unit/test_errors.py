@@ -30,3 +30,10 @@ def test_errors_are_what_fsspec_and_pyarrow_expect() -> None:
     assert issubclass(errors.DeniedError, PermissionError)
     assert issubclass(ObjectExistsError, FileExistsError)
     assert ObjectNotFoundError("x").errno == 2
+
+
+def test_what_a_node_said_survives_a_pickle() -> None:
+    error = errors.PeerRefusedError("a node says no", status=424)
+    error.reason, error.has_lease = "denied", True
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.status, copy.reason, copy.has_lease) == (424, "denied", True)

@@ -16,6 +16,7 @@ import pytest
 
 import millrace
 from millrace.errors import ConfigurationError
+from millrace.filesystem.files import CachedFile
 
 MakeFileSystem = Callable[..., millrace.MillraceFileSystem]
 
@@ -266,3 +267,36 @@ def test_import_is_light() -> None:
     code = "import sys, millrace; print(sorted({'torch', 'ray', 'botocore', 'pandas', 'click'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
+
+
+def test_a_process_that_finds_everything_cached_loads_only_what_it_needs(
+    make: MakeFileSystem, data: Path, tmp_path: Path
+) -> None:
+    # Ray starts workers for every epoch; what they import before the first byte is on the epoch's critical path.
+    fs, path = make(), f"{data}/one.parquet"
+    fs.cat_file(path)
+    (tmp_path / "pickled").write_bytes(pickle.dumps(fs))
+    code = (
+        "import pickle, sys; fs = pickle.load(open(sys.argv[1], 'rb')); fs.open_input_file(sys.argv[2]).read();"
+        "print(sorted({'obstore', 'tomllib', 'millrace.cache.rebuild', 'millrace.filesystem.loading',"
+        "'millrace.filesystem.prefetching'} & set(sys.modules)), fs.cache_counters()['origin_requests'])"
+    )
+    before = fs.cache_counters()["origin_requests"]
+    command = [sys.executable, "-c", code, str(tmp_path / "pickled"), path]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout == f"[] {before}\n"
+
+
+@pytest.mark.parametrize("size", [40_000, 2_000_000])
+def test_a_file_that_was_opened_before_the_object_was_here(tmp_path: Path, make: MakeFileSystem, size: int) -> None:
+    data = os.urandom(size)
+    (tmp_path / "object").write_bytes(data)
+    fs, other = make(), make()
+    info = fs.describe(str(tmp_path / "object"))
+    reader = fs.node.open_reader(fs.origin, info)
+    other.cat_file(str(tmp_path / "object"))  # brings it here
+    other.cat_file(str(tmp_path / "object"))
+    with CachedFile(reader, path=info.key, sequential=False, on_changed=lambda: None) as file:
+        target = bytearray(size)
+        assert file.readinto(target) == size
+        assert bytes(target) == data

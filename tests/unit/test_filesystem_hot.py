@@ -359,7 +359,9 @@ def test_neither_descriptors_nor_maps_nor_memory_are_left_behind(make: Make, pat
         fs.open_input_file(path).read_at(1, 5)
         fs.open(path).close()
         fs.cat_file(path, 5, 6)
-    assert held() == before
+    after = held()
+    assert after[0] <= before[0]  # what earlier tests left may end meanwhile
+    assert after[1] == before[1]
     assert before[1] == 1
     assert fs.cache_counters()["native_opens"] >= 4 * opens
 

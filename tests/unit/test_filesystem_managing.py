@@ -135,6 +135,21 @@ def test_a_full_cache_is_an_error_that_says_how_much_fitted(
     assert 0 < fs.node.disks()[0][1] <= 10 * MB
 
 
+def test_a_load_into_a_cache_that_was_enlarged_goes_on(
+    make_fs: Callable[..., millrace.MillraceFileSystem], tmp_path: Path
+) -> None:
+    # Small enough that all that the first load could not keep is still held in memory.
+    for number in range(6):
+        (tmp_path / f"data/{number}").parent.mkdir(exist_ok=True)
+        (tmp_path / f"data/{number}").write_bytes(os.urandom(3 * MB if number % 2 else MB // 2))
+    fs = make_fs()
+    fs.resize(5 * MB)
+    with pytest.raises(DiskFullError):
+        fs.load(f"{tmp_path}/data")
+    fs.resize(50 * MB)
+    assert fs.load(f"{tmp_path}/data").done_objects == 6
+
+
 def test_an_error_of_the_origin_says_what_was_achieved_and_the_next_load_goes_on(
     fs: millrace.MillraceFileSystem, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +271,25 @@ def test_free_drops_what_is_below_and_readers_read_on(fs: millrace.MillraceFileS
     before = fs.cache_counters()["origin_bytes"]
     fs.cat_file(f"{data}/train/c.txt")
     assert fs.cache_counters()["origin_bytes"] == before + 1000
+
+
+def test_free_gives_back_the_room_of_small_objects_too(
+    fs: millrace.MillraceFileSystem, data: Path, tmp_path: Path
+) -> None:
+    small = tmp_path / "data/small"
+    small.mkdir()
+    for number in range(20):
+        (small / f"{number}.txt").write_bytes(os.urandom(10_000))
+    fs.load([f"{data}/train", str(small)])
+    used = fs.node.disks()[0][1]
+    fs.free(str(small))
+    assert fs.node.disks()[0][1] <= used - 200_000
+    assert fs.open_input_file(f"{data}/train/c.txt").read() == (data / "train/c.txt").read_bytes()
+    fs.free(str(data))
+    assert fs.node.disks()[0][1] == 0
+    assert not list((tmp_path / "cache/millrace/local/segments").iterdir())
+    fs.load(str(small))
+    assert fs.cat_file(f"{small}/7.txt") == (small / "7.txt").read_bytes()
 
 
 def test_what_is_pinned_is_not_freed(fs: millrace.MillraceFileSystem, data: Path) -> None:

@@ -149,6 +149,22 @@ def test_contenders_run_in_processes_of_their_own(make_case: Callable[[str], Cas
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
+def test_contenders_keep_bytecode_as_an_installed_package_has_it(
+    make_case: Callable[[str], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    case = make_case(
+        """
+        @case.contender("any")
+        def any_contender(measure, context):
+            program = "import sys; print(sys.dont_write_bytecode)"
+            return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()
+        """
+    )
+    outcome = run_case(case, rounds=1, quick=True, scratch=tmp_path / "scratch")
+    assert [run.result for run in outcome.runs] == ["False"]
+
+
 def test_a_contender_that_breaks_down_says_why(make_case: Callable[[str], Case], tmp_path: Path) -> None:
     case = make_case(
         """

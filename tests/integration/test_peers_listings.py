@@ -1,0 +1,345 @@
+"""Metadata in a cluster of real servers and stores, in one process, over an origin that counts what it is asked."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from millrace.cache.node import CacheNode, cache_node
+from millrace.config import resolve
+from millrace.errors import ObjectNotFoundError, PeerRefusedError
+from millrace.members import Member, NodeLink, View
+from millrace.peers.breakers import Breakers
+from millrace.peers.cluster import Cluster
+from millrace.peers.listings import ClusterListings, Teller, teller_id
+from millrace.peers.origins import Origins
+from millrace.peers.server import PlaneServer
+from millrace.peers.serving import BlockService
+from millrace.testing.origins import MemoryOrigin
+
+TOKEN = "a-token-for-tests-only"
+
+
+class Views:
+    """A view that the test makes."""
+
+    def __init__(self) -> None:
+        self.now = View(())
+
+    def view(self) -> View:
+        return self.now
+
+
+@dataclass
+class Node:
+    """A node, and a process that reads on it, with stores of their own so that neither finds what the other remembers."""
+
+    member: Member
+    serving: CacheNode
+    reading: CacheNode
+    server: PlaneServer
+    cluster: Cluster
+
+
+@pytest.fixture
+def origin() -> MemoryOrigin:
+    return MemoryOrigin()
+
+
+@pytest.fixture
+def make_nodes(tmp_path: Path, origin: MemoryOrigin) -> Iterator[Callable[[int, str], list[Node]]]:
+    made: list[Node] = []
+
+    def make(count: int, consistency: str) -> list[Node]:
+        views = Views()
+        for number in range(count):
+
+            def node(name: str, number: int = number) -> CacheNode:
+                arguments = {
+                    "cache_dir": tmp_path / f"{number}-{name}", "min_free": 0, "consistency": consistency, "members": "none",
+                }  # fmt: skip
+                return cache_node(resolve(arguments, environ={"HOME": str(tmp_path)}, file={}))
+
+            origins = Origins()
+            origins.register(origin)
+            serving, reading = node("serving"), node("reading")
+            member_id = f"node-{number}"
+            service = BlockService(serving, views=views, member_id=member_id, replicas=1, origins=origins)
+            server = PlaneServer(service, host="127.0.0.1", token=TOKEN)
+            Teller(serving, origins).add_routes(server)
+            server.start()
+            link = NodeLink(views=views, folder="local", member_id=member_id, token=TOKEN)
+            cluster = Cluster(link, breakers=Breakers(None))
+            reading.asking = ClusterListings(cluster, reading.options.max_age_seconds)
+            made.append(Node(Member(id=member_id, address=server.address), serving, reading, server, cluster))
+        views.now = View.of(node.member for node in made)
+        return made
+
+    yield make
+    for node in made:
+        node.cluster.close()
+        node.server.close()
+
+
+def names(node: Node, origin: MemoryOrigin, prefix: str) -> list[str]:
+    return [info.key for page in node.reading.metadata.list_all(origin, prefix) for info in page]
+
+
+def owner_of(nodes: list[Node], bucket: str) -> Node:
+    owner = nodes[0].cluster.placement().order(teller_id("memory", bucket))[0]
+    return next(node for node in nodes if node.member.id == owner.id)
+
+
+def test_a_listing_is_made_once_for_all_nodes(
+    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
+) -> None:
+    expected = [f"b/train/{number:05d}" for number in range(2500)]
+    for key in expected:
+        origin.put(key, key.encode())
+    nodes = make_nodes(3, "immutable")
+    teller = owner_of(nodes, "b")
+    others = [node for node in nodes if node is not teller]
+    for node in others:
+        assert names(node, origin, "b/train") == expected
+    assert origin.count("list") == 3  # 2,500 keys, a thousand a request
+    for node in others:
+        assert names(node, origin, "b/train") == expected  # from its own memory
+        assert node.reading.metadata.stat(origin, expected[7]).size == len(expected[7])
+    assert (origin.count("list"), origin.count("head")) == (3, 0)
+
+
+def test_levels_and_descriptions_are_asked_once(
+    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
+) -> None:
+    for key in ("b/one/x", "b/one/y", "b/two/z"):
+        origin.put(key, b"data")
+    nodes = make_nodes(3, "immutable")
+    teller = owner_of(nodes, "b")
+    others = [node for node in nodes if node is not teller]
+    for node in others:
+        listing = node.reading.metadata.list_level(origin, "b")
+        assert list(listing.prefixes) == ["b/one", "b/two"]
+    assert origin.count("list") == 1
+    for node in others:
+        assert node.reading.metadata.stat(origin, "b/two/z").size == 4
+    assert origin.count("head") == 1
+
+
+def test_what_is_written_through_a_node_is_seen_by_it(
+    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
+) -> None:
+    origin.put("b/data/one", b"1")
+    nodes = make_nodes(3, "1h")
+    writer = next(node for node in nodes if node is not owner_of(nodes, "b"))
+    assert names(writer, origin, "b/data") == ["b/data/one"]
+    origin.put("b/data/two", b"2")
+    writer.reading.metadata.forget(origin, "b/data/two")
+    assert names(writer, origin, "b/data") == ["b/data/one", "b/data/two"]
+    origin.put("b/data/one", b"another")
+    writer.reading.metadata.forget(origin, "b/data/one")
+    assert writer.reading.metadata.stat(origin, "b/data/one").size == 7
+
+
+def test_what_is_heard_counts_as_half_as_old_as_is_believed(
+    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
+) -> None:
+    origin.put("b/data/one", b"1")
+    nodes = make_nodes(2, "1h")
+    asker = next(node for node in nodes if node is not owner_of(nodes, "b"))
+    _, heard_until = asker.reading.metadata.stat_until(origin, "b/data/one")
+    _, asked_until = owner_of(nodes, "b").reading.metadata.stat_until(origin, "b/data/one")
+    assert asked_until - heard_until == pytest.approx(1800, abs=60)
+
+
+def test_consistency_always_asks_the_origin(make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin) -> None:
+    origin.put("b/data/one", b"1")
+    nodes = make_nodes(3, "always")
+    for count, node in enumerate(nodes, 1):
+        assert names(node, origin, "b/data") == ["b/data/one"]
+        assert origin.count("list") == count
+
+
+def test_dead_tellers_cost_nobody_his_answer(
+    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
+) -> None:
+    expected = [f"b/train/{number:05d}" for number in range(1500)]
+    for key in expected:
+        origin.put(key, b"x")
+    nodes = make_nodes(3, "immutable")
+    order = [member.id for member in nodes[0].cluster.placement().order(teller_id("memory", "b"))]
+    by_id = {node.member.id: node for node in nodes}
+    last = by_id[order[2]]
+    by_id[order[0]].server.close()
+    assert names(last, origin, "b/train") == expected  # by the second
+    assert origin.count("list") == 2
+    by_id[order[1]].server.close()
+    last.reading.metadata.forget_all()
+    assert names(last, origin, "b/train") == expected  # by nobody but the origin
+    assert origin.count("list") == 4
+    with pytest.raises(ObjectNotFoundError):
+        last.reading.metadata.stat(origin, "b/nothing")
+
+
+def test_a_teller_that_dies_in_the_middle_of_a_listing(
+    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
+) -> None:
+    expected = [f"b/train/{number:05d}" for number in range(2500)]
+    for key in expected:
+        origin.put(key, b"x")
+    nodes = make_nodes(2, "immutable")
+    teller = owner_of(nodes, "b")
+    asker = next(node for node in nodes if node is not teller)
+    pages = asker.reading.metadata.list_all(origin, "b/train")
+    found = [info.key for info in next(iter(pages))]
+    teller.server.close()
+    found += [info.key for page in pages for info in page]
+    assert found == expected
+
+
+def test_an_error_of_the_origin_is_raised_as_its_own(
+    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
+) -> None:
+    nodes = make_nodes(2, "immutable")
+    asker = next(node for node in nodes if node is not owner_of(nodes, "b"))
+    with pytest.raises(ObjectNotFoundError, match="does not exist"):
+        asker.reading.metadata.stat(origin, "b/nothing")
+    assert asker.reading.metadata.below(origin, "b/nothing") == "nothing"
+
+
+def test_a_kept_age_limit(make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin) -> None:
+    nodes = make_nodes(1, "immutable")
+    assert nodes[0].reading.metadata_within(math.inf).list_level(origin, "b").objects == []
+
+
+def test_who_asks_at_the_same_time_waits_for_the_same_answer(
+    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
+) -> None:
+    expected = [f"b/train/{number:05d}" for number in range(2500)]
+    for key in expected:
+        origin.put(key, b"x")
+    nodes = make_nodes(5, "immutable")
+    others = [node for node in nodes if node is not owner_of(nodes, "b")]
+    together = threading.Barrier(len(others))
+    origin.before_list = lambda *_: time.sleep(0.2)
+
+    def ask(node: Node) -> list[str]:
+        together.wait()
+        return names(node, origin, "b/train")
+
+    with ThreadPoolExecutor(len(others)) as pool:
+        assert all(found == expected for found in pool.map(ask, others))
+    assert origin.count("list") == 3
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        "text",
+        None,
+        {"objects": [["b/train/00001", 10**400, "v", 10**400]], "through": "b/train/00001", "is_directory": False},
+        {"objects": [["b/train/00001", -1, "v", 0.0]], "through": "b/train/00001", "is_directory": False},
+        {"objects": [["elsewhere", 1, "v", 0.0]], "through": "b/train/00001", "is_directory": False},
+        {"objects": [], "through": "a", "is_directory": False},
+        {"objects": [["b/train/00001", 1, "v", 0.0]], "through": 7, "is_directory": False},
+        {"objects": [["b/train/00001", 1, "v", 0.0]], "through": "", "is_directory": False},
+        [],
+    ],
+    ids=["text", "null", "large", "negative", "elsewhere", "backwards", "number", "nowhere", "list"],
+)  # fmt: skip
+def test_a_teller_that_answers_nonsense(
+    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin, listing: object
+) -> None:
+    expected = [f"b/train/{number:05d}" for number in range(3)]
+    for key in expected:
+        origin.put(key, b"x")
+    nodes = make_nodes(2, "1h")
+    teller = owner_of(nodes, "b")
+    asker = next(node for node in nodes if node is not teller)
+    for path in ("/v1/listing", "/v1/level", "/v1/head", "/v1/forget"):
+        teller.server.route("POST" if path == "/v1/forget" else "GET", path, lambda call: listing)
+    assert names(asker, origin, "b/train") == expected
+    asker.reading.metadata.forget_all()
+    assert [info.key for info in asker.reading.metadata.list_level(origin, "b/train").objects] == expected
+    asker.reading.metadata.forget_all()
+    assert asker.reading.metadata.stat(origin, "b/train/00002").size == 1
+    asker.reading.metadata.forget(origin, "b/train/00002")
+
+
+def test_a_teller_that_describes_another_object(
+    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
+) -> None:
+    origin.put("b/one", b"1")
+    nodes = make_nodes(2, "1h")
+    teller = owner_of(nodes, "b")
+    asker = next(node for node in nodes if node is not teller)
+    teller.server.route("GET", "/v1/head", lambda call: ["b/two", 7, "v", 0.0])
+    assert asker.reading.metadata.stat(origin, "b/one").size == 1
+
+
+def test_a_member_without_an_address_costs_nobody_his_answer(
+    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
+) -> None:
+    origin.put("b/one", b"1")
+    nodes = make_nodes(2, "1h")
+    teller = owner_of(nodes, "b")
+    asker = next(node for node in nodes if node is not teller)
+    asker.cluster.link.views.now = View.of(  # type: ignore[attr-defined]
+        [asker.member, Member(id=teller.member.id, address="no address")]
+    )
+    assert asker.reading.metadata.stat(origin, "b/one").size == 1
+    asker.reading.metadata.forget(origin, "b/one")
+
+
+def test_who_could_not_tell_of_a_write_asks_the_origin_himself(
+    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
+) -> None:
+    origin.put("b/data/one", b"1")
+    origin.put("b/other/x", b"1")
+    nodes = make_nodes(3, "1h")
+    order = [member.id for member in nodes[0].cluster.placement().order(teller_id("memory", "b"))]
+    by_id = {node.member.id: node for node in nodes}
+    writer, teller = by_id[order[2]], by_id[order[0]]
+    assert names(writer, origin, "b/data") == ["b/data/one"]  # which the teller remembers from now on
+    writer.cluster.breakers.failed(teller.member.id)  # it does not answer for a moment
+    origin.put("b/data/two", b"2")
+    writer.reading.metadata.forget(origin, "b/data/two")
+    writer.cluster.breakers.worked(teller.member.id)
+    assert names(writer, origin, "b/data") == ["b/data/one", "b/data/two"]
+    assert [info.key for info in writer.reading.metadata.list_level(origin, "b/data").objects] == [
+        "b/data/one",
+        "b/data/two",
+    ]
+    before = origin.count("list")
+    # Of what lies elsewhere in the bucket the teller is still asked.
+    assert names(writer, origin, "b/other") == names(by_id[order[1]], origin, "b/other") == ["b/other/x"]
+    assert origin.count("list") == before + 1
+
+
+def test_a_teller_forgets_also_what_it_has_no_access_to_just_now(
+    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin.put("b/one", b"1")
+    nodes = make_nodes(3, "1h")
+    teller = owner_of(nodes, "b")
+    writer, reader = (node for node in nodes if node is not teller)
+    assert writer.reading.metadata.stat(origin, "b/one").size == 1
+    origin.put("b/one", b"22")
+    with monkeypatch.context() as denied:
+        denied.setattr(Origins, "find", lambda *_: None)
+        writer.reading.metadata.forget(origin, "b/one")
+    assert reader.reading.metadata.stat(origin, "b/one").size == 2
+
+
+@pytest.mark.parametrize("body", [None, [], "x", {}, {"origin": 1, "key": "b/one"}], ids=str)
+def test_who_says_nothing_to_forget_is_told(make_nodes: Callable[[int, str], list[Node]], body: object) -> None:
+    (node,) = make_nodes(1, "1h")
+    with pytest.raises(PeerRefusedError) as refused:
+        node.cluster.client.call(node.member, "POST", "/v1/forget", body)
+    assert refused.value.status == 400

@@ -1,0 +1,72 @@
+"""Which origins a node reads for others: never more than it was given."""
+
+import pytest
+
+from millrace.errors import DeniedError
+from millrace.origin import Origin
+from millrace.peers import origins as module
+from millrace.peers.origins import NamedOrigin, Origins
+from millrace.testing.origins import MemoryOrigin
+
+
+def test_what_was_registered_is_found_and_nothing_else() -> None:
+    memory = MemoryOrigin(identity="memory-1")
+    origins = Origins([memory])
+    assert origins.find("memory-1") is memory
+    for identity in ("memory-2", "file", "file:///etc", "s3", "s3+", "s3+http://attacker:1", "gs+x", "", "\0"):
+        assert origins.find(identity) is None
+    other = MemoryOrigin(identity="memory-1")
+    origins.register(other)
+    assert origins.find("memory-1") is other
+    assert origins.identities() == ["memory-1"]
+
+
+def test_the_endpoint_of_the_environment_may_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    assert Origins(environment=False).find("s3+http://127.0.0.1:9") is None
+    origins = Origins()
+    found = origins.find("s3+http://127.0.0.1:9")
+    assert found is not None
+    assert found.identity == "s3+http://127.0.0.1:9"
+    assert origins.find("s3+http://127.0.0.1:9") is found
+    assert origins.find("s3+http://127.0.0.1:10") is None
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:secret@127.0.0.1:9")  # which cannot be used
+    assert Origins().find("s3+http://127.0.0.1:9") is None
+
+
+def test_others_are_asked_for_what_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    known: dict[str, Origin] = {"a": MemoryOrigin(identity="a")}
+
+    def lookup(identity: str) -> Origin | None:
+        asked.append(identity)
+        return known.get(identity)
+
+    origins = Origins(lookup=lookup)
+    assert [origins.find(name) for name in ("a", "a", "b", "b")] == [known["a"], known["a"], None, None]
+    assert asked == ["a", "b"]  # what is not known is not asked for again at once
+    origins.forget("a")
+    assert origins.find("a") is known["a"]
+    assert asked == ["a", "b", "a"]
+    monkeypatch.setattr(module, "_MAX_UNKNOWN", 3)
+    for number in range(20):
+        origins.find(f"made-up-{number}")
+    assert len(origins._unknown) <= 3
+
+
+def test_an_origin_that_is_only_a_name_gives_nothing() -> None:
+    origin = NamedOrigin("s3+x")
+    assert isinstance(origin, Origin)
+    assert origin.identity == "s3+x"
+    for call in (
+        lambda: origin.head("k"),
+        lambda: origin.read("k", 0, 1),
+        lambda: origin.list_level("k"),
+        lambda: origin.list_all("k"),
+        lambda: origin.list_pages("k"),
+        lambda: origin.put("k", b""),
+        lambda: origin.open_writer("k"),
+        lambda: origin.delete(["k"]),
+    ):
+        with pytest.raises(DeniedError, match="--origin"):
+            call()

@@ -1,0 +1,582 @@
+"""What a node gives to others: from its disk, as the owner, and when it may not; over real sockets, out of real stores."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+
+import pytest
+from tests.planes import ME, Plane, Views
+from tests.wire_client import WireClient, unframed
+
+from millrace.cache.blocks import BLOCK_BYTES
+from millrace.cache.housekeeping import tick
+from millrace.cache.node import close_nodes
+from millrace.errors import DeniedError, ObjectChangedError, ObjectNotFoundError, OriginUnavailableError
+from millrace.peers import wire
+from millrace.peers.demand import Heat, Leases
+from millrace.peers.placement import Placement
+from millrace.peers.wire import Ask, ObjectDescription
+
+LARGE = BLOCK_BYTES * 3 + 12345
+SMALL = 300_000
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Iterator[Plane]:
+    with Plane(tmp_path / "cache") as plane:
+        yield plane
+
+
+def random(nbytes: int) -> bytes:
+    return os.urandom(nbytes)
+
+
+def not_mine(views: Views, what: ObjectDescription) -> int:
+    """Make others the owners; gives how many come before this node."""
+    views.become(ME, *(f"other-{number}" for number in range(30)))
+    order = [member.id for member in Placement(views.view()).order(what.object_id())]
+    return order.index(ME) if ME in order else len(order)
+
+
+@pytest.mark.parametrize("nbytes", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("filled", [True, False], ids=["cached", "fetched"])
+def test_every_range_comes_as_it_is_at_the_origin(plane: Plane, nbytes: int, filled: bool) -> None:
+    data = random(nbytes)
+    what = plane.put("b/x", data)
+    if filled:
+        plane.fill("b/x")
+    ranges = [(0, 1), (0, nbytes), (nbytes - 1, nbytes), (1000, 17_384), (nbytes // 2, nbytes)]
+    with plane.client() as client:
+        for span in ranges:
+            head, body = client.get(what, span)
+            assert (head.status, body) == (206, data[slice(*span)])
+            assert head.headers["content-range"] == f"bytes {span[0]}-{span[1] - 1}/{nbytes}"
+        head, body = client.get(what, *ranges, wire_version=2)
+        assert (head.status, body) == (206, b"".join(data[slice(*span)] for span in ranges))
+    assert plane.origin.bytes_read() == nbytes
+    assert plane.counters()["served_requests"] == len(ranges) + 1
+    assert plane.counters()["served_bytes"] == 2 * sum(stop - start for start, stop in ranges)
+
+
+def test_who_asks_for_what_is_cached_gets_only_that(plane: Plane) -> None:
+    what = plane.put("b/x", random(LARGE))
+    with plane.client() as client:
+        assert client.cached(what, (0, 10))[0].status == 404
+        plane.fill("b/x", range(1, 2))
+        assert client.cached(what, (0, 10))[0].status == 404
+        assert client.cached(what, (BLOCK_BYTES, BLOCK_BYTES + 10))[0].status == 206
+        assert client.cached(what, (BLOCK_BYTES, 2 * BLOCK_BYTES + 1))[0].status == 404
+    assert plane.origin.bytes_read() == BLOCK_BYTES
+
+
+def test_an_object_says_which_of_its_blocks_are_here(plane: Plane) -> None:
+    what = plane.put("b/x", random(LARGE))
+    path = wire.OBJECTS_PATH + what.object_id().hex()
+    with plane.client() as client:
+        assert client.plain("HEAD", path)[0].status == 404
+        plane.fill("b/x", range(1))
+        plane.fill("b/x", range(2, 4))
+        head, _ = client.plain("HEAD", path)
+        assert head.headers["millrace-blocks"] == "0,2-3"
+        assert head.headers["content-length"] == str(LARGE)
+        plane.fill("b/x")
+        assert client.plain("HEAD", path)[0].headers["millrace-blocks"] == "0-3"
+        assert client.plain("HEAD", path, Range="bytes=0-9")[0].headers["millrace-blocks"] == "0"
+
+
+def test_a_block_is_fetched_once_however_many_ask(plane: Plane) -> None:
+    data = random(LARGE)
+    what = plane.put("b/x", data)
+    together = threading.Barrier(8)
+
+    def ask(number: int) -> bytes:
+        with plane.client() as client:
+            together.wait()
+            return client.get(what, (number, LARGE))[1]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(body == data[number:] for number, body in enumerate(pool.map(ask, range(8))))
+    assert plane.origin.bytes_read() == LARGE
+
+
+def test_who_waits_for_a_fetch_hears_that_it_goes_on(plane: Plane) -> None:
+    what = plane.put("b/x", random(SMALL))
+    go_on = threading.Event()
+    plane.origin.before_read = lambda *_: go_on.wait(30) and None
+    with plane.client() as client:
+        client.socket.sendall(wire.build_get(what, [(0, 10)], host="x", token=client.token))
+        heard = b""
+        while heard.count(wire.PROCESSING) < 2:
+            heard += client.socket.recv(100)
+        assert heard == wire.PROCESSING * 2
+        go_on.set()
+        assert client.answer()[0].status == 206
+
+
+def test_a_plain_answer_has_no_interim_ones(plane: Plane) -> None:
+    data = random(LARGE)
+    what = plane.put("b/x", data)
+    path = wire.OBJECTS_PATH + what.object_id().hex()
+    plane.origin.before_read = lambda *_: time.sleep(0.7)
+    with plane.client() as client:
+        head, body = client.plain("GET", path, Millrace_Object=what.to_header())
+        assert (head.status, body, client.interims) == (200, data, 0)
+        head, body = client.plain("GET", path, Range="bytes=5-")
+        assert (head.status, body) == (206, data[5:])
+        assert client.plain("GET", path, Range="bytes=-7")[1] == data[-7:]
+        assert client.plain("GET", path, Range=f"bytes=7-{10**17}")[1] == data[7:]
+        assert client.plain("GET", path, Range="bytes=0-1,5-9")[0].status == 200
+        head, _ = client.plain("GET", path, Range=f"bytes={LARGE}-")
+        assert (head.status, head.headers["content-range"]) == (416, f"bytes */{LARGE}")
+    assert plane.origin.bytes_read() == LARGE
+
+
+def test_an_empty_object(plane: Plane) -> None:
+    what = plane.put("b/empty", b"")
+    path = wire.OBJECTS_PATH + what.object_id().hex()
+    with plane.client() as client:
+        head, body = client.plain("GET", path, Millrace_Object=what.to_header())
+        assert (head.status, body) == (200, b"")
+        assert client.get(what, (0, 1))[0].status == 416
+
+
+def test_who_does_not_own_it_fetches_only_when_those_before_it_did_not_answer(plane: Plane) -> None:
+    what = plane.put("b/x", random(SMALL))
+    before = not_mine(plane.views, what)
+    if not 0 < before < 8:  # by the ids' hashes; another key then has another order
+        number = 0
+        while not 0 < before < 8:
+            number += 1
+            what = plane.put(f"b/x{number}", random(SMALL))
+            before = not_mine(plane.views, what)
+    with plane.client() as client:
+        head, _ = client.get(what, (0, 10), view_version="theirs")
+        assert (head.status, head.headers["millrace-view"]) == (421, plane.views.view().version)
+        assert client.get(what, (0, 10), rank=before - 1)[0].status == 421
+        assert plane.origin.count("read") == 0
+        assert client.get(what, (0, 10), rank=before)[0].status == 206
+        assert client.get(what, (0, 10))[0].status == 206  # it is here now, whoever owns it
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ObjectNotFoundError("gone"), 410), (OriginUnavailableError("down"), 502)]
+)
+def test_what_the_origin_says_is_told(plane: Plane, error: Exception, status: int) -> None:
+    what = plane.put("b/x", random(LARGE))
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    plane.origin.before_read = refuse
+    with plane.client() as client:
+        head, body = client.get(what, (0, 10))
+        assert head.status == status
+        assert wire.error_message(body) == (str(error), error.code)  # type: ignore[attr-defined]
+        plane.origin.before_read = None
+        assert client.get(what, (0, 10))[0].status == 206
+
+
+def test_another_version_at_the_origin(plane: Plane) -> None:
+    what = plane.put("b/x", random(LARGE))
+    plane.put("b/x", random(LARGE))
+    with plane.client() as client:
+        assert client.get(what, (0, 10))[0].status == 409
+
+
+def test_nobody_can_say_that_an_object_is_another(plane: Plane) -> None:
+    what = plane.put("b/x", random(SMALL))
+    other = plane.put("b/secret", random(SMALL))
+    with plane.client() as client:
+        request = wire.build_get(what, [(0, 10)], host="x", token=client.token)
+        client.socket.sendall(request.replace(what.to_header().encode(), other.to_header().encode()))
+        assert client.answer()[0].status == 400
+    assert plane.origin.count("read") == 0
+
+
+# --- without access to the origin ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [LARGE, SMALL], ids=["large", "small"])
+def test_blocks_are_brought_by_the_first_who_is_told_to(tmp_path: Path, nbytes: int) -> None:
+    data = random(nbytes)
+    with Plane(tmp_path, access=False) as plane, plane.client() as first, plane.client() as second:
+        what = plane.put("b/x", data)
+        head, _ = first.get(what, (0, nbytes))
+        assert (head.status, head.has_lease) == (424, True)
+        second.socket.sendall(wire.build_get(what, [(0, nbytes)], host="x", token=second.token))
+        second.socket.recv(1, socket.MSG_PEEK)  # it is told to wait
+        stop = min(2 * BLOCK_BYTES, nbytes)
+        assert first.put(what, 0, data[:stop]).status == 204
+        if stop < nbytes:
+            assert first.put(what, stop, data[stop:]).status == 204
+        assert unframed(second.answer()[1], [(0, nbytes)]) == data
+        assert second.interims > 0
+        assert first.cached(what, (5, nbytes))[1] == data[5:]
+        assert plane.origin.count("read") == 0
+
+
+def test_refused_credentials_are_no_access(plane: Plane) -> None:
+    what = plane.put("b/x", random(LARGE))
+
+    def refuse(*_: object) -> None:
+        raise DeniedError("no")
+
+    plane.origin.before_read = refuse
+    with plane.client() as client:
+        head, _ = client.get(what, (0, 10))
+        assert (head.status, head.has_lease) == (424, True)
+
+
+def test_who_waits_in_vain_is_told_at_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.peers.owning._WAIT_FOR_OTHERS_SECONDS", 0.4)
+    with Plane(tmp_path, access=False) as plane, plane.client() as first, plane.client() as second:
+        what = plane.put("b/x", random(SMALL))
+        assert first.get(what, (0, 10))[0].has_lease
+        head, _ = second.get(what, (0, 10))
+        assert (head.status, head.has_lease, second.interims > 0) == (424, False, True)
+
+
+def test_what_is_brought_wrong_is_not_kept(tmp_path: Path) -> None:
+    data = random(LARGE)
+    with Plane(tmp_path, access=False) as plane:
+        what = plane.put("b/x", data)
+        with plane.client() as client:
+            head = wire.build_put(what, 0, BLOCK_BYTES, host="x", token=client.token)
+            client.socket.sendall(head + data[:BLOCK_BYTES] + bytes(8))
+            assert client.answer()[0].status == 400
+        with plane.client() as client:
+            assert client.cached(what, (0, 10))[0].status == 404
+            assert client.put(what, 0, data[:BLOCK_BYTES]).status == 204
+            assert client.cached(what, (0, 10))[1] == data[:10]
+
+
+def test_without_room_nothing_is_taken(tmp_path: Path) -> None:
+    data = random(LARGE)
+    with Plane(tmp_path, access=False, capacity="1MB") as plane, plane.client() as client:
+        what = plane.put("b/x", data)
+        assert client.put(what, 0, data[:BLOCK_BYTES]).status == 507
+
+
+def test_without_room_it_is_fetched_all_the_same(tmp_path: Path) -> None:
+    data = random(LARGE)
+    with Plane(tmp_path, capacity="1MB") as plane, plane.client() as client:
+        what = plane.put("b/x", data)
+        assert client.get(what, (0, LARGE))[1] == data
+        path = wire.OBJECTS_PATH + what.object_id().hex()
+        assert client.plain("GET", path, Millrace_Object=what.to_header())[1] == data
+
+
+def test_only_who_may_hold_a_block_takes_it(tmp_path: Path) -> None:
+    data = random(SMALL)
+    with Plane(tmp_path, access=False) as plane, plane.client() as client:
+        what = plane.put("b/x", data)
+        number = 0
+        while not_mine(plane.views, what) < 3:
+            number += 1
+            what = plane.put(f"b/x{number}", data)
+        assert client.put(what, 0, data).status == 421
+
+
+# --- bad days -----------------------------------------------------------------------------------------
+
+
+def data_file(plane: Plane, what: ObjectDescription) -> Path:
+    disk = plane.node.open_disks[0]
+    entry = disk.store.index.get(what.object_id())
+    assert entry is not None
+    if entry.place:
+        return disk.store.directory / "segments" / f"{entry.place}.data"
+    return Path(disk.store.path(entry))
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("nbytes", [LARGE, SMALL], ids=["large", "small"])
+def test_a_wrong_block_is_never_taken_for_right(tmp_path: Path, nbytes: int) -> None:
+    data = random(nbytes)
+    with Plane(tmp_path) as before:
+        what = before.put("b/x", data)
+        before.fill("b/x")
+        path = data_file(before, what)
+    close_nodes()
+    offset = 100 if nbytes == LARGE else path.read_bytes().index(data) + 100
+    flip(path, offset)
+    with Plane(tmp_path, before.origin) as plane, plane.client() as client:
+        # A part of a block is verified before; the wrong one is fetched again.
+        assert client.get(what, (50, 200))[1] == data[50:200]
+        assert plane.counters()["corrupt_blocks"] == 1
+        flip(
+            data_file(plane, what), offset if nbytes == LARGE else data_file(plane, what).read_bytes().index(data) + 100
+        )
+        # A whole one goes out as it is, with the checksum that it should have: the receiver finds out and says so.
+        stop = min(nbytes, BLOCK_BYTES)
+        client.socket.sendall(wire.build_get(what, [(0, stop)], host="x", token=client.token, ask=Ask.CACHED))
+        head, body = client.answer()
+        assert head.status == 206
+        assert body[stop:] != wire.sum_of(body[:stop])
+        assert client.cached(what, (0, stop), verify=True)[0].status == 404
+        assert client.get(what, (0, stop), verify=True)[1] == data[:stop]
+
+
+def test_an_eviction_breaks_no_answer(plane: Plane) -> None:
+    data = random(LARGE)
+    what = plane.put("b/x", data)
+    plane.fill("b/x")
+    spans = [(start, min(start + BLOCK_BYTES, LARGE)) for start in range(0, LARGE, BLOCK_BYTES)] * 4
+    with plane.client() as client:
+        client.socket.sendall(wire.build_get(what, spans, host="x", token=client.token, wire=2, ask=Ask.CACHED))
+        client.socket.recv(1, 2)  # MSG_PEEK: it has begun, and cannot go on before somebody reads
+        plane.node.open_disks[0].remove(what.object_id())
+        head, body = client.answer()
+        assert head.status == 206
+        assert unframed(body, spans) == data * 4
+        assert client.cached(what, (0, 10))[0].status == 404
+
+
+def test_a_file_that_was_cut_is_fetched_anew(plane: Plane) -> None:
+    data = random(LARGE)
+    what = plane.put("b/x", data)
+    for span in ((BLOCK_BYTES, 2 * BLOCK_BYTES), (0, LARGE), (BLOCK_BYTES + 9, 2 * BLOCK_BYTES - 1)):
+        plane.fill("b/x")
+        with plane.client() as client:
+            assert client.get(what, span)[1] == data[slice(*span)]
+            os.truncate(data_file(plane, what), BLOCK_BYTES + 5)
+            assert client.get(what, span)[1] == data[slice(*span)]
+
+
+def test_a_file_that_is_cut_while_it_is_sent_ends_the_answer(plane: Plane) -> None:
+    data = random(LARGE)
+    what = plane.put("b/x", data)
+    plane.fill("b/x")
+    spans = [(start, min(start + BLOCK_BYTES, LARGE)) for start in range(0, LARGE, BLOCK_BYTES)] * 4
+    with plane.client() as client:
+        client.socket.sendall(wire.build_get(what, spans, host="x", token=client.token, wire=2, ask=Ask.CACHED))
+        client.socket.recv(1, socket.MSG_PEEK)
+        os.truncate(data_file(plane, what), BLOCK_BYTES + 5)
+        with pytest.raises(ConnectionError):
+            client.answer()
+
+
+def test_a_file_that_was_removed_is_fetched_anew(tmp_path: Path) -> None:
+    data = random(LARGE)
+    with Plane(tmp_path) as plane, plane.client() as client:
+        what = plane.put("b/x", data)
+        plane.fill("b/x")
+        data_file(plane, what).unlink()
+        assert client.get(what, (5, LARGE))[1] == data[5:]
+        small = plane.put("b/s", data[:SMALL])
+        plane.fill("b/s")
+        data_file(plane, small).unlink()
+        assert client.get(small, (5, SMALL))[1] == data[5:SMALL]
+
+
+def test_right_bytes_whatever_goes_on(tmp_path: Path) -> None:
+    """Eight clients read while objects are removed, damaged and fetched anew, in a cache that is too small."""
+    with Plane(tmp_path, capacity="40MB") as plane:
+        contents = {f"b/{number}": random(SMALL if number % 2 else LARGE) for number in range(6)}
+        described = {key: plane.put(key, data) for key, data in contents.items()}
+        ended = threading.Event()
+
+        def disturb() -> None:
+            number = 0
+            while not ended.wait(0.002):
+                number += 1
+                what = described[f"b/{number % 6}"]
+                if number % 3 == 0:
+                    plane.node.open_disks[0].remove(what.object_id())
+                elif number % 7 == 0:
+                    plane.service._objects.sweep()
+
+        def read(seed: int) -> int:
+            source = Random(seed)
+            served = 0
+            with plane.client() as client:
+                while served < 60:
+                    key, data = source.choice(list(contents.items()))
+                    start = source.randrange(len(data))
+                    stop = min(len(data), start + source.choice([1, 16_384, 262_144, 5 << 20]))
+                    if source.random() < 0.3:
+                        start, stop = 0, min(len(data), BLOCK_BYTES)
+                    head, body = client.get(described[key], (start, stop), verify=source.random() < 0.05)
+                    if head.status == 503:  # it was removed three times while it was looked at
+                        continue
+                    assert (head.status, body) == (206, data[start:stop])
+                    served += 1
+            return served
+
+        with ThreadPoolExecutor(9) as pool:
+            disturbing = pool.submit(disturb)
+            try:
+                assert sum(pool.map(read, range(8))) == 8 * 60
+            finally:
+                ended.set()
+            disturbing.result()
+
+
+def open_files(plane: Plane) -> list[str]:
+    base = str(plane.node.open_disks[0].store.directory)
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith(f"{base}/objects"):
+            found.append(target)
+    return found
+
+
+def test_removed_objects_are_let_go_of(plane: Plane) -> None:
+    what = plane.put("b/x", random(LARGE))
+    with plane.client() as client:
+        assert client.get(what, (0, 10))[0].status == 206
+        tick()
+        assert len(open_files(plane)) == 1
+        plane.node.open_disks[0].remove(what.object_id())
+        for _ in range(3):
+            tick()
+        assert open_files(plane) == []
+
+
+def test_small_objects_share_the_files_of_their_segments(plane: Plane) -> None:
+    data = random(SMALL)
+    with plane.client() as client:
+        for number in range(10):
+            what = plane.put(f"b/{number}", data)
+            plane.fill(f"b/{number}")
+            assert client.get(what, (5, SMALL))[1] == data[5:]
+        assert len(plane.service._objects) == 10
+        assert len(plane.service._objects._segments._open) == 1
+        plane.node.open_disks[0]._evict_segment(next(iter(plane.service._objects._segments._open))[1])
+        assert client.cached(what, (5, SMALL))[0].status == 404
+        for _ in range(3):
+            tick()
+        assert not plane.service._objects._segments._open
+
+
+def test_a_bounded_number_of_files_is_open(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plane.service._objects, "_max_open", 3)
+    with plane.client() as client:
+        for number in range(6):
+            what = plane.put(f"b/{number}", random(BLOCK_BYTES + 1))
+            assert client.get(what, (0, 10))[0].status == 206
+    assert len(plane.service._objects) == 3
+    assert len(open_files(plane)) == 3
+
+
+def test_bytes_are_verified_every_time_where_nobody_believes_the_disk(tmp_path: Path) -> None:
+    data = random(LARGE)
+    with Plane(tmp_path, native=False) as plane, plane.client() as client:
+        what = plane.put("b/x", data)
+        for _ in range(2):
+            assert client.get(what, (50, 200))[1] == data[50:200]
+            flip(data_file(plane, what), 100)
+        assert client.get(what, (50, 200))[1] == data[50:200]
+        assert plane.counters()["corrupt_blocks"] == 2
+
+
+# --- demand -------------------------------------------------------------------------------------------
+
+
+def test_an_object_that_many_ask_for_is_hot(plane: Plane) -> None:
+    what = plane.put("b/x", random(SMALL))
+    with plane.client() as client:
+        assert [client.get(what, (0, SMALL))[0].is_hot for _ in range(9)] == [False] * 8 + [True]
+
+
+def test_heat_cools_down_and_is_bounded() -> None:
+    now = [0.0]
+    heat = Heat(clock=lambda: now[0], max_blocks=10)
+    key = (b"x" * 16, 0)
+    assert [heat.asked(key, 5, 10) for _ in range(17)][-2:] == [False, True]
+    now[0] = 31.0
+    assert heat.asked(key, 1, 10)  # what was before counts for another half of a minute
+    now[0] = 95.0
+    assert not heat.asked(key, 1, 10)
+    for number in range(100):
+        heat.asked((bytes(16), number), 1, 10)
+    assert len(heat) <= 20
+
+
+def test_leases_end_by_themselves() -> None:
+    now = [0.0]
+    leases = Leases(seconds=5, clock=lambda: now[0])
+    assert leases.take(b"x", [1, 2])
+    assert not leases.take(b"x", [2, 3])
+    assert leases.take(b"y", [2])
+    leases.end(b"x", 2)
+    assert leases.take(b"x", [2, 3])
+    now[0] = 6.0
+    assert leases.take(b"x", [1, 2, 3])
+
+
+def test_two_clients_of_different_age(tmp_path: Path) -> None:
+    data = random(LARGE)
+    with (
+        Plane(tmp_path / "old", server={"wire": (1, 1)}) as old,
+        Plane(tmp_path / "new", server={"wire": (1, 2)}) as new,
+    ):
+        for plane in (old, new):
+            what = plane.put("b/x", data)
+            with WireClient(plane.address) as client:
+                assert client.get(what, (0, 100))[1] == data[:100]
+        with WireClient(new.address) as client:
+            assert client.get(what, (0, 3), (5, 9), wire_version=2)[1] == data[:3] + data[5:9]
+        with WireClient(old.address) as client:
+            assert client.get(old.describe("b/x"), (0, 3), (5, 9), wire_version=2)[0].status == 400
+
+
+def test_who_asks_for_much_hears_of_the_first_error_at_once(plane: Plane) -> None:
+    """Also while other parts are still being fetched; their reader is closed when nobody uses it any more."""
+    what = plane.put("b/x", random(8 * BLOCK_BYTES))
+    go_on = threading.Event()
+
+    def read(_key: str, start: int, _stop: int) -> None:
+        if start:
+            raise ObjectChangedError("b/x was overwritten", next_step="open it again")
+        go_on.wait(30)
+
+    plane.origin.before_read = read
+    before = len(os.listdir("/proc/self/fd"))
+    with plane.client() as client:
+        client.socket.settimeout(20)
+        assert client.get(what, (0, 8 * BLOCK_BYTES))[0].status == 409
+        assert not go_on.is_set()
+        go_on.set()
+    deadline = time.monotonic() + 30
+    while len(os.listdir("/proc/self/fd")) > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_is_brought_is_kept_although_a_fetch_under_way_fails(plane: Plane) -> None:
+    data = random(SMALL)
+    what = plane.put("b/x", data)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def fails(*_: object) -> None:
+        begun.set()
+        go_on.wait(30)
+        raise OriginUnavailableError("the origin is down", next_step="try again")
+
+    plane.origin.before_read = fails
+    with plane.client() as asker, plane.client() as bringer, ThreadPoolExecutor(2) as pool:
+        asked = pool.submit(asker.get, what, (0, 10))
+        assert begun.wait(30)
+        brought = pool.submit(bringer.put, what, 0, data)
+        time.sleep(0.1)  # it waits for the fetch now; were it late, it would be kept all the same
+        go_on.set()
+        assert brought.result().status == 204
+        assert asked.result()[0].status == 502
+        assert asker.cached(what, (0, SMALL))[1] == data
