@@ -204,6 +204,15 @@ def _fresh(folder: Path) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
+def environment() -> dict[str, str]:
+    """What contenders see: they keep bytecode, as an installed package has it.
+
+    Ray starts new processes in every epoch. Where each had to compile what it imports, that was measured, and only of what
+    is not installed as a wheel, which is us.
+    """
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def _run_one(case: Case, name: str, number: int, prepared: Prepared, folder: Path) -> Run:
     os.sync()  # so that one contender's dirty pages are not written in another's time
     log = folder / "contender.log"
@@ -215,7 +224,7 @@ def _run_one(case: Case, name: str, number: int, prepared: Prepared, folder: Pat
             "context": {**prepared.context, "scratch": str(scratch)},
         }
         command = [sys.executable, "-m", "benchmarks.worker"]
-        with ChildProcess(command, log=log, cwd=ROOT, pipes=True, grace_seconds=5.0) as process:
+        with ChildProcess(command, log=log, cwd=ROOT, env=environment(), pipes=True, grace_seconds=5.0) as process:
             # By its number, not by `kill`: that would close the pipe which this thread is reading.
             alarm = threading.Timer(case.timeout_seconds, os.kill, (process.pid, signal.SIGKILL))
             alarm.start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from millrace.testing.s3 import S3Server
 _SMALL_BYTES = 26_000
 _READ_BYTES = 64 << 10
 _THREADS = 128
+_REST_SECONDS = 3.0
 
 
 @contextmanager
@@ -72,6 +74,7 @@ def _run(
     read_at: ReadAt,
     alternatives: Mapping[str, ReadWhole] | None = None,
     forget: Callable[[], object] | None = None,
+    list_all: Callable[[], object] = lambda: None,
 ) -> list[int]:
     small = [f"{base}/small-{number:05}.jpg" for number in range(context["small"])]
     large = [f"{base}/large-{number}.bin" for number in range(context["large"])]
@@ -95,11 +98,14 @@ def _run(
             figures["opens"] = context["passes"] * len(small)
     checks.append(total)
     if forget is not None:
-        forget()
-        with measure("small files, first open of a process") as figures:
-            for path in small:
-                read_whole(path)
-            figures["opens"] = len(small)
+        random.Random(1).shuffle(small)
+        for name, before in {"never listed": lambda: None, "listed": list_all}.items():
+            before()
+            forget()
+            with measure(f"small files, first open of a process, {name}") as figures:
+                for path in small:
+                    read_whole(path)
+                figures["opens"] = len(small)
     with measure("large files, open") as figures:
         for number in range(context["opens"]):
             open_large(large[number % len(large)])
@@ -181,6 +187,8 @@ def arrow_local(measure: Measure, context: Mapping[str, Any]) -> list[int]:
 
 @case.contender("Millrace, pyarrow's face")
 def arrow_cached(measure: Measure, context: Mapping[str, Any]) -> list[int]:
+    from pyarrow.fs import FileSelector
+
     import millrace
 
     fs = millrace.filesystem("s3", target_options=context["options"], cache_dir=f"{context['scratch']}/cache")
@@ -193,13 +201,18 @@ def arrow_cached(measure: Measure, context: Mapping[str, Any]) -> list[int]:
         open_for_reads=fs.open_input_file,
         read_at=_arrow_read,
         forget=lambda: _forget(fs, f"{BUCKET}/large-0.bin"),
+        list_all=lambda: fs.get_file_info(FileSelector(BUCKET, recursive=True)),
     )
     _look_up(measure, context, fs)
     return result
 
 
 def _forget(fs: Any, path: str) -> None:
-    """Leave this process as one that has just started: nothing is open, mapped, verified or remembered but one file."""
+    """Leave this process as one that has just started: nothing is open, mapped, verified or remembered but one file.
+
+    And as one that comes a moment later: what was filled is sealed when it has been at rest for two seconds.
+    """
+    time.sleep(_REST_SECONDS)
     close_nodes()
     fs.open_input_file(path).close()
 
