@@ -22,7 +22,8 @@ export TMPDIR=$scratch RAY_TMPDIR=$scratch
 
 # Two files at a time, in the order of tests/conftest.py: most of what those do is wait, for leases, deadlines and
 # processes that start.
-.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" 2>&1 | tee "$scratch/output"
+# The limit is far above what it takes; pyproject.toml limits each test.
+timeout --foreground --kill-after=30 4500 .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" 2>&1 | tee "$scratch/output"
 status=${PIPESTATUS[0]}
 
 # Tests with real processes wait for real deadlines, which a busy machine can miss. A few of them may run a second time, alone;

@@ -62,6 +62,7 @@ def test_a_state_that_could_not_be_restored_is_saved_when_the_job_is_told_to_end
 # --- interrupts -----------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(method="thread")  # it uses the alarm itself
 def test_the_run_stays_taken_while_a_save_is_in_flight_though_close_is_interrupted(tmp_path: Path) -> None:
     started, go_on = threading.Event(), threading.Event()
     released: list[bool] = []
