@@ -188,6 +188,19 @@ class OriginUnavailableError(RetryableError):
     code = "origin-unavailable"
 
 
+class OriginBusyError(OriginUnavailableError):
+    """The origin asks for fewer requests (429, 503 SlowDown and the like).
+
+    `retry_after` is the pause in seconds that it asked for, None where it did not say.
+    """
+
+    code = "origin-busy"
+
+    def __init__(self, message: str, *, next_step: str = "", retry_after: float | None = None) -> None:
+        super().__init__(message, next_step=next_step)
+        self.retry_after = retry_after
+
+
 class OutcomeUnknownError(RetryableError):
     """Something was sent and not acknowledged, and what became of it cannot be found out now."""
 
