@@ -118,6 +118,9 @@ class _ComputedOrigin:
     def __init__(self, keys: int) -> None:
         self._keys = keys
 
+    def is_immutable(self, key: str) -> bool:
+        return False
+
     def list_pages(self, prefix: str, *, after: str = "", settled: object = None) -> Iterator[ListingPage]:
         first = int(after[-11:-4]) + 1 if after.endswith(".bin") else 0
         for start in range(first, self._keys, 1000):

@@ -113,6 +113,7 @@ class ReadOnly:
         self._origin = open_origin("file")
         self.identity, self.head_is_local = "read-only", True
         self.head, self.read = self._origin.head, self._origin.read
+        self.is_immutable = self._origin.is_immutable
 
 
 def test_a_readable_is_enough_to_read(tmp_path):

@@ -137,6 +137,9 @@ class _Bucket:
         self.requests = 0
         self.error: Exception | None = None
 
+    def is_immutable(self, key: str) -> bool:
+        return False
+
     def list_pages(self, prefix: str, *, after: str = "", settled: object = None) -> Iterator[ListingPage]:
         left = [key for key in self.keys if key.startswith(f"{prefix.rstrip('/')}/") and key > after]
         for start in range(0, max(len(left), 1), 1000):

@@ -45,6 +45,9 @@ class CachedOrigin:
     def head_is_local(self) -> bool:
         return self._fs.origin.head_is_local
 
+    def is_immutable(self, key: str) -> bool:
+        return self._fs.origin.is_immutable(key)
+
     def head(self, key: str) -> ObjectInfo:
         return self._fs.node.metadata.stat(self._fs.origin, key)
 

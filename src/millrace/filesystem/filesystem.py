@@ -27,7 +27,7 @@ from millrace.filesystem.handler import MillraceHandler, python_file
 from millrace.filesystem.hot import HotOpens
 from millrace.filesystem.managing import CacheManagement
 from millrace.filesystem.writing import WritingFileSystem
-from millrace.origin import SCHEMES, ObjectInfo, open_origin
+from millrace.origin import SCHEMES, ObjectInfo, open_origin, service_of
 from millrace.peers.attach import Attached
 
 _T = TypeVar("_T")
@@ -93,7 +93,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         self._hot = HotOpens() if _hot is None else _hot
         # "s3" must be among the protocols, or Ray resolves s3:// paths against AWS; and must not be the first, or Ray
         # may bypass this file system with a client of its own.
-        self.protocol = (_OWN_SCHEME, *(name for name, served in SCHEMES.items() if served == SCHEMES[target_protocol]))
+        self.protocol = (_OWN_SCHEME, *service_of(target_protocol).aliases)
         if _pyarrow_half:
             inner = MillraceFileSystem(
                 target_protocol,

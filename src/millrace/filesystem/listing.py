@@ -13,13 +13,12 @@ from millrace.origin import Listing, ObjectInfo, Origin
 
 if TYPE_CHECKING:
     from millrace.cache.node import CacheNode
-    from millrace.origin.object_store import ObjectStoreOrigin
 
 
 class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
     """What lies where. Only a missing object, prefix or bucket means "is not there"; any other error is raised."""
 
-    _origin: ObjectStoreOrigin
+    _origin: Origin
 
     if TYPE_CHECKING:
 

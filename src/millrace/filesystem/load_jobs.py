@@ -100,7 +100,7 @@ class NodeFiles(ListingFileSystem):
     def __init__(self, node: CacheNode, origin: Origin) -> None:
         super().__init__()
         self._node = node
-        self._origin = origin  # type: ignore[assignment]
+        self._origin = origin
 
     @property
     def node(self) -> CacheNode:

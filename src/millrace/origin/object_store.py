@@ -102,6 +102,9 @@ class ObjectStoreOrigin:
     def head_is_local(self) -> bool:
         return self._scheme == "file"
 
+    def is_immutable(self, key: str) -> bool:
+        return False
+
     # --- reading ----------------------------------------------------------------------------------
 
     def head(self, key: str) -> ObjectInfo:

@@ -70,6 +70,10 @@ class Readable(Protocol):
         """Whether `head` sends no request over a network, so that a page of a listing is no cheaper way to many of them."""
         ...
 
+    def is_immutable(self, key: str) -> bool:
+        """Whether what `key` names can never change, as a file of a commit: it is never asked about again. No request."""
+        ...
+
     def head(self, key: str) -> ObjectInfo:
         """Describe the newest version of `key`. Raises `ObjectNotFoundError`."""
         ...

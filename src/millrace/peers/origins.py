@@ -97,6 +97,9 @@ class NamedOrigin:
             f"this node has no access to {self.identity}", next_step="name it with 'millrace node run --origin'"
         )
 
+    def is_immutable(self, key: str) -> bool:
+        return False
+
     def head(self, key: str) -> ObjectInfo:
         self._refuse()
 

@@ -45,6 +45,9 @@ class ComputedOrigin:
         half = (start + stop) // 2
         return bytes(self.expected(key, start, half)) + bytes(self.expected(key, half, stop))
 
+    def is_immutable(self, key: str) -> bool:
+        return False
+
     def head(self, key: str) -> ObjectInfo:
         if key not in self._sizes:
             raise ObjectNotFoundError(f"computed://{key} does not exist", next_step="check the name")

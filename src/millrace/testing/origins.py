@@ -21,16 +21,21 @@ class MemoryOrigin:
 
     `requests` records every call as (operation, key, start, stop), a listing as one for each page. `before_read` runs before
     a range is read and may sleep, raise, or change the object; so does `before_list(prefix, after)` before a page is listed.
+    With `immutable_below`, keys that begin so are said never to change.
     """
 
     identity: str = "memory"
     before_read: Callable[[str, int, int], None] | None = None
     before_list: Callable[[str, str], None] | None = None
     head_is_local: bool = False
+    immutable_below: str = ""
     requests: list[tuple[str, str, int, int]] = field(default_factory=list)
     _objects: dict[str, tuple[bytes, int, float]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _versions: int = 0
+
+    def is_immutable(self, key: str) -> bool:
+        return key.startswith(self.immutable_below) if self.immutable_below else False
 
     def bytes_read(self) -> int:
         """Bytes of all ranges that were served."""

@@ -1,0 +1,100 @@
+"""Which origin serves which scheme: a table, and behind it what else fsspec knows. Imports nothing before it is used."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.errors import ConfigurationError, UsageError
+from millrace.origin.protocol import Origin
+
+_OBJECT_STORE = "millrace.origin.object_store:ObjectStoreOrigin"
+_WEB = "millrace.origin.web:WebOrigin"
+_HUB = "millrace.origin.hub:HubOrigin"
+_FSSPEC = "millrace.origin.fsspec_origin:FsspecOrigin"
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What serves a scheme: `aliases` are all names that users write for it, `scheme` among them.
+
+    `implementation` is `module:class`, made with (scheme, target_options). With `rooted`, keys are absolute paths of this
+    machine rather than bucket/key.
+    """
+
+    scheme: str
+    aliases: tuple[str, ...]
+    implementation: str
+    rooted: bool = False
+
+
+_TABLE = (
+    Service("s3", ("s3", "s3a"), _OBJECT_STORE),
+    Service("az", ("az", "abfs", "abfss"), _OBJECT_STORE),
+    Service("gs", ("gs", "gcs"), _OBJECT_STORE),
+    Service("hf", ("hf",), _HUB),
+    Service("http", ("http",), _WEB),
+    Service("https", ("https",), _WEB),
+    Service("file", ("file", "local"), _OBJECT_STORE, rooted=True),
+)
+_BY_ALIAS: Mapping[str, Service] = {alias: service for service in _TABLE for alias in service.aliases}
+
+SCHEMES: Mapping[str, str] = {alias: service.scheme for alias, service in _BY_ALIAS.items()}
+"""Every scheme of the table that users write, and the one that it stands for. fsspec's own are not among them."""
+
+# fsspec's names for caches of its own and for this file system: a cache over a cache gives nothing but stale bytes.
+_CACHES = frozenset({"blockcache", "cached", "filecache", "millrace", "simplecache"})
+
+
+def service_of(scheme: str) -> Service:
+    """What serves `scheme`. Raises `ConfigurationError` where nothing does."""
+    found = _BY_ALIAS.get(scheme) or _of_fsspec(scheme)
+    if found is None:
+        raise ConfigurationError(
+            f"no origin serves {scheme!r}",
+            next_step=f"use one of {', '.join(service.scheme for service in _TABLE)}, or a protocol that fsspec knows",
+        )
+    return found
+
+
+def _of_fsspec(scheme: str) -> Service | None:
+    """The service over the library that fsspec has for `scheme`; names of the same class are aliases of each other."""
+    if scheme in _CACHES:
+        return None
+    from fsspec.registry import known_implementations, registry
+
+    classes = {name: str(entry["class"]) for name, entry in known_implementations.items()}
+    classes |= {name: f"{each.__module__}.{each.__qualname__}" for name, each in registry.items()}
+    wanted = classes.get(scheme)
+    if wanted is None:
+        return None
+    aliases = tuple(name for name, each in classes.items() if each == wanted and name not in _BY_ALIAS)
+    return Service(aliases[0], aliases, _FSSPEC)
+
+
+def open_origin(scheme: str, target_options: Mapping[str, Any] | None = None) -> Origin:
+    """Open the storage that serves `scheme`. No request is made.
+
+    Raises `ConfigurationError` for a scheme or an option that is not known, `MissingDependencyError` for a scheme whose
+    library is not installed.
+    """
+    service = service_of(scheme)
+    module, _, name = service.implementation.partition(":")
+    origin: Origin = getattr(importlib.import_module(module), name)(service.scheme, target_options)
+    return origin
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Split `scheme://bucket/key` into scheme and key; a plain path has the scheme `file`. Raises `UsageError`."""
+    if not url:
+        raise UsageError("a URL is empty", next_step="write s3://bucket/key, or '.' for the current directory")
+    scheme, separator, key = url.partition("://")
+    return (scheme, key) if separator else ("file", url)
+
+
+def origin_for_url(url: str, target_options: Mapping[str, Any] | None = None) -> tuple[Origin, str]:
+    """Open the origin of `url`; returns it with the key (`bucket/path`) that `url` names there."""
+    scheme, key = split_url(url)
+    return open_origin(scheme, target_options), key
