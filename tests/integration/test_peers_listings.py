@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
@@ -12,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from millrace.cache.metadata import MetadataCache
+from millrace.cache.no_memory import NoMemory
 from millrace.cache.node import CacheNode, cache_node
+from millrace.cache.page_map import PageMap
+from millrace.cache.turns import Turns
 from millrace.config import resolve
 from millrace.errors import ObjectNotFoundError, PeerRefusedError
 from millrace.members import Member, NodeLink, View
@@ -20,8 +25,9 @@ from millrace.peers.breakers import Breakers
 from millrace.peers.cluster import Cluster
 from millrace.peers.listings import ClusterListings, Teller, teller_id
 from millrace.peers.origins import Origins
-from millrace.peers.server import PlaneServer
+from millrace.peers.server import Call, PlaneServer
 from millrace.peers.serving import BlockService
+from millrace.peers.telling import batches
 from millrace.testing.origins import MemoryOrigin
 
 TOKEN = "a-token-for-tests-only"
@@ -337,7 +343,139 @@ def test_a_teller_forgets_also_what_it_has_no_access_to_just_now(
     assert reader.reading.metadata.stat(origin, "b/one").size == 2
 
 
-@pytest.mark.parametrize("body", [None, [], "x", {}, {"origin": 1, "key": "b/one"}], ids=str)
+@pytest.mark.parametrize("consistency", ["1h", "immutable"])
+def test_a_write_is_told_to_every_node(
+    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin, consistency: str
+) -> None:
+    keys = [f"b/data/{number}" for number in range(5)] + ["another/x", "another/y"]
+    for key in keys:
+        origin.put(key, b"1")
+    nodes = make_nodes(4, consistency)
+    # What processes on a node remember is what its server, which is told, remembers.
+    for writer in nodes:
+        for node in nodes:
+            for key in keys:
+                node.serving.metadata.stat(origin, key)
+        for key in keys:
+            origin.put(key, b"more than before" + writer.member.id.encode())
+        writer.reading.metadata.forget(origin, *keys)
+        size = len(b"more than before") + len(writer.member.id)
+        for node in nodes:
+            if node is not writer:  # whose own server shares the memory of its readers, but in these tests
+                assert [node.serving.metadata.known(origin, key) for key in keys] == [None] * len(keys)
+                assert [node.serving.metadata.stat(origin, key).size for key in keys] == [size] * len(keys)
+            else:
+                node.serving.metadata.forget(origin, *keys)
+
+
+def test_a_writer_that_remembers_nothing_tells_the_others(
+    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
+) -> None:
+    origin.put("b/one", b"1")
+    nodes = make_nodes(3, "1h")
+    always = ClusterListings(nodes[0].cluster, max_age_seconds=0.0)
+    for metadata in (
+        MetadataCache(
+            PageMap(nodes[0].reading.open_disks[0].store.index),
+            Turns(nodes[0].reading.open_disks[0].locks),
+            max_age_seconds=0.0,
+            on_changed=lambda *_: None,
+            report=lambda _: None,
+            asking=lambda: always,
+        ),
+        NoMemory(lambda: always),
+    ):
+        for node in nodes[1:]:
+            node.serving.metadata.stat(origin, "b/one")
+        metadata.forget(origin, "b/one")
+        assert [node.serving.metadata.known(origin, "b/one") for node in nodes[1:]] == [None, None]
+
+
+def test_who_was_away_is_told_later(make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin) -> None:
+    origin.put("b/one", b"1")
+    nodes = make_nodes(4, "immutable")
+    order = [member.id for member in nodes[0].cluster.placement().order(teller_id("memory", "b"))]
+    by_id = {node.member.id: node for node in nodes}
+    writer, reader, away = by_id[order[3]], by_id[order[2]], by_id[order[0]]
+    for node in nodes:
+        node.serving.metadata.stat(origin, "b/one")
+    asking = writer.reading.asking
+    assert isinstance(asking, ClusterListings)
+    writer.cluster.breakers.failed(away.member.id)
+    origin.put("b/one", b"22")
+    writer.reading.metadata.forget(origin, "b/one")
+    assert asking.owed() == 1
+    assert away.serving.metadata.stat(origin, "b/one").size == 1
+    assert reader.reading.metadata.stat(origin, "b/one").size == 1  # by the teller that was not told
+    reader.serving.metadata.stat(origin, "b/one")
+    writer.cluster.breakers.worked(away.member.id)
+    deadline = time.monotonic() + 60
+    while asking.owed() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert away.serving.metadata.stat(origin, "b/one").size == 2
+    # Told a second time, for what it may have heard from the one that was away.
+    while reader.serving.metadata.known(origin, "b/one") is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert reader.serving.metadata.stat(origin, "b/one").size == 2
+
+
+def test_nobody_who_is_told_hears_the_old_answer_from_a_teller(
+    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
+) -> None:
+    """Readers that ask without end, while one writes: after a write returns each sees it."""
+    origin.put("b/one", b"")
+    nodes = make_nodes(4, "1h")
+    order = [member.id for member in nodes[0].cluster.placement().order(teller_id("memory", "b"))]
+    by_id = {node.member.id: node for node in nodes}
+    writer, readers = by_id[order[0]], [by_id[name] for name in order[1:]]
+    # The reader of a node is told by what its server hears: here they have memories of their own.
+    for node in readers:
+        node.serving.asking = node.reading.asking
+        node.server.route("POST", "/v1/forget", _forgets(node, origin))
+    stop = threading.Event()
+
+    def ask(node: Node) -> None:
+        while not stop.is_set():
+            node.reading.metadata.stat(origin, "b/one")
+
+    with ThreadPoolExecutor(len(readers)) as pool:
+        asking = [pool.submit(ask, node) for node in readers]
+        try:
+            for size in range(1, 60):
+                origin.put("b/one", bytes(size))
+                writer.serving.metadata.forget(origin, "b/one")
+                writer.reading.metadata.forget(origin, "b/one")
+                assert [node.reading.metadata.stat(origin, "b/one").size for node in readers] == [size] * len(readers)
+        finally:
+            stop.set()
+        for each in asking:
+            each.result()
+
+
+def _forgets(node: Node, origin: MemoryOrigin) -> Callable[[Call], object]:
+    def forget(call: Call) -> object:
+        for cache in (node.serving, node.reading):
+            index = cache.open_disks[0].store.index
+            for key in call.body.get("keys", [call.body.get("key")]):
+                PageMap(index).change(origin.identity, key)
+        return {}
+
+    return forget
+
+
+def test_many_keys_fit_into_requests() -> None:
+    keys = [f"b/{number:04d}" + "\N{SNOWMAN}" * 300 for number in range(1000)] + ["x" * 2000]
+    found = list(batches(keys, most_bytes=100_000))
+    assert [key for batch in found for key in batch] == keys
+    assert len(found) > 10
+    assert all(len(json.dumps(batch)) <= 100_000 for batch in found)
+    assert list(batches([])) == []
+    assert list(batches(["x" * 10], most_bytes=5)) == [["x" * 10]]
+
+
+@pytest.mark.parametrize(
+    "body", [None, [], "x", {}, {"origin": 1, "key": "b/one"}, {"origin": "memory", "keys": ["b", 1]}], ids=str
+)
 def test_who_says_nothing_to_forget_is_told(make_nodes: Callable[[int, str], list[Node]], body: object) -> None:
     (node,) = make_nodes(1, "1h")
     with pytest.raises(PeerRefusedError) as refused:

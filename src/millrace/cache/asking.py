@@ -5,7 +5,7 @@ Every answer comes with its age in seconds: how long before the question the ori
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from millrace.origin import Listing, ListingPage, ObjectInfo, Origin
@@ -28,8 +28,8 @@ class Asking(Protocol):
         """List everything below a directory, lazily, page by page."""
         ...
 
-    def changed(self, origin: Origin, key: str) -> None:
-        """A key was written or removed through this node: whoever answers for it must not give an older answer any more."""
+    def changed(self, origin: Origin, keys: Sequence[str]) -> None:
+        """Keys were written or removed through this node: nobody else may believe an older answer any more. Never raises."""
         ...
 
 
@@ -47,7 +47,7 @@ class AskOrigin:
     ) -> Iterator[tuple[ListingPage, float]]:
         return ((page, 0.0) for page in origin.list_pages(prefix, after=after, settled=settled))
 
-    def changed(self, origin: Origin, key: str) -> None:
+    def changed(self, origin: Origin, keys: Sequence[str]) -> None:
         """Nobody else has to know."""
 
 

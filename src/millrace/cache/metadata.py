@@ -79,14 +79,17 @@ class MetadataCache:
             known = self._stat_by_listing(origin, key)
         return self._stat_alone(origin, key) if known is None else known
 
-    def forget(self, origin: Origin, key: str) -> None:
-        """Drop what is remembered of `key`, because it was written or removed; listings that could name it are asked again.
+    def forget(self, origin: Origin, *keys: str) -> None:
+        """Drop what is remembered of `keys`, because they were written or removed, here and by whoever else remembers it.
 
-        A key that ends in a slash is a directory, whose listing is asked again. The version that was known is reported as
-        changed. What the origin said of the key before, and is still on its way, is not remembered.
+        Listings that could name them are asked again. A key that ends in a slash is a directory, whose listing is asked
+        again. The versions that were known are reported as changed. What the origin said of the keys before, and is still
+        on its way, is not remembered.
         """
-        self._report(origin, [self._map.change(origin.identity, key)])
-        self._asking().changed(origin, key)
+        try:
+            self._report(origin, [self._map.change(origin.identity, key) for key in keys])
+        finally:
+            self._asking().changed(origin, keys)  # also where this disk is in trouble: the others must know
 
     def forget_all(self) -> None:
         """Drop everything that is remembered, for every process of this node. What is cached stays, and is found again."""

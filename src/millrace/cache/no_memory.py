@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from millrace.cache.asking import ASK_ORIGIN, Asking
 from millrace.cache.listing_stream import Answer, Below, base_of, end_of
 from millrace.origin import Listing, ObjectInfo, Origin
 
 
 class NoMemory:
-    """Stands in for `MetadataCache` where there is no disk: remembers nothing, asks the origin every time."""
+    """Stands in for `MetadataCache` where there is no disk: remembers nothing, asks the origin every time.
+
+    What is written through it the others must forget all the same.
+    """
+
+    def __init__(self, asking: Callable[[], Asking] = lambda: ASK_ORIGIN) -> None:
+        self._asking = asking
 
     def known(self, origin: Origin, key: str) -> ObjectInfo | None:
         return None
@@ -20,8 +27,8 @@ class NoMemory:
     def stat_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
         return origin.head(key), 0.0
 
-    def forget(self, origin: Origin, key: str) -> None:
-        pass
+    def forget(self, origin: Origin, *keys: str) -> None:
+        self._asking().changed(origin, keys)
 
     def listing_root(self, origin: Origin, key: str) -> str | None:
         return None

@@ -97,7 +97,7 @@ class CacheNode:
     def _remember_on_first_disk(self) -> tuple[MetadataCache | NoMemory, Disk | None]:
         disk = next(iter(self.open_disks), None)
         if disk is None:
-            return NoMemory(), None
+            return NoMemory(lambda: self.asking), None
         return self._remember_on(disk, self.options.max_age_seconds), disk
 
     def _remember_on(self, disk: Disk, max_age_seconds: float) -> MetadataCache:

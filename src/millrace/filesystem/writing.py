@@ -229,5 +229,4 @@ class WritingFileSystem(ListingFileSystem):
         self._forget([key])
 
     def _forget(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            self.node.metadata.forget(self._origin, key)
+        self.node.metadata.forget(self._origin, *keys)

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from millrace.cache.asking import ASK_ORIGIN
@@ -28,6 +28,7 @@ from millrace.origin import Listing, ListingPage, ObjectInfo, Origin
 from millrace.peers.cluster import Cluster
 from millrace.peers.origins import NamedOrigin, Origins
 from millrace.peers.server import Call, PlaneServer
+from millrace.peers.telling import FORGET, Telling, heard
 
 _T = TypeVar("_T")
 
@@ -37,7 +38,7 @@ _OPEN_LISTINGS = 64  # that a teller keeps to go on with
 _MOST_UNTOLD = 1000  # directories
 _LARGEST = 1 << 60  # bytes of an object
 
-LISTING, LEVEL, HEAD, FORGET = "/v1/listing", "/v1/level", "/v1/head", "/v1/forget"
+LISTING, LEVEL, HEAD = "/v1/listing", "/v1/level", "/v1/head"
 
 
 def teller_id(identity: str, key: str) -> bytes:
@@ -55,6 +56,7 @@ class ClusterListings:
 
     def __init__(self, cluster: Cluster, max_age_seconds: float) -> None:
         self._cluster = cluster
+        self._telling = Telling(cluster)
         # Of what holds for ever no half has to be counted.
         self._age = 0.0 if max_age_seconds == math.inf else max_age_seconds / 2
         self._max_age = max_age_seconds
@@ -83,28 +85,25 @@ class ClusterListings:
             if heard.is_over:
                 return
 
-    def changed(self, origin: Origin, key: str) -> None:
-        if not self._asks_peers or origin.head_is_local:
+    def changed(self, origin: Origin, keys: Sequence[str]) -> None:
+        if origin.head_is_local or not keys:
             return
-        name, me = teller_id(origin.identity, key), self._cluster.link.member_id
-        body = {"origin": origin.identity, "key": key}
-        for member in self._cluster.placement().order(name)[:_TELLERS]:
-            if member.id == me or self._tell(member, body):
-                continue
+        by_bucket = {key.lstrip("/").partition("/")[0]: key for key in keys}
+        orders = [self._tellers(origin.identity, key) for key in by_bucket.values()]
+        # All that are asked first before all that are asked second, who ask those themselves.
+        first = {member.id: member for rank in itertools.zip_longest(*orders) for member in rank if member is not None}
+        untold = self._telling.tell(origin.identity, keys, list(first.values()))
+        if self._asks_peers and not untold.isdisjoint(first):
             # It may come back with what it knew before: what this process has written it asks the origin about.
-            self._note_untold(origin.identity, key)
+            for key in keys:
+                self._note_untold(origin.identity, key)
 
-    def _tell(self, member: Member, body: Mapping[str, str]) -> bool:
-        """Have a member forget a key; whether it has."""
-        if not self._cluster.may_ask(member):
-            return False
-        try:
-            self._cluster.client.call(member, "POST", FORGET, body, deadline=_DEADLINE_SECONDS)
-        except PeerError as error:
-            self._heard(member, error)
-            return False
-        self._cluster.breakers.worked(member.id)
-        return True
+    def owed(self) -> int:
+        """How many keys are still to be told to members that could not be told at once."""
+        return self._telling.owed()
+
+    def _tellers(self, identity: str, key: str) -> Sequence[Member]:
+        return self._cluster.placement().order(teller_id(identity, key))[:_TELLERS]
 
     def _ask(
         self, origin: Origin, key: str, path: str, query: Mapping[str, str], read: Callable[[Any], _T]
@@ -112,11 +111,11 @@ class ClusterListings:
         """What a teller says; None where the origin is to be asked: I am the teller, or none can help."""
         if not self._asks_peers or origin.head_is_local:
             return None
-        name, me = teller_id(origin.identity, key), self._cluster.link.member_id
+        me = self._cluster.link.member_id
         if self._untold and self._is_untold(origin.identity, key):
             return None
         asked = {"origin": origin.identity, "age": self._limit, **query}
-        for member in self._cluster.placement().order(name)[:_TELLERS]:
+        for member in self._tellers(origin.identity, key):
             if member.id == me:
                 return None
             if not self._cluster.may_ask(member):
@@ -126,7 +125,7 @@ class ClusterListings:
                 self._cluster.breakers.worked(member.id)
                 return read(told)
             except PeerError as error:
-                self._heard(member, error)
+                heard(self._cluster, member, error)
                 if not isinstance(error, PeerSilentError):
                     return None  # whatever it is, the origin knows better, and its own error is the one to raise
             except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -150,14 +149,6 @@ class ClusterListings:
             elif of == identity and (key.startswith(directory) or directory.startswith(_base_of(key))):
                 return True
         return False
-
-    def _heard(self, member: Member, error: PeerError) -> None:
-        """Note what a failure says of a member."""
-        if isinstance(error, PeerSilentError):
-            self._cluster.breakers.failed(member.id)
-            emit(Event(name="peer.failed", subject=member.id, detail=str(error)))
-        else:
-            emit(Event(name="peer.refused", subject=member.id, detail=str(error)))
 
 
 class Teller:
@@ -213,11 +204,11 @@ class Teller:
 
     def _forget(self, call: Call) -> Any:
         body = call.body if isinstance(call.body, Mapping) else {}
-        identity, key = body.get("origin"), body.get("key")
-        if not (isinstance(identity, str) and isinstance(key, str)):
+        identity, keys = body.get("origin"), body.get("keys", [body.get("key")])
+        if not (isinstance(identity, str) and isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
             raise UsageError("the request lacks an origin or a key")
         # Also without access now: what was heard when there was access would be told when there is again.
-        self._node.metadata.forget(self._origins.find(identity) or NamedOrigin(identity), key)
+        self._node.metadata.forget(self._origins.find(identity) or NamedOrigin(identity), *keys)
         return {}
 
     def _asked(self, call: Call) -> tuple[Origin, float]:
