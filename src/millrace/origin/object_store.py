@@ -50,8 +50,8 @@ _CLIENT = {
 }
 
 
-# Control characters, and bytes that were no UTF-8, as Python keeps them in a string.
-_UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+# Control characters, bytes that were no UTF-8 (as Python keeps them in a string), and parts that a URL would resolve away.
+_UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]|(?:^|/)\.{0,2}(?:/|$)")
 
 # Begins the version of an object for which the origin has no ETag.
 _MADE_UP = "~"
@@ -312,17 +312,19 @@ class ObjectStoreOrigin:
 
     def _locate(self, key: str) -> tuple[Any, str]:
         """Split `key` into the client of its bucket and the path inside."""
+        name = key.strip("/")
         if self._scheme == "file":
-            bucket, path = "", key.strip("/")
+            bucket, path = "", name
         else:
-            bucket, _, path = key.strip("/").partition("/")
+            bucket, _, path = name.partition("/")
             if not bucket:
                 raise ConfigurationError(
                     f"{self._scheme}:// without a bucket", next_step=f"write {self._scheme}://bucket/key"
                 )
-        if _UNUSABLE.search(key):  # obstore would call it a bad value, and not say of what
+        if name and _UNUSABLE.search(name):  # obstore would call it a bad value, and not say of what
             raise ObjectNotFoundError(
-                f"{self._scheme}://{key} is no valid object name", next_step="use UTF-8 without control characters"
+                f"{self._scheme}://{key} is no valid object name",
+                next_step="use UTF-8 without control characters, and no empty, '.' or '..' parts",
             )
         if self._pid != os.getpid():
             # The parent's clients belong to threads that do not exist here: neither use nor destroy them.

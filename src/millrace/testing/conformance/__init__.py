@@ -7,11 +7,14 @@ origin and store, `MembershipConformance` and, where members come and go,
 
 from millrace.testing.conformance.filesystem import FileSystemConformance
 from millrace.testing.conformance.members import LivingMembershipConformance, MembershipConformance
-from millrace.testing.conformance.origin import ODD_NAMES, OriginConformance
+from millrace.testing.conformance.origin import HOSTILE_NAMES, ODD_NAMES, Contents, FromEnvironment, OriginConformance
 
 __all__ = [
+    "HOSTILE_NAMES",
     "ODD_NAMES",
+    "Contents",
     "FileSystemConformance",
+    "FromEnvironment",
     "LivingMembershipConformance",
     "MembershipConformance",
     "OriginConformance",

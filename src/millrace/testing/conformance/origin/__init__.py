@@ -1,0 +1,20 @@
+"""What Millrace requires of remote storage, as tests."""
+
+from __future__ import annotations
+
+from millrace.testing.conformance.origin.base import Contents, FromEnvironment
+from millrace.testing.conformance.origin.listings import Listings
+from millrace.testing.conformance.origin.names import HOSTILE_NAMES, ODD_NAMES, Names
+from millrace.testing.conformance.origin.processes import Processes
+from millrace.testing.conformance.origin.reads import Reads
+from millrace.testing.conformance.origin.writes import Writes
+
+__all__ = ["HOSTILE_NAMES", "ODD_NAMES", "Contents", "FromEnvironment", "OriginConformance"]
+
+
+class OriginConformance(Reads, Writes, Listings, Names, Processes):
+    """Subclass it with the fixtures `origin` (an `Origin`) and `root` (a prefix of keys in it, empty and the test's own).
+
+    What the origin cannot do is said by the attributes of `base.OriginSuite` (`writes`, `lists`, `ordered`, ...). Where it
+    cannot write, the fixture `contents` makes the objects by the server that it reads from.
+    """
