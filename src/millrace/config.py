@@ -58,7 +58,15 @@ OPTION_NAMES = (
     "cluster_token",
     "tls",
     "replicas",
+    "max_requests",
+    "request_rate",
 )
+
+LIMIT_NAMES = ("cache_dir", "max_requests", "request_rate")
+"""The options that say how much a node may ask of an origin, and where its processes agree about it."""
+
+MOST_REQUESTS = 1024
+"""The largest `max_requests`."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,19 @@ class CacheOptions:
     tls: Tls | None = None
     replicas: int = 1
     folder: str = LOCAL_FOLDER
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    """How much this node may ask of one origin. None: nothing was said.
+
+    `max_requests` is the most requests in flight at once; `requests_per_second` the most that begin. `directory` is where
+    the processes of the node agree about them; None where this user has no place for a cache.
+    """
+
+    max_requests: int | None
+    requests_per_second: float | None
+    directory: Path | None
 
 
 def parse_amount(value: str | int, *, option: str) -> Amount:
@@ -241,6 +262,40 @@ def _parse_replicas(value: Any) -> int:
     raise ConfigurationError(f"replicas={value!r} cannot be used", next_step="write a number from 1 to 16")
 
 
+def _parse_max_requests(value: Any) -> int | None:
+    if value is None:
+        return None
+    text = str(value).strip()
+    if text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_REQUESTS and not isinstance(value, bool):
+        return int(text)
+    raise ConfigurationError(
+        f"max_requests={value!r} cannot be used", next_step=f"write a number from 1 to {MOST_REQUESTS}"
+    )
+
+
+def parse_rate(value: Any) -> float | None:
+    """Parse `200`, `"200/s"` or `"5000/5min"` into requests a second; None and `"none"` are no limit.
+
+    Raises `ConfigurationError`.
+    """
+    if value is None or value == "none":
+        return None
+    count, slash, period = str(value).strip().partition("/")
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        period = period.strip()
+        seconds = parse_seconds(period if period[:1].isdigit() else f"1{period}", option="") if slash else 1.0
+        rate = float(count) / seconds
+        if not 1e-4 <= rate <= 1e6:
+            raise ValueError
+    except ValueError as error:  # also that of parse_seconds
+        raise ConfigurationError(
+            f"request_rate={value!r} is no rate", next_step="write requests a second, or a rate such as '5000/5min'"
+        ) from error
+    return rate
+
+
 def _parse_cache_dirs(value: Any, environ: Mapping[str, str]) -> tuple[Path, ...]:
     if value is None:
         base = environ.get("XDG_CACHE_HOME")
@@ -337,15 +392,8 @@ def resolve(
     Raises `ConfigurationError` for a value that cannot be used. `environ` and `file` default to the real ones.
     """
     environ = os.environ if environ is None else environ
-    file = load_file(environ) if file is None else file
-    settings: dict[str, Any] = {name: file[name] for name in OPTION_NAMES if name in file}
-    for name in OPTION_NAMES:
-        variable = environ.get(f"MILLRACE_{name.upper()}")
-        if variable:
-            # Several disks in one variable are separated like PATH; an argument or the file gives a list.
-            settings[name] = variable.split(os.pathsep) if name == "cache_dir" else variable
-    settings.update({name: value for name, value in arguments.items() if value is not None})
-    _check_names(settings)
+    settings = _settings(arguments, environ, load_file(environ) if file is None else file)
+    _parse_limits(settings)  # used by whoever opens the origin; a mistake in them shows here, too
     return CacheOptions(
         cache_dirs=_parse_cache_dirs(settings.get("cache_dir"), environ),
         capacity=parse_amount(settings.get("capacity", DEFAULT_CAPACITY), option="capacity"),
@@ -357,3 +405,41 @@ def resolve(
         tls=_parse_tls(settings.get("tls")),
         replicas=_parse_replicas(settings.get("replicas", 1)),
     )
+
+
+def resolve_limits(
+    arguments: Mapping[str, Any], *, environ: Mapping[str, str] | None = None, file: Mapping[str, Any] | None = None
+) -> LimitOptions:
+    """Combine `LIMIT_NAMES` of `arguments` (None means not given), environment and file, as `resolve` does.
+
+    A node without a place for a cache has no `directory`, which is no error here: an origin can be used without a cache.
+    Raises `ConfigurationError` for a value that cannot be used.
+    """
+    environ = os.environ if environ is None else environ
+    settings = _settings(arguments, environ, load_file(environ) if file is None else file)
+    max_requests, rate = _parse_limits(settings)
+    directory: Path | None = None
+    if settings.get("cache_dir") is not None or _has_home(environ):
+        directory = _parse_cache_dirs(settings.get("cache_dir"), environ)[0]
+    return LimitOptions(max_requests=max_requests, requests_per_second=rate, directory=directory)
+
+
+def _parse_limits(settings: Mapping[str, Any]) -> tuple[int | None, float | None]:
+    return _parse_max_requests(settings.get("max_requests")), parse_rate(settings.get("request_rate"))
+
+
+def _has_home(environ: Mapping[str, str]) -> bool:
+    return bool(environ.get("XDG_CACHE_HOME") or environ.get("HOME")) or os.path.expanduser("~") != "~"
+
+
+def _settings(arguments: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any]) -> dict[str, Any]:
+    """What was said about each option: its argument, else its variable, else the entry of the file. `ConfigurationError`."""
+    settings: dict[str, Any] = {name: file[name] for name in OPTION_NAMES if name in file}
+    for name in OPTION_NAMES:
+        variable = environ.get(f"MILLRACE_{name.upper()}")
+        if variable:
+            # Several disks in one variable are separated like PATH; an argument or the file gives a list.
+            settings[name] = variable.split(os.pathsep) if name == "cache_dir" else variable
+    settings.update({name: value for name, value in arguments.items() if value is not None})
+    _check_names(settings)
+    return settings
