@@ -310,3 +310,17 @@ def test_a_page_says_the_same_in_one_go_and_in_steps() -> None:
         info = None if at is None else whole.info(at, "k")
         assert info == (None if said is None else ObjectInfo("k", *said))
         assert (said is None) == (number >= 500 or number == 7)
+
+
+def test_what_cannot_change_is_found_by_one_look_though_everything_else_is_asked_about(make_node: MakeNode) -> None:
+    origin = MemoryOrigin(immutable_below="b/set@commit/")
+    keys = ["b/set@commit/x", "b/set/x"]
+    for key in keys:
+        origin.put(key, os.urandom(1000))
+    node = make_node(consistency="always")
+    contents = {key: read(node, origin, key) for key in keys}
+    node = make_node(consistency="always")
+    asked = len(origin.requests)
+    assert found(node, origin, keys[0]) == contents[keys[0]]
+    assert len(origin.requests) == asked
+    assert node.find_known(origin, keys[1]) is None

@@ -633,3 +633,38 @@ def test_answers_are_always_right(make: Make, kind: type[MemoryOrigin], seed: in
         if missing not in origin._objects:
             with pytest.raises(ObjectNotFoundError):
                 cache.stat(origin, missing)
+
+
+@pytest.mark.parametrize("max_age", [0.0, 60.0])
+def test_what_cannot_change_is_never_asked_about_again(make: Make, max_age: float) -> None:
+    origin = MemoryOrigin(immutable_below="repo@commit/")
+    for key in ("repo@commit/data/a", "repo@commit/data/b", "repo/data/a"):
+        origin.put(key, b"data")
+    cache, clock, _ = make(max_age)
+    clock.now = 1e6
+
+    def ask(root: str) -> tuple[str, int, int, int]:
+        clock.now += 3600
+        version = cache.stat(origin, f"{root}/data/a").version
+        listed = sum(len(page) for page in cache.list_all(origin, f"{root}/data"))
+        return version, listed, len(cache.list_level(origin, f"{root}/data").objects), origin.count("list")
+
+    first = ask("repo@commit")
+    asked = len(origin.requests)
+    assert [ask("repo@commit") for _ in range(3)] == [first] * 3
+    assert len(origin.requests) == asked
+    _, until = cache.stat_until(origin, "repo@commit/data/a")
+    assert until == float("inf")
+    ask("repo")
+    asked = len(origin.requests)
+    ask("repo")
+    assert len(origin.requests) > asked  # the branch beside it
+
+
+def test_of_what_cannot_change_nothing_is_believed_that_is_not_there(make: Make) -> None:
+    origin = MemoryOrigin(immutable_below="repo@commit/")
+    cache, _, _ = make(0.0)
+    with pytest.raises(ObjectNotFoundError):
+        cache.stat(origin, "repo@commit/late")
+    origin.put("repo@commit/late", b"x")
+    assert cache.stat(origin, "repo@commit/late").size == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from millrace.cache.belief import Belief
 from millrace.cache.blocks import object_id
 from millrace.cache.disk import Disk
 from millrace.cache.index import Index
@@ -26,7 +27,7 @@ class FirstOpen(NamedTuple):
     stamp: Stamp
 
 
-def find(disk: Disk, metadata: MetadataCache, identity: str, key: str) -> FirstOpen | None:
+def find(disk: Disk, metadata: MetadataCache, identity: str, key: str, belief: Belief) -> FirstOpen | None:
     """The memory of an object of an origin whose description is fresh in the index of `disk`, and which is completely here.
 
     None when any of it takes more than this: ask the long way. Raises `LostDataError` when its file is gone or cut,
@@ -35,12 +36,12 @@ def find(disk: Disk, metadata: MetadataCache, identity: str, key: str) -> FirstO
     index = disk.store.index
     numbers = index.signals.numbers
     removals, changes = numbers[0], numbers[1]  # from before anything is looked up
-    unpacked = metadata.unpacked(identity, key, changes)
+    unpacked = metadata.unpacked(identity, key, changes, belief)
     if unpacked is not None:
         size, version, until = unpacked
         entry, visible = index.get_as_of(object_id(identity, key, version, size))
     else:
-        entry, visible, until = _look_up(index, metadata, identity, key, changes)
+        entry, visible, until = _look_up(index, metadata, identity, key, changes, belief)
     if entry is None or removals > visible or changes > visible:  # in the last cases a change is just being made
         return None
     stamp = Stamp(removals, changes)
@@ -52,14 +53,14 @@ def find(disk: Disk, metadata: MetadataCache, identity: str, key: str) -> FirstO
 
 
 def _look_up(
-    index: Index, metadata: MetadataCache, identity: str, key: str, changes: int
+    index: Index, metadata: MetadataCache, identity: str, key: str, changes: int, belief: Belief
 ) -> tuple[Entry | None, int, float]:
     """The record of the object that a key names, the last transaction that it is of, and until when that may be believed."""
 
     def look(txn: Transaction) -> tuple[Entry | None, int, float]:
         visible = txn.id()
         # A page that may be just about to change is not unpacked.
-        known = metadata.known_in(txn, identity, key, changes=changes if changes <= visible else None)
+        known = metadata.known_in(txn, identity, key, belief, changes=changes if changes <= visible else None)
         if known is None:
             return None, visible, 0.0
         said, until = known

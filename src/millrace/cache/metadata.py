@@ -7,13 +7,13 @@ that no listing has named is asked for alone. Figures and reasons: docs/design/0
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from millrace.cache.asking import ASK_ORIGIN, Asking
+from millrace.cache.belief import FOR_EVER, Belief
 from millrace.cache.listing_stream import Answer, Below, ListingStream, base_of, end_of
 from millrace.cache.page_map import PageMap, Stretch
 from millrace.cache.page_rows import Transaction
@@ -36,7 +36,8 @@ _NOWHERE = Space(b"nowhere!")
 class MetadataCache:
     """Answers `stat` and listings from the index while they are fresh, else from the origin.
 
-    `max_age_seconds` is 0 (ask every time), `inf` (never ask twice) or a time. `on_changed` is told the old description
+    `max_age_seconds` is 0 (ask every time), `inf` (never ask twice) or a time; of what the origin says is immutable nobody asks
+    twice, whatever it is. `on_changed` is told the old description
     of an object whose version turns out to have changed, or which is gone. Thread- and process-safe. A disk in trouble costs
     the memory, not the answer.
     """
@@ -54,8 +55,7 @@ class MetadataCache:
     ) -> None:
         self._map = pages
         self._turns = turns
-        self._max_age = max_age_seconds
-        self._forever = math.inf if max_age_seconds == math.inf else 0.0
+        self._belief = Belief(max_age_seconds)
         self._on_changed = on_changed
         self._report_disk = report
         self._clock = clock
@@ -95,35 +95,38 @@ class MetadataCache:
         """Drop everything that is remembered, for every process of this node. What is cached stays, and is found again."""
         self._map.clear()
 
+    def belief_in(self, origin: Origin, key: str) -> Belief:
+        """For how long what the origin says of an object, or of what lies below a directory, is believed."""
+        return FOR_EVER if origin.is_immutable(key) else self._belief
+
     def known_in(
-        self, txn: Transaction, identity: str, key: str, *, changes: int | None = None
+        self, txn: Transaction, identity: str, key: str, belief: Belief, *, changes: int | None = None
     ) -> tuple[Said, float] | None:
-        """What is remembered of an object of an origin and still fresh, and until when; in a transaction that reads.
+        """What is remembered of an object of an origin and is believed, and until when; in a transaction that reads.
 
         `changes` as for `PageMap.known_in`.
         """
-        if not self._max_age:
+        if not belief:
             return None
         now = self._clock()  # once, since every open that was not answered before in this process comes here
-        known = self._map.known_in(txn, identity, key, now - self._max_age, max(now, self._forever), changes=changes)
-        return None if known is None else (known.said, known.asked + self._max_age)
+        known = self._map.known_in(txn, identity, key, belief.oldest(now), belief.newest(now), changes=changes)
+        return None if known is None else (known.said, belief.until(known.asked))
 
-    def unpacked(self, identity: str, key: str, changes: int) -> tuple[int, str, float] | None:
-        """Size and version of an object that this process knows without the index, still fresh, and until when.
+    def unpacked(self, identity: str, key: str, changes: int, belief: Belief) -> tuple[int, str, float] | None:
+        """Size and version of an object that this process knows without the index and that are believed, and until when.
 
         It may be overtaken by an answer that came to another process since; then the version is not in the store any more.
         """
         found = self._map.unpacked(identity, key, changes)
         if found is None:
             return None
-        now, asked = self._clock(), found[3]
-        if not now - self._max_age <= asked <= max(now, self._forever):
+        if not belief.holds(found[3], self._clock()):
             return None
-        return found[0], found[1], asked + self._max_age
+        return found[0], found[1], belief.until(found[3])
 
     def _known_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float] | None:
-        identity = origin.identity
-        found = self._tolerantly(lambda: self._map.look(lambda txn: self.known_in(txn, identity, key)), None)
+        identity, belief = origin.identity, self.belief_in(origin, key)
+        found = self._tolerantly(lambda: self._map.look(lambda txn: self.known_in(txn, identity, key, belief)), None)
         return None if found is None else (ObjectInfo(key, *found[0]), found[1])
 
     def _stat_alone(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
@@ -137,7 +140,7 @@ class MetadataCache:
         moment = moment.earlier(age)
         space = self._space(origin)
         self._report(origin, [self._tolerantly(lambda: self._map.store_record(space, info, moment), None)])
-        return info, moment.asked + self._max_age
+        return info, self.belief_in(origin, key).until(moment.asked)
 
     def _stat_by_listing(self, origin: Origin, key: str) -> tuple[ObjectInfo, float] | None:
         """Ask for the page of the listing that named `key`; None where none did, or it does not any more."""
@@ -159,7 +162,7 @@ class MetadataCache:
                     return None
             for info in answer.objects:
                 if info.key == key:
-                    return info, asked - stream.age + self._max_age
+                    return info, self.belief_in(origin, key).until(asked - stream.age)
             if space.position(answer.through) >= space.position(key):
                 return None
         return None
@@ -211,17 +214,22 @@ class MetadataCache:
 
     def _fresh_below(self, origin: Origin, prefix: str) -> bool | None:
         """Whether fresh pages name something below `prefix`; None where they do not say."""
-        if not self._max_age:
+        belief = self.belief_in(origin, prefix)
+        if not belief:
             return None
         try:
             space = self._space(origin)
             base, end = (space.position(text) for text in (base_of(prefix), end_of(prefix)))
             marker = self._map.look_up(space, base_of(prefix))
-            if marker is not None and self._fresh(marker.asked):
+            if marker is not None and self._fresh(belief, marker.asked):
                 return True
 
             def read(stretch: Stretch, page: Page) -> tuple[bool, bool, str]:
-                return self._fresh(stretch.asked), page.names_below(encode(base)), self._complete_to(stretch)
+                return (
+                    self._fresh(belief, stretch.asked),
+                    page.names_below(encode(base)),
+                    self._complete_to(belief, stretch),
+                )
 
             after = base
             while (found := self._map.read_after(space, after, read)) is not None:
@@ -236,16 +244,16 @@ class MetadataCache:
             level = self._map.read_after(
                 _level(origin, base_of(prefix)),
                 base_of(prefix),
-                lambda stretch, page: self._fresh(stretch.asked) and page.names_below(encode(base_of(prefix))),
+                lambda stretch, page: self._fresh(belief, stretch.asked) and page.names_below(encode(base_of(prefix))),
             )
         except StorageError as error:
             self._report_disk(error)
             return None
         return True if level else None
 
-    def _complete_to(self, stretch: Stretch) -> str:
+    def _complete_to(self, belief: Belief, stretch: Stretch) -> str:
         """Up to where a page can be believed to name everything; nowhere when it has expired."""
-        return stretch.through if self._fresh(stretch.asked) and not stretch.incomplete else ""
+        return stretch.through if self._fresh(belief, stretch.asked) and not stretch.incomplete else ""
 
     def _was_directory(self, origin: Origin, prefix: str) -> bool:
         """Whether the first remembered page, however old, names something below `prefix`."""
@@ -289,15 +297,18 @@ class MetadataCache:
 
     def _walk(self, origin: Origin, prefix: str, start: str = "") -> Iterator[Answer]:
         """What lies below a directory: fresh pages from memory, each run of others as one stream from the origin."""
+        belief = self.belief_in(origin, prefix)
         after, end = start or base_of(prefix), end_of(prefix)
         found, stuck = after != base_of(prefix), False
         stream: ListingStream | None = None
         while after != end:
-            answer = self._fresh_page(self._space(origin), prefix, after)
+            answer = self._fresh_page(belief, self._space(origin), prefix, after)
             if answer is None:
                 root, start = (prefix, after) if stuck else self._what_to_ask(origin, prefix, after)
                 with self._turn(origin, start):
-                    answer = self._fresh_page(self._space(origin), prefix, after)  # somebody may have asked meanwhile
+                    answer = self._fresh_page(
+                        belief, self._space(origin), prefix, after
+                    )  # somebody may have asked meanwhile
                     if answer is None:
                         if stream is None or (stream.root, stream.after) not in ((root, start), (prefix, after)):
                             stream = self._stream(origin, root, start)
@@ -317,13 +328,13 @@ class MetadataCache:
         for page, _ in self._asking().list_pages(origin, prefix, after=after):
             yield Answer(page.objects, end_of(prefix), page.is_directory)
 
-    def _fresh_page(self, space: Space, prefix: str, after: str) -> Answer | None:
+    def _fresh_page(self, belief: Belief, space: Space, prefix: str, after: str) -> Answer | None:
         """What a fresh and complete page says about what follows `after` below `prefix`."""
-        if not self._max_age:
+        if not belief:
             return None
 
         def read(stretch: Stretch, page: Page) -> Answer | None:
-            if not self._complete_to(stretch):
+            if not self._complete_to(belief, stretch):
                 return None
             infos = page.infos()
             if space.folders_first:
@@ -347,11 +358,10 @@ class MetadataCache:
     # --- one level --------------------------------------------------------------------------------
 
     def _fresh_level(self, origin: Origin, base: str) -> Listing | None:
-        level = _level(origin, base)
-        space = self._space(origin)
-        infos = self._fresh_infos(level, base, None)
+        belief, level, space = self.belief_in(origin, base), _level(origin, base), self._space(origin)
+        infos = self._fresh_infos(belief, level, base, None)
         if infos is None:
-            infos = self._fresh_infos(space, base, _LEVEL_PAGES)
+            infos = self._fresh_infos(belief, space, base, _LEVEL_PAGES)
         if not infos:  # that there is nothing is never believed
             return None
         objects = [info for info in infos if "/" not in info.key[len(base) :]]
@@ -359,14 +369,14 @@ class MetadataCache:
         prefixes = dict.fromkeys(base + key[len(base) :].partition("/")[0] for key in deeper)
         return Listing(objects=objects, prefixes=list(prefixes))
 
-    def _fresh_infos(self, space: Space, base: str, most_pages: int | None) -> list[ObjectInfo] | None:
+    def _fresh_infos(self, belief: Belief, space: Space, base: str, most_pages: int | None) -> list[ObjectInfo] | None:
         """Everything that fresh pages name below `base`; None when some are missing, or there are too many."""
-        if not self._max_age:
+        if not belief:
             return None
         found: list[ObjectInfo] = []
         after, pages = base, 0
         while after != end_of(base):
-            answer = self._fresh_page(space, base, after)
+            answer = self._fresh_page(belief, space, base, after)
             pages += 1
             if answer is None or (most_pages is not None and pages > most_pages):
                 return None
@@ -411,7 +421,7 @@ class MetadataCache:
     # --- asking -----------------------------------------------------------------------------------
 
     def _asks_by_listing(self, origin: Origin) -> bool:
-        return self._max_age > 0 and not origin.head_is_local
+        return bool(self._belief) and not origin.head_is_local
 
     def _turn(self, origin: Origin, start: str) -> AbstractContextManager[None]:
         return self._turns.take(encode(f"page\0{origin.identity}\0{start}"))
@@ -459,10 +469,8 @@ class MetadataCache:
         now = self._clock()
         return self._tolerantly(lambda: self._map.moment(origin.identity, now), Moment(now, -1))
 
-    def _fresh(self, asked: float) -> bool:
-        # What was asked in the future was asked before the clock was put back: nobody knows how long ago.
-        now = self._clock()
-        return self._max_age > 0 and now - self._max_age <= asked <= max(now, self._forever)
+    def _fresh(self, belief: Belief, asked: float) -> bool:
+        return belief.holds(asked, self._clock())
 
     def _report(self, origin: Origin, gone: Iterable[ObjectInfo | None]) -> None:
         for info in gone:

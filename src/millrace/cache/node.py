@@ -44,6 +44,7 @@ from millrace.config import LOCAL_FOLDER, CacheOptions
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
+from millrace.private_files import make_folder
 
 _log = logging.getLogger("millrace")
 
@@ -161,7 +162,7 @@ class CacheNode:
         if isinstance(metadata, NoMemory):
             return None
         try:
-            first = find_first_open(disk, metadata, origin.identity, key)
+            first = find_first_open(disk, metadata, origin.identity, key, metadata.belief_in(origin, key))
         except StorageError:
             return None  # the long way meets the same error, and tells of it
         if first is not None:
@@ -403,6 +404,8 @@ def _disk(directory: Path, options: CacheOptions) -> Disk:
     with _process.lock:
         disk = _process.disks.get(directory)
         if disk is None:
+            with disk_errors(directory.parent):
+                make_folder(directory.parent)
             disk = _process.disks[directory] = Disk(directory, options)
     disk.limit(options)
     return disk
