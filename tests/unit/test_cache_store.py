@@ -129,6 +129,7 @@ def test_foreign_and_newer_directories_are_refused_untouched(tmp_path: Path) -> 
 def test_a_store_of_format_1_is_emptied_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     old = tmp_path / "s" / "objects" / "ab" / "abcd-1"
     old.parent.mkdir(parents=True)
+    (tmp_path / "s").chmod(0o700)
     old.write_text("of another format")
     (tmp_path / "s" / "index").mkdir()
     (tmp_path / "s" / "index" / "index.mdb").write_text("of another format")
@@ -175,7 +176,7 @@ def test_what_is_no_file_any_more_is_lost_data(tmp_path: Path, intruder: str) ->
 
 def test_a_directory_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="check the disk"):
+    with pytest.raises(StorageError, match="Not a directory"):
         make_store(tmp_path / "file" / "s")
 
 

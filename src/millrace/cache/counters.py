@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from millrace.cache.failures import disk_errors
+from millrace.private_files import make_folder, new_file, opener, read_file
 
 NAMES = (
     "origin_requests",
@@ -61,7 +62,7 @@ class Counters:
         self._lock = threading.Lock()
 
     def _open(self, directory: Path) -> None:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(directory)
         path = directory / f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         with _directory_lock(directory, fcntl.LOCK_EX):
             try:
@@ -104,7 +105,7 @@ class Counters:
         sums = _read(self._directory / _RETIRED)
         ended: list[Path] = []
         for path in _live_files(self._directory):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = opener(str(path), os.O_RDONLY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -115,7 +116,8 @@ class Counters:
             ended.append(path)
         if ended:
             temporary = self._directory / f"{_RETIRED}.new"
-            temporary.write_bytes(b"".join(_U64.pack(value) for value in sums).ljust(_FILE_BYTES, b"\0"))
+            with open(new_file(temporary), "wb") as file:
+                file.write(b"".join(_U64.pack(value) for value in sums).ljust(_FILE_BYTES, b"\0"))
             os.replace(temporary, self._directory / _RETIRED)
             for path in ended:
                 path.unlink()
@@ -163,7 +165,7 @@ def _live_files(directory: Path) -> list[Path]:
 
 def _read(path: Path) -> list[int]:
     try:
-        data = path.read_bytes()
+        data = read_file(path)
     except FileNotFoundError:
         data = b""
     data = data.ljust(_FILE_BYTES, b"\0")

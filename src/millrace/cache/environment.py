@@ -22,6 +22,7 @@ import lmdb
 
 from millrace.cache.failures import FAILING_ERRNOS, FailingDiskError
 from millrace.errors import DiskFullError, StorageError
+from millrace.private_files import opener, require_file
 
 DATA_NAME = "index.mdb"
 _MAP_BYTES = 64 << 30  # address space, not disk
@@ -78,7 +79,7 @@ def _path_for_this_process(directory: Path) -> str:
     alias = directory / f"fork{_fork_depth}-{DATA_NAME}"
     for suffix in ("", "-lock"):
         if not os.path.exists(f"{path}{suffix}"):  # the first to come makes the file; LMDB fills an empty one in
-            os.close(os.open(f"{path}{suffix}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            os.close(opener(f"{path}{suffix}", os.O_RDWR | os.O_CREAT))
         with contextlib.suppress(FileExistsError):
             os.link(f"{path}{suffix}", f"{alias}{suffix}")
     return str(alias)
@@ -95,7 +96,7 @@ def _allocate_lock_file(path: str) -> None:
             return
     except FileNotFoundError:
         pass
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = opener(path, os.O_RDWR | os.O_CREAT)
     try:
         os.posix_fallocate(descriptor, 0, _LOCK_FILE_BYTES)
     finally:
@@ -110,6 +111,8 @@ def open_environment(directory: Path, *, tables: int) -> tuple[lmdb.Environment,
     `DamagedIndexError` when the files are no index, or shorter than they were.
     """
     path = _path_for_this_process(directory)
+    for name in (path, f"{path}-lock"):  # LMDB follows links
+        require_file(Path(name))
     _allocate_lock_file(f"{path}-lock")
     with index_errors(path):
         environment = lmdb.open(

@@ -17,6 +17,7 @@ from pathlib import Path
 from millrace.cache.rules import NO_RULES, Rules, decode, encode
 from millrace.errors import MillraceError, StorageError
 from millrace.events import Event, emit
+from millrace.private_files import new_file, read_file
 
 RULES_NAME = "rules.json"
 NEW_RULES_NAME = "rules.json.new"
@@ -79,7 +80,7 @@ class RulesFile:
 
     def _write(self, data: bytes) -> None:
         temporary = self._directory / NEW_RULES_NAME
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = new_file(temporary)
         with open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
@@ -105,7 +106,7 @@ class RulesFile:
 
     def _read(self) -> Rules:
         try:
-            data = self._path.read_bytes()
+            data = read_file(self._path)
         except FileNotFoundError:
             return NO_RULES
         return decode(data, source=str(self._path))

@@ -36,6 +36,7 @@ from millrace.cache.segment_records import (
     encode_object,
 )
 from millrace.errors import StorageError
+from millrace.private_files import opener, read_file
 
 SMALL_OBJECT_BYTES = 1 << 20
 """Objects up to this size lie in segments, larger ones in a file of their own."""
@@ -95,7 +96,7 @@ def scan(directory: Path, generation: int) -> Iterator[SegmentObject]:
     """
     with disk_errors(idx_path(directory, generation)):
         data_bytes = os.stat(data_path(directory, generation)).st_size
-        records = Path(idx_path(directory, generation)).read_bytes()
+        records = read_file(Path(idx_path(directory, generation)))
     for record in decode_objects(generation, records):
         if record.offset + record.size <= data_bytes or not record.size:
             yield record
@@ -104,7 +105,7 @@ def scan(directory: Path, generation: int) -> Iterator[SegmentObject]:
 def group_in(directory: Path, generation: int) -> str | None:
     """Whose objects lie in a segment; None when its header is damaged."""
     path = idx_path(directory, generation)
-    with disk_errors(path), open(path, "rb") as file:
+    with disk_errors(path), open(path, "rb", opener=opener) as file:
         head = file.read(_HEAD_BYTES)
         group = decode_group(generation, head)
         if group is None and len(head) == _HEAD_BYTES:  # a very long name

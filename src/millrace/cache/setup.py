@@ -6,6 +6,7 @@ first process does it and the others wait.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -16,8 +17,17 @@ from millrace.cache.environment import DATA_NAME, DamagedIndexError
 from millrace.cache.failures import disk_errors
 from millrace.cache.index import Index
 from millrace.cache.rules_file import NEW_RULES_NAME, RULES_NAME
-from millrace.errors import ConfigurationError, StorageError, UnsupportedFormatError
+from millrace.errors import ConfigurationError, UnsupportedFormatError
 from millrace.events import Event, emit
+from millrace.private_files import (
+    close_folder,
+    find_folder,
+    new_file,
+    opener,
+    read_file,
+    require_file,
+    require_folder,
+)
 
 _log = logging.getLogger("millrace")
 
@@ -28,9 +38,8 @@ _OLD_FORMAT = f"{FORMAT_NAME} 1"
 _MARKER = "FORMAT"
 _LOCK = "setup.lock"
 _DATA_FOLDERS = ("objects", "segments")
-_OWN_NAMES = frozenset(
-    {_MARKER, f"{_MARKER}.new", "index", *_DATA_FOLDERS, "counters", "locks", _LOCK, RULES_NAME, NEW_RULES_NAME}
-)
+_FILES = (_MARKER, "locks", _LOCK, RULES_NAME)
+_OWN_NAMES = frozenset({*_FILES, f"{_MARKER}.new", "index", *_DATA_FOLDERS, "counters", NEW_RULES_NAME})
 
 
 def open_directory(directory: Path) -> Index:
@@ -40,11 +49,15 @@ def open_directory(directory: Path) -> Index:
     is, and `StorageError` when it cannot be used.
     """
     with disk_errors(directory):
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _require_own(directory)
-        with open(directory / _LOCK, "a", encoding="ascii") as lock:
+        find_folder(directory)
+        require_file(directory / _LOCK)
+        with open(directory / _LOCK, "a", encoding="ascii", opener=opener) as lock:
             # This kind of lock is not inherited: a child that is forked meanwhile does not hold it for ever.
             fcntl.lockf(lock, fcntl.LOCK_EX)
+            _require_format(directory, _read_marker(directory))  # before anything is changed
+            if close_folder(directory):
+                _discard(directory, ("index", *_DATA_FOLDERS), "every user of this machine could write there")
+            _require_plain(directory)
             return _open(directory)
 
 
@@ -52,7 +65,8 @@ def check_directory(directory: Path) -> None:
     """Raise what `open_directory` would because of what lies in `directory`, if it is there. Changes nothing."""
     if directory.exists():
         with disk_errors(directory):
-            _require_own(directory)
+            require_folder(directory)
+            _require_plain(directory)
             _require_format(directory, _read_marker(directory))
 
 
@@ -61,9 +75,25 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
-def _require_own(directory: Path) -> None:
-    if directory.stat().st_uid != os.geteuid():
-        raise StorageError(f"{directory} belongs to another user", next_step="choose another 'cache_dir'")
+def _require_plain(directory: Path) -> None:
+    """Raise `StorageError` where a link, or something of another user, has the name of a part of the store.
+
+    Only names through which something is read or written by path; data files are opened without following links each time.
+    """
+    folders = [directory / name for name in ("index", "counters", *_DATA_FOLDERS)]
+    for folder in folders:
+        with contextlib.suppress(FileNotFoundError):
+            require_folder(folder)
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory / "objects") as found:
+        for entry in found:
+            if entry.is_symlink() and len(entry.name) == 2:  # other names are never opened
+                require_folder(Path(entry.path))
+    for path in (directory / name for name in _FILES):
+        require_file(path)
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory / "index") as found:
+        for entry in found:
+            if not entry.is_file(follow_symlinks=False):
+                require_file(Path(entry.path))
 
 
 def _require_format(directory: Path, lines: list[str]) -> None:
@@ -123,8 +153,9 @@ def _open_index(directory: Path) -> Index:
 def _read_marker(directory: Path) -> list[str]:
     """The lines of `FORMAT`; none where there is no store yet. Refuses what was not made by us."""
     marker = directory / _MARKER
+    require_file(marker)
     try:
-        return marker.read_text(encoding="ascii").splitlines()
+        return read_file(marker).decode("ascii").splitlines()
     except FileNotFoundError:
         foreign = sorted(set(os.listdir(directory)) - _OWN_NAMES)
         if foreign:
@@ -141,17 +172,19 @@ def _read_marker(directory: Path) -> list[str]:
 
 def _write_marker(directory: Path, boot: str) -> None:
     temporary = directory / f"{_MARKER}.new"
-    temporary.unlink(missing_ok=True)
-    with open(temporary, "x", encoding="ascii") as file:
+    with open(new_file(temporary), "w", encoding="ascii") as file:
         file.write(f"{FORMAT_NAME} {FORMAT_VERSION}\n{boot}\n")
     os.replace(temporary, directory / _MARKER)
 
 
 def _discard(directory: Path, names: tuple[str, ...], reason: str) -> None:
     """Remove folders of the store, and say so."""
-    there = [name for name in names if (directory / name).exists()]
+    there = [name for name in names if os.path.lexists(directory / name)]
     for name in there:
-        shutil.rmtree(directory / name)
+        if (directory / name).is_symlink():
+            (directory / name).unlink()
+        else:
+            shutil.rmtree(directory / name)
     if there:
         what = "the index" if there == ["index"] else "what was cached"
         emit(Event(name="cache.store.discarded", subject=str(directory), detail=f"{what}: {reason}"))

@@ -36,6 +36,7 @@ from millrace.cache.node import store_directory
 from millrace.config import LOCAL_FOLDER, Amount, CacheOptions, Tls
 from millrace.errors import ConfigurationError, DamagedError, StorageError
 from millrace.members import View
+from millrace.private_files import make_folder, new_file, opener, read_file, require_file
 
 _log = logging.getLogger("millrace")
 
@@ -158,7 +159,7 @@ class NodeFolder:
             # In one order, whatever the order in the options: then of two that want the same one gets it.
             for directory in sorted(directories):
                 with disk_errors(directory):
-                    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    make_folder(directory)
                     descriptor = _lock(directory / "lock")
                 if descriptor is None:
                     return None
@@ -221,7 +222,7 @@ class NodeFolder:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._locks[directory]), os.stat(path)):
                 return
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(directory)
         descriptor = _lock(path)
         if descriptor is None:
             raise StorageError(f"{directory} was removed, and another node has taken it", next_step="restart this node")
@@ -288,7 +289,7 @@ def live_nodes(options: CacheOptions) -> list[LiveNode]:
 def is_held(directory: Path) -> bool:
     """Whether a living node holds the folder with this `.node` directory. Never raises."""
     try:
-        descriptor = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = opener(str(directory / "lock"), os.O_RDONLY)
     except OSError:
         return False
     try:
@@ -307,7 +308,7 @@ def read_facts(directory: Path) -> NodeFacts | None:
     Of another user nothing is believed: who made the directory first could have us read whatever he likes.
     """
     try:
-        with open(directory / "node.json", "rb", opener=_open_plainly) as file:
+        with open(directory / "node.json", "rb", opener=opener) as file:
             if os.fstat(file.fileno()).st_uid != os.geteuid():
                 raise DamagedError("it belongs to another user")
             return NodeFacts.from_json(json.load(file))
@@ -316,11 +317,6 @@ def read_facts(directory: Path) -> NodeFacts | None:
     except (OSError, ValueError, RecursionError, DamagedError) as error:
         _log.warning("cannot read what the node in %s says: %s", directory, error)
         return None
-
-
-def _open_plainly(path: str, flags: int) -> int:
-    """Open no link, and wait for nobody at what is no file."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 class FolderViews:
@@ -399,9 +395,7 @@ def _usable_parents(options: CacheOptions) -> list[Path]:
         parent = store_directory(cache_dir).parent
         try:
             with disk_errors(parent):
-                parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                if parent.stat().st_uid != os.geteuid():
-                    raise StorageError(f"{parent} belongs to another user", next_step="choose another 'cache_dir'")
+                make_folder(parent)
                 if not os.access(parent, os.W_OK | os.X_OK):
                     raise StorageError(f"{parent} cannot be written to", next_step="choose another 'cache_dir'")
             usable.append(parent)
@@ -415,7 +409,8 @@ def _usable_parents(options: CacheOptions) -> list[Path]:
 
 def _lock(path: Path) -> int | None:
     """A descriptor that holds the lock until it is closed; None when another has it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    require_file(path)
+    descriptor = opener(str(path), os.O_RDWR | os.O_CREAT)
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     except BlockingIOError:
@@ -440,7 +435,7 @@ def _keep_id(directories: Sequence[Path]) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return read_file(path).decode().strip()
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:
@@ -451,10 +446,7 @@ def _read(path: Path) -> str:
 def _write(path: Path, text: str) -> None:
     """Replace a file in one step. Only the lock's holder writes here, so the temporary name is free."""
     temporary = path.with_name(f"{path.name}.new")
-    temporary.unlink(missing_ok=True)
-    with open(
-        os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w", encoding="utf-8"
-    ) as file:
+    with open(new_file(temporary), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())  # a name may come back without its contents after a crash of the machine

@@ -19,6 +19,7 @@ from millrace.origin import Origin
 from millrace.peers.breakers import Breakers
 from millrace.peers.cluster import Cluster
 from millrace.peers.folder import FolderViews, LiveNode, NodeFacts, is_held, live_nodes, read_facts
+from millrace.private_files import make_folder
 
 _log = logging.getLogger("millrace")
 
@@ -132,7 +133,8 @@ def cluster_of(options: CacheOptions, link: NodeLink) -> Cluster:
     name = "client" if link.member_id is None else link.folder
     directory = store_directory(options.cache_dirs[0]).parent / f"{name}.node"
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(directory.parent)
+        make_folder(directory)
     except OSError as error:
         _log.warning("which peers do not answer is known to this process only: %s: %s", directory, error.strerror)
         return Cluster(link, breakers=Breakers(None))
