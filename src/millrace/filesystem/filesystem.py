@@ -28,6 +28,7 @@ from millrace.filesystem.hot import HotOpens
 from millrace.filesystem.managing import CacheManagement
 from millrace.filesystem.writing import WritingFileSystem
 from millrace.origin import SCHEMES, ObjectInfo, open_origin, service_of
+from millrace.origin.userinfo import refuse_password
 from millrace.peers.attach import Attached
 
 _T = TypeVar("_T")
@@ -268,8 +269,12 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         if self._rooted:
             return str(self._strip_protocol(path))
         if isinstance(path, str) and "://" not in path:  # the usual case, in the way of every first open
-            return path.strip("/")
-        return str(self._strip_protocol(path)).strip("/")
+            key = path.strip("/")
+        else:
+            key = str(self._strip_protocol(path)).strip("/")
+        if ":" in key:
+            refuse_password(self._target_protocol, key)
+        return key
 
     def _find_here(self, path: str) -> pa.Buffer | None:
         """All bytes of what `path` names, if one look at the index finds them; None: `_look_up` says more.

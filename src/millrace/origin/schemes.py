@@ -9,6 +9,7 @@ from typing import Any
 
 from millrace.errors import ConfigurationError, UsageError
 from millrace.origin.protocol import Origin
+from millrace.origin.userinfo import refuse_password
 
 _OBJECT_STORE = "millrace.origin.object_store:ObjectStoreOrigin"
 _WEB = "millrace.origin.web:WebOrigin"
@@ -91,6 +92,8 @@ def split_url(url: str) -> tuple[str, str]:
     if not url:
         raise UsageError("a URL is empty", next_step="write s3://bucket/key, or '.' for the current directory")
     scheme, separator, key = url.partition("://")
+    if separator:
+        refuse_password(scheme, key)
     return (scheme, key) if separator else ("file", url)
 
 
