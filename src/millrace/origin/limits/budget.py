@@ -1,0 +1,319 @@
+"""One origin's budget on this node: who may ask it, and when. All processes of the node share it through a `Board`."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from pathlib import Path
+
+from millrace.config import MOST_REQUESTS
+from millrace.errors import StorageError
+from millrace.events import Event, emit
+from millrace.origin.limits.board import Board, Number
+from millrace.origin.limits.decisions import (
+    LONGEST_CLOSED_SECONDS,
+    Window,
+    after_busy,
+    after_success,
+    next_start,
+    pause_of_gate,
+)
+
+# How often a process looks for a slot that another one gave back, from the first to the last time.
+_FIRST_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.001, 0.02
+# How often it asks the kernel about every slot: a process that was killed has left its hints behind.
+_THOROUGH_SECONDS = 1.0
+# A waiter behind others is woken when its turn comes. It looks by itself, too: a wake-up must not get lost for ever.
+_BEHIND_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Leave to send one request. `closed_seconds` is how long it was waited for because the gate was closed."""
+
+    slot: int
+    began: float
+    closed_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """No leave: the gate stays closed for `seconds` more, which is longer than the caller would wait."""
+
+    seconds: float
+
+
+class Budget:
+    """How many requests are in flight to one origin, how many begin in a second, and whether any may at all now.
+
+    `most` and `per_second` (None: no limit) are this process's; the rest is common to all that use the file `path`. Where
+    there can be no such file, the budget is of this process alone, and an event (`origin.limits.private`) says why.
+
+    Thread-safe. Safe across fork: the child has none of the parent's requests in flight, and goes on with the same file. A
+    wait is interrupted by signals, as any sleep is. Makes no thread.
+    """
+
+    def __init__(self, identity: str, path: Path | None, *, most: int, per_second: float | None) -> None:
+        self._identity = identity
+        self._path = path
+        self._most = most
+        self._per_second = per_second
+        self._board: Board | None = None
+        self._after_fork()
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[_Waiter] = deque()
+        self._held: set[int] = set()
+        self._next = random.randrange(MOST_REQUESTS)
+        self._thorough_at = 0.0
+        board = self._board
+        if board is not None:
+            try:
+                board.after_fork()
+            except OSError as error:
+                self._tell_private(str(error))
+
+    # --- a request --------------------------------------------------------------------------------
+
+    def enter(self, patience_seconds: float) -> Turn | Closed:
+        """Wait until a request may begin. Every `Turn` must be given back by `leave`.
+
+        `patience_seconds` is how long a closed gate is waited for, in all; a turn behind other requests, as long
+        as it takes.
+        """
+        closed_seconds = 0.0
+        while True:
+            pause = self._closed_for()
+            if pause > 0:
+                if closed_seconds + pause > patience_seconds:
+                    return Closed(pause)
+                time.sleep(pause)
+                closed_seconds += pause
+                continue
+            slot = self._take_slot()
+            if slot is None:
+                continue
+            try:
+                if self._per_second is not None:
+                    self._await_schedule(self._per_second)
+                if self._closed_for() <= 0:
+                    return Turn(slot, time.monotonic(), closed_seconds)
+            except BaseException:
+                self._give_slot(slot)
+                raise
+            self._give_slot(slot)
+
+    def leave(self, turn: Turn, *, answered: bool) -> None:
+        """Give the turn back. `answered`: the origin did, and not that it is busy."""
+        self._give_slot(turn.slot)
+        if answered:
+            self._succeeded(turn)
+
+    def busy(self, turn: Turn, retry_after: float | None) -> bool:
+        """The origin wants fewer requests: close the gate for the whole node, for `retry_after` seconds if it said so.
+
+        Of requests that were under way together only the first counts; True for that one.
+        """
+        board = self._the_board()
+        with self._lock, board.exclusive():
+            now, numbers = time.monotonic(), board.numbers
+            first = turn.began > numbers[Number.CLOSED_AT] or now < numbers[Number.CLOSED_AT]
+            closings = int(numbers[Number.CLOSINGS])
+            pause = left = self._closed_for()
+            if first or retry_after is not None:
+                pause = max(left, pause_of_gate(closings, retry_after, random.random()))
+                numbers[Number.CLOSED_UNTIL] = now + pause
+            if first:
+                numbers[Number.CLOSED_AT] = now
+                numbers[Number.CLOSINGS] = closings + 1
+                self._set_window(after_busy(self._window()))
+        if first or pause > left + 1.0:
+            asked = "" if retry_after is None else f", the origin asked for {retry_after:.3g} s"
+            emit(Event(name="origin.gate.closed", subject=self._identity, detail=f"for {pause:.2f} s{asked}"))
+        return first
+
+    def _succeeded(self, turn: Turn) -> None:
+        board = self._the_board()
+        numbers = board.numbers
+        if not numbers[Number.HELD_BACK] and not numbers[Number.CLOSINGS]:
+            return  # as nearly always
+        with self._lock, board.exclusive():
+            if turn.began <= numbers[Number.CLOSED_AT]:
+                return  # of before the closing: no sign that it is over
+            closings, numbers[Number.CLOSINGS] = int(numbers[Number.CLOSINGS]), 0.0
+            window = after_success(self._window())
+            self._set_window(window)
+        if closings:
+            emit(
+                Event(
+                    name="origin.gate.opened",
+                    subject=self._identity,
+                    detail=f"after {closings} closings; {window.requests} requests at once now",
+                )
+            )
+
+    # --- gate, window, schedule -------------------------------------------------------------------
+
+    def _closed_for(self) -> float:
+        """For how many seconds the gate stays closed, 0 or less when it is open."""
+        seconds: float = self._the_board().numbers[Number.CLOSED_UNTIL] - time.monotonic()
+        return seconds if seconds <= LONGEST_CLOSED_SECONDS else 0.0
+
+    def _window(self) -> Window:
+        numbers = self._the_board().numbers
+        return Window(MOST_REQUESTS - numbers[Number.HELD_BACK], numbers[Number.THRESHOLD], self._most)
+
+    def _set_window(self, window: Window) -> None:
+        numbers = self._the_board().numbers
+        numbers[Number.HELD_BACK] = 0.0 if window.is_open else MOST_REQUESTS - window.size
+        numbers[Number.THRESHOLD] = window.threshold
+
+    def _await_schedule(self, per_second: float) -> None:
+        board = self._the_board()
+        with self._lock, board.exclusive():
+            now = time.monotonic()
+            start, board.numbers[Number.BOOKED_UNTIL] = next_start(board.numbers[Number.BOOKED_UNTIL], now, per_second)
+        if start > now:
+            time.sleep(start - now)
+
+    # --- slots ------------------------------------------------------------------------------------
+
+    def _take_slot(self) -> int | None:
+        """A slot, in the order of asking; None when the gate has closed meanwhile."""
+        board = self._the_board()
+        with self._lock:
+            if not self._waiting and (slot := self._free_slot(board)) is not None:
+                return slot
+            waiter = _Waiter()
+            self._waiting.append(waiter)
+            if len(self._waiting) == 1:
+                board.say_waiting(True)
+        try:
+            return self._wait_for_slot(board, waiter)
+        finally:
+            with self._lock:
+                self._waiting.remove(waiter)
+                if self._waiting:
+                    self._waiting[0].wake()
+                else:
+                    board.say_waiting(False)
+
+    def _wait_for_slot(self, board: Board, waiter: _Waiter) -> int | None:
+        look = _FIRST_LOOK_SECONDS
+        while True:
+            with self._lock:
+                first = self._waiting[0] is waiter
+                if first and (slot := self._free_slot(board)) is not None:
+                    return slot
+            if self._closed_for() > 0:
+                return None
+            # Only the first of a process looks for what other processes give back.
+            waiter.sleep(look * random.uniform(0.5, 1.0) if first else _BEHIND_SECONDS)
+            look = min(look * 1.5, _LAST_LOOK_SECONDS) if first else _FIRST_LOOK_SECONDS
+
+    def _free_slot(self, board: Board) -> int | None:
+        """Take any free slot of those that the window allows; under the lock."""
+        stop = self._window().requests
+        start = self._next % stop
+        for begin, end in ((start, stop), (0, start)):
+            slot = board.find(begin, end)
+            while slot >= 0:
+                if board.take(slot):
+                    return self._took(slot)
+                slot = board.find(slot + 1, end)
+        now = time.monotonic()
+        if now >= self._thorough_at:
+            self._thorough_at = now + _THOROUGH_SECONDS
+            for slot in range(stop):
+                if slot not in self._held and board.take(slot):
+                    return self._took(slot)
+        return None
+
+    def _took(self, slot: int) -> int:
+        self._held.add(slot)
+        self._next = slot
+        return slot
+
+    def _give_slot(self, slot: int) -> None:
+        board = self._the_board()
+        with self._lock:
+            if slot not in self._held:
+                return  # taken before a fork: it is the parent's
+            self._held.discard(slot)
+            board.give(slot)
+            # Where other processes wait, too, each has the same chance; else the next one here need not even look.
+            if self._waiting and not board.others_wait():
+                self._waiting[0].wake()
+
+    # --- the board --------------------------------------------------------------------------------
+
+    def _the_board(self) -> Board:
+        board = self._board
+        if board is None:
+            with self._lock:
+                board = self._board
+                if board is None:
+                    board = self._board = self._open_board()
+        return board
+
+    def _open_board(self) -> Board:
+        if self._path is None:
+            self._tell_private("this user has no place for a cache")
+            return Board(None)
+        try:
+            return Board(self._path)
+        except (StorageError, OSError) as error:
+            self._tell_private(str(error))
+            return Board(None)
+
+    def _tell_private(self, why: str) -> None:
+        emit(Event(name="origin.limits.private", subject=self._identity, detail=why))
+
+
+class _Waiter:
+    """A thread that waits for its turn. `wake` is called under the budget's lock."""
+
+    def __init__(self) -> None:
+        self._bell = threading.Lock()
+        self._bell.acquire()
+
+    def sleep(self, seconds: float) -> None:
+        """Until `wake`, but no longer."""
+        self._bell.acquire(timeout=seconds)
+
+    def wake(self) -> None:
+        if self._bell.locked():
+            self._bell.release()
+
+
+# --- one budget for each origin in a process ----------------------------------------------------------
+
+_budgets: weakref.WeakValueDictionary[Hashable, Budget] = weakref.WeakValueDictionary()
+_budgets_lock = threading.Lock()
+
+
+def shared_budget(identity: str, path: Path | None, *, most: int, per_second: float | None) -> Budget:
+    """The budget of this process with these limits, which goes when nobody has it any more. Touches no file."""
+    key = (identity, path, most, per_second)
+    with _budgets_lock:
+        budget = _budgets.get(key)
+        if budget is None:
+            budget = _budgets[key] = Budget(identity, path, most=most, per_second=per_second)
+        return budget
+
+
+def _after_fork_in_child() -> None:
+    global _budgets_lock
+    _budgets_lock = threading.Lock()
+    for budget in list(_budgets.values()):
+        budget._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,144 @@
+"""An origin within limits: the same Protocol around any other origin."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from typing_extensions import Buffer
+
+from millrace.config import LIMIT_NAMES, resolve_limits
+from millrace.origin.limits.asking import ask_retry_after
+from millrace.origin.limits.budget import Budget, shared_budget
+from millrace.origin.limits.decisions import Kind
+from millrace.origin.limits.retrying import carry_out
+from millrace.origin.protocol import Listing, ListingPage, ObjectInfo, ObjectWriter, Origin
+
+Result = TypeVar("Result")
+
+DEFAULT_MAX_REQUESTS = 128
+"""A network card of 100 Gbit/s needs about 130 requests at the 90 MB/s that S3 gives to one; and of small objects, at 30 ms
+each, 128 at once are some 4,000 a second, which is what S3 promises for one prefix (5,500)."""
+
+DEFAULT_MAX_WEB_REQUESTS = 16
+"""Of a web server nobody knows what it bears. That is what a few browsers would ask of it."""
+
+# Inside a cache directory, beside the folders of its nodes: the limits are those of all of them together.
+_FOLDER = ("millrace", "limits")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the user said about the limits (`config.LIMIT_NAMES`), and the default for this kind of origin.
+
+    What was not said is looked for where the origin is used, in the environment and the file: directories differ per node.
+    """
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    default_max_requests: int = DEFAULT_MAX_REQUESTS
+
+    @classmethod
+    def of(cls, scheme: str, arguments: Mapping[str, Any] | None = None) -> Limits:
+        """The limits of an origin of `scheme` with these explicit options, None where one was not given."""
+        given = {name: value for name, value in (arguments or {}).items() if name in LIMIT_NAMES and value is not None}
+        web = scheme in ("http", "https")
+        return cls(arguments=given, default_max_requests=DEFAULT_MAX_WEB_REQUESTS if web else DEFAULT_MAX_REQUESTS)
+
+
+def limited(origin: Origin, limits: Limits) -> Origin:
+    """`origin` within `limits`; itself where it sends no requests over a network. Raises `ConfigurationError`."""
+    return origin if origin.head_is_local else LimitedOrigin(origin, limits)
+
+
+class LimitedOrigin:
+    """`inner`, asked within the budget that this node has for it, and again where that can help.
+
+    Thread-safe, safe across fork; pickles as `inner` and what was said about the limits. Streams of `open_writer` are not
+    limited and not tried again here: the library that sends them tries each part again, at most four at once.
+    """
+
+    def __init__(self, inner: Origin, limits: Limits) -> None:
+        self.inner = inner
+        self._limits = limits
+        found = resolve_limits(limits.arguments)
+        name = hashlib.blake2b(inner.identity.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+        self._budget: Budget = shared_budget(
+            inner.identity,
+            found.directory.joinpath(*_FOLDER, name) if found.directory is not None else None,
+            most=found.max_requests or limits.default_max_requests,
+            per_second=found.requests_per_second,
+        )
+
+    def __repr__(self) -> str:
+        return f"LimitedOrigin({self.inner!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.inner, self._limits)
+
+    @property
+    def identity(self) -> str:
+        return self.inner.identity
+
+    @property
+    def head_is_local(self) -> bool:
+        return self.inner.head_is_local
+
+    def is_immutable(self, key: str) -> bool:
+        return self.inner.is_immutable(key)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def head(self, key: str) -> ObjectInfo:
+        return self._run(Kind.READ, key, lambda: self.inner.head(key))
+
+    def read(self, key: str, start: int, stop: int, *, version: str | None = None) -> Buffer:
+        return self._run(Kind.READ, key, lambda: self.inner.read(key, start, stop, version=version))
+
+    def list_level(self, prefix: str) -> Listing:
+        return self._run(Kind.READ, prefix, lambda: self.inner.list_level(prefix))
+
+    def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
+        for page in self.list_pages(prefix):
+            if page.objects:
+                yield page.objects
+
+    def list_pages(
+        self, prefix: str, *, after: str = "", settled: Callable[[str], ObjectInfo | None] | None = None
+    ) -> Iterator[ListingPage]:
+        pages: Iterator[ListingPage] | None = None
+        position, is_directory = after, False
+
+        def next_page() -> ListingPage | None:
+            nonlocal pages
+            if pages is None:
+                pages = self.inner.list_pages(prefix, after=position, settled=settled)
+            try:
+                return next(pages, None)
+            except BaseException:
+                pages = None  # a generator that has raised is over: the next try begins behind what was told
+                raise
+
+        while (page := self._run(Kind.READ, prefix, next_page)) is not None:
+            # Told by the page that shows it, and by all that follow, also when the listing had to begin again behind it.
+            is_directory = is_directory or page.is_directory
+            if page.objects:
+                position = page.objects[-1].key
+            yield page if page.is_directory == is_directory else replace(page, is_directory=is_directory)
+            if page.last:
+                return
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        kind = Kind.ONCE if if_absent else Kind.REPEATABLE
+        self._run(kind, key, lambda: self.inner.put(key, data, if_absent=if_absent))
+
+    def open_writer(self, key: str) -> ObjectWriter:
+        return self.inner.open_writer(key)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        if keys:
+            self._run(Kind.REPEATABLE, keys[0], lambda: self.inner.delete(keys))
+
+    def _run(self, kind: Kind, key: str, request: Callable[[], Result]) -> Result:
+        return carry_out(self._budget, kind, key, request, lambda: ask_retry_after(self.inner, key))
