@@ -53,6 +53,13 @@ class Upstream(http.server.BaseHTTPRequestHandler):
         elif what in ("/204", "/304"):
             self.send_response(int(what[1:]))
             self.end_headers()
+        elif what == "/ranged":
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes 100-{100 + MIB - 1}/{len(PAYLOAD)}")
+            self.send_header("ETag", '"one"')
+            self.send_header("Content-Length", str(MIB))
+            self.end_headers()
+            self.wfile.write(PAYLOAD[100 : 100 + MIB])
         elif what == "/host":
             self.answer(self.headers["Host"].encode())
         else:
@@ -245,6 +252,59 @@ def test_broken_bodies(region: EmulatedRegion, connection: http.client.HTTPConne
     assert region.fault_hits() == [1, 1, 1, 1, 1]
 
 
+def test_answers_that_say_something_wrong(region: EmulatedRegion, connection: http.client.HTTPConnection) -> None:
+    def ask() -> tuple[int, dict[str, str], bytes]:
+        connection.request("GET", "/ranged")
+        response = connection.getresponse()
+        return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+
+    status, headers, body = ask()
+    assert (status, headers["etag"], body) == (206, '"one"', PAYLOAD[100 : 100 + MIB])
+    region.fail("shorten", after_bytes=1000)
+    assert ask() == (206, {**headers, "content-length": "1000"}, body[:1000])
+    region.fail("range")
+    assert ask() == (206, {**headers, "content-range": f"bytes 101-{100 + MIB}/{len(PAYLOAD)}"}, body)
+    region.fail("whole")
+    without = {name: value for name, value in headers.items() if name != "content-range"}
+    assert ask() == (200, without, body)
+    region.fail("version")
+    status, changed, same = ask()
+    assert (status, same) == (206, body)
+    assert changed["etag"] != headers["etag"]
+    region.fail("status", status=429, retry_after=3, code="SlowDown")
+    status, headers, body = ask()
+    assert (status, headers["retry-after"], b"<Code>SlowDown</Code>" in body) == (429, "3", True)
+    assert region.fault_hits() == [1] * 5
+    assert ask()[0] == 206
+
+
+def test_a_storm_hits_those_that_are_too_many(region: EmulatedRegion) -> None:
+    region.reshape(round_trip_seconds=0.2, bytes_per_second=None)
+
+    def ask(_: int) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", urllib.parse.urlsplit(region.endpoint_url).port or 0)
+        try:
+            return get(connection, "/204")[0]
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(12) as pool:
+        region.fail("status", above_in_flight=4, count=None)
+        statuses = list(pool.map(ask, range(12)))
+        assert statuses.count(503) == region.fault_hits()[0]
+        assert statuses.count(204) >= 4
+        most = region.stats().most_in_flight
+        assert 1 < most <= 12
+        assert statuses.count(503) > 0 or most <= 4
+        region.reset()
+        assert [ask(number) for number in range(3)] == [204] * 3  # one after the other
+        assert region.stats().most_in_flight == 1
+        region.clear_faults()
+        region.reshape(round_trip_seconds=0.0, bytes_per_second=None)
+        region.fail("status", status=429, above_rate=0.5, count=None)
+        assert set(pool.map(ask, range(12))) == {204, 429}
+
+
 def test_a_server_that_is_away_is_a_reset_connection() -> None:
     with EmulatedRegion("http://127.0.0.1:1", round_trip_seconds=0.0) as region:
         connection = http.client.HTTPConnection("127.0.0.1", urllib.parse.urlsplit(region.endpoint_url).port or 0)
@@ -262,6 +322,8 @@ def test_nonsense_is_refused(region: EmulatedRegion) -> None:
         region.fail("explode")  # type: ignore[arg-type]
     with pytest.raises(errors.ConfigurationError, match="cannot be -1"):
         Fault(kind="reset", after_bytes=-1)
+    with pytest.raises(errors.ConfigurationError, match="cannot be 0"):
+        Fault(kind="status", above_rate=0)
     stopped = EmulatedRegion("http://127.0.0.1:1")
     with pytest.raises(errors.UsageError, match="not running"):
         stopped.stats()

@@ -30,7 +30,7 @@ from millrace.errors import ConfigurationError, OriginUnavailableError, UsageErr
 from millrace.testing import region_proxy
 from millrace.testing.process import ChildProcess, log_tail
 
-FaultKind = Literal["status", "stall", "reset", "truncate", "corrupt"]
+FaultKind = Literal["status", "stall", "reset", "truncate", "corrupt", "shorten", "range", "whole", "version"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +38,23 @@ class Fault:
     """What goes wrong, and with which requests.
 
     ==========  ==================================================================================================
-    `status`    The region answers with this HTTP `status` itself; the server never sees the request.
+    `status`    The region answers with this HTTP `status` itself, with the error `code` of S3 or Azure (None: the usual
+                one) and a `Retry-After` of `retry_after` (seconds or a date); the server never sees the request.
     `stall`     The response pauses for `seconds`, after `after_bytes` of its body.
     `reset`     The connection is reset after `after_bytes` of the body. With 0 the server *has* done its work and only
                 the answer is lost.
     `truncate`  The connection is closed after `after_bytes` of the body, although more was announced.
     `corrupt`   One bit of the byte at `after_bytes` is wrong.
+    `shorten`   The body has `after_bytes` and its Content-Length says so; all other headers are those of the whole.
+    `range`     The Content-Range of a 206 names bytes that begin one later than those that come.
+    `whole`     A 206 pretends to be a 200, the answer of a server that knows no ranges; the body is the range's.
+    `version`   The answer has another ETag, as from a cache in between that passes conditions over.
     ==========  ==================================================================================================
 
     `method` None is any; `path` is a shell pattern on the decoded path without the query (`/bucket/train/*`). The first
-    `skip` matching requests pass; then `count` are hit (None: all). Faults in the middle of a body need a response with
+    `skip` matching requests pass; then `count` are hit (None: all). With `above_in_flight` only those are hit that come
+    while more requests than that, itself included, are in flight, and with `above_rate` those that come faster than so
+    many a second: a storm, as of a server that protects itself. Faults in the middle of a body need a response with
     a Content-Length of more than `after_bytes`, else the request is hit without effect.
     """
 
@@ -59,14 +66,20 @@ class Fault:
     status: int = 503
     seconds: float = 60.0
     after_bytes: int = 0
+    code: str | None = None
+    retry_after: float | str | None = None
+    above_in_flight: int | None = None
+    above_rate: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(FaultKind):
             raise ConfigurationError(f"unknown fault {self.kind!r}", next_step=f"use {', '.join(get_args(FaultKind))}")
-        for name in ("count", "skip", "after_bytes", "seconds"):
+        for name in ("count", "skip", "after_bytes", "seconds", "above_in_flight"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigurationError(f"a fault's {name} cannot be {value}", next_step="use 0 or more")
+        if self.above_rate is not None and self.above_rate <= 0:
+            raise ConfigurationError(f"a fault's above_rate cannot be {self.above_rate}", next_step="use more than 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +103,14 @@ class RegionStats(Traffic):
     """Totals since the start or the last `reset`, and the same by HTTP method, and by kind of request.
 
     The kinds are the methods, but a GET that lists a bucket is a `LIST`. `cpu_seconds` is what the proxy process has used
-    since its start, for all requests.
+    since its start, for all requests; `most_in_flight` is the largest number of requests, of all paths, that were not
+    answered at one time: from the last byte of their head to the last byte of their answer.
     """
 
     by_method: Mapping[str, Traffic] = field(default_factory=dict)
     cpu_seconds: float = 0.0
     by_kind: Mapping[str, Traffic] = field(default_factory=dict)
+    most_in_flight: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +235,13 @@ class EmulatedRegion:
             methods["GET"] = _total(downloads)
         total = _total(kinds.values())
         return RegionStats(
-            total.requests, total.bytes_down, total.bytes_up, methods, answer["cpu_seconds"], by_kind=kinds
+            total.requests,
+            total.bytes_down,
+            total.bytes_up,
+            methods,
+            answer["cpu_seconds"],
+            by_kind=kinds,
+            most_in_flight=answer["most_in_flight"],
         )
 
     def reset(self) -> None:

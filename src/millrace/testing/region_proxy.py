@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
+import re
 import select
 import socket
 import struct
@@ -22,11 +23,12 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _BUFFER_BYTES = 256 << 10
 _BODILESS = (204, 304)
+_CODES = {403: "AccessDenied", 404: "NoSuchKey", 429: "TooManyRequests", 500: "InternalError", 503: "SlowDown"}
 
 
 class Pacer:
@@ -65,11 +67,16 @@ class Rule:
         self.skip: int = fault["skip"]
         self.left: int | None = fault["count"]
         self.hits = 0
+        self._free_at = 0.0
 
-    def take(self, method: str, path: str) -> bool:
+    def take(self, method: str, path: str, in_flight: int, now: float) -> bool:
         if self.fault["method"] not in (None, method) or not fnmatch.fnmatchcase(path, self.fault["path"]):
             return False
         if self.left == 0:
+            return False
+        if self.fault["above_in_flight"] is not None and in_flight <= self.fault["above_in_flight"]:
+            return False
+        if self.fault["above_rate"] is not None and not self._is_too_fast(now):
             return False
         if self.skip:
             self.skip -= 1
@@ -78,6 +85,14 @@ class Rule:
             self.left -= 1
         self.hits += 1
         return True
+
+    def _is_too_fast(self, now: float) -> bool:
+        """Whether requests come faster than `above_rate`, with a second's worth at once; those that are hit do not count."""
+        rate = self.fault["above_rate"]
+        if self._free_at - now > 1.0:
+            return True
+        self._free_at = max(self._free_at, now) + 1.0 / rate
+        return False
 
 
 def kind_of(method: str, query: str) -> str:
@@ -145,6 +160,30 @@ class Head:
         return "close" in connection or (old and "keep-alive" not in connection)
 
 
+def rewritten(response: Head, fault: Mapping[str, Any] | None) -> bytes:
+    """The head of a response as the client shall see it."""
+    kind = fault["kind"] if fault else None
+    change: dict[str, str | None] = {}
+    start = list(response.start)
+    partial = response.headers.get("content-range")
+    if kind == "shorten" and fault and response.length is not None and fault["after_bytes"] < response.length:
+        change["content-length"] = str(fault["after_bytes"])
+    elif kind == "range" and partial:
+        first, last, total = re.findall(r"\d+|\*", partial)
+        change["content-range"] = f"bytes {int(first) + 1}-{int(last) + 1}/{total}"
+    elif kind == "whole" and partial:
+        start[1:] = ["200", "OK"]
+        change["content-range"] = None
+    elif kind == "version":
+        change["etag"] = '"0123456789abcdef0123456789abcdef"'
+    if not change:
+        return response.raw
+    lines = response.raw.decode("latin-1").split("\r\n")[1:-2]
+    kept = [line for line in lines if line.partition(":")[0].strip().lower() not in change]
+    new = [f"{name}: {value}" for name, value in change.items() if value is not None]
+    return "\r\n".join([" ".join(start), *kept, *new, "", ""]).encode("latin-1")
+
+
 class Stream:
     """A socket with a read buffer, for heads and lines; bodies pass through the same buffer without another copy."""
 
@@ -210,11 +249,26 @@ class Proxy:
         self.counters = Counters()
         self.rules: list[Rule] = []
         self.lock = threading.Lock()
+        self._in_flight = self._most_in_flight = 0
+
+    @contextlib.contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Around one request."""
+        with self.lock:
+            self._in_flight += 1
+            self._most_in_flight = max(self._most_in_flight, self._in_flight)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._in_flight -= 1
 
     def fault_for(self, method: str, path: str) -> Mapping[str, Any] | None:
+        """The fault that hits a request which is in flight."""
+        now = time.monotonic()
         with self.lock:
             for rule in self.rules:
-                if rule.take(method, path):
+                if rule.take(method, path, self._in_flight, now):
                     return rule.fault
         return None
 
@@ -235,9 +289,15 @@ class Proxy:
         """Carry out one command of the owner and return the answer."""
         what = given.pop("do")
         if what == "stats":
-            return {"by_kind": self.counters.by_kind(given["prefix"]), "cpu_seconds": time.process_time()}
+            return {
+                "by_kind": self.counters.by_kind(given["prefix"]),
+                "cpu_seconds": time.process_time(),
+                "most_in_flight": self._most_in_flight,
+            }
         if what == "reset":
             self.counters.reset()
+            with self.lock:
+                self._most_in_flight = self._in_flight
         elif what == "shape":
             self.round_trip_seconds = given["round_trip_seconds"]
             self.down.bytes_per_second = self.up.bytes_per_second = given["bytes_per_second"]
@@ -274,7 +334,10 @@ class _Connection:
         raw = self.client.read_until(b"\r\n\r\n")
         if not raw:
             return False
-        request = Head(raw)
+        with self.proxy.in_flight():
+            return self._answer(Head(raw))
+
+    def _answer(self, request: Head) -> bool:
         self.method, target = request.start[0], request.start[1]
         url = urllib.parse.urlsplit(target)
         self.path, self.kind = urllib.parse.unquote(url.path), kind_of(self.method, url.query)
@@ -282,10 +345,10 @@ class _Connection:
         fault = self.proxy.fault_for(self.method, self.path)
         time.sleep(self.proxy.round_trip_seconds)
         if fault is not None and fault["kind"] == "status":
-            return self._refuse(request, fault["status"])
+            return self._refuse(request, fault)
 
         server = self._connect()
-        server.socket.sendall(raw)
+        server.socket.sendall(request.raw)
         waits = request.headers.get("expect", "").lower() == "100-continue"
         response: Head | None = None
         if waits:
@@ -343,10 +406,11 @@ class _Connection:
                 return False
             if kind == "stall":
                 time.sleep(fault["seconds"])
+        head = rewritten(response, fault)
         if self.method == "HEAD" or status in _BODILESS or response.length == 0:
-            client.sendall(response.raw)
+            client.sendall(head)
             return True
-        client.sendall(response.raw, socket.MSG_MORE)
+        client.sendall(head, socket.MSG_MORE)
         if response.chunked:
             self._relay_chunks(server, client, "down")
             return True
@@ -360,6 +424,9 @@ class _Connection:
         self._relay(server, client, after, "down")
         if kind == "truncate":
             return False
+        if kind == "shorten":
+            self._drain(server, response.length - after)
+            return True
         if kind == "reset":
             _reset(client)
             return False
@@ -378,6 +445,14 @@ class _Connection:
             if not view:
                 raise ConnectionError("closed in the middle of a body")
             self._pass_on(view, sink, way)
+            length -= len(view)
+
+    def _drain(self, source: Stream, length: int) -> None:
+        """Take bytes that nobody gets."""
+        while length:
+            view = source.take(length)
+            if not view:
+                raise ConnectionError("closed in the middle of a body")
             length -= len(view)
 
     def _relay_chunks(self, source: Stream, sink: socket.socket, way: str) -> None:
@@ -403,10 +478,13 @@ class _Connection:
             self.proxy.counters.add(self.kind, self.path, up=len(view))
         sink.sendall(view)
 
-    def _refuse(self, request: Head, status: int) -> bool:
-        code = {403: "AccessDenied", 404: "NoSuchKey", 500: "InternalError", 503: "SlowDown"}.get(status, "Error")
+    def _refuse(self, request: Head, fault: Mapping[str, Any]) -> bool:
+        status, code = fault["status"], fault["code"] or _CODES.get(fault["status"], "Error")
         body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
         head = f"HTTP/1.1 {status} Injected\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n"
+        head += f"x-ms-error-code: {code}\r\n"  # where Azure's clients look
+        if fault["retry_after"] is not None:
+            head += f"Retry-After: {fault['retry_after']}\r\n"
         bare = request.length in (None, 0) and not request.chunked
         ending = "\r\n" if bare else "Connection: close\r\n\r\n"
         self.client.socket.sendall((head + ending).encode() + (b"" if self.method == "HEAD" else body))
