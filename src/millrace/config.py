@@ -282,9 +282,9 @@ def parse_rate(value: Any) -> float | None:
         return None
     count, slash, period = str(value).strip().partition("/")
     try:
-        if isinstance(value, bool):
-            raise ValueError
         period = period.strip()
+        if isinstance(value, bool) or (slash and not period):
+            raise ValueError
         seconds = parse_seconds(period if period[:1].isdigit() else f"1{period}", option="") if slash else 1.0
         rate = float(count) / seconds
         if not 1e-4 <= rate <= 1e6:

@@ -18,7 +18,7 @@ from pyarrow.fs import PyFileSystem
 from millrace.cache.node import CacheNode
 from millrace.cache.reader import ObjectReader
 from millrace.cache.usage import Use
-from millrace.config import OPTION_NAMES, resolve
+from millrace.config import LIMIT_NAMES, OPTION_NAMES, resolve
 from millrace.errors import ConfigurationError, ObjectChangedError, ObjectNotFoundError
 from millrace.filesystem import opens
 from millrace.filesystem.batches import Range, as_list, bounds, read_batch, read_ranges
@@ -88,7 +88,8 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
             # Instead of the class's: also fsspec's own methods must see absolute paths.
             self._strip_protocol = _strip_local  # type: ignore[method-assign]
         self._target_options = dict(target_options or {})
-        self._origin = open_origin(target_protocol, self._target_options)
+        limits = {name: arguments.get(name) for name in LIMIT_NAMES}
+        self._origin = open_origin(target_protocol, self._target_options, limits)
         self._options = resolve(arguments)
         self._attached = Attached(self._options, self._origin)
         self._hot = HotOpens() if _hot is None else _hot

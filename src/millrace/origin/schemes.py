@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.errors import ConfigurationError, UsageError
+from millrace.origin.limits import Limits, limited
 from millrace.origin.protocol import Origin
 from millrace.origin.userinfo import refuse_password
 
@@ -75,16 +76,19 @@ def _of_fsspec(scheme: str) -> Service | None:
     return Service(aliases[0], aliases, _FSSPEC)
 
 
-def open_origin(scheme: str, target_options: Mapping[str, Any] | None = None) -> Origin:
-    """Open the storage that serves `scheme`. No request is made.
+def open_origin(
+    scheme: str, target_options: Mapping[str, Any] | None = None, limits: Mapping[str, Any] | None = None
+) -> Origin:
+    """Open the storage that serves `scheme`, within the limits of this node. No request is made.
 
+    `limits` are the explicit ones of the options `config.LIMIT_NAMES`; the others come from the environment and the file.
     Raises `ConfigurationError` for a scheme or an option that is not known, `MissingDependencyError` for a scheme whose
     library is not installed.
     """
     service = service_of(scheme)
     module, _, name = service.implementation.partition(":")
     origin: Origin = getattr(importlib.import_module(module), name)(service.scheme, target_options)
-    return origin
+    return limited(origin, Limits.of(service.scheme, limits))
 
 
 def split_url(url: str) -> tuple[str, str]:

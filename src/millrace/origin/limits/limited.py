@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from typing_extensions import Buffer
 
 from millrace.config import LIMIT_NAMES, resolve_limits
-from millrace.origin.limits.asking import ask_retry_after
 from millrace.origin.limits.budget import Budget, shared_budget
 from millrace.origin.limits.decisions import Kind
 from millrace.origin.limits.retrying import carry_out
@@ -141,4 +140,9 @@ class LimitedOrigin:
             self._run(Kind.REPEATABLE, keys[0], lambda: self.inner.delete(keys))
 
     def _run(self, kind: Kind, key: str, request: Callable[[], Result]) -> Result:
-        return carry_out(self._budget, kind, key, request, lambda: ask_retry_after(self.inner, key))
+        return carry_out(self._budget, kind, key, request, lambda: self._retry_after(key))
+
+    def _retry_after(self, key: str) -> float | None:
+        from millrace.origin.limits.asking import ask_retry_after  # HTTP and TLS, for what hardly ever happens
+
+        return ask_retry_after(self.inner, key)
