@@ -1,0 +1,298 @@
+"""HTTP connections that are kept and used again, by all threads of a process; a forked child makes its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import ssl
+import threading
+import time
+import urllib.request
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import urllib3
+from urllib3.exceptions import HTTPError, LocationValueError, SSLError
+
+from millrace.errors import ConfigurationError, OriginUnavailableError, UsageError
+from millrace.origin.web.addresses import redirected, shown
+from millrace.origin.web.options import SILENCE_SECONDS
+
+_CONNECT_SECONDS = 5.0
+_BODY_SECONDS = 120.0  # as for object stores: below 70 KB/s a block of 8 MiB is given up
+_KEPT_CONNECTIONS = 128  # to one server; more than threads that read at once
+_SERVERS = 32
+_CHUNK_BYTES = 4 << 20
+_REDIRECTS = 10
+_MOVED = frozenset({301, 302, 303, 307, 308})
+
+
+class _ForkSafeQueue(queue.LifoQueue[Any]):
+    """Where urllib3 keeps idle connections. In a forked child it is emptied, with locks that no lost thread holds."""
+
+    def __init__(self, maxsize: int = 0) -> None:
+        super().__init__(maxsize)
+        _queues.add(self)
+
+    def renew(self) -> None:
+        self.mutex = threading.Lock()
+        self.not_empty = threading.Condition(self.mutex)
+        self.not_full = threading.Condition(self.mutex)
+        self.all_tasks_done = threading.Condition(self.mutex)
+        self.queue = []
+
+
+_queues: weakref.WeakSet[_ForkSafeQueue] = weakref.WeakSet()
+
+
+def _renew_queues() -> None:
+    # urllib3 closes its pools when they are collected and at the end of the process, and would wait for such a lock.
+    for each in list(_queues):
+        each.renew()
+
+
+os.register_at_fork(after_in_child=_renew_queues)
+
+
+class _HttpPool(urllib3.HTTPConnectionPool):
+    QueueCls = _ForkSafeQueue
+
+
+class _HttpsPool(urllib3.HTTPSConnectionPool):
+    QueueCls = _ForkSafeQueue
+
+
+class _Quiet(logging.Filter):
+    """Keeps urllib3's log of requests free of ours: it has queries in it, which may be signatures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours = threading.local()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING or not getattr(self.ours, "sending", False)
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[None]:
+        self.ours.sending = True
+        try:
+            yield
+        finally:
+            self.ours.sending = False
+
+
+_quiet = _Quiet()
+logging.getLogger("urllib3.connectionpool").addFilter(_quiet)
+
+
+class Answer:
+    """One answer, its body not read yet. Leaving the `with` block gives the connection back, or closes it in mid-body.
+
+    `url` is what answered, after redirects. For one thread.
+    """
+
+    def __init__(self, response: urllib3.BaseHTTPResponse, url: str) -> None:
+        self._response = response
+        self.url = url
+
+    @property
+    def status(self) -> int:
+        return self._response.status
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self._response.headers
+
+    def read(self, size: int) -> bytes:
+        """At most `size` bytes of the body. Raises `OriginUnavailableError` where it breaks off or takes too long."""
+        deadline = time.monotonic() + _BODY_SECONDS
+        parts: list[bytes] = []
+        while size > 0 and (part := self._read_part(min(size, _CHUNK_BYTES))):
+            parts.append(part)
+            size -= len(part)
+            if size and time.monotonic() > deadline:
+                raise OriginUnavailableError(f"{shown(self.url)} is sent too slowly", next_step="try again later")
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def stream(self, chunk_bytes: int = 1 << 20) -> Iterator[bytes]:
+        """The whole body, in pieces."""
+        while part := self._read_part(chunk_bytes):
+            yield part
+
+    def _read_part(self, size: int) -> bytes:
+        with _translated(self.url):
+            part: bytes = self._response.read(size)
+            return part
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the connection back if the body is read to its end, close it if not. Idempotent."""
+        if self._response.length_remaining == 0:  # nothing is left to come: as with HEAD
+            with contextlib.suppress(HTTPError, OSError):  # else it is closed below
+                self._response.read()
+        self._response.close()
+        self._response.release_conn()
+
+
+class Connections:
+    """The connections of one origin, through the proxies of the environment (HTTP_PROXY, HTTPS_PROXY, NO_PROXY).
+
+    `verify` is whether certificates are checked, or the path of those to trust. A server that is silent for
+    `silence_seconds` has stalled. No request is repeated here. Thread-safe; safe across fork.
+    """
+
+    def __init__(self, *, verify: bool | str = True, silence_seconds: float = SILENCE_SECONDS) -> None:
+        self._verify, self._silence_seconds = verify, silence_seconds
+        self._managers: dict[str, urllib3.PoolManager] = {}
+        self._lock, self._pid = threading.Lock(), os.getpid()
+
+    def request(
+        self,
+        method: str,
+        url: str,
+        headers: Callable[[str], Mapping[str, str]],
+        *,
+        body: bytes | None = None,
+        follow: Callable[[str, Answer], bool] = lambda target, answer: True,
+    ) -> Answer:
+        """Send a request, and again to where the answer redirects as long as `follow(target, answer)` says so.
+
+        `headers` gives those for a URL: it decides what another server is told. Raises `OriginUnavailableError` for what
+        another try may cure, `UsageError` for what it will not.
+        """
+        for _ in range(_REDIRECTS):
+            answer = self._send(method, url, headers(url), body)
+            location = answer.headers.get("Location")
+            if answer.status not in _MOVED or not location:
+                return answer
+            try:
+                target = redirected(url, location)
+                if not follow(target, answer):
+                    return answer
+            except BaseException:
+                answer.close()
+                raise
+            answer.close()
+            url = target
+        raise UsageError(f"{shown(url)} redirects in a circle", next_step="read the address where the bytes are")
+
+    def _send(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Answer:
+        with _translated(url), _quiet.sending():
+            response = self._manager(url).request(
+                method,
+                url,
+                body=body,
+                headers={"Accept-Encoding": "identity", **headers},
+                retries=False,
+                redirect=False,
+                preload_content=False,
+                decode_content=False,
+            )
+        return Answer(response, url)
+
+    def _manager(self, url: str) -> urllib3.PoolManager:
+        if self._pid != os.getpid():  # the parent's connections are its own
+            self._managers, self._lock, self._pid = {}, threading.Lock(), os.getpid()
+        proxy = _proxy_of(url)
+        manager = self._managers.get(proxy)
+        if manager is None:
+            with self._lock:
+                manager = self._managers.get(proxy)
+                if manager is None:
+                    manager = self._managers[proxy] = self._make_manager(proxy)
+        return manager
+
+    def _make_manager(self, proxy: str) -> urllib3.PoolManager:
+        options: dict[str, Any] = {
+            "num_pools": _SERVERS,
+            "maxsize": _KEPT_CONNECTIONS,
+            "timeout": urllib3.Timeout(connect=_CONNECT_SECONDS, read=self._silence_seconds),
+            **_tls(self._verify),
+        }
+        manager: urllib3.PoolManager
+        if proxy:
+            parts = urllib3.util.parse_url(proxy)
+            login = urllib3.make_headers(proxy_basic_auth=parts.auth) if parts.auth else None
+            manager = urllib3.ProxyManager(parts._replace(auth=None).url, proxy_headers=login, **options)
+        else:
+            manager = urllib3.PoolManager(**options)
+        manager.pool_classes_by_scheme = {"http": _HttpPool, "https": _HttpsPool}
+        return manager
+
+
+def _proxy_of(url: str) -> str:
+    """The proxy that the environment names for `url`, empty for none."""
+    parts = urlsplit(url)
+    proxy = urllib.request.getproxies_environment().get(parts.scheme, "")
+    if not proxy or urllib.request.proxy_bypass_environment(parts.netloc):  # type: ignore[attr-defined]
+        return ""
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _tls(verify: bool | str) -> dict[str, Any]:
+    """What urllib3 needs to know about certificates. Raises `ConfigurationError` where those to trust cannot be read."""
+    if verify is False:
+        return {"cert_reqs": "CERT_NONE", "assert_hostname": False}
+    context = ssl.create_default_context()
+    try:
+        if isinstance(verify, str):
+            in_a_folder = os.path.isdir(verify)
+            context = ssl.create_default_context(
+                cafile=None if in_a_folder else verify, capath=verify if in_a_folder else None
+            )
+        elif not context.cert_store_stats()["x509_ca"] and not _has_hashed_certificates():
+            import certifi  # an image without a system's certificates
+
+            context.load_verify_locations(certifi.where())
+    except (OSError, ImportError) as error:
+        raise ConfigurationError(
+            "the certificates to trust cannot be read", next_step="give the path of a PEM file as 'verify'"
+        ) from error
+    return {"ssl_context": context}
+
+
+def _has_hashed_certificates() -> bool:
+    """Whether the system keeps certificates one by one, which OpenSSL reads only when it needs one."""
+    folder = ssl.get_default_verify_paths().capath
+    return bool(folder and os.path.isdir(folder) and os.listdir(folder))
+
+
+@contextlib.contextmanager
+def _translated(url: str) -> Iterator[None]:
+    """Turn urllib3's exceptions into ours, naming the resource without its query."""
+    try:
+        yield
+    except SSLError as error:
+        if any(isinstance(each, ssl.SSLCertVerificationError) for each in (error, *error.args)):
+            raise ConfigurationError(
+                f"the certificate of {shown(url)} is not trusted ({_reason(error)})",
+                next_step="give the path of the certificates to trust as target_options={'verify': path}",
+            ) from error
+        raise _unavailable(url, error) from error
+    except LocationValueError as error:
+        raise UsageError(f"{shown(url)} is no valid URL", next_step="check it") from error
+    except (HTTPError, OSError) as error:
+        raise _unavailable(url, error) from error
+
+
+def _unavailable(url: str, error: Exception) -> OriginUnavailableError:
+    return OriginUnavailableError(
+        f"{shown(url)} cannot be read ({_reason(error)})",
+        next_step="check that the server is up and reachable from this machine",
+    )
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, in a dependency's words; short, and without a URL."""
+    text = " ".join(str(part) for part in error.args if not isinstance(part, urllib3.HTTPConnectionPool)) or str(error)
+    return f"{type(error).__name__}: {' '.join(text.split())[:160]}"

@@ -1,0 +1,151 @@
+"""The options that users already pass to fsspec's HTTP file system, checked. Pure."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.errors import ConfigurationError
+
+SILENCE_SECONDS = 20.0
+"""A server that sends nothing for so long has stalled."""
+
+WEB_OPTIONS = ("auth", "client_kwargs", "cookies", "headers", "ssl", "timeout", "verify")
+CLIENT_KWARGS = ("auth", "cookies", "headers", "timeout", "trust_env")
+# They shape reading inside fsspec's own files, which the cache does here.
+IGNORED_OPTIONS = ("block_size", "cache_options", "cache_type")
+
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_OURS = ("connection", "content-length", "host", "if-", "range", "te", "transfer-encoding")
+_TO_ANY_SERVER = ("accept", "accept-language", "user-agent")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebOptions:
+    """How to speak to web servers.
+
+    `headers` go to the server that a key names and nowhere else, `open_headers` also to where it redirects. `verify` is
+    whether certificates are checked, or the path of the certificates to trust. `timeout_seconds` is for silence.
+    """
+
+    headers: Mapping[str, str] = field(repr=False)
+    open_headers: Mapping[str, str] = field(repr=False)
+    verify: bool | str = True
+    timeout_seconds: float = SILENCE_SECONDS
+
+    @property
+    def signs_in(self) -> bool:
+        """Whether a password or token was given, so that none is looked for elsewhere."""
+        return any(name.lower() == "authorization" for name in self.headers)
+
+
+def web_options(target_options: Mapping[str, Any]) -> WebOptions:
+    """Check `target_options` of fsspec's HTTP file system, and bring them into one form.
+
+    Raises `ConfigurationError` for an unknown option and for a value that cannot be used; never repeats a value.
+    """
+    _reject_unknown(target_options, (*WEB_OPTIONS, *IGNORED_OPTIONS), "HTTP option")
+    client = dict(target_options.get("client_kwargs") or {})
+    _reject_unknown(client, CLIENT_KWARGS, "entry in client_kwargs:")
+
+    def either(name: str) -> Any:
+        value = target_options.get(name)
+        return client.get(name) if value is None else value
+
+    headers = {
+        **_strings(client.get("headers"), "headers"),
+        **_strings(target_options.get("headers"), "headers"),
+    }
+    for name in headers:
+        _check_header(name, headers[name])
+    login = _login(either("auth"))
+    if login is not None:
+        if any(name.lower() == "authorization" for name in headers):
+            raise ConfigurationError(
+                "'auth' and a header Authorization exclude each other", next_step="give one of them"
+            )
+        headers["Authorization"] = login
+    cookies = _strings(either("cookies"), "cookies")
+    if cookies:
+        if any(name.lower() == "cookie" for name in headers):
+            raise ConfigurationError("'cookies' and a header Cookie exclude each other", next_step="give one of them")
+        headers["Cookie"] = "; ".join(f"{name}={value}" for name, value in cookies.items())
+        if any(not _TOKEN.fullmatch(name) or set(value) & set(";\r\n\0") for name, value in cookies.items()):
+            raise ConfigurationError("a cookie has characters that no cookie can have", next_step="encode its value")
+    return WebOptions(
+        headers=headers,
+        open_headers={name: value for name, value in headers.items() if name.lower() in _TO_ANY_SERVER},
+        verify=_verify(target_options),
+        timeout_seconds=_timeout(either("timeout")),
+    )
+
+
+def _reject_unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ConfigurationError(
+            f"unknown {what} {', '.join(map(repr, unknown))}", next_step=f"known ones are {', '.join(known)}"
+        )
+
+
+def _strings(value: Any, what: str) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(each, str) for pair in value.items() for each in pair):
+        raise ConfigurationError(f"HTTP option {what!r} is no mapping of strings", next_step="give a dict of strings")
+    return dict(value)
+
+
+def _check_header(name: str, value: str) -> None:
+    if not _TOKEN.fullmatch(name) or set(value) & set("\r\n\0"):
+        raise ConfigurationError(f"HTTP header {name!r} cannot be sent", next_step="use printable characters")
+    lower = name.lower()
+    if lower.startswith(_OURS) or (lower == "accept-encoding" and value.strip().lower() != "identity"):
+        raise ConfigurationError(
+            f"HTTP header {name!r} is Millrace's own to set", next_step="leave it out of 'headers'"
+        )
+
+
+def _login(auth: Any) -> str | None:
+    """The header for (user, password), which may be aiohttp's or requests' own class: both are a pair or name the parts."""
+    if auth is None:
+        return None
+    if isinstance(auth, str) or not isinstance(auth, tuple | list):
+        user, password = getattr(auth, "login", getattr(auth, "username", None)), getattr(auth, "password", None)
+    else:
+        user, password = (*auth, None, None)[:2]
+    if not isinstance(user, str) or not isinstance(password, str) or ":" in user:
+        raise ConfigurationError("HTTP option 'auth' is no pair of strings", next_step="give (user, password)")
+    return basic_login(user, password)
+
+
+def basic_login(user: str, password: str) -> str:
+    """The value of the header `Authorization` for a user name and a password."""
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+def _verify(options: Mapping[str, Any]) -> bool | str:
+    verify, ssl = options.get("verify"), options.get("ssl")
+    if verify is not None and ssl is not None:
+        raise ConfigurationError("HTTP options 'verify' and 'ssl' exclude each other", next_step="give 'verify'")
+    value = verify if ssl is None else ssl
+    if value is None:
+        return True
+    if not isinstance(value, bool | str) or value == "":
+        raise ConfigurationError(
+            "HTTP option 'verify' is neither True, False nor a path",
+            next_step="give the path of a file with certificates",
+        )
+    return value
+
+
+def _timeout(value: Any) -> float:
+    seconds = getattr(value, "sock_read", None) or getattr(value, "total", None) or value
+    if seconds is None:
+        return SILENCE_SECONDS
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise ConfigurationError("HTTP option 'timeout' is no number of seconds above 0", next_step="give 20, or more")
+    return float(seconds)

@@ -1,0 +1,355 @@
+"""Web servers as an origin: any object that has a URL, read by ranges, checked against its version. Read only.
+
+Listings are made of the index pages that servers show of directories; a server without them cannot be listed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+from typing_extensions import Buffer
+
+from millrace.errors import (
+    ConfigurationError,
+    MillraceError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    OriginUnavailableError,
+    UsageError,
+)
+from millrace.origin.protocol import Listing, ListingPage, ObjectInfo
+from millrace.origin.web.addresses import same_server, shown, url_of
+from millrace.origin.web.answers import (
+    check_encoding,
+    content_length,
+    content_range,
+    modified_of,
+    precondition,
+    refusal,
+    version_of,
+)
+from millrace.origin.web.connections import Answer, Connections
+from millrace.origin.web.credentials import netrc_header
+from millrace.origin.web.index_pages import IndexPage, parse_index
+from millrace.origin.web.options import web_options
+from millrace.origin.web.read_only import ReadOnlyOrigin
+from millrace.origin.web.whole import WholeCopies
+
+_LIST_PAGE = 1000
+_HEADS_AT_ONCE = 8
+_HEADS_IN_A_ROW = 64
+_MOST_INDEX_BYTES = 64 << 20
+_DEEPEST_LISTING = 64
+# Statuses of servers that do not answer to HEAD although they have the object.
+_TRY_GET = frozenset({400, 403, 405, 406, 500, 501})
+
+
+class _Session:
+    """What one process has open and has learnt about the servers."""
+
+    def __init__(self, connections: Connections) -> None:
+        self.pid = os.getpid()
+        self.connections = connections
+        self.whole = WholeCopies()
+        self.without_head: set[str] = set()
+        self.netrc: dict[str, Mapping[str, str]] = {}
+
+
+class WebOrigin(ReadOnlyOrigin):
+    """Everything that `http://` or `https://` reaches.
+
+    Thread-safe; picklable (with the explicit `target_options`, passwords included); safe across fork.
+    """
+
+    _cannot_be_written = "web servers are read only"
+    _write_instead = "write to an object store or to files"
+
+    def __init__(self, scheme: str, target_options: Mapping[str, Any] | None = None) -> None:
+        if scheme not in ("http", "https"):
+            raise ConfigurationError(f"no web server serves {scheme}://", next_step="use http:// or https://")
+        self._scheme = scheme
+        self._target_options = dict(target_options or {})
+        self._options = web_options(self._target_options)
+        self._session = self._new_session()
+
+    def _new_session(self) -> _Session:
+        options = self._options
+        return _Session(Connections(verify=options.verify, silence_seconds=options.timeout_seconds))
+
+    def __repr__(self) -> str:
+        return f"WebOrigin({self._scheme!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._scheme, self._target_options)
+
+    @property
+    def identity(self) -> str:
+        return self._scheme
+
+    @property
+    def head_is_local(self) -> bool:
+        return False
+
+    def is_immutable(self, key: str) -> bool:
+        return False
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def head(self, key: str) -> ObjectInfo:
+        url = self._url(key)
+        parts = urlsplit(url)
+        if parts.path.endswith("/") and not parts.query:
+            raise ObjectNotFoundError(f"{shown(url)} names a directory", next_step="name an object in it")
+        session = self._now()
+        if parts.netloc not in session.without_head:
+            with self._ask("HEAD", url, {}) as answer:
+                if answer.status == 200:
+                    size = content_length(answer.headers)
+                    if size:  # some servers say 0 to HEAD for what they make on demand
+                        return self._info(key, url, answer, size)
+                elif answer.status not in _TRY_GET:
+                    raise self._refusal(answer)
+                refused = answer.status != 200
+            info = self._head_by_get(key, url)
+            if refused:
+                session.without_head.add(parts.netloc)
+            return info
+        return self._head_by_get(key, url)
+
+    def _head_by_get(self, key: str, url: str) -> ObjectInfo:
+        """Describe an object by its first byte, or by all of it where the server does not tell its size."""
+        for headers in ({"Range": "bytes=0-0"}, {}):
+            answer = self._ask("GET", url, headers)
+            with answer:
+                if answer.status == 206:
+                    answer.read(1)
+                    told = content_range(answer.headers)
+                    if told is not None and told.total is not None:
+                        return self._info(key, url, answer, told.total)
+                    continue
+                if answer.status == 416:
+                    told = content_range(answer.headers)
+                    if told is not None and told.total == 0:
+                        return self._info(key, url, answer, 0)
+                    continue
+                if answer.status != 200:
+                    raise self._refusal(answer)
+                size = content_length(answer.headers)
+                if size is not None:
+                    return self._info(key, url, answer, size)
+            break
+        with self._now().whole.turn(url):
+            answer = self._ask("GET", url, {})
+            if answer.status != 200:
+                with answer:
+                    raise self._refusal(answer)
+            self._check(url, answer)
+            copy = self._now().whole.adopt(url, answer)
+            return ObjectInfo(key=key, size=copy.size(), version=copy.version(), modified=copy.modified())
+
+    def read(self, key: str, start: int, stop: int, *, version: str | None = None) -> Buffer:
+        if not 0 <= start <= stop:
+            raise ConfigurationError(f"bad byte range [{start}, {stop}) of {shown(self._url(key))}")
+        url = self._url(key)
+        if start == stop:
+            return b""
+        whole = self._now().whole
+        with whole.turn(url):
+            copy = whole.find(url, version)
+            if copy is None:
+                answer = self._ask("GET", url, {"Range": f"bytes={start}-{stop - 1}", **precondition(version)})
+                with_length = content_length(answer.headers)
+                if answer.status != 200 or (start == 0 and stop == with_length):
+                    with answer:
+                        return self._read_answer(key, url, answer, start, stop, version)
+                self._check(url, answer)
+                copy = whole.adopt(url, answer)
+        # Outside of the turn: others may wait for their part of the same copy.
+        if version is not None and copy.version() != version:
+            raise self._overwritten(url)
+        if stop > (size := copy.size()):
+            raise self._outside(url, start, stop, size)
+        return copy.read(start, stop)
+
+    def _read_answer(self, key: str, url: str, answer: Answer, start: int, stop: int, version: str | None) -> Buffer:
+        """The bytes of an answer that holds this range and nothing else; what it must be is checked before they are read."""
+        if answer.status == 416:
+            told = content_range(answer.headers)
+            info = self.head(key) if told is None or told.total is None or version is not None else None
+            if version is not None and info is not None and info.version != version:
+                raise self._overwritten(url)
+            size = info.size if info is not None else told.total if told is not None else None
+            if size is not None and stop <= size:
+                raise OriginUnavailableError(f"{shown(url)} refuses a range inside the object", next_step="read again")
+            raise self._outside(url, start, stop, size)
+        if answer.status not in (200, 206):
+            raise self._refusal(answer)
+        self._check(url, answer)
+        if answer.status == 206:
+            self._now().whole.has_ranges(url)
+            told = content_range(answer.headers)
+            if told is None or told.total is None or told.start != start or told.stop != min(stop, told.total):
+                raise OriginUnavailableError(
+                    f"{shown(url)} answers with another range than [{start}, {stop})",
+                    next_step="read again; if it persists, a proxy in between is broken",
+                )
+            got_version = version_of(answer.headers, told.total)
+        else:
+            told, got_version = None, version_of(answer.headers, stop)
+        if version is not None and got_version != version:
+            raise self._overwritten(url)
+        if told is not None and told.stop < stop:
+            raise self._outside(url, start, stop, told.total)
+        data = answer.read(stop - start)
+        if len(data) != stop - start or answer.read(1):
+            raise OriginUnavailableError(
+                f"{shown(url)} answered {len(data)} bytes for the range [{start}, {stop})",
+                next_step="read again; if it persists, a proxy in between truncates bodies",
+            )
+        return data
+
+    def _outside(self, url: str, start: int, stop: int, size: int | None) -> MillraceError:
+        return UsageError(
+            f"the range [{start}, {stop}) ends past the {'' if size is None else size} bytes of {shown(url)}",
+            next_step="read inside the object",
+        )
+
+    def _overwritten(self, url: str) -> MillraceError:
+        return ObjectChangedError(f"{shown(url)} was overwritten while it was read", next_step="open it again")
+
+    # --- listing ----------------------------------------------------------------------------------
+
+    def list_level(self, prefix: str) -> Listing:
+        page = self._index(prefix)
+        if page is None:
+            return Listing(objects=[], prefixes=[])
+        base = prefix.rstrip("/")
+        objects = [info for info in self._heads([f"{base}/{name}" for name in page.files]) if info is not None]
+        return Listing(objects, [f"{base}/{name}" for name in page.directories], is_directory=True)
+
+    def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
+        return (page.objects for page in self.list_pages(prefix) if page.objects)
+
+    def list_pages(
+        self, prefix: str, *, after: str = "", settled: Callable[[str], ObjectInfo | None] | None = None
+    ) -> Iterator[ListingPage]:
+        """One request for each directory and one for each object: an index page tells neither sizes nor versions."""
+        prefix = prefix.rstrip("/")
+        top = self._index(prefix)
+        objects: list[ObjectInfo] = []
+        for info in self._walk(prefix, top, after, 0) if top is not None else ():
+            objects.append(info)
+            if len(objects) == _LIST_PAGE:
+                yield ListingPage(objects, False, True)
+                objects = []
+        yield ListingPage(objects, True, top is not None)
+
+    def _walk(self, prefix: str, page: IndexPage | None, after: str, depth: int) -> Iterator[ObjectInfo]:
+        """What lies below, in the order of the keys, from those that follow `after`."""
+        if page is None:
+            return
+        if depth > _DEEPEST_LISTING:
+            raise UsageError(
+                f"{shown(self._url(prefix))} has directories in a circle", next_step="list a directory below it"
+            )
+        names = sorted([*page.files, *(f"{name}/" for name in page.directories)])
+        files: list[str] = []
+        for name in names:
+            key = f"{prefix}/{name}"
+            if not name.endswith("/"):
+                files += [key] if key > after else []
+            if files and (name.endswith("/") or len(files) == _HEADS_IN_A_ROW):
+                yield from (info for info in self._heads(files) if info is not None)
+                files = []
+            if name.endswith("/") and (key > after or after.startswith(key)):
+                yield from self._walk(key[:-1], self._index(key), after, depth + 1)
+        yield from (info for info in self._heads(files) if info is not None)
+
+    def _heads(self, keys: Sequence[str]) -> list[ObjectInfo | None]:
+        """What `head` says of each; None for a link that leads nowhere."""
+        if len(keys) < 2:
+            return [self._head_if_there(key) for key in keys]
+        with ThreadPoolExecutor(min(len(keys), _HEADS_AT_ONCE), thread_name_prefix="millrace-heads") as pool:
+            return list(pool.map(self._head_if_there, keys))
+
+    def _head_if_there(self, key: str) -> ObjectInfo | None:
+        try:
+            return self.head(key)
+        except ObjectNotFoundError:
+            return None
+
+    def _index(self, prefix: str) -> IndexPage | None:
+        """The index page of a directory, None where there is no such directory.
+
+        Raises `UsageError` where there is something, but no page with links.
+        """
+        url = self._url(prefix.rstrip("/") + "/")
+        with self._ask("GET", url, {"Accept": "text/html"}) as answer:
+            if answer.status in (404, 410):
+                return None
+            if answer.status != 200:
+                raise self._refusal(answer)
+            check_encoding(answer.headers, url)
+            kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+            if kind not in ("text/html", "application/xhtml+xml"):
+                raise UsageError(
+                    f"{shown(url)} cannot be listed: the server shows no index page of it",
+                    next_step="name each object, or let the server show an index (autoindex)",
+                )
+            body = answer.read(_MOST_INDEX_BYTES + 1)
+            if len(body) > _MOST_INDEX_BYTES:
+                raise UsageError(f"the index page {shown(url)} is too long", next_step="list directories below it")
+            return parse_index(answer.url, body.decode("utf-8", "replace"))
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _now(self) -> _Session:
+        """What this process has open; what a parent process had is its own."""
+        if self._session.pid != os.getpid():
+            self._session = self._new_session()
+        return self._session
+
+    def _url(self, key: str) -> str:
+        return url_of(self._scheme, key)
+
+    def _ask(self, method: str, url: str, extra: Mapping[str, str]) -> Answer:
+        session = self._now()
+
+        def headers(target: str) -> Mapping[str, str]:
+            given = self._options.headers if same_server(target, url) else self._options.open_headers
+            return {**self._netrc(session, target), **given, **extra}
+
+        return session.connections.request(method, url, headers)
+
+    def _netrc(self, session: _Session, url: str) -> Mapping[str, str]:
+        if self._options.signs_in:
+            return {}
+        server = urlsplit(url).netloc
+        if server not in session.netrc:
+            session.netrc[server] = netrc_header(url, os.environ)
+        return session.netrc[server]
+
+    def _check(self, url: str, answer: Answer) -> None:
+        """Refuse what is no plain body of this object. Closes `answer` then."""
+        try:
+            check_encoding(answer.headers, url)
+            if urlsplit(answer.url).path == urlsplit(url).path + "/":
+                raise ObjectNotFoundError(f"{shown(url)} is a directory", next_step="name an object in it")
+        except MillraceError:
+            answer.close()
+            raise
+
+    def _info(self, key: str, url: str, answer: Answer, size: int) -> ObjectInfo:
+        self._check(url, answer)
+        if answer.headers.get("Accept-Ranges", "").strip().lower() == "bytes":
+            self._now().whole.has_ranges(url)
+        version = version_of(answer.headers, size)
+        return ObjectInfo(key=key, size=size, version=version, modified=modified_of(answer.headers))
+
+    def _refusal(self, answer: Answer) -> MillraceError:
+        return refusal(answer.status, answer.headers, answer.url, time.time())
