@@ -1,0 +1,231 @@
+"""Objects that are overwritten in the middle of a read: the reader gets one version, or an error, and never a mix.
+
+Every 4 KiB of an object say which version they are. Several threads read in every way that there is, others overwrite behind
+the cache's back, and a reader that has read the first piece of an object often waits for the next overwrite before it
+reads the second.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.versioned import PAGE, assert_store_holds_only, content, etag, versions_in
+
+import millrace
+from millrace.errors import ObjectChangedError
+from millrace.origin import Origin, open_origin
+from millrace.testing.s3 import S3Server
+
+TRIES = 1000
+BLOCK = 4 << 20
+# In a segment, in a file of one block, and in files of two: only there a read takes more than one request.
+SIZES = [16 * PAGE, BLOCK // 2, *([BLOCK + 16 * PAGE] * 3)]
+
+
+@dataclass
+class Overwritten:
+    """Objects at an origin that are overwritten again and again."""
+
+    origin: Origin
+    keys: list[str]
+    pause_seconds: float
+    contents: dict[str, bytes] = field(default_factory=dict)
+    """By version, as the origin names it."""
+    written: int = 0
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def overwrite(self, number: int) -> None:
+        """Make a new version of one object."""
+        with self.changed:
+            self.written += 1
+            version = self.written
+        data = content(version, SIZES[number])
+        self.contents[etag(data)] = data
+        self.origin.put(self.keys[number], data)
+        with self.changed:
+            self.changed.notify_all()
+
+    def run(self, numbers: list[int], stop: threading.Event) -> None:
+        """Overwrite these one after the other until told to stop."""
+        while not stop.is_set():
+            for number in numbers:
+                self.overwrite(number)
+                if stop.wait(self.pause_seconds):
+                    return
+
+    def wait_for_another(self, seconds: float) -> None:
+        """Until something was overwritten, or for so long."""
+        with self.changed:
+            self.changed.wait(seconds)
+
+
+@dataclass
+class Reader:
+    """Reads one object after the other, each in another way. Every way gives pieces and where they begin."""
+
+    fs: millrace.MillraceFileSystem
+    overwritten: Overwritten
+    chance: random.Random
+    right: int = 0
+    refused: int = 0
+    mixed: list[tuple[str, str, set[int]]] = field(default_factory=list)
+
+    def read(self, tries: Iterator[int]) -> None:
+        ways: list[Callable[[str, int], Iterator[tuple[int, Any]]]] = [
+            self._by_file, self._by_native_file, self._by_stream, self._by_ranges, self._whole, self._by_origin,
+        ]  # fmt: skip
+        for number in tries:
+            place = self.chance.randrange(len(SIZES))
+            key, size = self.overwritten.keys[place], SIZES[place]
+            way = ways[number % len(ways)]
+            seen: set[int] = set()
+            try:
+                for start, data in way(key, size):
+                    seen |= versions_in(data, start)
+            except ObjectChangedError:
+                self.refused += 1
+            else:
+                self.right += 1
+            if len(seen) > 1:  # also of a read that was refused in the end
+                self.mixed.append((way.__name__, key, seen))
+
+    def _in_between(self) -> None:
+        if self.chance.random() < 0.3:
+            self.overwritten.wait_for_another(0.3)
+
+    def _by_file(self, key: str, size: int) -> Iterator[tuple[int, Any]]:
+        with self.fs.open(key, "rb") as file:
+            yield 0, file.read(PAGE)
+            self._in_between()
+            for start in (size - PAGE, self.chance.randrange(size // PAGE) * PAGE):
+                file.seek(start)
+                yield start, file.read(PAGE)
+
+    def _by_native_file(self, key: str, size: int) -> Iterator[tuple[int, Any]]:
+        with self.fs.open_input_file(key) as file:
+            yield size - PAGE, file.read_at(PAGE, size - PAGE)
+            self._in_between()
+            yield 0, file.read_at(4 * PAGE, 0)
+
+    def _by_stream(self, key: str, size: int) -> Iterator[tuple[int, Any]]:
+        start = 0
+        with self.fs.open_input_stream(key) as file:
+            while data := file.read(256 * PAGE):
+                yield start, data
+                if not start:
+                    self._in_between()
+                start += len(data)
+        assert start == size
+
+    def _by_ranges(self, key: str, size: int) -> Iterator[tuple[int, Any]]:
+        spans = [(size - PAGE, size), (0, PAGE), (size // 2 // PAGE * PAGE, size)]
+        starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
+        yield from zip(starts, self.fs.cat_ranges([key] * 3, starts, stops, on_error="raise"), strict=True)
+
+    def _whole(self, key: str, size: int) -> Iterator[tuple[int, Any]]:
+        data = self.fs.cat_file(key)
+        assert len(data) == size
+        yield 0, data
+
+    def _by_origin(self, key: str, size: int) -> Iterator[tuple[int, Any]]:
+        origin = self.fs.as_origin()
+        info = origin.head(key)
+        for start in (0, size - PAGE):
+            yield start, origin.read(key, start, start + PAGE, version=info.version)
+            self._in_between()
+
+
+def storm(overwritten: Overwritten, make: Callable[..., millrace.MillraceFileSystem]) -> tuple[int, int]:
+    """Read and overwrite at the same time; gives the reads that went well, and those that were refused."""
+    for number in range(len(SIZES)):
+        overwritten.overwrite(number)
+    # Some ask before every open, and so begin with the newest version; others believe for an hour what is long wrong.
+    readers = [
+        Reader(make(consistency="1h" if number == 3 else "always"), overwritten, random.Random(number))
+        for number in range(4)
+    ]
+    stop = threading.Event()
+    tries = iter(range(TRIES))
+    with ThreadPoolExecutor(len(readers) + 2) as pool:
+        writers = [pool.submit(overwritten.run, numbers, stop) for numbers in ([0, 2, 4], [3, 1])]
+        try:
+            for reading in [pool.submit(reader.read, tries) for reader in readers]:
+                reading.result()
+        finally:
+            stop.set()
+        for writing in writers:
+            writing.result()
+    assert [reader.mixed for reader in readers] == [[]] * len(readers)
+    right, refused = (sum(getattr(reader, name) for reader in readers) for name in ("right", "refused"))
+    assert right + refused == TRIES
+    return right, refused
+
+
+@pytest.mark.slow
+def test_a_read_of_an_object_on_s3_is_of_one_version(bucket: str, s3: S3Server, s3_options: dict[str, Any]) -> None:
+    def make(**options: Any) -> millrace.MillraceFileSystem:
+        return millrace.filesystem("s3", **s3_options, **options)
+
+    keys = [f"{bucket}/{number}.bin" for number in range(len(SIZES))]
+    overwritten = Overwritten(open_origin("s3", s3.target_options), keys, pause_seconds=0.02)
+    right, refused = storm(overwritten, make)
+    assert overwritten.written > 50
+    assert right > TRIES / 4
+    assert refused > 10  # overwrites did fall into the middle of reads
+    # Nothing wrong was kept: what is stored under a version are the bytes of that version.
+    fs = make(consistency="always")
+    for key in keys:
+        fs.cat_file(key)
+    assert assert_store_holds_only(fs, overwritten.contents) >= len(keys)
+
+
+@pytest.mark.slow
+def test_a_read_of_a_file_is_of_one_version(tmp_path: Path) -> None:
+    """Files are replaced by a rename, as all that is to be read meanwhile must be."""
+
+    def make(**options: Any) -> millrace.MillraceFileSystem:
+        return millrace.filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0, **options)
+
+    os.mkdir(tmp_path / "data")
+    keys = [f"{tmp_path}/data/{number}.bin" for number in range(len(SIZES))]
+    # Not faster than the clock of the file system: of the same size and time, in a node that is used again, is the same.
+    overwritten = Overwritten(open_origin("file"), keys, pause_seconds=0.02)
+    right, refused = storm(overwritten, make)
+    assert overwritten.written > 50
+    assert right > TRIES / 4
+    assert refused > 10
+    fs = make(consistency="always")
+    for key, size in zip(keys, SIZES, strict=True):
+        assert versions_in(fs.cat_file(key)) == versions_in(Path(key).read_bytes())
+        assert fs.info(key)["size"] == size
+
+
+def test_who_reads_again_after_an_overwrite_gets_the_new_version(
+    bucket: str, s3: S3Server, s3_options: dict[str, Any]
+) -> None:
+    """A reader that was refused need only open again, whatever it believed: it does not get the old description twice."""
+    origin, key, size = open_origin("s3", s3.target_options), f"{bucket}/x.bin", 2 * BLOCK
+    fs = millrace.filesystem("s3", consistency="immutable", **s3_options)
+    for version in range(1, 6):
+        origin.put(key, content(2 * version, size))
+        fs.invalidate_cache(key)
+        file = fs.open(key, "rb")
+        assert versions_in(file.read(PAGE)) == {2 * version}
+        origin.put(key, content(2 * version + 1, size))
+        file.seek(BLOCK)
+        with pytest.raises(ObjectChangedError, match="open it again"):
+            file.read(PAGE)
+        # The old version is given up with that, and it does not come back: not in this file, and in no other.
+        file.seek(0)
+        with pytest.raises(ObjectChangedError, match="open it again"):
+            file.read(PAGE)
+        file.close()
+        assert versions_in(fs.cat_file(key)) == {2 * version + 1}
