@@ -1,0 +1,92 @@
+"""What a storage behind fsspec is called, and what lies in it. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Options that say which storage is meant, and are no secrets.
+_PLACE_OPTIONS = frozenset(
+    {
+        "account_name", "bucket", "endpoint", "endpoint_url", "fo", "global_store", "host", "instance", "org", "path",
+        "port", "project", "ref", "region", "repo", "root_file_id", "sha", "share", "target_protocol", "user", "username",
+    }
+)  # fmt: skip
+# Options that say how to speak to it: two origins that differ in these have the same bytes.
+_TUNING_OPTIONS = frozenset(
+    {
+        "asynchronous", "auto_mkdir", "block_size", "cache_options", "default_block_size", "listings_expiry_time", "loop",
+        "max_paths", "skip_instance_cache", "tempdir", "temppath", "timeout", "use_listings_cache",
+    }
+)  # fmt: skip
+# Parts of the names of options that hold secrets: they are in no identity, not even as a checksum.
+_SECRET = re.compile(r"(?i)pass|secret|token|key|cred|auth|acct|cert|kerb|sas|cookie|header|connection_string")
+_PLAIN = re.compile(r"[\w./:+-]{0,200}")
+
+_PROCESS = f"{os.getpid()}.{time.time_ns()}"
+
+_LOCAL_SCHEMES = frozenset({"asynclocal", "data", "file", "git", "local", "memory"})
+_INSIDE_OTHERS = frozenset({"dir", "libarchive", "reference", "tar", "zip"})
+
+# Control characters, bytes that were no UTF-8, and parts that a storage with directories would follow elsewhere.
+_UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]|(?:^|/)\.{0,2}(?:/|$)")
+
+PART_PREFIX = ".millrace-part-"
+"""Begins the name of a file that is being written, in the directory where it will be published."""
+
+
+def identity_of(scheme: str, options: Mapping[str, Any]) -> str:
+    """Names the storage: what says where it is as it stands, what is not known to be harmless as a checksum, no secret."""
+    parts = [f"{name}={value}" for name, value in _places("", options)]
+    if "memory" in _schemes(scheme, options):  # another process has other bytes under the same names
+        parts.append(f"process={_PROCESS if _PROCESS.startswith(f'{os.getpid()}.') else os.getpid()}")
+    return "+".join([f"fsspec-{scheme}", *parts])
+
+
+def is_local(scheme: str, options: Mapping[str, Any]) -> bool:
+    """Whether the storage lies in this process or on this machine's disks, so that no peer has it or brings it faster."""
+    if scheme not in _INSIDE_OTHERS:
+        return scheme in _LOCAL_SCHEMES
+    inner = options.get("target_options")
+    target = options.get("target_protocol")
+    if not isinstance(target, str):
+        outer, separator, _ = str(options.get("fo") or "").partition("://")
+        target = outer if separator else "file"
+    return is_local(target, inner if isinstance(inner, Mapping) else {})
+
+
+def is_usable(key: str) -> bool:
+    """Whether a key can be a path that names this object and no other."""
+    return not _UNUSABLE.search(key)
+
+
+def part_of_nothing(name: str) -> bool:
+    """Whether the last part of a path names a file that is being written, which nobody lists."""
+    return name.rpartition("/")[2].startswith(PART_PREFIX)
+
+
+def _schemes(scheme: str, options: Mapping[str, Any]) -> Iterator[str]:
+    yield scheme
+    target, inner = options.get("target_protocol"), options.get("target_options")
+    if isinstance(target, str):
+        yield from _schemes(target, inner if isinstance(inner, Mapping) else {})
+
+
+def _places(prefix: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name in sorted(options):
+        value = options[name]
+        if isinstance(value, Mapping) and not _SECRET.search(name):
+            yield from _places(f"{prefix}{name}.", value)
+        elif value is not None and name not in _TUNING_OPTIONS and not _SECRET.search(name):
+            yield prefix + name, _shown(name, value)
+
+
+def _shown(name: str, value: Any) -> str:
+    text = str(value)
+    if name in _PLACE_OPTIONS and isinstance(value, str | int) and _PLAIN.fullmatch(text):
+        return text
+    return "#" + hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

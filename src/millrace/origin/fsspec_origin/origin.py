@@ -1,0 +1,232 @@
+"""An origin over any file system of fsspec.
+
+A library gives no read that holds for one version only. So a read that names a version asks, after it has its bytes, whether
+the object is still of that version: since the version was that before, too, it was all the time in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from typing_extensions import Buffer
+
+from millrace.errors import (
+    ConfigurationError,
+    MissingDependencyError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    OriginUnavailableError,
+    UsageError,
+)
+from millrace.origin.fsspec_origin import uploads
+from millrace.origin.fsspec_origin.clients import Clients
+from millrace.origin.fsspec_origin.describing import describe, is_directory
+from millrace.origin.fsspec_origin.naming import identity_of, is_local, is_usable, part_of_nothing
+from millrace.origin.fsspec_origin.translation import translated
+from millrace.origin.protocol import Listing, ListingPage, ObjectInfo
+from millrace.origin.upload import ObjectUpload
+
+_LIST_PAGE = 1000
+
+# Libraries that only read, or that write in a way that replaces what else is in the same file.
+_READ_ONLY = frozenset({"data", "gist", "git", "github", "libarchive", "reference", "tar", "zip"})
+
+
+class FsspecOrigin:
+    """The storage that fsspec has a library for, with `target_options` for that library.
+
+    Thread-safe, safe across fork; picklable by its two arguments, secrets included, where these are picklable. What lies in
+    memory (`memory://`) exists in one process only. Raises `ConfigurationError` for a protocol that fsspec does not know,
+    and `MissingDependencyError` for one whose library is not installed.
+    """
+
+    def __init__(self, scheme: str, target_options: Mapping[str, Any] | None = None) -> None:
+        self._scheme = scheme
+        self._target_options = dict(target_options or {})
+        self._class = _class_of(scheme)
+        self._rooted = self._class.root_marker == "/"
+        self._clients = Clients(self._class, self._target_options)
+
+    def __repr__(self) -> str:
+        return f"FsspecOrigin({self.identity!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._scheme, self._target_options)
+
+    @property
+    def identity(self) -> str:
+        return identity_of(self._scheme, self._target_options)
+
+    @property
+    def head_is_local(self) -> bool:
+        return is_local(self._scheme, self._target_options)
+
+    def is_immutable(self, key: str) -> bool:
+        return False
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def head(self, key: str) -> ObjectInfo:
+        with self._ask(key) as (fs, path):
+            return self._describe(fs, path, key)
+
+    def read(self, key: str, start: int, stop: int, *, version: str | None = None) -> Buffer:
+        if not 0 <= start <= stop:
+            raise ConfigurationError(f"bad byte range [{start}, {stop}) of {key}")
+        if start == stop:
+            return b""
+        with self._ask(key) as (fs, path):
+            data = self._cat(fs, path, key, start, stop)
+            if version is None and len(data) == stop - start:
+                return data
+            info = self._describe(fs, path, key)
+        if version is not None and info.version != version:
+            raise ObjectChangedError(f"{self._url(key)} was overwritten while it was read", next_step="open it again")
+        if stop > info.size:
+            raise self._outside(info, start, stop)
+        if len(data) != stop - start:
+            raise OriginUnavailableError(
+                f"{self._url(key)} answered {len(data)} bytes for the range [{start}, {stop})",
+                next_step="read again; if it persists, the library behind it cannot read ranges",
+            )
+        return data
+
+    def _cat(self, fs: Any, path: str, key: str, start: int, stop: int) -> bytes:
+        try:
+            return bytes(fs.cat_file(path, start=start, end=stop))
+        except (FileNotFoundError, PermissionError, ConnectionError, TimeoutError):
+            raise
+        except Exception as error:  # some say so of a range behind the end, each in its own way
+            info = self._describe(fs, path, key)
+            if stop > info.size:
+                raise self._outside(info, start, stop) from error
+            raise
+
+    def _outside(self, info: ObjectInfo, start: int, stop: int) -> UsageError:
+        return UsageError(
+            f"the range [{start}, {stop}) ends past the {info.size} bytes of {self._url(info.key)}",
+            next_step="read inside the object",
+        )
+
+    def _describe(self, fs: Any, path: str, key: str) -> ObjectInfo:
+        fs.invalidate_cache(path)
+        info = fs.info(path)
+        if is_directory(info):
+            raise ObjectNotFoundError(f"{self._url(key)} is a directory", next_step="name an object in it")
+        return describe(key, info, self._url(key))
+
+    # --- listing ----------------------------------------------------------------------------------
+
+    def list_level(self, prefix: str) -> Listing:
+        prefix = prefix.strip("/")
+        with self._ask(prefix) as (fs, path):
+            fs.invalidate_cache(path)
+            try:
+                entries = fs.ls(path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return Listing((), ())
+            base = f"{prefix}/" if prefix else ""
+            named = [(self._key(str(entry["name"])), entry) for entry in entries]
+            # A library that is asked for a file lists that file.
+            below = [(key, entry) for key, entry in named if key.startswith(base) and len(key) > len(base)]
+            objects = [
+                describe(key, entry, self._url(key))
+                for key, entry in below
+                if not is_directory(entry) and not part_of_nothing(key)
+            ]
+            prefixes = [key for key, entry in below if is_directory(entry)]
+            return Listing(objects, prefixes, is_directory=bool(below) or not named)
+
+    def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
+        return (page.objects for page in self.list_pages(prefix) if page.objects)
+
+    def list_pages(
+        self, prefix: str, *, after: str = "", settled: Callable[[str], ObjectInfo | None] | None = None
+    ) -> Iterator[ListingPage]:
+        """A walk in the order of the keys: one request a directory, in memory for the largest of them."""
+        prefix = prefix.strip("/")
+        first = self.list_level(prefix)
+        objects: list[ObjectInfo] = []
+        for info in self._walk(first, after):
+            objects.append(info)
+            if len(objects) == _LIST_PAGE:
+                yield ListingPage(objects, False, first.is_directory)
+                objects = []
+        yield ListingPage(objects, True, first.is_directory)
+
+    def _walk(self, listing: Listing, after: str) -> Iterator[ObjectInfo]:
+        entries: list[tuple[str, ObjectInfo | None]] = [(info.key, info) for info in listing.objects]
+        entries += [(f"{name}/", None) for name in listing.prefixes]
+        for key, info in sorted(entries, key=lambda entry: entry[0]):
+            if info is None:
+                if key > after or after.startswith(key):
+                    yield from self._walk(self.list_level(key), after)
+            elif key > after:
+                yield info
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        self._require_writable(key)
+        body = memoryview(data).cast("B")
+        with self._ask(key) as (fs, path):
+            if if_absent:
+                uploads.create(fs, path, body, self._url(key))
+            else:
+                uploads.write_one(fs, path, body)
+
+    def open_writer(self, key: str) -> ObjectUpload:
+        self._require_writable(key)
+
+        def upload(parts: Iterator[Buffer]) -> None:
+            with self._ask(key, long=True) as (fs, path):
+                uploads.write(fs, path, parts)
+
+        return ObjectUpload(key, upload, lambda data: self.put(key, data))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._require_writable(key)
+            with self._ask(key) as (fs, path):
+                uploads.remove(fs, path)
+
+    def _require_writable(self, key: str) -> None:
+        if self._scheme in _READ_ONLY:
+            raise UsageError(f"{self._url(key)} can only be read", next_step="write to another storage")
+
+    # --- names ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _ask(self, key: str, *, long: bool = False) -> Iterator[tuple[Any, str]]:
+        """A file system of the library and its path for `key`; what it raises becomes ours."""
+        if key.strip("/") and not is_usable(key.strip("/")):
+            raise ObjectNotFoundError(
+                f"{self._url(key)!r} is no valid object name",
+                next_step="use UTF-8 without control characters, and no empty, '.' or '..' parts",
+            )
+        lend = self._clients.lend_long if long else self._clients.lend
+        with translated(self._url(key), self._target_options), lend() as fs:
+            yield fs, ("/" if self._rooted else "") + key.strip("/")
+
+    def _key(self, name: str) -> str:
+        return name.removeprefix(f"{self._scheme}://").strip("/")
+
+    def _url(self, key: str) -> str:
+        return f"{self._scheme}://{key}"
+
+
+def _class_of(scheme: str) -> Any:
+    from fsspec import get_filesystem_class
+
+    try:
+        return get_filesystem_class(scheme)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{scheme}:// needs a library that is not installed", next_step=str(error).splitlines()[0]
+        ) from error
+    except ValueError as error:
+        raise ConfigurationError(
+            f"fsspec knows no protocol {scheme!r}", next_step="register it with fsspec.register_implementation"
+        ) from error

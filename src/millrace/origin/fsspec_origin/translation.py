@@ -1,0 +1,107 @@
+"""Turns the exceptions of fsspec's libraries, which are of any class, into Millrace's."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from millrace.errors import (
+    DeniedError,
+    IsDirectoryError,
+    MillraceError,
+    MissingDependencyError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    OriginBusyError,
+    OriginUnavailableError,
+    UsageError,
+)
+
+_BUSY = (429, 503)
+_DENIED = (401, 403)
+_TIMED_OUT = 408
+# What the same call meets again, however often it is tried.
+_WRONG_CALL = frozenset({errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG})
+_SHORT = 200
+_SECRET_LENGTH = 4
+
+
+@contextlib.contextmanager
+def translated(url: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Raise our errors in place of the library's. `options` are what may not show in them."""
+    try:
+        yield
+    except MillraceError:
+        raise
+    except Exception as error:
+        raise translate(error, url, options) from error
+
+
+def translate(error: Exception, url: str, options: Mapping[str, Any]) -> MillraceError:
+    """Our error for one of a library. What nobody knows is a service that failed."""
+    status = _status(error)
+    if isinstance(error, FileNotFoundError | NotADirectoryError) or status in (404, 410):
+        return ObjectNotFoundError(f"{url} does not exist", next_step="check the name and 'target_options'")
+    if isinstance(error, PermissionError) or status in _DENIED or _is_refused_login(error):
+        return DeniedError(f"access to {url} was denied", next_step="check the credentials in 'target_options'")
+    if isinstance(error, FileExistsError):
+        return ObjectExistsError(f"{url} exists already", next_step="choose another name")
+    if isinstance(error, IsADirectoryError):
+        return IsDirectoryError(f"{url} is a directory", next_step="name an object in it")
+    if isinstance(error, NotImplementedError):
+        return UsageError(f"the library behind {url} cannot do this", next_step="copy it to a storage that can")
+    if isinstance(error, ImportError):
+        return MissingDependencyError(f"{url} needs a library that is not installed", next_step=_shown(error, options))
+    if status in _BUSY:
+        return OriginBusyError(f"{url} is busy", next_step="ask less often, or later")
+    if _is_wrong_call(error, status):
+        return UsageError(
+            f"{url} was refused ({type(error).__name__}: {_shown(error, options)})",
+            next_step="check the name and 'target_options'",
+        )
+    return OriginUnavailableError(
+        f"{url} failed ({type(error).__name__}: {_shown(error, options)})",
+        next_step="check that the storage is reachable from this machine, and 'target_options'",
+    )
+
+
+def _is_wrong_call(error: Exception, status: int | None) -> bool:
+    if status is not None:
+        return 400 <= status < 500 and status != _TIMED_OUT
+    if isinstance(error, OSError):
+        return error.errno in _WRONG_CALL
+    return isinstance(error, ArithmeticError | AttributeError | LookupError | TypeError | ValueError)
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status of a failure, under the names by which libraries keep it."""
+    for holder in (error, getattr(error, "response", None)):
+        for name in ("status", "status_code", "code"):
+            value = getattr(holder, name, None)
+            if isinstance(value, int):
+                return value
+    return None
+
+
+def _is_refused_login(error: BaseException) -> bool:
+    paramiko: Any = sys.modules.get("paramiko")
+    return paramiko is not None and isinstance(error, paramiko.AuthenticationException)
+
+
+def _shown(error: BaseException, options: Mapping[str, Any]) -> str:
+    """The first line of a message, without any text that was given as an option: libraries print what they were given."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    for value in _texts(options):
+        text = text.replace(value, "***")
+    return text[:_SHORT]
+
+
+def _texts(options: Mapping[str, Any]) -> Iterator[str]:
+    for value in options.values():
+        if isinstance(value, Mapping):
+            yield from _texts(value)
+        elif isinstance(value, str) and len(value) >= _SECRET_LENGTH:
+            yield value
