@@ -33,6 +33,7 @@ from millrace.origin.web.answers import (
     refusal,
     version_of,
 )
+from millrace.origin.web.bodies import announced_range, exact_body, outside
 from millrace.origin.web.connections import Answer, Connections
 from millrace.origin.web.credentials import netrc_header
 from millrace.origin.web.index_pages import IndexPage, parse_index
@@ -173,7 +174,7 @@ class WebOrigin(ReadOnlyOrigin):
         if version is not None and copy.version() != version:
             raise self._overwritten(url)
         if stop > (size := copy.size()):
-            raise self._outside(url, start, stop, size)
+            raise outside(url, start, stop, size)
         return copy.read(start, stop)
 
     def _read_answer(self, key: str, url: str, answer: Answer, start: int, stop: int, version: str | None) -> Buffer:
@@ -183,41 +184,22 @@ class WebOrigin(ReadOnlyOrigin):
             info = self.head(key) if told is None or told.total is None or version is not None else None
             if version is not None and info is not None and info.version != version:
                 raise self._overwritten(url)
-            size = info.size if info is not None else told.total if told is not None else None
-            if size is not None and stop <= size:
+            total = info.size if info is not None else told.total if told is not None else None
+            if total is not None and stop <= total:
                 raise OriginUnavailableError(f"{shown(url)} refuses a range inside the object", next_step="read again")
-            raise self._outside(url, start, stop, size)
+            raise outside(url, start, stop, total)
         if answer.status not in (200, 206):
             raise self._refusal(answer)
         self._check(url, answer)
+        size = stop
         if answer.status == 206:
             self._now().whole.has_ranges(url)
-            told = content_range(answer.headers)
-            if told is None or told.total is None or told.start != start or told.stop != min(stop, told.total):
-                raise OriginUnavailableError(
-                    f"{shown(url)} answers with another range than [{start}, {stop})",
-                    next_step="read again; if it persists, a proxy in between is broken",
-                )
-            got_version = version_of(answer.headers, told.total)
-        else:
-            told, got_version = None, version_of(answer.headers, stop)
-        if version is not None and got_version != version:
+            _, size = announced_range(answer, url, start, stop)
+        if version is not None and version_of(answer.headers, size) != version:
             raise self._overwritten(url)
-        if told is not None and told.stop < stop:
-            raise self._outside(url, start, stop, told.total)
-        data = answer.read(stop - start)
-        if len(data) != stop - start or answer.read(1):
-            raise OriginUnavailableError(
-                f"{shown(url)} answered {len(data)} bytes for the range [{start}, {stop})",
-                next_step="read again; if it persists, a proxy in between truncates bodies",
-            )
-        return data
-
-    def _outside(self, url: str, start: int, stop: int, size: int | None) -> MillraceError:
-        return UsageError(
-            f"the range [{start}, {stop}) ends past the {'' if size is None else size} bytes of {shown(url)}",
-            next_step="read inside the object",
-        )
+        if size < stop:
+            raise outside(url, start, stop, size)
+        return exact_body(answer, url, start, stop)
 
     def _overwritten(self, url: str) -> MillraceError:
         return ObjectChangedError(f"{shown(url)} was overwritten while it was read", next_step="open it again")
