@@ -29,7 +29,7 @@ def versions_in(data: Buffer, start: int = 0) -> set[int]:
 
     Fails where a page is not that of its place.
     """
-    words = np.frombuffer(data, dtype=np.uint64)
+    words = np.frombuffer(memoryview(data).cast("B"), dtype=np.uint64)
     assert start % PAGE == 0
     assert len(words) % _WORDS == 0
     places = np.repeat(np.arange(len(words) // _WORDS, dtype=np.uint64) + np.uint64(start // PAGE), _WORDS)

@@ -1,0 +1,251 @@
+"""How long what the origin said is believed: requests counted before a real S3 server, by processes whose clock is set."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.versioned import PAGE, content, versions_in
+
+import millrace
+from millrace.errors import ConfigurationError
+from millrace.origin import Origin, open_origin
+from millrace.testing.process import ChildProcess, log_tail
+from millrace.testing.region import EmulatedRegion
+from millrace.testing.s3 import S3Server
+
+# In one segment; in a file of its own, of two blocks.
+SIZES = {"small.bin": 4 * PAGE, "large.bin": (4 << 20) + 4 * PAGE}
+
+_PROGRAM = """
+import base64, json, sys, time
+real, ahead = time.time, 0.0
+time.time = lambda: real() + ahead  # before anything asks for it
+import millrace
+
+fs = millrace.filesystem("s3", **json.loads(sys.stdin.readline()))
+
+def answer(do, key="", value=0.0):
+    global ahead
+    if do == "advance":
+        ahead += value
+    elif do == "write":
+        fs.pipe_file(key, base64.b64decode(value))
+    elif do == "rm":
+        fs.rm(key)
+    elif do == "cat":
+        return base64.b64encode(fs.cat_file(key)).decode()
+    elif do == "open":
+        with fs.open(key, "rb") as file:
+            return base64.b64encode(file.read()).decode()
+    elif do == "native":
+        with fs.open_input_file(key) as file:
+            return base64.b64encode(file.read()).decode()
+    elif do == "info":
+        return fs.info(key)["ETag"]
+    elif do == "exists":
+        return fs.exists(key)
+    elif do == "ls":
+        return sorted(fs.ls(key, detail=False))
+    elif do == "find":
+        return {name: entry["ETag"] for name, entry in fs.find(key, detail=True).items()}
+    else:
+        raise ValueError(do)
+
+for line in sys.stdin:
+    print(json.dumps(answer(**json.loads(line))), flush=True)
+"""
+
+
+class ClockedReader:
+    """A process with a file system, whose clock is set by `advance`."""
+
+    def __init__(self, log: Path, options: dict[str, Any]) -> None:
+        self._log = log
+        self._process = ChildProcess([sys.executable, "-c", _PROGRAM], log=log, pipes=True)
+        self._write(options)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._process.stdin.write(json.dumps(line).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def ask(self, do: str, key: str = "", **more: Any) -> Any:
+        self._write({"do": do, "key": key, **more})
+        line = self._process.stdout.readline()
+        assert line, log_tail(self._log, 5)
+        return json.loads(line)
+
+    def advance(self, seconds: float) -> None:
+        self.ask("advance", value=seconds)
+
+    def versions(self, key: str) -> set[int]:
+        """The versions that the three ways to read an object give."""
+        return {
+            version
+            for way in ("cat", "open", "native")
+            for version in versions_in(base64.b64decode(self.ask(way, key)))
+        }
+
+    def stop(self) -> None:
+        self._process.kill()
+
+
+@pytest.fixture(scope="module")
+def region(s3: S3Server) -> Iterator[EmulatedRegion]:
+    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None) as region:
+        yield region
+
+
+@pytest.fixture
+def origin(s3: S3Server) -> Origin:
+    """Writes behind the back of the cache, and is not counted."""
+    return open_origin("s3", s3.target_options)
+
+
+@pytest.fixture
+def options(s3: S3Server, region: EmulatedRegion, s3_options: dict[str, Any]) -> dict[str, Any]:
+    return {**s3_options, "target_options": {**s3.target_options, "endpoint_url": region.endpoint_url}}
+
+
+@pytest.fixture
+def start(tmp_path: Path, options: dict[str, Any]) -> Iterator[Callable[..., ClockedReader]]:
+    started: list[ClockedReader] = []
+
+    def start(**more: Any) -> ClockedReader:
+        started.append(ClockedReader(tmp_path / f"reader-{len(started)}.log", {**options, **more}))
+        return started[-1]
+
+    yield start
+    for reader in started:
+        reader.stop()
+
+
+def asked(region: EmulatedRegion) -> int:
+    """Requests since the last call."""
+    requests = region.stats().requests
+    region.reset()
+    return requests
+
+
+def put(origin: Origin, bucket: str, version: int) -> None:
+    for name, size in SIZES.items():
+        origin.put(f"{bucket}/d/{name}", content(version, size))
+
+
+def see(reader: ClockedReader, bucket: str) -> tuple[set[int], int]:
+    """The versions that all ways to read give, and how many objects are listed."""
+    versions = {version for name in SIZES for version in reader.versions(f"{bucket}/d/{name}")}
+    names = reader.ask("ls", f"{bucket}/d")
+    found = reader.ask("find", f"{bucket}/d")
+    assert names == sorted(found)
+    for name in names:
+        assert reader.ask("info", name) == found[name]
+    return versions, len(names)
+
+
+@pytest.mark.parametrize("consistency", [None, "60s"])  # which is also what nobody has to say
+def test_sixty_seconds_are_sixty_seconds(
+    bucket: str, origin: Origin, region: EmulatedRegion, start: Callable[..., ClockedReader], consistency: str | None
+) -> None:
+    put(origin, bucket, 1)
+    reader = start(**({} if consistency is None else {"consistency": consistency}))
+    assert see(reader, bucket) == ({1}, 2)
+    put(origin, bucket, 2)
+    origin.put(f"{bucket}/d/new.bin", content(2, PAGE))
+    asked(region)
+    reader.advance(50)
+    assert see(reader, bucket) == ({1}, 2)
+    assert asked(region) == 0
+    reader.advance(11)
+    assert see(reader, bucket) == ({2}, 3)
+    assert 0 < asked(region) < 12
+    # From then on it is believed for as long again, also by processes that begin now.
+    put(origin, bucket, 3)
+    reader.advance(45)
+    assert see(reader, bucket) == ({2}, 3)
+    assert asked(region) == 0
+    origin.delete([f"{bucket}/d/new.bin"])
+    assert reader.ask("exists", f"{bucket}/d/new.bin")
+    reader.advance(16)
+    assert not reader.ask("exists", f"{bucket}/d/new.bin")
+    assert see(reader, bucket) == ({3}, 2)
+
+
+def test_always_sees_every_change(bucket: str, origin: Origin, start: Callable[..., ClockedReader]) -> None:
+    reader = start(consistency="always")
+    for version in range(1, 7):
+        put(origin, bucket, version)
+        assert see(reader, bucket) == ({version}, 2)
+        origin.put(f"{bucket}/d/new.bin", b"1" * version)
+        assert reader.ask("exists", f"{bucket}/d/new.bin")
+        assert len(reader.ask("ls", f"{bucket}/d")) == 3
+        origin.delete([f"{bucket}/d/new.bin"])
+        assert not reader.ask("exists", f"{bucket}/d/new.bin")
+        assert len(reader.ask("ls", f"{bucket}/d")) == 2
+
+
+def test_immutable_never_asks_again(
+    bucket: str, origin: Origin, region: EmulatedRegion, start: Callable[..., ClockedReader]
+) -> None:
+    put(origin, bucket, 1)
+    reader = start(consistency="immutable")
+    assert see(reader, bucket) == ({1}, 2)
+    put(origin, bucket, 2)
+    asked(region)
+    for years in (0, 1, 10):
+        reader.advance(years * 365 * 86_400)
+        assert see(reader, bucket) == ({1}, 2)
+        assert see(start(consistency="immutable"), bucket) == ({1}, 2)
+    origin.delete([f"{bucket}/d/{name}" for name in SIZES])
+    assert see(reader, bucket) == ({1}, 2)
+    assert asked(region) == 0
+    # What it is not told it asks nobody about; who believes less, over the same cache, does.
+    assert start(consistency="always").ask("exists", f"{bucket}/d/small.bin") is False
+
+
+@pytest.mark.parametrize("consistency", ["always", "60s", "immutable"])
+def test_own_writes_are_seen_at_once(
+    bucket: str, origin: Origin, start: Callable[..., ClockedReader], consistency: str
+) -> None:
+    """By the process that writes and by all others over the same cache, whatever they believe."""
+    put(origin, bucket, 1)
+    readers = [start(consistency=consistency), start(consistency=consistency), start(consistency="immutable")]
+    for reader in readers[:2]:
+        assert see(reader, bucket) == ({1}, 2)
+    for version, writer in enumerate(readers, 2):
+        for name, size in SIZES.items():
+            writer.ask("write", f"{bucket}/d/{name}", value=base64.b64encode(content(version, size)).decode())
+        assert [see(reader, bucket) for reader in readers] == [({version}, 2)] * 3
+    readers[0].ask("rm", f"{bucket}/d/small.bin")
+    for reader in readers:
+        assert not reader.ask("exists", f"{bucket}/d/small.bin")
+        assert reader.ask("ls", f"{bucket}/d") == [f"{bucket}/d/large.bin"]
+
+
+def test_a_short_time_on_the_real_clock(bucket: str, s3: S3Server, s3_options: dict[str, Any]) -> None:
+    """The same without a clock that is set: what was believed is asked again once its time is over."""
+    origin, key = open_origin("s3", s3.target_options), f"{bucket}/x.bin"
+    origin.put(key, content(1, PAGE))
+    fs = millrace.filesystem("s3", consistency="2s", **s3_options)
+    before = time.time()
+    assert versions_in(fs.cat_file(key)) == {1}
+    origin.put(key, content(2, PAGE))
+    while (found := versions_in(fs.cat_file(key))) == {1}:
+        assert time.time() < before + 60
+        time.sleep(0.05)
+    assert found == {2}
+    # Asked after `before`, it could not be doubted any earlier.
+    assert time.time() - before >= 2
+
+
+@pytest.mark.parametrize("consistency", ["soon", "-1s", "60y", "", math.nan])
+def test_what_is_no_consistency_is_refused(options: dict[str, Any], consistency: object) -> None:
+    with pytest.raises(ConfigurationError, match="consistency"):
+        millrace.filesystem("s3", **{**options, "consistency": consistency})
