@@ -20,7 +20,8 @@ from millrace.errors import (
     OriginUnavailableError,
     OutcomeUnknownError,
 )
-from millrace.origin import object_store
+from millrace.origin import clients
+from millrace.origin.limits import Patience, patience
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -56,9 +57,10 @@ def impatient(monkeypatch):
     from datetime import timedelta
 
     for name, seconds in {"connect_timeout": 1, "timeout": 4, "read_timeout": 1}.items():
-        monkeypatch.setitem(object_store._CLIENT, name, timedelta(seconds=seconds))
-    monkeypatch.setitem(object_store._RETRY, "max_retries", 2)
-    monkeypatch.setitem(object_store._RETRY, "retry_timeout", timedelta(seconds=4))
+        monkeypatch.setitem(clients.CLIENT, name, timedelta(seconds=seconds))
+    monkeypatch.setitem(clients.RETRY, "max_retries", 2)
+    monkeypatch.setitem(clients.RETRY, "retry_timeout", timedelta(seconds=4))
+    monkeypatch.setattr(patience, "PATIENCE", Patience(seconds=4, tries=3))
 
 
 def state(seed: int) -> dict:
@@ -223,7 +225,7 @@ def test_an_unknown_outcome_is_said_and_harms_nothing(region, options, monkeypat
         region.fail("status", method="PUT", path=MANIFEST, count=None)
     # The look at what is there fails, too: once it was read to know the files to be replaced.
     region.fail("status", method="HEAD", path=MANIFEST, skip=1, count=None)
-    monkeypatch.setitem(object_store._RETRY, "max_retries", 1)
+    monkeypatch.setattr(patience, "PATIENCE", Patience(seconds=1, tries=2))
     writer = CheckpointWriter(url, target_options=options)
     with pytest.raises(CheckpointException) as caught:
         dcp.save(state(2), storage_writer=writer)

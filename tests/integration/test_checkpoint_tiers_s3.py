@@ -28,7 +28,8 @@ from millrace.errors import (
     OriginUnavailableError,
     RunTakenError,
 )
-from millrace.origin import object_store
+from millrace.origin import clients
+from millrace.origin.limits import Patience, patience
 from millrace.testing.process import free_ports
 from millrace.testing.s3 import S3Server
 
@@ -65,9 +66,10 @@ copy_checkpoint(
 def impatient(monkeypatch):
     """The clients' own limits, made short enough to wait for in a test."""
     for name, seconds in {"connect_timeout": 1, "timeout": 4, "read_timeout": 1}.items():
-        monkeypatch.setitem(object_store._CLIENT, name, timedelta(seconds=seconds))
-    monkeypatch.setitem(object_store._RETRY, "max_retries", 1)
-    monkeypatch.setitem(object_store._RETRY, "retry_timeout", timedelta(seconds=2))
+        monkeypatch.setitem(clients.CLIENT, name, timedelta(seconds=seconds))
+    monkeypatch.setitem(clients.RETRY, "max_retries", 1)
+    monkeypatch.setitem(clients.RETRY, "retry_timeout", timedelta(seconds=2))
+    monkeypatch.setattr(patience, "PATIENCE", Patience(seconds=2, tries=2))
 
 
 @pytest.fixture

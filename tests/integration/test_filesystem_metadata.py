@@ -23,7 +23,7 @@ from tests.ray_sessions import start_ray
 
 import millrace
 from millrace.cache import pages
-from millrace.origin import object_store, open_origin
+from millrace.origin import open_origin, store_listing
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -227,7 +227,7 @@ def test_a_listing_goes_on_after_any_key(
     def rest(after: str = "") -> list[str]:
         pages = list(origin.list_pages(root, after=after))
         assert [page.last for page in pages] == [False] * (len(pages) - 1) + [True]
-        assert max(len(page.objects) for page in pages) <= object_store._LIST_PAGE
+        assert max(len(page.objects) for page in pages) <= store_listing.LIST_PAGE
         return [info.key for page in pages for info in page.objects]
 
     everything = rest()
@@ -235,7 +235,7 @@ def test_a_listing_goes_on_after_any_key(
     if kind == "file":
         assert everything == sorted(everything)
     for page in (1000, 5, 1):
-        monkeypatch.setattr(object_store, "_LIST_PAGE", page)
+        monkeypatch.setattr(store_listing, "LIST_PAGE", page)
         for number, key in enumerate(everything):
             assert rest(key) == everything[number + 1 :], key
     assert rest(f"{root}/") == everything

@@ -11,7 +11,7 @@ import pytest
 
 import millrace
 from millrace.errors import ConfigurationError, MissingError, ObjectChangedError, UsageError
-from millrace.origin import object_store, open_origin
+from millrace.origin import open_origin, store_listing
 from millrace.testing.s3 import S3Server
 
 
@@ -74,7 +74,7 @@ def test_empty_folders_are_directories(
     for name in ("p/empty", "p/r/full", "y"):
         fs.pipe_file(f"{bucket}/{name}", b"" if "empty" in name else b"1")
     for page in (1000, 2, 1):  # a marker may be the last of its page
-        monkeypatch.setattr(object_store, "_LIST_PAGE", page)
+        monkeypatch.setattr(store_listing, "LIST_PAGE", page)
         for base in (bucket, f"{bucket}/p", f"{bucket}/p/q", f"{bucket}/z"):
             for recursive in (True, False):
                 selector = pafs.FileSelector(base, recursive=recursive)

@@ -10,9 +10,9 @@ import pytest
 
 from millrace.errors import ConfigurationError, DeniedError, MissingDependencyError, ObjectChangedError, UsageError
 from millrace.origin import ObjectInfo, open_origin
-from millrace.origin.credentials import credential_provider
-from millrace.origin.object_store import without_folder_markers
-from millrace.origin.options import s3_options
+from millrace.origin.credentials import Provider, find_credentials
+from millrace.origin.options import StoreOptions, s3_options
+from millrace.origin.store_listing import without_folder_markers
 
 
 def info(key: str, size: int = 0) -> ObjectInfo:
@@ -49,6 +49,10 @@ def test_a_password_in_the_endpoint_is_refused_and_not_told(where: str, monkeypa
     assert "hush" not in str(caught.value)
 
 
+def provider_of(options: StoreOptions, environ: dict[str, str]) -> Provider | None:
+    return find_credentials("s3", options, environ).provider
+
+
 @pytest.fixture
 def aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "credentials").write_text(
@@ -62,20 +66,24 @@ def aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("aws")
 def test_credentials_of_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("botocore")
-    default = credential_provider(s3_options({}, {}), {})
+    default = provider_of(s3_options({}, {}), {})
     assert default is not None
     assert default()["access_key_id"] == "AK"
-    team = credential_provider(s3_options({"profile": "team"}, {}), {"AWS_ACCESS_KEY_ID": "other"})
+    team = provider_of(s3_options({"profile": "team"}, {}), {"AWS_ACCESS_KEY_ID": "other"})
     assert team is not None
     assert team()["secret_access_key"] == "TS"
-    named = credential_provider(s3_options({}, {}), {"AWS_PROFILE": "team"})
+    named = provider_of(s3_options({}, {}), {"AWS_PROFILE": "team"})
     assert named is not None
     assert named()["access_key_id"] == "TK"
-    assert credential_provider(s3_options({"key": "a", "secret": "b"}, {}), {}) is None
-    assert credential_provider(s3_options({"anon": True}, {}), {}) is None
-    assert credential_provider(s3_options({}, {}), {"AWS_ACCESS_KEY_ID": "x"}) is None
+    given = provider_of(s3_options({"key": "a", "secret": "b"}, {}), {"AWS_SESSION_TOKEN": "another's"})
+    assert given is not None
+    assert given() == {"access_key_id": "a", "secret_access_key": "b", "token": None, "expires_at": None}
+    assert provider_of(s3_options({"anon": True}, {}), {}) is None
+    assert provider_of(s3_options({}, {}), {"AWS_ACCESS_KEY_ID": "x"}) is None
+    nobody = provider_of(s3_options({"profile": "nobody"}, {}), {})
+    assert nobody is not None
     with pytest.raises(ConfigurationError, match="'nobody'"):
-        credential_provider(s3_options({"profile": "nobody"}, {}), {})
+        nobody()
     with pytest.raises(ConfigurationError, match="exclude"):
         s3_options({"profile": "team", "key": "a", "secret": "b"}, {})
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
@@ -85,11 +93,11 @@ def test_credentials_of_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_without_botocore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("millrace.origin.credentials._METADATA_ADDRESS", ("127.0.0.1", 1))
+    monkeypatch.setattr("millrace.origin.credentials.s3._METADATA_ADDRESS", ("127.0.0.1", 1))
     with pytest.raises(DeniedError, match="no credentials"):
-        credential_provider(s3_options({}, {}), {})
+        provider_of(s3_options({}, {}), {})
     with pytest.raises(MissingDependencyError, match=r"millrace\[s3\]"):
-        credential_provider(s3_options({"profile": "team"}, {}), {})
+        provider_of(s3_options({"profile": "team"}, {}), {})
 
 
 class _Server(BaseHTTPRequestHandler):

@@ -1,4 +1,8 @@
-"""Turns obstore's exceptions into Millrace's."""
+"""Turns obstore's exceptions into Millrace's.
+
+obstore tells apart what its callers can decide about, and gives everything else as one general error with the server's
+answer in its text: status and code are read from there.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +14,87 @@ from millrace.errors import (
     ObjectChangedError,
     ObjectExistsError,
     ObjectNotFoundError,
+    OriginBusyError,
     OriginUnavailableError,
 )
 from millrace.origin.obstore_library import obstore_library
 
-# The error code of the S3 protocol. obstore gives it on only inside its text; where it does not, the error is a general one.
-_S3_CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
+# The error code of S3, GCS and Azure, in the body of an answer.
+_CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
+_STATUS = re.compile(r"status code: (\d{3})\b|\bstatus: (\d{3})\b")
 
-# Answers to a listing, which obstore does not tell from any other failure.
-_REFUSALS = frozenset({"AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch"})
+_NO_BUCKET = frozenset(
+    {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "InvalidBucketName", "InvalidResourceName"}
+)
+
+# Answers that obstore does not always tell from any other failure.
+_REFUSALS = frozenset(
+    {
+        "AccessDenied",
+        "AuthenticationFailed",
+        "AuthorizationFailure",
+        "AuthorizationPermissionMismatch",
+        "InvalidAccessKeyId",
+        "InvalidToken",
+        "KeyBasedAuthenticationNotPermitted",
+        "NoAuthenticationInformation",
+        "PublicAccessNotPermitted",
+        "SignatureDoesNotMatch",
+    }
+)
+_EXPIRED = frozenset({"ExpiredToken", "RequestExpired", "TokenRefreshRequired"})
+_BUSY = frozenset({429, 503})
 
 
-def s3_code(error: BaseException) -> str | None:
+def server_code(error: BaseException) -> str | None:
     """The error code in the server's answer (`NoSuchBucket`, ...), None where there is none."""
-    match = _S3_CODE.search(str(error))
+    match = _CODE.search(str(error))
     return match[1] if match else None
 
 
-def translate(error: Exception, url: str, identity: str) -> MillraceError | None:
-    """Our error for one of obstore's; None for what is a fault of our own."""
+def http_status(error: BaseException) -> int | None:
+    """The status of the server's answer, None where there was no answer."""
+    match = _STATUS.search(str(error))
+    return int(match[1] or match[2]) if match else None
+
+
+def translate(
+    error: Exception, url: str, identity: str, credentials_error: MillraceError | None = None
+) -> MillraceError | None:
+    """Our error for one of obstore's; None for what is a fault of our own.
+
+    `credentials_error` is what asking for credentials has raised, if it has: obstore gives on only its text.
+    """
     library = obstore_library().exceptions
+    if credentials_error is not None and isinstance(error, library.BaseError) and http_status(error) is None:
+        return type(credentials_error)(credentials_error.message, next_step=credentials_error.next_step)
+    code = server_code(error)
+    if code in _NO_BUCKET:
+        bucket = "/".join(url.split("/", 3)[:3])
+        return ObjectNotFoundError(f"the bucket of {url} does not exist", next_step=f"check {bucket} and the endpoint")
     if isinstance(error, FileNotFoundError):
         return ObjectNotFoundError(f"{url} does not exist", next_step="check the name and the endpoint")
     if isinstance(error, library.PreconditionError):
         return ObjectChangedError(f"{url} was overwritten while it was read", next_step="open it again")
     if isinstance(error, library.AlreadyExistsError):
         return ObjectExistsError(f"{url} exists already", next_step="choose another name")
+    if code in _EXPIRED:
+        return DeniedError(
+            f"the credentials for {url} have expired",
+            next_step="give new ones, or a profile or an identity, which are renewed without asking",
+        )
     refused = isinstance(error, library.PermissionDeniedError | library.UnauthenticatedError | PermissionError)
-    if refused or s3_code(error) in _REFUSALS:
+    if refused or code in _REFUSALS:
         return DeniedError(
             f"access to {url} was denied", next_step="check the credentials and their rights on this bucket"
         )
     if isinstance(error, library.InvalidPathError):
         return ObjectNotFoundError(f"{url} is no valid object name", next_step="check the name")
-    if s3_code(error) == "NoSuchBucket":
-        bucket = "/".join(url.split("/", 3)[:3])
-        return ObjectNotFoundError(f"the bucket of {url} does not exist", next_step=f"check {bucket} and the endpoint")
+    if http_status(error) in _BUSY:
+        return OriginBusyError(
+            f"{url}: {identity} asks for fewer requests (status {http_status(error)})",
+            next_step="try again later, or with fewer workers",
+        )
     if isinstance(error, library.BaseError | OSError | ValueError):
         return OriginUnavailableError(
             f"{url}: {identity} failed ({_first_line(error)})",

@@ -1,0 +1,117 @@
+"""Credentials of Google Cloud, by google-auth where it is installed; else what obstore finds itself.
+
+google-auth knows the files that `gcloud` writes, service accounts, federated ones, and the identity of the machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Mapping
+from datetime import UTC
+from typing import Any
+
+from millrace.errors import ConfigurationError, DeniedError, OriginUnavailableError
+from millrace.origin.credentials.provider import Answer, Found, Provider, metadata_answers
+from millrace.origin.options import StoreOptions
+
+_SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
+_METADATA_ADDRESS = ("metadata.google.internal", 80)
+
+# Variables by which obstore finds credentials by itself.
+_OBSTORE_READS = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY")
+_GCLOUD_FILE = "~/.config/gcloud/application_default_credentials.json"
+
+
+def gcs_credentials(options: StoreOptions, environ: Mapping[str, str]) -> Found:
+    """Where the credentials come from. Raises `DeniedError` when there are none, `ConfigurationError` for a bad `token`."""
+    token = options.hints.get("token")
+    if token is None and any(environ.get(name) for name in _OBSTORE_READS):
+        return Found()
+    if _has_google_auth():
+        return Found(provider=Provider(lambda: _by_google_auth(token)))
+    if isinstance(token, Mapping):
+        return Found(config={"service_account_key": json.dumps(dict(token))})
+    path = token if token not in (None, "google_default", "cloud") else environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+    if path is not None:
+        return Found(config={"application_credentials": _existing(path)})
+    if (token != "cloud" and os.path.exists(os.path.expanduser(_GCLOUD_FILE))) or metadata_answers(_METADATA_ADDRESS):
+        return Found()
+    raise none_found()
+
+
+def _has_google_auth() -> bool:
+    try:
+        return importlib.util.find_spec("google.auth") is not None
+    except ModuleNotFoundError:  # not even the package `google`
+        return False
+
+
+def _existing(path: str) -> str:
+    path = os.path.expanduser(path)
+    if not os.path.isfile(path):
+        raise ConfigurationError(
+            "GCS option 'token' names no file, and is no way to log in",
+            next_step="give the path of a JSON file, a dict, 'anon', 'google_default' or 'cloud'",
+        )
+    return path
+
+
+def _by_google_auth(token: Any) -> Answer:
+    auth: Any = importlib.import_module("google.auth")
+    errors: Any = importlib.import_module("google.auth.exceptions")
+    credentials = _load(auth, errors, token)
+    request = _request()
+
+    def answer() -> dict[str, Any]:
+        try:
+            if not credentials.valid:
+                credentials.refresh(request)
+        except errors.TransportError as error:
+            raise OriginUnavailableError(
+                "Google's token service cannot be reached", next_step="check the network of this machine"
+            ) from error
+        except errors.GoogleAuthError as error:
+            raise none_found() from error
+        expiry = credentials.expiry
+        return {"token": credentials.token, "expires_at": expiry and expiry.replace(tzinfo=expiry.tzinfo or UTC)}
+
+    return answer
+
+
+def _load(auth: Any, errors: Any, token: Any) -> Any:
+    """The credentials that `token` names; those of the environment where it is None."""
+    load: Callable[[], Any]
+    if isinstance(token, Mapping):
+        load = lambda: auth.load_credentials_from_dict(dict(token), scopes=_SCOPES)[0]  # noqa: E731
+    elif token == "cloud":
+        engine: Any = importlib.import_module("google.auth.compute_engine")
+        load = engine.Credentials
+    elif token in (None, "google_default"):
+        load = lambda: auth.default(scopes=_SCOPES)[0]  # noqa: E731
+    elif hasattr(token, "refresh"):
+        load = lambda: token  # noqa: E731
+    else:
+        path = _existing(token)
+        load = lambda: auth.load_credentials_from_file(path, scopes=_SCOPES)[0]  # noqa: E731
+    try:
+        return load()
+    except errors.DefaultCredentialsError as error:
+        raise none_found() from error
+
+
+def _request() -> Any:
+    """google-auth's way to its token service, over the HTTP library that we have anyway."""
+    transport: Any = importlib.import_module("google.auth.transport.urllib3")
+    urllib3: Any = importlib.import_module("urllib3")
+    return transport.Request(urllib3.PoolManager(retries=False))
+
+
+def none_found() -> DeniedError:
+    """No credentials, and what to do."""
+    return DeniedError(
+        "no credentials for Google Cloud Storage were found",
+        next_step="give 'token', run `gcloud auth application-default login`, or token='anon' for a public bucket",
+    )

@@ -1,0 +1,149 @@
+"""The options of adlfs, as those of obstore."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.errors import ConfigurationError
+from millrace.origin.options.store import StoreOptions, checked_endpoint, http_options, reject_unknown
+
+AZURE_OPTIONS = (
+    "account_host",
+    "account_key",
+    "account_name",
+    "anon",
+    "client_id",
+    "client_secret",
+    "connection_string",
+    "credential",
+    "sas_token",
+    "tenant_id",
+)
+
+_SUFFIX = "core.windows.net"
+
+# The emulator's account, which everybody knows; a connection string may name it by one word.
+_EMULATOR = {
+    "AccountName": "devstoreaccount1",
+    "AccountKey": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==",
+    "BlobEndpoint": "http://127.0.0.1:10000/devstoreaccount1",
+}
+
+
+def azure_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) -> StoreOptions:
+    """Translate adlfs-style `target_options`.
+
+    What is not given is taken from the `AZURE_STORAGE_*` variables that adlfs reads; an identity is looked for by
+    `credentials/azure.py`. Raises `ConfigurationError` for an unknown option, options that exclude each other, an endpoint
+    with a secret in it, or a missing account name.
+    """
+    reject_unknown(target_options, AZURE_OPTIONS, "Azure option")
+    given = {name: value for name, value in target_options.items() if value is not None}
+    anonymous = bool(given.get("anon"))
+    connection = _connection(given, environ)
+    account = given.get("account_name") or connection.get("AccountName") or environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+    endpoint = _endpoint(given.get("account_host"), connection, environ, account)
+    if not account:
+        raise ConfigurationError(
+            "no Azure account is named",
+            next_step="give 'account_name' or 'connection_string', or set AZURE_STORAGE_ACCOUNT_NAME",
+        )
+    config: dict[str, Any] = {"account_name": account, "endpoint": endpoint, "use_emulator": False}
+    fixed = None if anonymous else _fixed(given, connection, environ)
+    service = None if anonymous or fixed or "credential" in given else _service_principal(given, environ)
+    if anonymous:
+        config["skip_signature"] = True
+    elif service is not None:
+        config |= service
+    hints: dict[str, Any] = {name: given[name] for name in ("credential", "tenant_id", "client_id") if name in given}
+    return StoreOptions(
+        config=config,
+        client_options=http_options(endpoint),
+        endpoint=endpoint,
+        fixed=fixed,
+        signs_itself=anonymous or service is not None,
+        hints=hints,
+    )
+
+
+def split_account(container: str) -> tuple[str, str | None]:
+    """Split `container@account.dfs.core.windows.net`, as URLs of `abfs://` have it, into the container and the account."""
+    name, separator, host = container.partition("@")
+    return name, host.split(".", 1)[0].lower() if separator else None
+
+
+def _connection(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
+    """The parts of the connection string that holds: what was given; the environment's where no account was given."""
+    text = given.get("connection_string")
+    if text is not None and (
+        clash := sorted({"account_name", "account_key", "sas_token", "account_host"} & set(given))
+    ):
+        raise ConfigurationError(
+            f"Azure options 'connection_string' and {', '.join(map(repr, clash))} exclude each other",
+            next_step="give the one or the other",
+        )
+    if text is None and not {"account_name", "account_host"} & set(given):
+        text = environ.get("AZURE_STORAGE_CONNECTION_STRING")
+    if not text:
+        return {}
+    pairs = [part.partition("=") for part in str(text).split(";") if part.strip()]
+    if not all(separator for _, separator, _ in pairs):
+        raise ConfigurationError(
+            "the Azure connection string cannot be read",
+            next_step="write NAME=VALUE;NAME=VALUE, as the portal shows it",
+        )
+    parts = {name.strip(): value.strip() for name, _, value in pairs}
+    return dict(_EMULATOR) if parts.get("UseDevelopmentStorage", "").lower() == "true" else parts
+
+
+def _endpoint(host: str | None, connection: Mapping[str, str], environ: Mapping[str, str], account: str | None) -> str:
+    """The URL below which the containers lie."""
+    told = host or connection.get("BlobEndpoint")
+    if not told and not connection:
+        told = environ.get("AZURE_STORAGE_ENDPOINT") or environ.get("AZURE_ENDPOINT")
+    if not told:
+        scheme = connection.get("DefaultEndpointsProtocol", "https")
+        told = f"{scheme}://{account}.blob.{connection.get('EndpointSuffix', _SUFFIX)}"
+    if "://" not in told:
+        told = f"https://{told}"
+    return checked_endpoint(told, "'account_host'" if host else "the Azure endpoint", "'account_key' or 'sas_token'")
+
+
+def _fixed(
+    given: Mapping[str, Any], connection: Mapping[str, str], environ: Mapping[str, str]
+) -> Mapping[str, Any] | None:
+    """A key or a signature: what was given, before what the environment has."""
+    if isinstance(given.get("credential"), str):  # adlfs takes a signature there
+        return _signature(given["credential"])
+    if any(name in given for name in ("credential", "client_id", "client_secret")):
+        return None
+    key = given.get("account_key") or connection.get("AccountKey")
+    signature = given.get("sas_token") or connection.get("SharedAccessSignature")
+    if not key and not signature:
+        key = environ.get("AZURE_STORAGE_ACCOUNT_KEY") or environ.get("AZURE_STORAGE_ACCESS_KEY")
+        signature = environ.get("AZURE_STORAGE_SAS_TOKEN") or environ.get("AZURE_STORAGE_SAS_KEY")
+    if key:
+        return {"access_key": key, "expires_at": None}
+    return _signature(signature) if signature else None
+
+
+def _signature(text: str) -> Mapping[str, Any]:
+    return {"sas_token": text.lstrip("?"), "expires_at": None}
+
+
+def _service_principal(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """A registered application with its secret; obstore gets its tokens and renews them. None where there is none."""
+
+    def pick(name: str) -> Any:
+        upper = name.upper()
+        return given.get(name) or environ.get(f"AZURE_STORAGE_{upper}") or environ.get(f"AZURE_{upper}")
+
+    names = ("tenant_id", "client_id", "client_secret")
+    found = {name: pick(name) for name in names}
+    if all(found.values()):
+        return {**found, "credential_type": "client_secret"}
+    if "client_secret" in given:
+        missing = ", ".join(repr(name) for name in names if not found[name])
+        raise ConfigurationError(f"Azure option 'client_secret' needs {missing}", next_step="give all three")
+    return None

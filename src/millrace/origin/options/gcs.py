@@ -1,0 +1,65 @@
+"""The options of gcsfs, as those of obstore."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.errors import ConfigurationError
+from millrace.origin.options.store import StoreOptions, checked_endpoint, http_options, reject_unknown
+
+GCS_OPTIONS = ("anon", "endpoint_url", "project", "token")
+
+_ENDPOINT = "https://storage.googleapis.com"
+
+# Ways of gcsfs that ask a person, or read a file that gcsfs itself has written.
+_OTHER_WAYS = ("browser", "cache")
+
+
+def gcs_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) -> StoreOptions:
+    """Translate gcsfs-style `target_options`.
+
+    `token` is `"anon"`, `"google_default"`, `"cloud"` (the identity of this machine), the path of a JSON file with
+    credentials, what such a file holds as a dict, or a bearer token. `project` is taken and not needed. Credentials that are
+    not given are found by `credentials/gcs.py`. Raises `ConfigurationError`.
+    """
+    reject_unknown(target_options, GCS_OPTIONS, "GCS option")
+    given = {name: value for name, value in target_options.items() if value is not None}
+    emulator = environ.get("STORAGE_EMULATOR_HOST")
+    endpoint = given.get("endpoint_url") or emulator or environ.get("GOOGLE_BASE_URL") or _ENDPOINT
+    if "://" not in endpoint:
+        endpoint = f"http://{endpoint}" if endpoint == emulator else f"https://{endpoint}"
+    endpoint = checked_endpoint(endpoint, "endpoint_url", "'token'")
+    token = given.get("token")
+    if token in _OTHER_WAYS:
+        raise ConfigurationError(
+            f"GCS option token={token!r} needs gcsfs",
+            next_step="log in by `gcloud auth application-default login`, or give a path, a dict, 'anon' or 'cloud'",
+        )
+    if given.get("anon") and token not in (None, "anon"):
+        raise ConfigurationError("GCS options 'anon' and 'token' exclude each other", next_step="give one of them")
+    anonymous = bool(given.get("anon")) or token == "anon" or (token is None and endpoint == _with_scheme(emulator))
+    config: dict[str, Any] = {"base_url": endpoint}
+    if anonymous:
+        config["skip_signature"] = True
+    fixed = {"token": token, "expires_at": None} if _is_bearer(token) else None
+    return StoreOptions(
+        config=config,
+        client_options=http_options(endpoint),
+        endpoint=endpoint,
+        fixed=fixed,
+        signs_itself=anonymous,
+        hints={"token": token} if token not in (None, "anon") and fixed is None else {},
+    )
+
+
+def _with_scheme(host: str | None) -> str | None:
+    return host if host is None or "://" in host else f"http://{host}"
+
+
+def _is_bearer(token: Any) -> bool:
+    """Whether a token is none of the words and no path: Google's begin with `ya29.`; others have no slash in them."""
+    if not isinstance(token, str) or token in ("anon", "cloud", "google_default"):
+        return False
+    return token.startswith("ya29.") or not (os.sep in token or token.startswith("~") or token.endswith(".json"))

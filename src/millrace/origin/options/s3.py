@@ -1,0 +1,75 @@
+"""The options of s3fs, as those of obstore."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.errors import ConfigurationError
+from millrace.origin.options.store import StoreOptions, checked_endpoint, http_options, reject_unknown
+
+S3_OPTIONS = (
+    "anon",
+    "client_kwargs",
+    "endpoint_url",
+    "key",
+    "profile",
+    "region",
+    "secret",
+    "token",
+    "use_ssl",
+)
+S3_CLIENT_KWARGS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "endpoint_url", "region_name")
+
+# In the order of their weight; the last one is obstore's own, and must show in the identity as well.
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+
+
+def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+    return next((environ[name] for name in names if environ.get(name)), None)
+
+
+def s3_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) -> StoreOptions:
+    """Translate s3fs-style `target_options`.
+
+    Credentials that are not given are found by `credentials.py` and obstore. Raises `ConfigurationError` for an unknown
+    option, a secret without its key, a profile beside explicit keys, or an endpoint with a password in it.
+    """
+    reject_unknown(target_options, S3_OPTIONS, "S3 option")
+    client_kwargs = dict(target_options.get("client_kwargs") or {})
+    reject_unknown(client_kwargs, S3_CLIENT_KWARGS, "entry in client_kwargs:")
+
+    def pick(name: str, client_name: str | None = None) -> Any:
+        value = target_options.get(name)
+        return client_kwargs.get(client_name) if value is None and client_name else value
+
+    key, secret = pick("key", "aws_access_key_id"), pick("secret", "aws_secret_access_key")
+    if (key is None) != (secret is None):
+        raise ConfigurationError("S3 options 'key' and 'secret' belong together", next_step="give both, or neither")
+    token = pick("token", "aws_session_token")
+    endpoint = pick("endpoint_url", "endpoint_url") or _first(environ, _ENDPOINT_VARIABLES)
+    region = pick("region", "region_name") or environ.get("AWS_REGION", environ.get("AWS_DEFAULT_REGION", "us-east-1"))
+    if endpoint and "://" not in endpoint:
+        scheme = "https" if target_options.get("use_ssl", True) else "http"
+        endpoint = f"{scheme}://{endpoint}"
+    if endpoint:
+        endpoint = checked_endpoint(endpoint, "endpoint_url", "'key' and 'secret'")
+    profile = target_options.get("profile")
+    if profile is not None and key is not None:
+        raise ConfigurationError("S3 options 'profile' and 'key' exclude each other", next_step="give one of them")
+
+    config: dict[str, Any] = {"region": region}
+    if endpoint:
+        config["endpoint"] = endpoint
+    if target_options.get("anon"):
+        config["skip_signature"] = True
+    # Not by `config`, where obstore would complete it with a session token of the environment.
+    fixed = {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
+    return StoreOptions(
+        config=config,
+        client_options=http_options(endpoint),
+        endpoint=endpoint or f"aws:{region}",
+        fixed=None if key is None or target_options.get("anon") else fixed,
+        signs_itself=bool(target_options.get("anon")),
+        hints={"profile": profile} if profile is not None else {},
+    )

@@ -1,0 +1,115 @@
+"""What reading, listing and writing an object store have in common: keys, clients, errors, and what an object is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from millrace.errors import ConfigurationError, DeniedError, MillraceError, ObjectNotFoundError
+from millrace.origin.clients import Clients
+from millrace.origin.obstore_library import obstore_library
+from millrace.origin.protocol import ObjectInfo
+from millrace.origin.translation import translate
+
+Result = TypeVar("Result")
+
+# Control characters, bytes that were no UTF-8 (as Python keeps them in a string), and parts that a URL would resolve away.
+_UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]|(?:^|/)\.{0,2}(?:/|$)")
+
+# Begins the version of an object for which the origin has no ETag.
+MADE_UP = "~"
+
+
+class StoreAccess:
+    """One storage system (scheme, endpoint, credentials) with all its buckets. Thread-safe; safe across fork."""
+
+    def __init__(self, scheme: str, target_options: Mapping[str, Any] | None = None) -> None:
+        self._scheme = scheme
+        self._target_options = dict(target_options or {})
+        self._clients = Clients(scheme, self._target_options)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.identity!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._scheme, self._target_options)
+
+    @property
+    def identity(self) -> str:
+        return self._clients.identity
+
+    @property
+    def head_is_local(self) -> bool:
+        return self._scheme == "file"
+
+    def is_immutable(self, key: str) -> bool:
+        return False
+
+    def head(self, key: str) -> ObjectInfo:
+        def request(client: Any, path: str) -> ObjectInfo:
+            if not path:  # obstore would describe a bucket as an empty object
+                raise ObjectNotFoundError(f"{self._scheme}://{key} is no object", next_step="name an object in it")
+            if self._scheme == "file" and os.path.isdir("/" + path):
+                raise FileNotFoundError(key)
+            return self._info(key, obstore_library().head(client, path))
+
+        return self._request(key, request)
+
+    def _request(self, key: str, action: Callable[[Any, str], Result], *, streams: bool = False) -> Result:
+        """Run `action(client, path)` on the client of the key's bucket, with our errors.
+
+        When it is refused and other credentials are found than those that were used, a second time with those.
+        """
+        client, path = self._locate(key, streams=streams)
+        try:
+            with self._translated(key):
+                return action(client, path)
+        except DeniedError:
+            if not self._clients.renew(client):
+                raise
+        client, path = self._locate(key, streams=streams)
+        with self._translated(key):
+            return action(client, path)
+
+    def _bucket(self, key: str) -> str:
+        """The part of a key that obstore's answers lack, with its slash."""
+        return "/" if self._scheme == "file" else key.split("/", 1)[0] + "/"
+
+    def _locate(self, key: str, *, streams: bool = False) -> tuple[Any, str]:
+        """Split `key` into the client of its bucket and the path inside. `streams`: the client for uploads in parts."""
+        name = key.strip("/")
+        if self._scheme == "file":
+            bucket, path = "", name
+        else:
+            bucket, _, path = name.partition("/")
+            if not bucket:
+                raise ConfigurationError(
+                    f"{self._scheme}:// without a bucket", next_step=f"write {self._scheme}://bucket/key"
+                )
+        if name and _UNUSABLE.search(name):  # obstore would call it a bad value, and not say of what
+            raise ObjectNotFoundError(
+                f"{self._scheme}://{key} is no valid object name",
+                next_step="use UTF-8 without control characters, and no empty, '.' or '..' parts",
+            )
+        return self._clients.get(bucket, streams=streams), path
+
+    def _info(self, key: str, meta: Mapping[str, Any]) -> ObjectInfo:
+        modified = meta["last_modified"].timestamp()
+        version = meta["e_tag"] or f"{MADE_UP}{meta['version'] or ''}-{meta['size']}-{modified}"
+        return ObjectInfo(key=key, size=meta["size"], version=version, modified=modified)
+
+    @contextlib.contextmanager
+    def _translated(self, key: str) -> Iterator[None]:
+        """Turn obstore's exceptions into ours, naming the object."""
+        try:
+            yield
+        except MillraceError:
+            raise
+        except Exception as error:
+            translated = translate(error, f"{self._scheme}://{key}", self.identity, self._clients.credentials_error())
+            if translated is None:
+                raise
+            raise translated from error
