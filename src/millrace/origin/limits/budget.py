@@ -230,10 +230,10 @@ class Budget:
                 slot = board.find(slot + 1, end)
         now = time.monotonic()
         if now >= self._thorough_at:
-            self._thorough_at = now + _THOROUGH_SECONDS
             for slot in range(stop):
                 if slot not in self._held and board.take(slot):
                     return self._took(slot)
+            self._thorough_at = now + _THOROUGH_SECONDS  # not where there was one: the dead process may have had more
         return None
 
     def _took(self, slot: int) -> int:

@@ -1,0 +1,579 @@
+"""The budget of an origin: its board among real processes, slots that the kernel gives back, the gate, and the schedule."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import ConfigurationError, StorageError
+from millrace.events import Event, add_hook
+from millrace.origin import open_origin
+from millrace.origin.limits import LimitedOrigin, Limits, limited
+from millrace.origin.limits import board as board_module
+from millrace.origin.limits.board import Board, Number
+from millrace.origin.limits.budget import Budget, Closed, Turn, shared_budget
+from millrace.origin.limits.decisions import FEW_REQUESTS
+from millrace.testing.origins import MemoryOrigin
+
+DEADLINE = 30.0
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from millrace.origin.limits.budget import Budget
+budget = Budget("x", Path(sys.argv[1]), most=int(sys.argv[2]), per_second=None)
+turns = [budget.enter(60.0) for _ in range(int(sys.argv[3]))]
+print("held", flush=True)
+sys.stdin.readline()
+for turn in turns:
+    budget.leave(turn, answered=True)
+print("left", flush=True)
+sys.stdin.readline()
+"""
+
+
+class Holder:
+    """A process that holds turns of a budget."""
+
+    def __init__(self, path: Path, most: int, turns: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(path), str(most), str(turns)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.says() == "held"
+
+    def says(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def go_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "limits" / "origin"
+
+
+@pytest.fixture
+def hold(path: Path) -> Iterator[Callable[[int, int], Holder]]:
+    """Start a process that holds so many turns of at most so many: `hold(most, turns)`."""
+    holders: list[Holder] = []
+
+    def start(most: int, turns: int) -> Holder:
+        holders.append(Holder(path, most, turns))
+        return holders[-1]
+
+    yield start
+    for holder in holders:
+        holder.end()
+
+
+@pytest.fixture
+def events() -> Iterator[list[Event]]:
+    seen: list[Event] = []
+    remove = add_hook(seen.append)
+    yield seen
+    remove()
+
+
+def enter(budget: Budget, patience_seconds: float = 60.0) -> Turn:
+    turn = budget.enter(patience_seconds)
+    assert isinstance(turn, Turn)
+    return turn
+
+
+def in_thread(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+def make(path: Path | None, most: int = 4, per_second: float | None = None) -> Budget:
+    return Budget("test+origin", path, most=most, per_second=per_second)
+
+
+# --- slots --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_no_more_than_the_most_are_in_flight(path: Path, shared: bool) -> None:
+    budget = make(path if shared else None)
+    lock, at_once, seen = threading.Lock(), 0, []
+
+    def work() -> None:
+        nonlocal at_once
+        for _ in range(40):
+            turn = enter(budget)
+            with lock:
+                at_once += 1
+                seen.append(at_once)
+            time.sleep(0.0002)
+            with lock:
+                at_once -= 1
+            budget.leave(turn, answered=True)
+
+    threads = [in_thread(work) for _ in range(16)]
+    for thread in threads:
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+    assert len(seen) == 16 * 40
+    assert max(seen) <= 4
+
+
+def test_processes_share_the_slots(path: Path, hold: Callable[[int, int], Holder]) -> None:
+    holder = hold(4, 3)
+    budget = make(path)
+    last = enter(budget)
+    waiting: list[Turn] = []
+    thread = in_thread(lambda: waiting.append(enter(budget)))
+    time.sleep(0.2)
+    assert not waiting  # nothing to wait on: it must stay so
+    holder.go_on()
+    thread.join(DEADLINE)
+    assert len(waiting) == 1
+    budget.leave(last, answered=True)
+    budget.leave(waiting[0], answered=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_that_is_killed_gives_its_slots_back(
+    path: Path, hold: Callable[[int, int], Holder], number: signal.Signals
+) -> None:
+    holder = hold(4, 4)
+    budget = make(path)
+    turns: list[Turn] = []
+    threads = [in_thread(lambda: turns.append(enter(budget))) for _ in range(4)]
+    time.sleep(0.1)
+    assert not turns
+    holder.process.send_signal(number)
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert len({turn.slot for turn in turns}) == 4
+
+
+def test_one_that_asks_for_less_keeps_to_it(path: Path, hold: Callable[[int, int], Holder]) -> None:
+    hold(8, 6)
+    modest = make(path, most=2)
+    got: list[Turn] = []
+    for _ in range(3):
+        in_thread(lambda: got.append(enter(modest)))
+    time.sleep(0.2)
+    assert len(got) <= 2
+    assert {turn.slot for turn in got} <= {0, 1}
+
+
+def test_turns_are_given_in_the_order_of_asking(path: Path) -> None:
+    budget = make(path, most=1)
+    first = enter(budget)
+    order: list[int] = []
+
+    def work(number: int) -> None:
+        turn = enter(budget)
+        order.append(number)
+        budget.leave(turn, answered=True)
+
+    threads = []
+    for number in range(6):
+        threads.append(in_thread(lambda number=number: work(number)))  # type: ignore[misc]
+        until(lambda number=number: len(budget._waiting) == number + 1)  # type: ignore[misc]
+    budget.leave(first, answered=True)
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert order == list(range(6))
+
+
+def test_two_processes_that_both_want_all_get_both(path: Path) -> None:
+    """One that always has somebody waiting must not keep every slot to itself."""
+    program = """
+import sys, threading, time
+from pathlib import Path
+from millrace.origin.limits.budget import Budget
+budget = Budget("x", Path(sys.argv[1]), most=2, per_second=None)
+stop, done = threading.Event(), [0]
+def work():
+    while not stop.is_set():
+        turn = budget.enter(60.0)
+        time.sleep(0.002)
+        budget.leave(turn, answered=True)
+        done[0] += 1
+threads = [threading.Thread(target=work) for _ in range(6)]
+[thread.start() for thread in threads]
+print("runs", flush=True)
+while sys.stdin.readline().strip() != "end":
+    print(done[0], flush=True)
+stop.set()
+"""
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+
+    def ask(process: subprocess.Popen[str]) -> int:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("how many\n")
+        process.stdin.flush()
+        return int(process.stdout.readline())
+
+    try:
+        for process in both:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "runs\n"
+        begun = [ask(process) for process in both]
+        until(lambda: all(ask(process) >= before + 20 for process, before in zip(both, begun, strict=True)))
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
+
+
+def test_an_interrupted_wait_leaves_nothing_behind(path: Path) -> None:
+    budget = make(path, most=1)
+    held = enter(budget)
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            budget.enter(60.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    budget.leave(held, answered=True)
+    assert not budget._waiting
+    budget.leave(enter(budget), answered=True)
+
+
+# --- fork ---------------------------------------------------------------------------------------------
+
+
+def in_child(call: Callable[[], bool]) -> int:
+    """Fork; the child calls and tells by its exit code. Returns its pid."""
+    pid = os.fork()
+    if pid == 0:
+        code = 2
+        try:
+            code = 0 if call() else 1
+        finally:
+            os._exit(code)
+    return pid
+
+
+def exit_code(pid: int) -> int:
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError("the child hangs")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_child_has_none_of_the_parents_turns(path: Path, shared: bool) -> None:
+    budget = shared_budget("forked", path if shared else None, most=2, per_second=None)
+    held = enter(budget)
+
+    def child() -> bool:
+        budget.leave(held, answered=True)  # the parent's: nothing happens
+        mine = enter(budget)
+        return mine.slot != held.slot if shared else True
+
+    assert exit_code(in_child(child)) == 0
+    # The child's slot came back with its end, and the parent's own was not given away.
+    other = enter(budget)
+    assert other.slot != held.slot
+
+
+def test_a_child_that_lives_on_does_not_keep_the_parents_slots(path: Path) -> None:
+    """The kernel frees locks of a description when its last copy is closed: the child must not have one."""
+    program = """
+import os, sys, time
+from pathlib import Path
+from millrace.origin.limits.budget import shared_budget
+budget = shared_budget("x", Path(sys.argv[1]), most=1, per_second=None)
+turn = budget.enter(60.0)
+pid = os.fork()
+if pid == 0:
+    time.sleep(60)
+    os._exit(0)
+print(pid, flush=True)
+sys.stdin.readline()
+os._exit(0)
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    try:
+        parent.kill()
+        parent.wait()
+        turns: list[Turn] = []
+        thread = in_thread(lambda: turns.append(enter(make(path, most=1))))
+        thread.join(DEADLINE)
+        assert len(turns) == 1
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.communicate()
+
+
+def test_a_child_is_not_held_up_by_what_the_parents_threads_did(path: Path) -> None:
+    budget = shared_budget("busy parent", path, most=2, per_second=None)
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            budget.leave(enter(budget), answered=True)
+
+    threads = [in_thread(work) for _ in range(4)]
+    try:
+        for _ in range(5):
+
+            def child() -> bool:
+                budget.leave(enter(budget), answered=True)
+                return True
+
+            assert exit_code(in_child(child)) == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(DEADLINE)
+
+
+# --- gate ---------------------------------------------------------------------------------------------
+
+
+def test_the_gate_closes_for_every_process(path: Path) -> None:
+    one, other = make(path), make(path)
+    turn = enter(one)
+    assert one.busy(turn, retry_after=1000.0)
+    one.leave(turn, answered=False)
+    for budget in (one, other):
+        answer = budget.enter(60.0)
+        assert isinstance(answer, Closed)
+        assert 800.0 < answer.seconds <= 905.0  # 1,000 s is more than any gate stays closed
+
+
+def test_a_pause_within_the_patience_is_waited_for_and_counted(path: Path) -> None:
+    budget = make(path)
+    turn = enter(budget)
+    budget.busy(turn, retry_after=0.2)
+    budget.leave(turn, answered=False)
+    later = enter(budget)
+    assert later.began - turn.began >= 0.2
+    assert 0.1 < later.closed_seconds < 10.0
+    budget.leave(later, answered=True)
+
+
+def test_answers_to_requests_of_one_crowd_close_it_once(path: Path, events: list[Event]) -> None:
+    budget = make(path, most=64)
+    crowd = [enter(budget) for _ in range(40)]
+    assert [budget.busy(turn, None) for turn in crowd].count(True) == 1
+    board = budget._board
+    assert board is not None
+    assert board.numbers[Number.CLOSINGS] == 1
+    assert budget._window().requests == FEW_REQUESTS
+    assert budget._window().threshold == 32.0
+    assert [event.name for event in events] == ["origin.gate.closed"]
+
+
+def test_it_opens_for_a_few_and_then_for_more(path: Path, events: list[Event]) -> None:
+    budget = make(path, most=8)
+    crowd = [enter(budget) for _ in range(8)]
+    budget.busy(crowd[0], retry_after=0.05)
+    for turn in crowd:
+        budget.leave(turn, answered=True)  # successes of before the closing open nothing
+    assert [event.name for event in events] == ["origin.gate.closed"]
+    few = [enter(budget) for _ in range(FEW_REQUESTS)]
+    got: list[Turn] = []
+    thread = in_thread(lambda: got.append(enter(budget)))
+    time.sleep(0.1)
+    assert not got
+    for turn in few:
+        budget.leave(turn, answered=True)
+    thread.join(DEADLINE)
+    assert len(got) == 1
+    assert [event.name for event in events] == ["origin.gate.closed", "origin.gate.opened"]
+    assert {event.subject for event in events} == {"test+origin"}
+    budget.leave(got[0], answered=True)
+    while not budget._window().is_open:
+        budget.leave(enter(budget), answered=True)
+    assert len(events) == 2
+
+
+def test_one_closing_after_another_lasts_longer(path: Path) -> None:
+    budget = make(path)
+    board = Board(path)
+    pauses = []
+    for _ in range(6):
+        turn = Turn(0, time.monotonic(), 0.0)
+        budget.busy(turn, None)
+        now = time.monotonic()
+        pauses.append(board.numbers[Number.CLOSED_UNTIL] - now)
+        with board.exclusive():
+            board.numbers[Number.CLOSED_UNTIL] = 0.0  # as if the time had passed
+    assert all(later > 0.9 * earlier for earlier, later in zip(pauses, pauses[2:], strict=False))
+    assert pauses[-1] > 3.5
+
+
+# --- rate ---------------------------------------------------------------------------------------------
+
+
+def test_the_rate_is_common_to_all(path: Path) -> None:
+    begun: list[float] = []
+    budgets = [make(path, most=64, per_second=50.0) for _ in range(2)]
+
+    def work(budget: Budget) -> None:
+        for _ in range(5):
+            turn = enter(budget)
+            begun.append(turn.began)
+            budget.leave(turn, answered=True)
+
+    threads = [in_thread(lambda budget=budget: work(budget)) for budget in budgets for _ in range(2)]  # type: ignore[misc]
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert len(begun) == 20
+    begun.sort()
+    assert begun[-1] - begun[0] >= (20 - 5) / 50.0 - 0.01  # all but one burst of a tenth of a second
+
+
+# --- the file -----------------------------------------------------------------------------------------
+
+
+def test_the_file_is_this_users_alone(path: Path) -> None:
+    before = os.umask(0)
+    try:
+        make(path).enter(1.0)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"precious")
+    path.parent.mkdir(mode=0o700)
+    path.symlink_to(target)
+    with pytest.raises(StorageError):
+        Board(path)
+    assert target.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("place", ["file", "link", "pipe"])
+def test_without_a_shared_file_a_process_keeps_to_its_own_budget(
+    tmp_path: Path, events: list[Event], place: str
+) -> None:
+    path = tmp_path / "limits" / "origin"
+    if place == "file":
+        path.parent.write_bytes(b"in the way")
+    else:
+        path.parent.mkdir(mode=0o700)
+        if place == "link":
+            path.symlink_to("/dev/zero")
+        else:
+            os.mkfifo(path)
+    budget = make(path, most=1)
+    turn = enter(budget)
+    got: list[Turn] = []
+    thread = in_thread(lambda: got.append(enter(budget)))
+    time.sleep(0.05)
+    assert not got
+    budget.leave(turn, answered=True)
+    thread.join(DEADLINE)
+    assert len(got) == 1
+    assert [event.name for event in events] == ["origin.limits.private"]
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 20_000, b"millrace-limits 1 of another boot\n" + b"\xff" * 9_000])
+def test_what_another_boot_or_program_left_is_begun_anew(path: Path, content: bytes) -> None:
+    path.parent.mkdir(mode=0o700)
+    path.write_bytes(content)
+    budget = make(path)
+    turn = budget.enter(0.0)
+    assert isinstance(turn, Turn)
+    assert budget._window().is_open
+
+
+def test_a_process_that_stopped_in_the_middle_of_a_change_stops_nobody(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board_module, "_MUTEX_SECONDS", 0.1)
+    stopped = Board(path)
+    budget = make(path, per_second=1000.0)
+    with stopped.exclusive():
+        turn = enter(budget)  # after a while
+    budget.leave(turn, answered=True)
+
+
+# --- around an origin ---------------------------------------------------------------------------------
+
+
+def test_a_limited_origin_is_the_same_in_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_MAX_REQUESTS", "5")
+    origin = open_origin("s3", {"key": "k", "secret": "s3cr3t"}, {"request_rate": 10, "cache_dir": str(tmp_path)})
+    assert isinstance(origin, LimitedOrigin)
+    assert "s3cr3t" not in repr(origin)
+    monkeypatch.setenv("MILLRACE_MAX_REQUESTS", "6")  # as on the receiver's node
+    copy = pickle.loads(pickle.dumps(origin))
+    assert copy.identity == origin.identity
+    assert (origin._budget._most, origin._budget._per_second) == (5, 10.0)
+    assert (copy._budget._most, copy._budget._per_second) == (6, 10.0)
+    assert copy._budget._path == origin._budget._path
+    assert not any(tmp_path.iterdir())  # before the first request
+
+
+def test_defaults_by_scheme(tmp_path: Path) -> None:
+    remote = MemoryOrigin(identity="remote")
+    for scheme, most in (("s3", 128), ("hf", 128), ("https", 16), ("sftp", 128)):
+        origin = limited(remote, Limits.of(scheme, {"cache_dir": str(tmp_path)}))
+        assert isinstance(origin, LimitedOrigin)
+        assert origin._budget._most == most
+    local = MemoryOrigin(identity="local", head_is_local=True)
+    assert limited(local, Limits.of("file")) is local
+
+
+def test_a_bad_limit_is_told_when_the_origin_is_opened() -> None:
+    with pytest.raises(ConfigurationError, match="max_requests"):
+        open_origin("s3", {}, {"max_requests": "many"})
+
+
+def test_origins_of_one_storage_share_a_budget(tmp_path: Path) -> None:
+    limits = Limits.of("s3", {"cache_dir": str(tmp_path)})
+    first, second = (limited(MemoryOrigin(identity="same"), limits) for _ in range(2))
+    other = limited(MemoryOrigin(identity="other"), limits)
+    assert isinstance(first, LimitedOrigin)
+    assert isinstance(second, LimitedOrigin)
+    assert isinstance(other, LimitedOrigin)
+    assert first._budget is second._budget
+    assert other._budget._path != first._budget._path
