@@ -26,13 +26,12 @@ export TMPDIR=$scratch RAY_TMPDIR=$scratch
 timeout --foreground --kill-after=30 4500 .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" 2>&1 | tee "$scratch/output"
 status=${PIPESTATUS[0]}
 
-# Tests with real processes wait for real deadlines, which a busy machine can miss. A few of them may run a second time, alone;
-# the last line names them, for each is a test to be mended. What decides purely gets no second chance.
+# Most tests have real processes or threads and wait for real deadlines, which a busy machine can miss. A few may run a second
+# time, alone; the last line names them, for each is a test to be mended.
 again=""
 mapfile -t failed < <(sed -nE 's/^(FAILED|ERROR) ([^ ]*).*/\2/p' "$scratch/output" | sort -u)
-if ((status == 1 && ${#failed[@]} >= 1 && ${#failed[@]} <= 3)) &&
-  ! printf '%s\n' "${failed[@]}" | grep -qvE '^tests/(integration|faults)/.*::'; then
-  echo "test: ${#failed[@]} failed among those with real processes; they run again, alone"
+if ((status == 1 && ${#failed[@]} >= 1 && ${#failed[@]} <= 3)) && ! printf '%s\n' "${failed[@]}" | grep -qv ::; then
+  echo "test: ${#failed[@]} failed; they run again, alone"
   .venv/bin/python -m pytest --last-failed --last-failed-no-failures none "$@"
   second=$?
   if ((second == 0)); then
