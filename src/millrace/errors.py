@@ -189,9 +189,13 @@ class RetryableError(MillraceError, OSError):
 
 
 class OriginUnavailableError(RetryableError):
-    """The origin cannot be reached, or keeps failing."""
+    """The origin cannot be reached, or keeps failing.
+
+    `is_final`: its answer says that it will not do this (a 400, a 501), and was not asked for again.
+    """
 
     code = "origin-unavailable"
+    is_final: bool = False
 
 
 class OriginBusyError(OriginUnavailableError):

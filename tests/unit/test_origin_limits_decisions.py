@@ -36,6 +36,8 @@ from millrace.origin.limits.decisions import (
 )
 from millrace.origin.limits.retry_after import parse_retry_after
 
+REFUSED = OriginUnavailableError("400")
+REFUSED.is_final = True
 HALF_PAST_SEVEN = 784_884_600.0  # Tue, 15 Nov 1994 07:30:00 GMT
 
 
@@ -141,6 +143,7 @@ def test_the_pause_of_a_gate(closings: int, retry_after: float | None, least: fl
     [
         (OriginBusyError("slow down", retry_after=3), Verdict.WAIT_FOR_GATE),
         (OriginUnavailableError("reset"), Verdict.RETRY),
+        (REFUSED, Verdict.RAISE),
         (DeniedError("403"), Verdict.RAISE),
         (ObjectNotFoundError("404"), Verdict.RAISE),
         (ObjectChangedError("412"), Verdict.RAISE),

@@ -96,11 +96,18 @@ def translate(
             next_step="try again later, or with fewer workers",
         )
     if isinstance(error, library.BaseError | OSError | ValueError):
-        return OriginUnavailableError(
+        failed = OriginUnavailableError(
             f"{url}: {identity} failed ({_first_line(error)})",
             next_step="check that the endpoint is up and reachable from this machine",
         )
+        failed.is_final = _is_final(http_status(error))
+        return failed
     return None
+
+
+def _is_final(status: int | None) -> bool:
+    """Whether an answer says that the same request will not succeed later either."""
+    return status is not None and (status in (501, 505) or (400 <= status < 500 and status not in (408, 425, 429)))
 
 
 def _first_line(error: BaseException) -> str:

@@ -126,7 +126,8 @@ def verdict_on(error: MillraceError) -> Verdict:
     """Whether another try can help. Everything but a busy and an unavailable origin stays as it is."""
     if isinstance(error, OriginBusyError):
         return Verdict.WAIT_FOR_GATE
-    return Verdict.RETRY if isinstance(error, OriginUnavailableError) else Verdict.RAISE
+    passing = isinstance(error, OriginUnavailableError) and not error.is_final
+    return Verdict.RETRY if passing else Verdict.RAISE
 
 
 def is_unsure(kind: Kind, error: MillraceError) -> bool:
