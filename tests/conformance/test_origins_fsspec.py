@@ -49,8 +49,8 @@ class TestObjectStore(OriginConformance):
     """s3fs, as an example of an object store's own library on fsspec's event loop, over a real S3 server."""
 
     largest_listing = 1_020
-    # SeaweedFS makes slashes of the first two; s3fs takes the last for a version of `decoy`.
-    unsupported_names = frozenset({"back\\slash", "in\\..\\decoy", "decoy?versionId=1"})
+    unsupported_names = frozenset({"back\\slash"})  # SeaweedFS makes slashes of them
+    test_a_hostile_name_is_an_error_or_an_object_of_its_own = None  # who refuses them is tried above, without a server
 
     @pytest.fixture
     def origin(self, s3: S3Server, bucket: str) -> Origin:

@@ -7,8 +7,7 @@ no Python between.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -26,31 +25,28 @@ from millrace.filesystem.files import BufferedFile, CachedFile, MappedFile
 from millrace.filesystem.handler import MillraceHandler, python_file
 from millrace.filesystem.hot import HotOpens
 from millrace.filesystem.managing import CacheManagement
+from millrace.filesystem.paths import OWN_SCHEME, Paths, without_any_scheme
 from millrace.filesystem.writing import WritingFileSystem
-from millrace.origin import SCHEMES, ObjectInfo, open_origin, service_of
-from millrace.origin.userinfo import refuse_password
+from millrace.origin import SCHEMES, ObjectInfo, open_origin
 from millrace.peers.attach import Attached
 
 _T = TypeVar("_T")
 
-_OWN_SCHEME = "millrace"
-
 # Names of which pyarrow decompresses a stream by itself.
 _COMPRESSED = (".bz2", ".gz", ".lz4", ".zst")
 
-# Protocols whose keys are absolute paths rather than bucket/key.
-_ROOTED = frozenset(scheme for scheme, served in SCHEMES.items() if served == "file")
-
 
 def filesystem(protocol: str, target_options: Mapping[str, Any] | None = None, **options: Any) -> MillraceFileSystem:
-    """The file system over `protocol` (`"s3"`, `"file"`) with a cache beneath.
+    """The file system over `protocol` with a cache beneath: `"s3"`, `"az"`, `"gs"`, `"hf"`, `"https"`, `"file"`, or any other
+    that fsspec knows.
 
-    `target_options` are those of s3fs (`key`, `secret`, `token`, `endpoint_url`, `anon`, `client_kwargs`, ...). The other
-    options are `cache_dir`, `capacity`, `min_free`, `members`, `consistency` and `native`, see `docs/reference/options.md`;
-    each can also come from `MILLRACE_*` variables and `millrace.toml`.
+    `target_options` are those that s3fs, adlfs, gcsfs, huggingface_hub or fsspec's library for the protocol take. The other
+    options are `cache_dir`, `capacity`, `min_free`, `members`, `consistency` and more, see `docs/reference/options.md`; each
+    can also come from `MILLRACE_*` variables and `millrace.toml`.
 
     The result is picklable, thread-safe, usable after a fork, and both an fsspec and a pyarrow file system. Its pickle
-    carries explicit `target_options`, secrets included. Raises `ConfigurationError`.
+    carries explicit `target_options`, secrets included. Raises `ConfigurationError`, and `MissingDependencyError` where a
+    library is needed that is not installed.
     """
     return MillraceFileSystem(target_protocol=protocol, target_options=target_options, **options)
 
@@ -58,7 +54,7 @@ def filesystem(protocol: str, target_options: Mapping[str, Any] | None = None, *
 class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # type: ignore[misc]
     """See `filesystem`. Registered with fsspec as `millrace`; `target_protocol` names what lies behind."""
 
-    protocol: str | tuple[str, ...] = _OWN_SCHEME
+    protocol: str | tuple[str, ...] = OWN_SCHEME
     root_marker = ""
     cachable = True
     # `fo` is the path of the next link of a chained URL; it says nothing about the file system.
@@ -83,19 +79,19 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         WritingFileSystem.__init__(self, **_fsspec_options(options))
         self._arguments = arguments
         self._target_protocol = target_protocol
-        self._rooted = target_protocol in _ROOTED
-        if self._rooted:
-            # Instead of the class's: also fsspec's own methods must see absolute paths.
-            self._strip_protocol = _strip_local  # type: ignore[method-assign]
         self._target_options = dict(target_options or {})
         limits = {name: arguments.get(name) for name in LIMIT_NAMES}
         self._origin = open_origin(target_protocol, self._target_options, limits)
+        self._paths = Paths(target_protocol, self._target_options, self._origin.identity)
+        self._rooted = self._paths.rooted
+        # Instead of the class's, which does not know of which storage this is: also for fsspec's own methods.
+        self._strip_protocol = self._paths.strip  # type: ignore[method-assign]
         self._options = resolve(arguments)
         self._attached = Attached(self._options, self._origin)
         self._hot = HotOpens() if _hot is None else _hot
-        # "s3" must be among the protocols, or Ray resolves s3:// paths against AWS; and must not be the first, or Ray
-        # may bypass this file system with a client of its own.
-        self.protocol = (_OWN_SCHEME, *service_of(target_protocol).aliases)
+        # All aliases: "s3" must be among the protocols, or Ray resolves s3:// paths against AWS; and must not be the first,
+        # or Ray may bypass this file system with a client of its own.
+        self.protocol = (OWN_SCHEME, *self._paths.aliases)
         if _pyarrow_half:
             inner = MillraceFileSystem(
                 target_protocol,
@@ -136,10 +132,10 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         """`s3://bucket/key`, `millrace://bucket/key` and `bucket/key` all name `bucket/key`."""
         if isinstance(path, list):
             return [cls._strip_protocol(item) for item in path]
-        return _without_scheme(path, SCHEMES)
+        return without_any_scheme(path, SCHEMES)
 
     def unstrip_protocol(self, name: str) -> str:
-        return f"{self._target_protocol}://{self._strip_protocol(name)}"
+        return self._paths.url_of(name)
 
     @property
     def target_options(self) -> dict[str, Any]:
@@ -148,7 +144,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
 
     @property
     def fsid(self) -> str:
-        return f"{_OWN_SCHEME}_{self._origin.identity}"
+        return f"{OWN_SCHEME}_{self._origin.identity}"
 
     # --- what the cache knows ---------------------------------------------------------------------
 
@@ -267,15 +263,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
 
     def key_of(self, path: str) -> str:
         """The origin's name of what a user calls `path`. Local paths are made absolute against the current directory."""
-        if self._rooted:
-            return str(self._strip_protocol(path))
-        if isinstance(path, str) and "://" not in path:  # the usual case, in the way of every first open
-            key = path.strip("/")
-        else:
-            key = str(self._strip_protocol(path)).strip("/")
-        if ":" in key:
-            refuse_password(self._target_protocol, key)
-        return key
+        return self._paths.key_of(path)
 
     def _find_here(self, path: str) -> pa.Buffer | None:
         """All bytes of what `path` names, if one look at the index finds them; None: `_look_up` says more.
@@ -290,14 +278,10 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
             name = found.entry.name
             opens.tell(name.origin, name.key)
         hot = None
-        if not self._is_movable(path):
+        if not self._paths.is_movable(path):
             hot = self._hot.keep(path, found, until=until, changes=(found.disk.signals, stamp.changes))
         found.disk.usage.touched(hot or Use(found.entry))
         return found.buffer
-
-    def _is_movable(self, path: str) -> bool:
-        """Whether `path` is relative, so that it means something else in another directory."""
-        return self._rooted and not _without_scheme(path, _ROOTED).startswith("/")
 
     def _look_up(self, path: str) -> tuple[ObjectInfo, pa.Buffer | None]:
         """What `path` names, and all of its bytes if they are here; remembered for the next time. Counts as a use.
@@ -312,7 +296,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         found = node.find_native(self._origin, info, seen)
         if found is None:
             return info, None
-        if seen is not None and until > self._hot.clock() and not self._is_movable(path):
+        if seen is not None and until > self._hot.clock() and not self._paths.is_movable(path):
             self._hot.keep(path, found, until=until, changes=(seen.disk.signals, seen.stamp.changes))
         return info, found.buffer
 
@@ -364,24 +348,6 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
             raise
         finally:
             reader.close()
-
-
-def _without_scheme(path: Any, schemes: Iterable[str]) -> str:
-    text = str(path)
-    scheme, separator, rest = text.partition("://")
-    if separator and (scheme == _OWN_SCHEME or scheme in schemes):
-        text = rest
-    return text.rstrip("/") if not text.startswith("/") else "/" + text.strip("/")
-
-
-def _strip_local(path: Any) -> Any:
-    """An absolute path without a scheme, as `LocalFileSystem` would name it."""
-    if isinstance(path, list):
-        return [_strip_local(item) for item in path]
-    text = _without_scheme(path, _ROOTED)
-    if text.startswith("/") and "/." not in text and "//" not in text:
-        return text
-    return os.path.abspath(os.path.expanduser(text))
 
 
 def _rebuild(target_protocol: str, target_options: dict[str, Any], arguments: dict[str, Any]) -> MillraceFileSystem:

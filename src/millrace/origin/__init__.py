@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from millrace.origin.addresses import origin_for_url
 from millrace.origin.protocol import (
     Listable,
     Listing,
@@ -12,7 +13,7 @@ from millrace.origin.protocol import (
     Readable,
     Writable,
 )
-from millrace.origin.schemes import SCHEMES, open_origin, origin_for_url, service_of, split_url
+from millrace.origin.schemes import SCHEMES, open_origin, service_of, split_url
 
 __all__ = [
     "SCHEMES",

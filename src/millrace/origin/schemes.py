@@ -61,6 +61,11 @@ def service_of(scheme: str) -> Service:
     return found
 
 
+def is_of_fsspec(service: Service) -> bool:
+    """Whether a service is a library that fsspec has, rather than one of the table."""
+    return service.implementation == _FSSPEC
+
+
 def _of_fsspec(scheme: str) -> Service | None:
     """The service over the library that fsspec has for `scheme`; names of the same class are aliases of each other."""
     if scheme in _CACHES:
@@ -99,9 +104,3 @@ def split_url(url: str) -> tuple[str, str]:
     if separator:
         refuse_password(scheme, key)
     return (scheme, key) if separator else ("file", url)
-
-
-def origin_for_url(url: str, target_options: Mapping[str, Any] | None = None) -> tuple[Origin, str]:
-    """Open the origin of `url`; returns it with the key (`bucket/path`) that `url` names there."""
-    scheme, key = split_url(url)
-    return open_origin(scheme, target_options), key

@@ -14,7 +14,6 @@ from typing_extensions import Buffer
 
 from millrace.errors import (
     ConfigurationError,
-    MissingDependencyError,
     ObjectChangedError,
     ObjectNotFoundError,
     OriginUnavailableError,
@@ -23,6 +22,7 @@ from millrace.errors import (
 from millrace.origin.fsspec_origin import uploads
 from millrace.origin.fsspec_origin.clients import Clients
 from millrace.origin.fsspec_origin.describing import describe, is_directory
+from millrace.origin.fsspec_origin.library import class_of
 from millrace.origin.fsspec_origin.naming import identity_of, is_local, is_usable, part_of_nothing
 from millrace.origin.fsspec_origin.translation import translated
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo
@@ -45,7 +45,7 @@ class FsspecOrigin:
     def __init__(self, scheme: str, target_options: Mapping[str, Any] | None = None) -> None:
         self._scheme = scheme
         self._target_options = dict(target_options or {})
-        self._class = _class_of(scheme)
+        self._class = class_of(scheme)
         self._rooted = self._class.root_marker == "/"
         self._clients = Clients(self._class, self._target_options)
 
@@ -215,18 +215,3 @@ class FsspecOrigin:
 
     def _url(self, key: str) -> str:
         return f"{self._scheme}://{key}"
-
-
-def _class_of(scheme: str) -> Any:
-    from fsspec import get_filesystem_class
-
-    try:
-        return get_filesystem_class(scheme)
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{scheme}:// needs a library that is not installed", next_step=str(error).splitlines()[0]
-        ) from error
-    except ValueError as error:
-        raise ConfigurationError(
-            f"fsspec knows no protocol {scheme!r}", next_step="register it with fsspec.register_implementation"
-        ) from error
