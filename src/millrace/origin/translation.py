@@ -83,6 +83,12 @@ def translate(
             f"the credentials for {url} have expired",
             next_step="give new ones, or a profile or an identity, which are renewed without asking",
         )
+    if http_status(error) == 400 and code is None:
+        # So S3 answers a HEAD with credentials that have expired: without a body there is no place for the reason.
+        return DeniedError(
+            f"{url}: the origin refuses the request (status 400), and does not say why",
+            next_step="check that the credentials have not expired, and the name",
+        )
     refused = isinstance(error, library.PermissionDeniedError | library.UnauthenticatedError | PermissionError)
     if refused or code in _REFUSALS:
         return DeniedError(
