@@ -37,7 +37,7 @@ _COMPRESSED = (".bz2", ".gz", ".lz4", ".zst")
 
 
 def filesystem(protocol: str, target_options: Mapping[str, Any] | None = None, **options: Any) -> MillraceFileSystem:
-    """The file system over `protocol` with a cache beneath: `"s3"`, `"az"`, `"gs"`, `"hf"`, `"https"`, `"file"`, or any other
+    """The file system over `protocol` with a cache beneath: `"s3"`, `"az"`, `"gs"`, `"hf"`, `"https"`, `"file"`, or another
     that fsspec knows.
 
     `target_options` are those that s3fs, adlfs, gcsfs, huggingface_hub or fsspec's library for the protocol take. The other
