@@ -18,12 +18,16 @@ from millrace.origin.credentials import Found, find_credentials
 from millrace.origin.obstore_library import obstore_library
 from millrace.origin.options import StoreOptions, azure_options, gcs_options, s3_options, split_account
 
+# Of uploads in parts, each of which obstore itself repeats.
 RETRY: dict[str, Any] = {
     "max_retries": 8,
     "retry_timeout": timedelta(seconds=60),
     # Jittered: a server that restarts is waited for 10 to 20 seconds, one that is gone is an error after that.
     "backoff": {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=5), "base": 4},
 }
+# Requests that can be repeated whole are repeated above all origins (`origin/limits`), where the origin's budget is known.
+_NO_RETRY: dict[str, Any] = {**RETRY, "max_retries": 0}
+
 CLIENT: dict[str, Any] = {
     "connect_timeout": timedelta(seconds=5),
     "timeout": timedelta(seconds=120),
@@ -150,6 +154,6 @@ class Clients:
             container,
             config={**self._options.config, **state.found.config},
             client_options={**CLIENT, **self._options.client_options},
-            retry_config=RETRY,
+            retry_config=RETRY if streams else _NO_RETRY,
             credential_provider=provider,
         )

@@ -19,6 +19,11 @@ Result = TypeVar("Result")
 # Control characters, bytes that were no UTF-8 (as Python keeps them in a string), and parts that a URL would resolve away.
 _UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]|(?:^|/)\.{0,2}(?:/|$)")
 
+# In bytes of UTF-8. No cloud has longer keys, and Linux no longer parts of a path.
+_KEY_BYTES = 1024
+_PATH_BYTES = 4095
+_PART_BYTES = 255
+
 # Begins the version of an object for which the origin has no ETag.
 MADE_UP = "~"
 
@@ -94,6 +99,10 @@ class StoreAccess:
                 f"{self._scheme}://{key} is no valid object name",
                 next_step="use UTF-8 without control characters, and no empty, '.' or '..' parts",
             )
+        if _is_too_long(self._scheme, path):
+            raise ObjectNotFoundError(
+                f"{self._scheme}://{key[:64]}... is no valid object name", next_step="use a shorter name"
+            )
         return self._clients.get(bucket, streams=streams), path
 
     def _info(self, key: str, meta: Mapping[str, Any]) -> ObjectInfo:
@@ -113,3 +122,13 @@ class StoreAccess:
             if translated is None:
                 raise
             raise translated from error
+
+
+def _is_too_long(scheme: str, path: str) -> bool:
+    """Whether no storage of this scheme has a name as long as this; known without a request."""
+    if len(path) * 4 <= _PART_BYTES:
+        return False
+    size = len(path.encode())
+    if scheme != "file":
+        return size > _KEY_BYTES
+    return size > _PATH_BYTES or any(len(part.encode()) > _PART_BYTES for part in path.split("/"))
