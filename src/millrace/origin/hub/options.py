@@ -1,0 +1,103 @@
+"""The options of huggingface_hub's file system, and the token where users keep it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from millrace.errors import ConfigurationError, DeniedError
+
+HUB_OPTIONS = ("endpoint", "token")
+# They shape reading and listing inside huggingface_hub's own file system.
+IGNORED_OPTIONS = ("block_size", "expand_info", "live_follow", "max_workers")
+
+_DEFAULT_ENDPOINT = "https://huggingface.co"
+_YES = frozenset({"1", "on", "true", "yes"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubOptions:
+    """`endpoint` is without a slash at its end. `token` is as given: a string, True (there must be one), None (if there is
+    one) or False (none is sent)."""
+
+    endpoint: str
+    token: str | bool | None = field(default=None, repr=False)
+
+
+def hub_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) -> HubOptions:
+    """Check options of `HfFileSystem`. Raises `ConfigurationError`; never repeats a value."""
+    known = (*HUB_OPTIONS, *IGNORED_OPTIONS)
+    unknown = sorted(set(target_options) - set(known))
+    if unknown:
+        raise ConfigurationError(
+            f"unknown option of the hub {', '.join(map(repr, unknown))}", next_step=f"known ones are {', '.join(known)}"
+        )
+    endpoint = target_options.get("endpoint") or environ.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT
+    try:
+        parts = urlsplit(endpoint.rstrip("/"))
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query and not parts.fragment
+    except (AttributeError, ValueError):
+        usable = False
+    if not usable:
+        raise ConfigurationError("the hub's endpoint is no URL", next_step=f"write it as {_DEFAULT_ENDPOINT}")
+    if "@" in parts.netloc:
+        raise ConfigurationError("the hub's endpoint has a user name or password in it", next_step="give a 'token'")
+    token = target_options.get("token")
+    if not isinstance(token, str | bool | None) or (isinstance(token, str) and not _sendable(token)):
+        raise ConfigurationError(
+            "the hub's token cannot be used", next_step="give the text of a token, or True or False"
+        )
+    return HubOptions(endpoint=f"{parts.scheme}://{parts.netloc.lower()}{parts.path}", token=token)
+
+
+def _sendable(token: str) -> bool:
+    return bool(token) and token.isascii() and token.isprintable() and " " not in token
+
+
+def find_token(given: str | bool | None, environ: Mapping[str, str]) -> str | None:
+    """The token to send now; None for none. It may be another one next time: sessions of `hf auth login` are renewed.
+
+    Not given, it is looked for as huggingface_hub does: HF_TOKEN, then the file of `hf auth login`. Raises `DeniedError`
+    where there must be one and is none.
+    """
+    if isinstance(given, str):
+        return given
+    if given is False or (given is None and environ.get("HF_HUB_DISABLE_IMPLICIT_TOKEN", "").lower() in _YES):
+        return None
+    token = _users_token(environ)
+    if token is None and given is True:
+        raise DeniedError("no token of the Hugging Face hub is found here", next_step="set HF_TOKEN or `hf auth login`")
+    return token if token is None or _sendable(token) else None
+
+
+def _users_token(environ: Mapping[str, str]) -> str | None:
+    token = (environ.get("HF_TOKEN") or environ.get("HUGGING_FACE_HUB_TOKEN") or "").strip()
+    if token and not environ.get("HF_OIDC_RESOURCE"):
+        return token
+    if importlib.util.find_spec("huggingface_hub") is None:  # it renews sessions; without it the file is as it is
+        return token or _token_of_file(environ)
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.get_token()
+    except Exception as error:
+        raise DeniedError(
+            f"the token of the Hugging Face hub cannot be had ({type(error).__name__})",
+            next_step="set HF_TOKEN or `hf auth login`",
+        ) from error
+
+
+def _token_of_file(environ: Mapping[str, str]) -> str | None:
+    home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    path = Path(environ.get("HF_TOKEN_PATH") or os.path.join(home, "token")).expanduser()
+    try:
+        return path.read_text().strip() or None
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DeniedError(f"the token in {path} cannot be read", next_step="`hf auth login`") from error
