@@ -1,0 +1,276 @@
+"""A proxy before a real server breaks what it relays: reads end right or with a clear error, and nothing wrong is kept.
+
+Each fault is met by every kind of request: a description, the first bytes, a block in the middle, the last one, a whole
+object, a small one, a listing. Once it passes after a while, and once it stays. Afterwards the server is well again, and a
+file system of a new process's state over the same cache reads everything right; all that is stored is looked at, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.versioned import PAGE, assert_store_holds_only, content, versions_in
+
+import millrace
+from millrace.cache.node import close_nodes
+from millrace.errors import (
+    DeniedError,
+    MillraceError,
+    ObjectChangedError,
+    OriginBusyError,
+    OriginUnavailableError,
+)
+from millrace.origin import clients, open_origin
+from millrace.origin.limits import patience, retrying
+from millrace.origin.limits.patience import Patience
+from millrace.testing.region import EmulatedRegion
+from millrace.testing.s3 import S3Server
+
+BLOCK = 4 << 20
+LARGE, TWO_BLOCKS, SMALL = 2 * BLOCK + 8 * PAGE, BLOCK + 8 * PAGE, 16 * PAGE
+LISTED = [f"{number:02d}.bin" for number in range(12)]
+
+
+# --- the ways to ask ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One way to ask the origin. `read` checks what it gets. `method` is that of the requests that are broken."""
+
+    read: Callable[[millrace.MillraceFileSystem, str, int], None]
+    name: str
+    method: str = "GET"
+    size: int = LARGE
+
+
+def _range_of(start: int, nbytes: int) -> Callable[[millrace.MillraceFileSystem, str, int], None]:
+    def read(fs: millrace.MillraceFileSystem, key: str, version: int) -> None:
+        data = fs.cat_file(key, start, start + nbytes)
+        assert len(data) == nbytes
+        assert versions_in(data, start) == {version}
+
+    return read
+
+
+def _whole(fs: millrace.MillraceFileSystem, key: str, version: int) -> None:
+    data = fs.cat_file(key)
+    assert data == content(version, len(data))
+    assert len(data) == fs.info(key)["size"]
+
+
+def _stream(fs: millrace.MillraceFileSystem, key: str, version: int) -> None:
+    start = 0
+    with fs.open_input_stream(key) as file:
+        while data := file.read(64 * PAGE):
+            assert versions_in(data, start) == {version}
+            start += len(data)
+    assert start == TWO_BLOCKS
+
+
+def _describe(fs: millrace.MillraceFileSystem, key: str, version: int) -> None:
+    assert fs.info(key)["size"] == SMALL
+
+
+def _list(fs: millrace.MillraceFileSystem, key: str, version: int) -> None:
+    assert [name.rsplit("/", 1)[-1] for name in fs.find(key)] == LISTED
+
+
+PHASES: dict[str, Phase] = {
+    "description": Phase(_describe, "described.bin", method="HEAD", size=SMALL),
+    "first bytes": Phase(_range_of(0, 2 * PAGE), "ranges.bin"),
+    "middle": Phase(_range_of(BLOCK + 3 * PAGE, PAGE), "ranges.bin"),
+    "last block": Phase(_range_of(LARGE - 2 * PAGE, 2 * PAGE), "ranges.bin"),
+    "whole": Phase(_whole, "whole.bin", size=TWO_BLOCKS),
+    "stream": Phase(_stream, "stream.bin", size=TWO_BLOCKS),
+    "small": Phase(_whole, "small.bin", size=SMALL),
+    "listing": Phase(_list, "listed", size=0),
+}
+
+
+# --- the faults -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A fault of the region, and the error of ours that it is where it stays.
+
+    `only` are the phases that it can do anything to (default: all). `passes` is False where it is an error at once: trying
+    again does not help. `read_timeout` (seconds) is how long a
+    client lets the server be silent.
+    """
+
+    kind: Any
+    error: type[MillraceError] = OriginUnavailableError
+    details: Mapping[str, Any] = field(default_factory=dict)
+    only: frozenset[str] = frozenset(PHASES)
+    passes: bool = True
+    read_timeout: float = 20.0
+
+
+_FEW = frozenset({"description", "whole", "small", "listing"})
+_PARTIAL = frozenset(PHASES) - {"description", "listing"}
+_BODIES = frozenset(PHASES) - {"description"}
+
+TROUBLES: dict[str, Trouble] = {
+    "slow down": Trouble("status", OriginBusyError, {"status": 503}),
+    "slow down for a moment": Trouble("status", OriginBusyError, {"status": 503, "retry_after": 0}),
+    "too many requests": Trouble("status", OriginBusyError, {"status": 429, "code": "TooManyRequests"}),
+    "internal error": Trouble("status", details={"status": 500}),
+    "bad gateway": Trouble("status", details={"status": 502, "code": "BadGateway"}),
+    "stall before the answer": Trouble("stall", details={"seconds": 1.5}, only=_FEW, read_timeout=0.4),
+    "stall in the body": Trouble(
+        "stall", details={"seconds": 1.5, "after_bytes": 1000}, only=_BODIES, read_timeout=0.4
+    ),
+    "lost answer": Trouble("reset"),
+    "reset in the body": Trouble("reset", details={"after_bytes": 1000}, only=_BODIES),
+    "cut body": Trouble("truncate", details={"after_bytes": PAGE}, only=_PARTIAL),
+    "short body": Trouble("shorten", details={"after_bytes": PAGE}, only=_PARTIAL),
+    "short listing": Trouble("shorten", details={"after_bytes": 700}, only=frozenset({"listing"})),
+    "no body": Trouble("shorten", details={"after_bytes": 0}, only=_PARTIAL),
+    "another range": Trouble("range", only=_PARTIAL),
+    "no ranges": Trouble("whole", only=_PARTIAL),
+    "another version": Trouble("version", ObjectChangedError, only=_PARTIAL),
+    "expired": Trouble("status", DeniedError, {"status": 400, "code": "ExpiredToken"}, passes=False),
+    "refused": Trouble("status", DeniedError, {"status": 403}, passes=False),
+}
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Served:
+    """A real server with an object for each phase, and the proxy before it."""
+
+    scheme: str
+    target_options: dict[str, Any]
+    region: EmulatedRegion
+    root: str
+    versions: dict[str, int]
+    contents: dict[str, bytes]
+    """By version as the origin names it."""
+
+    def key(self, phase: str) -> str:
+        return f"{self.root}/{PHASES[phase].name}"
+
+    def break_(self, phase: str, trouble: Trouble, *, count: int | None) -> None:
+        """Break the next requests of a phase."""
+        # An object's path, or that of the listed bucket.
+        path = f"/{self.root.partition('/')[0]}*" if phase == "listing" else f"*/{self.key(phase)}"
+        self.region.fail(trouble.kind, method=PHASES[phase].method, path=path, count=count, **trouble.details)
+
+    def read_right(self, fs: millrace.MillraceFileSystem, phase: str) -> None:
+        PHASES[phase].read(fs, self.key(phase), self.versions[PHASES[phase].name])
+
+
+@pytest.fixture(scope="module")
+def served(s3: S3Server) -> Iterator[Served]:
+    s3.create_bucket("origin-faults")
+    origin = open_origin("s3", s3.target_options)
+    versions = {phase.name: number for number, phase in enumerate(PHASES.values(), 1)}
+    contents: dict[str, bytes] = {}
+    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None) as region:
+        target = {**s3.target_options, "endpoint_url": region.endpoint_url}
+        served = Served("s3", target, region, "origin-faults/d", versions, contents)
+        for phase in PHASES.values():
+            if phase.size:
+                data, key = content(versions[phase.name], phase.size), f"{served.root}/{phase.name}"
+                origin.put(key, data)
+                contents[origin.head(key).version] = data
+            else:
+                for name in LISTED:
+                    origin.put(f"{served.root}/{phase.name}/{name}", b"listed")
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give up sooner, and wait less, than is right in the field: what is decided is the same."""
+    monkeypatch.setattr(patience, "PATIENCE", Patience(seconds=0.8, tries=3))
+    monkeypatch.setattr(retrying, "backoff", lambda failures, draw: 0.01 * draw)
+
+
+@pytest.fixture
+def make(served: Served, tmp_path: Path) -> Iterator[Callable[..., millrace.MillraceFileSystem]]:
+    def make(name: str = "cache", **options: Any) -> millrace.MillraceFileSystem:
+        given = {"cache_dir": str(tmp_path / name), "min_free": 0, "consistency": "1h", **options}
+        return millrace.filesystem(served.scheme, target_options=served.target_options, **given)
+
+    served.region.clear_faults()
+    yield make
+    served.region.clear_faults()
+
+
+def check_all(served: Served, make: Callable[..., millrace.MillraceFileSystem]) -> None:
+    """With the server well again, over the same cache and with nothing in memory: everything is right."""
+    served.region.clear_faults()
+    close_nodes()
+    fs = make(consistency="always")
+    assert_store_holds_only(fs, served.contents)
+    for phase in PHASES:
+        served.read_right(fs, phase)
+    assert assert_store_holds_only(fs, served.contents) >= 8
+    assert fs.cache_counters()["corrupt_blocks"] == 0
+
+
+# --- tests ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_trouble_that_passes(
+    served: Served,
+    make: Callable[..., millrace.MillraceFileSystem],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    trouble = TROUBLES[name]
+    with monkeypatch.context() as changed:
+        changed.setitem(clients.CLIENT, "read_timeout", timedelta(seconds=trouble.read_timeout))
+        # A gate that has closed four times since the last success is closed for longer than is patient here.
+        changed.setattr(patience, "PATIENCE", Patience(seconds=30.0, tries=10))
+        fs = make()
+        for phase in PHASES:
+            if phase not in trouble.only:
+                continue
+            served.break_(phase, trouble, count=1)
+            # What a stream gave out already cannot be of another version than the rest.
+            if not trouble.passes or (phase == "stream" and trouble.error is ObjectChangedError):
+                with pytest.raises(trouble.error):
+                    served.read_right(fs, phase)
+            served.read_right(fs, phase)
+            assert served.region.fault_hits() == [1], phase
+            served.region.clear_faults()
+    check_all(served, make)
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_trouble_that_stays(
+    served: Served,
+    make: Callable[..., millrace.MillraceFileSystem],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    trouble = TROUBLES[name]
+    busy = trouble.error is OriginBusyError
+    with monkeypatch.context() as changed:
+        changed.setitem(clients.CLIENT, "read_timeout", timedelta(seconds=trouble.read_timeout))
+        for phase in sorted(trouble.only & _FEW if busy else trouble.only):
+            # A gate that is closed because of one phase would be closed for the next.
+            fs = make(name=f"cache-{phase}" if busy else "cache")
+            served.break_(phase, trouble, count=None)
+            with pytest.raises(trouble.error) as caught:
+                served.read_right(fs, phase)
+            assert "\n" not in str(caught.value)
+            assert served.root.partition("/")[0] in str(caught.value)
+            assert caught.value.next_step
+            hits = served.region.fault_hits()[0]
+            most = 3 if phase in ("whole", "stream") else 1  # so many requests it takes, which go at once
+            assert 1 <= hits <= (most if not trouble.passes else 99), phase
+            served.region.clear_faults()
+    check_all(served, make)
