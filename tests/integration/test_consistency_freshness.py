@@ -2,99 +2,24 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.asked_processes import AskedProcess
 from tests.versioned import PAGE, content, versions_in
 
 import millrace
 from millrace.errors import ConfigurationError
 from millrace.origin import Origin, open_origin
-from millrace.testing.process import ChildProcess, log_tail
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
 # In one segment; in a file of its own, of two blocks.
 SIZES = {"small.bin": 4 * PAGE, "large.bin": (4 << 20) + 4 * PAGE}
-
-_PROGRAM = """
-import base64, json, sys, time
-real, ahead = time.time, 0.0
-time.time = lambda: real() + ahead  # before anything asks for it
-import millrace
-
-fs = millrace.filesystem("s3", **json.loads(sys.stdin.readline()))
-
-def answer(do, key="", value=0.0):
-    global ahead
-    if do == "advance":
-        ahead += value
-    elif do == "write":
-        fs.pipe_file(key, base64.b64decode(value))
-    elif do == "rm":
-        fs.rm(key)
-    elif do == "cat":
-        return base64.b64encode(fs.cat_file(key)).decode()
-    elif do == "open":
-        with fs.open(key, "rb") as file:
-            return base64.b64encode(file.read()).decode()
-    elif do == "native":
-        with fs.open_input_file(key) as file:
-            return base64.b64encode(file.read()).decode()
-    elif do == "info":
-        return fs.info(key)["ETag"]
-    elif do == "exists":
-        return fs.exists(key)
-    elif do == "ls":
-        return sorted(fs.ls(key, detail=False))
-    elif do == "find":
-        return {name: entry["ETag"] for name, entry in fs.find(key, detail=True).items()}
-    else:
-        raise ValueError(do)
-
-for line in sys.stdin:
-    print(json.dumps(answer(**json.loads(line))), flush=True)
-"""
-
-
-class ClockedReader:
-    """A process with a file system, whose clock is set by `advance`."""
-
-    def __init__(self, log: Path, options: dict[str, Any]) -> None:
-        self._log = log
-        self._process = ChildProcess([sys.executable, "-c", _PROGRAM], log=log, pipes=True)
-        self._write(options)
-
-    def _write(self, line: dict[str, Any]) -> None:
-        self._process.stdin.write(json.dumps(line).encode() + b"\n")
-        self._process.stdin.flush()
-
-    def ask(self, do: str, key: str = "", **more: Any) -> Any:
-        self._write({"do": do, "key": key, **more})
-        line = self._process.stdout.readline()
-        assert line, log_tail(self._log, 5)
-        return json.loads(line)
-
-    def advance(self, seconds: float) -> None:
-        self.ask("advance", value=seconds)
-
-    def versions(self, key: str) -> set[int]:
-        """The versions that the three ways to read an object give."""
-        return {
-            version
-            for way in ("cat", "open", "native")
-            for version in versions_in(base64.b64decode(self.ask(way, key)))
-        }
-
-    def stop(self) -> None:
-        self._process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +40,11 @@ def options(s3: S3Server, region: EmulatedRegion, s3_options: dict[str, Any]) ->
 
 
 @pytest.fixture
-def start(tmp_path: Path, options: dict[str, Any]) -> Iterator[Callable[..., ClockedReader]]:
-    started: list[ClockedReader] = []
+def start(tmp_path: Path, options: dict[str, Any]) -> Iterator[Callable[..., AskedProcess]]:
+    started: list[AskedProcess] = []
 
-    def start(**more: Any) -> ClockedReader:
-        started.append(ClockedReader(tmp_path / f"reader-{len(started)}.log", {**options, **more}))
+    def start(**more: Any) -> AskedProcess:
+        started.append(AskedProcess(tmp_path / f"reader-{len(started)}.log", {**options, **more}))
         return started[-1]
 
     yield start
@@ -139,20 +64,25 @@ def put(origin: Origin, bucket: str, version: int) -> None:
         origin.put(f"{bucket}/d/{name}", content(version, size))
 
 
-def see(reader: ClockedReader, bucket: str) -> tuple[set[int], int]:
+def versions(reader: AskedProcess, key: str) -> set[int]:
+    """The versions that the three ways to read an object give."""
+    return {version for way in ("cat", "open", "native") for version in versions_in(reader.read(key, way))}
+
+
+def see(reader: AskedProcess, bucket: str) -> tuple[set[int], int]:
     """The versions that all ways to read give, and how many objects are listed."""
-    versions = {version for name in SIZES for version in reader.versions(f"{bucket}/d/{name}")}
+    seen = {version for name in SIZES for version in versions(reader, f"{bucket}/d/{name}")}
     names = reader.ask("ls", f"{bucket}/d")
     found = reader.ask("find", f"{bucket}/d")
     assert names == sorted(found)
     for name in names:
         assert reader.ask("info", name) == found[name]
-    return versions, len(names)
+    return seen, len(names)
 
 
 @pytest.mark.parametrize("consistency", [None, "60s"])  # which is also what nobody has to say
 def test_sixty_seconds_are_sixty_seconds(
-    bucket: str, origin: Origin, region: EmulatedRegion, start: Callable[..., ClockedReader], consistency: str | None
+    bucket: str, origin: Origin, region: EmulatedRegion, start: Callable[..., AskedProcess], consistency: str | None
 ) -> None:
     put(origin, bucket, 1)
     reader = start(**({} if consistency is None else {"consistency": consistency}))
@@ -178,7 +108,7 @@ def test_sixty_seconds_are_sixty_seconds(
     assert see(reader, bucket) == ({3}, 2)
 
 
-def test_always_sees_every_change(bucket: str, origin: Origin, start: Callable[..., ClockedReader]) -> None:
+def test_always_sees_every_change(bucket: str, origin: Origin, start: Callable[..., AskedProcess]) -> None:
     reader = start(consistency="always")
     for version in range(1, 7):
         put(origin, bucket, version)
@@ -192,7 +122,7 @@ def test_always_sees_every_change(bucket: str, origin: Origin, start: Callable[.
 
 
 def test_immutable_never_asks_again(
-    bucket: str, origin: Origin, region: EmulatedRegion, start: Callable[..., ClockedReader]
+    bucket: str, origin: Origin, region: EmulatedRegion, start: Callable[..., AskedProcess]
 ) -> None:
     put(origin, bucket, 1)
     reader = start(consistency="immutable")
@@ -212,7 +142,7 @@ def test_immutable_never_asks_again(
 
 @pytest.mark.parametrize("consistency", ["always", "60s", "immutable"])
 def test_own_writes_are_seen_at_once(
-    bucket: str, origin: Origin, start: Callable[..., ClockedReader], consistency: str
+    bucket: str, origin: Origin, start: Callable[..., AskedProcess], consistency: str
 ) -> None:
     """By the process that writes and by all others over the same cache, whatever they believe."""
     put(origin, bucket, 1)
@@ -221,7 +151,7 @@ def test_own_writes_are_seen_at_once(
         assert see(reader, bucket) == ({1}, 2)
     for version, writer in enumerate(readers, 2):
         for name, size in SIZES.items():
-            writer.ask("write", f"{bucket}/d/{name}", value=base64.b64encode(content(version, size)).decode())
+            writer.write(f"{bucket}/d/{name}", content(version, size))
         assert [see(reader, bucket) for reader in readers] == [({version}, 2)] * 3
     readers[0].ask("rm", f"{bucket}/d/small.bin")
     for reader in readers:
