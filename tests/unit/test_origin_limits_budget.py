@@ -442,8 +442,8 @@ def test_one_closing_after_another_lasts_longer(path: Path) -> None:
         pauses.append(board.numbers[Number.CLOSED_UNTIL] - now)
         with board.exclusive():
             board.numbers[Number.CLOSED_UNTIL] = 0.0  # as if the time had passed
-    assert all(later > 0.9 * earlier for earlier, later in zip(pauses, pauses[2:], strict=False))
-    assert pauses[-1] > 3.5
+    assert all(later > 0.9 * earlier for earlier, later in zip(pauses, pauses[2:5], strict=False))
+    assert pauses[-1] > 1.8
 
 
 # --- rate ---------------------------------------------------------------------------------------------

@@ -123,8 +123,8 @@ def test_backoff_is_anything_up_to_a_ceiling_that_doubles(draw: float) -> None:
     [
         (0, None, 0.125, 0.25),
         (3, None, 1.0, 2.0),
-        (5, None, 4.0, 8.0),
-        (10_000, None, 4.0, 8.0),
+        (5, None, 2.0, 4.0),
+        (10_000, None, 2.0, 4.0),
         (0, 7.0, 7.0, 7.7),  # never less than what was asked for
         (4, 7.0, 7.0, 7.7),
         (0, 100.0, 100.0, 105.0),

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 _BUFFER_BYTES = 256 << 10
@@ -251,17 +251,16 @@ class Proxy:
         self.lock = threading.Lock()
         self._in_flight = self._most_in_flight = 0
 
-    @contextlib.contextmanager
-    def in_flight(self) -> Iterator[None]:
-        """Around one request."""
+    def begin(self) -> None:
+        """One request more is in flight."""
         with self.lock:
             self._in_flight += 1
             self._most_in_flight = max(self._most_in_flight, self._in_flight)
-        try:
-            yield
-        finally:
-            with self.lock:
-                self._in_flight -= 1
+
+    def end(self) -> None:
+        """And one less."""
+        with self.lock:
+            self._in_flight -= 1
 
     def fault_for(self, method: str, path: str) -> Mapping[str, Any] | None:
         """The fault that hits a request which is in flight."""
@@ -323,6 +322,7 @@ class _Connection:
         self.client = Stream(client)
         self.server: Stream | None = None
         self.method = self.path = self.kind = ""
+        self._in_flight = False
 
     def close(self) -> None:
         self.client.close()
@@ -334,8 +334,18 @@ class _Connection:
         raw = self.client.read_until(b"\r\n\r\n")
         if not raw:
             return False
-        with self.proxy.in_flight():
+        self._in_flight = True
+        self.proxy.begin()
+        try:
             return self._answer(Head(raw))
+        finally:
+            self._over()
+
+    def _over(self) -> None:
+        """The request is in flight no more. Before its last byte goes out: who has that may send the next one at once."""
+        if self._in_flight:
+            self._in_flight = False
+            self.proxy.end()
 
     def _answer(self, request: Head) -> bool:
         self.method, target = request.start[0], request.start[1]
@@ -402,12 +412,14 @@ class _Connection:
         after = fault["after_bytes"] if fault else 0
         if fault and not after:
             if kind == "reset":
+                self._over()
                 _reset(client)
                 return False
             if kind == "stall":
                 time.sleep(fault["seconds"])
         head = rewritten(response, fault)
         if self.method == "HEAD" or status in _BODILESS or response.length == 0:
+            self._over()
             client.sendall(head)
             return True
         client.sendall(head, socket.MSG_MORE)
@@ -419,15 +431,16 @@ class _Connection:
                 self._pass_on(view, client, "down")
             return False
         if fault is None or after >= response.length:
-            self._relay(server, client, response.length, "down")
+            self._relay(server, client, response.length, "down", last=True)
             return True
-        self._relay(server, client, after, "down")
+        self._relay(server, client, after, "down", last=kind == "shorten")
         if kind == "truncate":
             return False
         if kind == "shorten":
             self._drain(server, response.length - after)
             return True
         if kind == "reset":
+            self._over()
             _reset(client)
             return False
         if kind == "stall" and after:
@@ -436,16 +449,17 @@ class _Connection:
         if kind == "corrupt":
             self._pass_on(memoryview(bytes([server.take(1)[0] ^ 1])), client, "down")
             rest -= 1
-        self._relay(server, client, rest, "down")
+        self._relay(server, client, rest, "down", last=True)
         return True
 
-    def _relay(self, source: Stream, sink: socket.socket, length: int, way: str) -> None:
+    def _relay(self, source: Stream, sink: socket.socket, length: int, way: str, *, last: bool = False) -> None:
+        """`last`: nothing of the message follows."""
         while length:
             view = source.take(length)
             if not view:
                 raise ConnectionError("closed in the middle of a body")
-            self._pass_on(view, sink, way)
             length -= len(view)
+            self._pass_on(view, sink, way, last=last and not length)
 
     def _drain(self, source: Stream, length: int) -> None:
         """Take bytes that nobody gets."""
@@ -466,9 +480,11 @@ class _Connection:
             sink.sendall(source.read_until(b"\r\n"))
         while (trailer := source.read_until(b"\r\n")) not in (b"\r\n", b""):
             sink.sendall(trailer, socket.MSG_MORE)
+        if way == "down":
+            self._over()
         sink.sendall(b"\r\n")
 
-    def _pass_on(self, view: memoryview, sink: socket.socket, way: str) -> None:
+    def _pass_on(self, view: memoryview, sink: socket.socket, way: str, *, last: bool = False) -> None:
         # Counted first: a client that has the last byte may ask for the counters at once.
         if way == "down":
             self.proxy.down.wait(len(view))
@@ -476,6 +492,8 @@ class _Connection:
         else:
             self.proxy.up.wait(len(view))
             self.proxy.counters.add(self.kind, self.path, up=len(view))
+        if last:
+            self._over()
         sink.sendall(view)
 
     def _refuse(self, request: Head, fault: Mapping[str, Any]) -> bool:
@@ -487,6 +505,7 @@ class _Connection:
             head += f"Retry-After: {fault['retry_after']}\r\n"
         bare = request.length in (None, 0) and not request.chunked
         ending = "\r\n" if bare else "Connection: close\r\n\r\n"
+        self._over()
         self.client.socket.sendall((head + ending).encode() + (b"" if self.method == "HEAD" else body))
         if not bare:
             # Closing with unread bytes would reset the connection, and the client might lose the answer.

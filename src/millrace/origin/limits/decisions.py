@@ -20,7 +20,7 @@ LONGEST_CLOSED_SECONDS = 15 * 60.0
 """No answer closes a gate for longer: after that somebody asks again, whatever the origin (or a proxy) said."""
 
 _FIRST_BACKOFF_SECONDS, _MOST_BACKOFF_SECONDS = 0.5, 5.0
-_FIRST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.25, 8.0
+_FIRST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.25, 4.0
 _SHORTEST_PAUSE_SECONDS = 0.05
 _SPREAD, _MOST_SPREAD_SECONDS = 0.1, 5.0
 

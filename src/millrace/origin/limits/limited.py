@@ -30,20 +30,23 @@ _FOLDER = ("millrace", "limits")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the user said about the limits (`config.LIMIT_NAMES`), and the default for this kind of origin.
+    """What the user said about the limits (`config.LIMIT_NAMES`) of an origin of this `scheme`.
 
     What was not said is looked for where the origin is used, in the environment and the file: directories differ per node.
     """
 
+    scheme: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    default_max_requests: int = DEFAULT_MAX_REQUESTS
 
     @classmethod
     def of(cls, scheme: str, arguments: Mapping[str, Any] | None = None) -> Limits:
-        """The limits of an origin of `scheme` with these explicit options, None where one was not given."""
+        """The limits with these explicit options, None where one was not given."""
         given = {name: value for name, value in (arguments or {}).items() if name in LIMIT_NAMES and value is not None}
-        web = scheme in ("http", "https")
-        return cls(arguments=given, default_max_requests=DEFAULT_MAX_WEB_REQUESTS if web else DEFAULT_MAX_REQUESTS)
+        return cls(scheme=scheme, arguments=given)
+
+    @property
+    def default_max_requests(self) -> int:
+        return DEFAULT_MAX_WEB_REQUESTS if self.scheme in ("http", "https") else DEFAULT_MAX_REQUESTS
 
 
 def limited(origin: Origin, limits: Limits) -> Origin:
@@ -140,7 +143,8 @@ class LimitedOrigin:
             self._run(Kind.REPEATABLE, keys[0], lambda: self.inner.delete(keys))
 
     def _run(self, kind: Kind, key: str, request: Callable[[], Result]) -> Result:
-        return carry_out(self._budget, kind, key, request, lambda: self._retry_after(key))
+        url = f"{self._limits.scheme}://{key}"
+        return carry_out(self._budget, kind, url, request, lambda: self._retry_after(key))
 
     def _retry_after(self, key: str) -> float | None:
         from millrace.origin.limits.asking import ask_retry_after  # HTTP and TLS, for what hardly ever happens

@@ -16,7 +16,7 @@ from millrace.errors import (
 )
 from millrace.events import Event, emit
 from millrace.origin.limits import patience
-from millrace.origin.limits.budget import Budget, Closed
+from millrace.origin.limits.budget import Budget, Closed, Turn
 from millrace.origin.limits.decisions import Kind, Verdict, backoff, is_unsure, verdict_on
 
 Result = TypeVar("Result")
@@ -29,7 +29,7 @@ def carry_out(
     request: Callable[[], Result],
     ask_retry_after: Callable[[], float | None],
 ) -> Result:
-    """Call `request` until it succeeds, fails for good, or `patience.PATIENCE` is used up. `what` names it for people.
+    """Call `request` until it succeeds, fails for good, or `patience.PATIENCE` is used up. `what` is its URL, for people.
 
     `ask_retry_after` is called, once for the whole node, when an origin that is busy did not say for how long. Raises what
     `request` raises; the error of the last try says how often and how long it was tried. A put that must make a new object
@@ -41,7 +41,7 @@ def carry_out(
         if isinstance(turn, Closed):
             raise trouble.closed(turn.seconds)
         trouble.seconds += turn.closed_seconds
-        answered = shall_ask = False
+        answered = False
         try:
             result = request()
             answered = True
@@ -56,16 +56,22 @@ def carry_out(
             if is_unsure(kind, error):
                 trouble.unsure = error
             if isinstance(error, OriginBusyError):
-                # Before the turn is given back: nobody begins a request in between.
-                shall_ask = budget.busy(turn, error.retry_after) and error.retry_after is None
+                _close_gate(budget, turn, error, ask_retry_after)
         finally:
             budget.leave(turn, answered=answered)
-        if shall_ask:
-            trouble.told_to_wait(ask_retry_after())
-            if trouble.retry_after is not None:
-                budget.busy(turn, trouble.retry_after)
         trouble.check()
         trouble.pause()
+
+
+def _close_gate(
+    budget: Budget, turn: Turn, error: OriginBusyError, ask_retry_after: Callable[[], float | None]
+) -> None:
+    """Before the turn is given back: nobody begins a request in between, and the question is one of those in flight."""
+    first = budget.busy(turn, error.retry_after)
+    if first and error.retry_after is None:
+        error.retry_after = ask_retry_after()
+        if error.retry_after is not None:
+            budget.busy(turn, error.retry_after)
 
 
 class _Trouble:
@@ -90,15 +96,6 @@ class _Trouble:
         self._counted_tries += not isinstance(error, OriginBusyError)
         self.seconds += seconds
         emit(Event(name="origin.request.failed", subject=self._what, detail=f"try {self._tries}: {error}"))
-
-    def told_to_wait(self, retry_after: float | None) -> None:
-        if isinstance(self._last, OriginBusyError):
-            self._last.retry_after = retry_after
-
-    @property
-    def retry_after(self) -> float | None:
-        """What the origin asked for with its last answer."""
-        return self._last.retry_after if isinstance(self._last, OriginBusyError) else None
 
     def pause(self) -> None:
         """Wait before the next try; an origin that is busy is waited for at its gate."""
