@@ -97,7 +97,7 @@ def test_limits_and_sizes_are_shown(millrace: Any, data: Path) -> None:
     [
         (["load"], 2, "URL"),
         (["load", "/nowhere"], 1, "/nowhere does not exist, neither as an object nor as a prefix: check the name"),
-        (["load", "ftp://x"], 1, "no origin serves 'ftp'"),
+        (["load", "nope://x"], 1, "no origin serves 'nope'"),
         (["load", ""], 1, "a URL is empty"),
         (["pin", ""], 1, "a URL is empty"),
         (["load", "s3://b/\udcff"], 1, "no valid object name"),

@@ -65,7 +65,7 @@ def test_without_a_token_nothing_begins(refused: Any, tmp_path: Path) -> None:
         (["--members", "etcd://me:hidden@127.0.0.1:2379"], "write host:port only"),
         (["--members", "static://me:hidden@127.0.0.1:2379"], "write host:port only"),
         (["--etcd-host", "me:hidden@127.0.0.1"], "write host:port only"),
-        (["--members", STATIC, "--origin", "gopher://x"], "is no storage service"),
+        (["--members", STATIC, "--origin", "gopher://x"], "cannot be used: no origin serves"),
         (["--members", STATIC, "--replicas", "0"], "replicas"),
         (["--members", STATIC, "--capacity", "much"], "is no size"),
         (["--members", STATIC, "--etcd-host", "h"], "exclude each other"),
@@ -124,8 +124,13 @@ def test_where_it_listens() -> None:
 def test_what_it_may_read() -> None:
     assert _origin("https://minio:9000").identity == "s3+https://minio:9000"
     assert _origin("s3://").identity.startswith("s3+aws:")
-    with pytest.raises(ConfigurationError, match="no storage service"):
-        _origin("file://")  # a node opens no file of its machine for others
+    account = _origin("abfs://container@account.dfs.core.windows.net")
+    assert account.identity == "az+https://account.blob.core.windows.net"
+    assert _origin("ftp://host:2121").identity == "fsspec-ftp+host=host+port=2121"
+    assert _origin("https://").identity == "https"
+    for local in ("file://", "local:///etc", "memory://", "dir://x", "nothing", "s3://bucket", "s3://bucket/key"):
+        with pytest.raises(ConfigurationError, match="no storage service"):
+            _origin(local)  # a node opens no file of its machine for others
 
 
 def test_what_a_disk_can_hold() -> None:

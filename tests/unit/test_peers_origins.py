@@ -3,7 +3,7 @@
 import pytest
 
 from millrace.errors import DeniedError
-from millrace.origin import Origin
+from millrace.origin import Origin, open_origin
 from millrace.peers import origins as module
 from millrace.peers.origins import NamedOrigin, Origins
 from millrace.testing.origins import MemoryOrigin
@@ -32,6 +32,36 @@ def test_the_endpoint_of_the_environment_may_be_read(monkeypatch: pytest.MonkeyP
     assert origins.find("s3+http://127.0.0.1:10") is None
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:secret@127.0.0.1:9")  # which cannot be used
     assert Origins().find("s3+http://127.0.0.1:9") is None
+
+
+def test_what_else_the_environment_names_may_be_read_and_no_other_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "AZURE_STORAGE_ENDPOINT",
+        "STORAGE_EMULATOR_HOST",
+        "GOOGLE_BASE_URL",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    named = ["az+https://account.blob.core.windows.net", open_origin("gs").identity, "hf+http://127.0.0.1:9"]
+    origins = Origins()
+    assert [getattr(origins.find(identity), "identity", None) for identity in named] == named
+    others = ["az+https://other.blob.core.windows.net", "gs+http://127.0.0.1:9", "hf+https://huggingface.co"]
+    web = [
+        "http",
+        "https",
+        "https+host",
+        "fsspec-ftp+host=127.0.0.1",
+        "fsspec-memory",
+        "memory",
+        "file",
+        "local",
+        "dir",
+    ]
+    assert [identity for identity in (*others, *web) if origins.find(identity) is not None] == []
+    assert [identity for identity in named if Origins(environment=False).find(identity) is not None] == []
 
 
 def test_others_are_asked_for_what_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,9 +36,9 @@ _NOWHERE = Space(b"nowhere!")
 class MetadataCache:
     """Answers `stat` and listings from the index while they are fresh, else from the origin.
 
-    `max_age_seconds` is 0 (ask every time), `inf` (never ask twice) or a time; what the origin calls immutable is never asked
-    about twice. `on_changed` is told the old description of an object whose version turns out to have changed, or which is
-    gone. Thread- and process-safe. A disk in trouble costs the memory, not the answer.
+    `max_age_seconds` is 0 (ask every time), `inf` (never ask twice) or a time; what the origin calls immutable is never
+    asked about twice. `on_changed` is told the old description of an object whose version turns out to have changed, or
+    which is gone. Thread- and process-safe. A disk in trouble costs the memory, not the answer.
     """
 
     def __init__(

@@ -24,7 +24,9 @@ def cache_dir_option(command: F) -> F:
 
 def endpoint_option(command: F) -> F:
     """`--endpoint-url`."""
-    return click.option("--endpoint-url", help="Address of an S3 service other than AWS.")(command)
+    return click.option("--endpoint-url", help="Address of the storage service, where it is not the usual one.")(
+        command
+    )
 
 
 def node_option(command: F) -> F:
@@ -45,12 +47,12 @@ def file_system(urls: Sequence[str], cache_dir: Sequence[str], endpoint_url: str
     """The file system that serves `urls`, with credentials from the environment. All must be of one storage."""
     from millrace.errors import UsageError
     from millrace.filesystem import filesystem
-    from millrace.origin import split_url
+    from millrace.origin import options_for, split_url
 
     schemes = sorted({split_url(url)[0] for url in urls})
     if len(schemes) > 1:
         raise UsageError(f"URLs of {' and '.join(schemes)} together", next_step="use one command for each")
-    options = {"endpoint_url": endpoint_url} if endpoint_url else None
+    options = options_for(urls[0], endpoint_url)
     # Not one that fsspec has kept: environment and file are read for each command.
     return filesystem(schemes[0], target_options=options, cache_dir=list(cache_dir) or None, skip_instance_cache=True)
 
@@ -81,11 +83,10 @@ def places_of(node: CacheNode, url: str, endpoint_url: str | None) -> list[Place
     from millrace.cache.catalog import origins
     from millrace.errors import UsageError
     from millrace.filesystem import filesystem
-    from millrace.origin import split_url
+    from millrace.origin import options_for, split_url
 
-    scheme = split_url(url)[0]
-    options = {"endpoint_url": endpoint_url} if endpoint_url else None
-    named = filesystem(scheme, target_options=options, skip_instance_cache=True)
+    options = options_for(url, endpoint_url)
+    named = filesystem(split_url(url)[0], target_options=options, skip_instance_cache=True)
     key = named.key_of(url).rstrip("/")
     if "*" in key or "?" in key:
         raise UsageError(f"{url!r} is a pattern", next_step="name an object or a prefix")

@@ -34,7 +34,7 @@ _REMOTE_FILE_SYSTEMS = ("nfs", "cifs", "smb", "ceph", "lustre", "gpfs", "gluster
 @click.option(
     "--cache-dir", multiple=True, help="Cache directory; repeat for several disks. Default: the configured one."
 )
-@click.option("--endpoint-url", help="Address of an S3 service other than AWS.")
+@click.option("--endpoint-url", help="Address of the storage service, where it is not the usual one.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(url: str | None, cache_dir: tuple[str, ...], endpoint_url: str | None, as_json: bool) -> int:
     """Check what Millrace needs on this machine, whether URL (s3://bucket/prefix) can be listed from it, and its cluster."""
@@ -151,11 +151,12 @@ def file_system_of(path: Path) -> str:
 
 
 def _reach(url: str, endpoint_url: str | None) -> Check:
-    from millrace.origin import origin_for_url
+    from millrace.origin import SCHEMES, options_for, origin_for_url
 
-    if url.startswith("s3") and (
-        address := endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    ):
+    address = endpoint_url
+    if address is None and SCHEMES.get(url.partition("://")[0]) == "s3":
+        address = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if address:
         # Requests are retried for a long time; whether anybody listens there can be told at once.
         try:
             parts = urllib.parse.urlsplit(address if "://" in address else f"https://{address}")
@@ -167,7 +168,7 @@ def _reach(url: str, endpoint_url: str | None) -> Check:
                 name="origin", state="failed", detail=f"{address} cannot be reached: {reason}: check the address"
             )
     try:
-        origin, key = origin_for_url(url, {"endpoint_url": endpoint_url} if endpoint_url else None)
+        origin, key = origin_for_url(url, options_for(url, endpoint_url))
         listing = origin.list_level(key)
     except MillraceError as error:
         return Check(name="origin", state="failed", detail=str(error))

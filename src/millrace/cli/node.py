@@ -63,7 +63,7 @@ def node() -> None:
     "origins",
     multiple=True,
     metavar="URL",
-    help="What it may read for others besides the S3 service of its environment: https://host[:port] of another one.",
+    help="What it may read for others besides what its environment names: a storage's URL, https://host[:port] for S3.",
 )
 @click.option(
     "--newest-wire",
@@ -208,19 +208,25 @@ def _address_towards(host: str, port: int) -> str:
 
 
 def _origin(url: str) -> Origin:
-    """The origin that `--origin` names."""
-    from millrace.errors import ConfigurationError
-    from millrace.origin import open_origin
+    """The origin that `--origin` names: the address of an S3 service, or the URL of a storage without a path in it."""
+    from millrace.errors import ConfigurationError, UsageError
+    from millrace.origin import open_origin, origin_for_url
 
-    scheme = url.partition("://")[0]
-    if scheme in ("http", "https"):
+    scheme, separator, rest = url.partition("://")
+    if scheme in ("http", "https") and rest.strip("/"):
         return open_origin("s3", {"endpoint_url": url})
-    if url == "s3://":
-        return open_origin("s3")
-    raise ConfigurationError(
-        f"--origin {url} is no storage service",
-        next_step="write https://host[:port] of an S3 service, or s3:// for that of the environment",
-    )
+    try:
+        origin, key = origin_for_url(url) if separator else (None, "")
+    except UsageError as error:
+        raise ConfigurationError(
+            f"--origin {url} cannot be used: {error.message}", next_step=error.next_step
+        ) from error
+    if origin is None or origin.head_is_local or "/" in key.strip("/") or (key.strip("/") and "@" not in rest):
+        raise ConfigurationError(
+            f"--origin {url} is no storage service",
+            next_step="write https://host[:port] of an S3 service, or s3://, az://, gs:// or hf:// for the environment's",
+        )
+    return origin
 
 
 # --- signals and lines -----------------------------------------------------------------------------------------

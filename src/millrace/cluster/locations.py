@@ -37,8 +37,9 @@ def location_of(
 ) -> tuple[str, dict[str, Any]]:
     """The URL or local path, and the options for it (with the secrets), of a `path` on a pyarrow file system.
 
-    Knows Millrace's own, pyarrow's for local files and S3, s3fs and fsspec's local one, and parts of these
-    (`SubTreeFileSystem`). Given `target_options` take the place of the file system's own. Raises `UsageError` for others.
+    Knows Millrace's own, pyarrow's for local files and S3, s3fs, adlfs, gcsfs, the hub's and fsspec's local one, and parts
+    of these (`SubTreeFileSystem`). Given `target_options` take the place of the file system's own. Raises `UsageError` for
+    others.
     """
     url, found = _located(filesystem, path)
     return url, dict(found() if target_options is None else target_options)
@@ -95,12 +96,12 @@ def _of_fsspec(filesystem: Any, path: str) -> tuple[str, Callable[[], dict[str, 
     for protocol in (protocols,) if isinstance(protocols, str) else protocols:
         if SCHEMES.get(protocol) == "file":
             return path, dict
-        if SCHEMES.get(protocol) == "s3":
-            return f"s3://{path.strip('/')}", lambda: _s3fs_options(filesystem)
+        if (scheme := SCHEMES.get(protocol)) in ("s3", "az", "gs", "hf"):
+            return f"{scheme}://{path.strip('/')}", lambda: _given_options(filesystem)
     raise _unknown(type(filesystem).__name__)
 
 
-def _s3fs_options(filesystem: Any) -> dict[str, Any]:
+def _given_options(filesystem: Any) -> dict[str, Any]:
     return {name: value for name, value in filesystem.storage_options.items() if name not in _TUNING}
 
 

@@ -45,7 +45,7 @@ class Paths:
         if "://" in text:
             text = self._without_scheme(text)
         if not self.rooted:
-            return text.rstrip("/") if not text.startswith("/") else "/" + text.strip("/")
+            return text.strip("/")  # as what is listed is called, or no pattern would match it
         text = text.rstrip("/") if not text.startswith("/") else "/" + text.strip("/")
         if text.startswith("/") and "/." not in text and "//" not in text:
             return text

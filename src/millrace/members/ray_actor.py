@@ -164,11 +164,17 @@ def token_of(control: ControlPlane, cluster: str, options: CacheOptions) -> str:
 def introduce(control: ControlPlane, cluster: str, origin: Any) -> None:
     """Give the cluster's nodes access to an origin, with the credentials that were given to it explicitly, if any were.
 
-    What was told last holds. Local files are not made known: on another node the same path is another file.
+    What was told last holds. What is local is not made known: on another node the same path is another file. What has
+    options that cannot be pickled each reader reads itself.
     """
-    if origin.identity == "file":
+    if origin.head_is_local:
         return
-    key, told = origin_key(cluster, origin.identity), pickle.dumps(origin)
+    try:
+        told = pickle.dumps(origin)
+    except Exception as error:  # noqa: BLE001 - what a user gave as an option can fail in any way
+        _log.warning("the cluster's nodes get no access to %s: %s", origin.identity, type(error).__name__)
+        return
+    key = origin_key(cluster, origin.identity)
     if control.get(key) != told:
         control.put(key, told)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.origin.addresses import origin_for_url
+from millrace.origin.addresses import options_for, origin_for_url
 from millrace.origin.protocol import (
     Listable,
     Listing,
@@ -26,6 +26,7 @@ __all__ = [
     "Readable",
     "Writable",
     "open_origin",
+    "options_for",
     "origin_for_url",
     "service_of",
     "split_url",

@@ -10,6 +10,8 @@ from millrace.errors import UsageError
 from millrace.origin.protocol import Origin
 from millrace.origin.schemes import is_of_fsspec, open_origin, service_of, split_url
 
+_ENDPOINT_OPTIONS = {"s3": "endpoint_url", "gs": "endpoint_url", "az": "account_host", "hf": "endpoint"}
+
 
 def locate(scheme: str, rest: str) -> tuple[str, dict[str, Any]]:
     """The key that `scheme://rest` names, and the options of the storage that it names with it (often none).
@@ -21,7 +23,7 @@ def locate(scheme: str, rest: str) -> tuple[str, dict[str, Any]]:
         from millrace.origin.fsspec_origin.library import class_of
 
         cls, url = class_of(scheme), f"{scheme}://{rest}"
-        return str(cls._strip_protocol(url)), dict(cls._get_kwargs_from_urls(url))
+        return str(cls._strip_protocol(url)).lstrip("/"), dict(cls._get_kwargs_from_urls(url))
     if service.scheme == "az":
         first, slash, inside = rest.lstrip("/").partition("/")
         container, at, host = first.partition("@")
@@ -48,6 +50,26 @@ def _accounts(identity: str) -> set[str]:
     """What may be the account in the endpoint of an Azure origin: the host's first part, or behind the emulator's host."""
     endpoint = urlsplit(identity.partition("+")[2])
     return {(endpoint.hostname or "").partition(".")[0], endpoint.path.strip("/")} - {""}
+
+
+def options_for(url: str, endpoint: str | None = None) -> dict[str, Any] | None:
+    """The options that a command gives for a URL: what it says itself, and the address of a service other than the usual.
+
+    None where there are none. An endpoint means nothing to local files. Raises `UsageError` for one to a scheme without.
+    """
+    scheme, rest = split_url(url)
+    service = service_of(scheme)
+    if service.rooted:
+        return None
+    told = locate(scheme, rest)[1]
+    if endpoint:
+        option = _ENDPOINT_OPTIONS.get(service.scheme)
+        if option is None:
+            raise UsageError(
+                f"{scheme}:// has no endpoint", next_step="leave the endpoint out: the URL says where it is"
+            )
+        told[option] = endpoint
+    return told or None
 
 
 def origin_for_url(url: str, target_options: Mapping[str, Any] | None = None) -> tuple[Origin, str]:

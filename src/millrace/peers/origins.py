@@ -1,7 +1,8 @@
 """Which origins a node may read for others: those it was given, and the one that its environment names.
 
 A peer names an origin by its identity, which holds no secret; access to it is the node's own. So what a peer says can never
-make a node open anything that nobody gave it: no local files, no other endpoint.
+make a node open anything that nobody gave it: no local files, no other endpoint, and no web servers, since whoever may name
+any of them has the node's place in the network.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from millrace.origin import Listing, ListingPage, ObjectInfo, ObjectWriter, Orig
 _UNKNOWN_SECONDS = 5.0
 _MAX_UNKNOWN = 1000
 
+_OF_THE_ENVIRONMENT = frozenset({"s3", "az", "gs", "hf"})
+"""Schemes whose endpoint and credentials the environment names. Never what is local, and never `http` or `https`."""
+
 Lookup = Callable[[str], Origin | None]
 """Finds the origin of an identity elsewhere, such as in Ray's control plane. Must not raise; may take a moment."""
 
@@ -28,7 +32,8 @@ class Origins:
     """The origins of a node by their identities. Thread-safe.
 
     `lookup` is asked for what was not registered, and again a few seconds later for what it did not know. `environment`
-    says whether S3, with the endpoint and credentials of the environment, may be read although nobody registered it.
+    says whether the S3, Azure, GCS and hub that the environment names, with its credentials, may be read although nobody
+    registered them.
     """
 
     def __init__(self, given: Iterable[Origin] = (), *, lookup: Lookup | None = None, environment: bool = True) -> None:
@@ -74,9 +79,10 @@ class Origins:
     def _look_for(self, identity: str) -> Origin | None:
         if self.lookup is not None and (origin := self.lookup(identity)) is not None:
             return origin
-        if self._environment and identity.startswith("s3+"):
+        scheme = identity.partition("+")[0]
+        if self._environment and scheme in _OF_THE_ENVIRONMENT:
             try:
-                default = open_origin("s3")
+                default = open_origin(scheme)
             except MillraceError as error:
                 emit(Event(name="peer.origin.unusable", subject=identity, detail=str(error)))
                 return None

@@ -35,7 +35,7 @@ from millrace.errors import (
     RetryableError,
     StorageError,
 )
-from millrace.origin import ObjectInfo, ObjectWriter, Origin, Readable, open_origin, split_url
+from millrace.origin import ObjectInfo, ObjectWriter, Origin, Readable, origin_for_url, service_of, split_url
 
 # Writing back begins after this much, so that the disk works while the codec does and the last fsync is short.
 _WRITEBACK_BYTES = 32 << 20
@@ -128,13 +128,14 @@ def open_storage(
         raise ConfigurationError(f"{url!r} names no checkpoint", next_step="give a directory or scheme://bucket/path")
     if origin is not None:
         return ObjectStorage(url, origin, key)
-    if scheme in ("file", "local"):
+    if service_of(scheme).rooted:
         if target_options:
             raise ConfigurationError("local files take no target_options", next_step="leave them out")
         return LocalStorage(key, sync=sync)
+    opened, key = origin_for_url(url, target_options)
     if "/" not in key.strip("/"):
         raise ConfigurationError(f"{url!r} is a whole bucket", next_step="give scheme://bucket/path")
-    return ObjectStorage(url, open_origin(scheme, target_options), key)
+    return ObjectStorage(url, opened, key)
 
 
 # --- object store ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing_extensions import Buffer
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
 from millrace.checkpoint.places.storage import CheckpointStorage, LocalStorage, LocalWriter, open_storage
 from millrace.errors import ConfigurationError, IsDirectoryError, MissingError, ObjectExistsError
-from millrace.origin import ObjectWriter, open_origin, split_url
+from millrace.origin import ObjectWriter, origin_for_url, service_of, split_url
 
 _BUFFER_BYTES = 4 << 20
 
@@ -37,7 +37,7 @@ class FileTarget:
 
     @property
     def _local(self) -> bool:
-        return self._scheme in ("file", "local")
+        return service_of(self._scheme).rooted
 
     def check(self) -> None:
         """Find out before the work begins what would be found out after it. Raises `ObjectExistsError`."""
@@ -57,14 +57,16 @@ class FileTarget:
             LocalStorage(directory).prepare()
             writer = LocalWriter(directory, name, sync=True, replace=self._overwrite)
         else:
-            writer = open_origin(self._scheme, self._options).open_writer(self._key)
+            origin, key = origin_for_url(self._location, self._options)
+            writer = origin.open_writer(key)
         return FileStream(writer)
 
     def _exists(self) -> bool:
         if self._local:
             return os.path.lexists(self._key)
         try:
-            open_origin(self._scheme, self._options).head(self._key)
+            origin, key = origin_for_url(self._location, self._options)
+            origin.head(key)
         except MissingError:
             return False
         return True

@@ -55,9 +55,9 @@ def all_option(command: F) -> F:
 
 def options_of(url: str, endpoint_url: str | None) -> dict[str, Any] | None:
     """The options of the storage that `url` is of. An endpoint means nothing to local files."""
-    from millrace.origin import split_url
+    from millrace.origin import options_for
 
-    return {"endpoint_url": endpoint_url} if endpoint_url and split_url(url)[0] not in ("file", "local") else None
+    return options_for(url, endpoint_url)
 
 
 def is_checkpoint(url: str, options: dict[str, Any] | None) -> bool:
