@@ -1,0 +1,499 @@
+"""The web origin against a server that does what real ones do: refuse, stall, cut off, redirect, lack ranges."""
+
+import logging
+import os
+import pickle
+import shutil
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.errors import (
+    ConfigurationError,
+    DeniedError,
+    DiskFullError,
+    MillraceError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    OriginBusyError,
+    OriginUnavailableError,
+    UsageError,
+)
+from millrace.origin.web import WebOrigin, whole
+from millrace.testing.http_service import HttpService, Reply, Request
+from millrace.testing.web import WebServer
+
+DATA = bytes(i * 7 % 256 for i in range(300_000))
+
+
+@pytest.fixture
+def server() -> Iterator[WebServer]:
+    with WebServer() as server:
+        server.put("/x.bin", DATA)
+        yield server
+
+
+@pytest.fixture
+def origin() -> WebOrigin:
+    return WebOrigin("http", {"timeout": 5})
+
+
+def _fork(work: Callable[[], bool]) -> bool:
+    """Whether `work` came to its end in a forked child, and was true there."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if work() else 1)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status == 0
+        time.sleep(0.01)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return False
+
+
+# --- descriptions ---------------------------------------------------------------------------------------
+
+
+def test_a_server_that_refuses_head_is_asked_once_by_head(server: WebServer, origin: WebOrigin) -> None:
+    server.head = False
+    for _ in range(3):
+        assert origin.head(f"{server.host}/x.bin").size == len(DATA)
+    assert [request.method for request in server.requests] == ["HEAD", "GET", "GET", "GET"]
+    assert all(request.headers["range"] == "bytes=0-0" for request in server.requests[1:])
+
+
+def test_head_that_says_zero_is_not_believed(server: WebServer, origin: WebOrigin) -> None:
+    server.service.interfere(
+        lambda request, reply: replace(reply, headers={"Content-Length": "0"}) if request.method == "HEAD" else None
+    )
+    assert origin.head(f"{server.host}/x.bin").size == len(DATA)
+
+
+def test_an_empty_object_is_described(server: WebServer, origin: WebOrigin) -> None:
+    server.put("/empty", b"")
+    for server.head in (True, False):
+        for server.ranges in (True, False):
+            assert WebOrigin("http").head(f"{server.host}/empty").size == 0
+
+
+def test_a_directory_is_no_object_even_where_its_server_redirects_to_its_index(
+    server: WebServer, origin: WebOrigin
+) -> None:
+    server.put("/dir/a", b"1")
+    for call in (lambda: origin.head(f"{server.host}/dir"), lambda: origin.read(f"{server.host}/dir", 0, 1)):
+        with pytest.raises(ObjectNotFoundError):
+            call()
+
+
+def test_queries_are_part_of_the_key(origin: WebOrigin) -> None:
+    with HttpService(lambda request: Reply(body=request.target.encode())) as service:
+        for key in ("/get?file=a/b.bin&x=1", "/get?file=a/b.bin&x=2", "/?id=3"):
+            info = origin.head(service.host + key)
+            assert bytes(origin.read(info.key, 0, info.size, version=info.version)) == key.encode()
+
+
+# --- versions -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preconditions", [True, False])
+@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize("tags", ["strong", "weak", "none"])
+def test_what_was_overwritten_is_never_read_as_what_was(tags: Any, ranges: bool, preconditions: bool) -> None:
+    origin = WebOrigin("http")
+    with WebServer(tags=tags, ranges=ranges, preconditions=preconditions) as server:
+        server.put("/x.bin", DATA, modified=1_700_000_000)
+        info = origin.head(f"{server.host}/x.bin")
+        assert info.modified == 1_700_000_000
+        server.put("/x.bin", DATA[::-1], modified=1_700_000_001)
+        for start, stop in ((0, 10), (len(DATA) - 10, len(DATA)), (0, len(DATA))):
+            with pytest.raises(ObjectChangedError):
+                origin.read(info.key, start, stop, version=info.version)
+        server.put("/x.bin", b"short", modified=1_700_000_002)
+        with pytest.raises(ObjectChangedError):
+            origin.read(info.key, 100, 200, version=info.version)
+
+
+# --- bad days -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda reply: replace(reply, stop_after=500),
+        lambda reply: replace(reply, stop_after=500, reset=True),
+        lambda reply: replace(reply, stop_after=0, reset=True),
+        lambda reply: replace(reply, body=reply.body[:-1]),
+        lambda reply: replace(reply, body=reply.body + b"x"),
+        lambda reply: replace(reply, headers={**reply.headers, "Content-Range": "bytes 0-999/300000"}),
+        lambda reply: replace(reply, headers={**reply.headers, "Content-Range": "bytes 1000-1998/300000"}),
+        lambda reply: replace(reply, headers={**reply.headers, "Content-Range": "nonsense"}),
+        lambda reply: replace(reply, body=reply.body[:-1], chunked=True),
+        lambda reply: replace(reply, body=reply.body + b"x", chunked=True),
+        lambda reply: replace(reply, stop_after=500, chunked=True),
+        lambda reply: replace(reply, status=500),
+    ],
+)
+def test_what_is_not_the_range_that_was_asked_for_is_an_error_and_then_right(
+    server: WebServer, origin: WebOrigin, change: Callable[[Reply], Reply]
+) -> None:
+    info = origin.head(f"{server.host}/x.bin")
+
+    def damage(request: Request, reply: Reply) -> Reply:
+        changed = change(replace(reply, headers={k: v for k, v in reply.headers.items() if k != "Content-Length"}))
+        if changed.stop_after is not None and not changed.chunked:
+            return replace(changed, headers={**changed.headers, "Content-Length": str(len(reply.body))})
+        return changed
+
+    server.service.interfere(damage, count=1)
+    with pytest.raises(OriginUnavailableError):
+        origin.read(info.key, 1000, 2000, version=info.version)
+    assert bytes(origin.read(info.key, 1000, 2000, version=info.version)) == DATA[1000:2000]
+
+
+def test_a_silent_server_is_given_up(server: WebServer) -> None:
+    origin = WebOrigin("http", {"timeout": 0.2})
+    server.service.interfere(lambda request, reply: replace(reply, pause_seconds=30), count=1)
+    with pytest.raises(OriginUnavailableError):
+        origin.read(f"{server.host}/x.bin", 0, 1000)
+    assert bytes(origin.read(f"{server.host}/x.bin", 0, 1000)) == DATA[:1000]
+
+
+@pytest.mark.parametrize(("status", "header", "pause"), [(429, "3", 3.0), (503, "7", 7.0), (503, None, None)])
+def test_a_server_that_is_busy_says_for_how_long(
+    server: WebServer, origin: WebOrigin, status: int, header: str | None, pause: float | None
+) -> None:
+    server.service.interfere(
+        lambda request, reply: Reply(status=status, headers={"Retry-After": header} if header else {})
+    )
+    for call in (
+        lambda: origin.head(f"{server.host}/x.bin"),
+        lambda: origin.read(f"{server.host}/x.bin", 0, 1),
+        lambda: origin.list_level(server.host),
+    ):
+        with pytest.raises(OriginBusyError) as caught:
+            call()
+        assert caught.value.retry_after == pause
+    assert len(server.requests) == 3  # repeated only by who keeps the limits of the node
+
+
+def test_nobody_listens(origin: WebOrigin) -> None:
+    with WebServer() as server:
+        host = server.host
+    with pytest.raises(OriginUnavailableError) as caught:
+        origin.head(f"{host}/x.bin?sig=planted")
+    assert "planted" not in str(caught.value)
+
+
+def test_a_body_that_is_compressed_unasked_is_refused(server: WebServer, origin: WebOrigin) -> None:
+    server.put("/x.csv.gz", DATA)
+    server.service.interfere(
+        lambda request, reply: replace(reply, headers={**reply.headers, "Content-Encoding": "gzip"})
+    )
+    for call in (
+        lambda: origin.head(f"{server.host}/x.bin"),
+        lambda: origin.read(f"{server.host}/x.bin", 0, 10),
+        lambda: origin.read(f"{server.host}/x.bin", 0, len(DATA)),
+    ):
+        with pytest.raises(UsageError):
+            call()
+    assert bytes(origin.read(f"{server.host}/x.csv.gz", 5, 10)) == DATA[5:10]
+    assert all(request.headers["accept-encoding"] == "identity" for request in server.requests)
+
+
+# --- servers without ranges -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [True, False])
+def test_an_object_without_ranges_is_read_once_for_all_threads(lengths: bool) -> None:
+    origin = WebOrigin("http")
+    with WebServer(ranges=False, lengths=lengths) as server:
+        server.put("/x.bin", DATA)
+        info = origin.head(f"{server.host}/x.bin")
+
+        def read(number: int) -> bool:
+            start = number * 2_000
+            return (
+                bytes(origin.read(info.key, start, start + 1_500, version=info.version)) == DATA[start : start + 1_500]
+            )
+
+        with ThreadPoolExecutor(16) as pool:
+            assert all(pool.map(read, range(100)))
+        # Without lengths, HEAD and two GETs of its size came before.
+        assert server.service.count("GET") == (1 if lengths else 2)
+        with pytest.raises(UsageError):
+            origin.read(info.key, len(DATA) - 1, len(DATA) + 1, version=info.version)
+
+
+def test_the_copy_goes_when_nobody_reads_it_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(whole.WholeCopies.__init__, "__defaults__", (0.1,))
+    origin, before = WebOrigin("http"), _copying()
+    with WebServer(ranges=False) as server:
+        server.put("/x.bin", DATA)
+        info = origin.head(f"{server.host}/x.bin")
+        for wanted in (1, 2):
+            assert bytes(origin.read(info.key, 10, 20, version=info.version)) == DATA[10:20]
+            assert server.service.count("GET") == wanted
+            assert list(tmp_path.iterdir()) == []
+            deadline = time.monotonic() + 30
+            while _copying() - before and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not _copying() - before
+
+
+def _copying() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "millrace-whole-copy"}
+
+
+def test_a_copy_that_breaks_off_is_an_error_for_all_and_then_right(origin: WebOrigin) -> None:
+    with WebServer(ranges=False) as server:
+        server.put("/x.bin", DATA)
+        info = origin.head(f"{server.host}/x.bin")
+        server.service.interfere(lambda request, reply: replace(reply, stop_after=250_000), count=1)
+        with pytest.raises(OriginUnavailableError):
+            origin.read(info.key, 299_000, 299_100, version=info.version)
+        assert bytes(origin.read(info.key, 299_000, 299_100, version=info.version)) == DATA[299_000:299_100]
+
+
+def test_no_room_for_a_copy_is_said(origin: WebOrigin) -> None:
+    with WebServer(ranges=False) as server:
+        server.put("/x.bin", DATA)
+        server.service.interfere(
+            lambda request, reply: replace(reply, headers={**reply.headers, "Content-Length": str(10**15)})
+        )
+        info = origin.head(f"{server.host}/x.bin")
+        with pytest.raises(DiskFullError, match="TMPDIR"):
+            origin.read(info.key, 10, 20, version=info.version)
+
+
+def test_a_forked_child_makes_a_copy_of_its_own(origin: WebOrigin) -> None:
+    with WebServer(ranges=False) as server:
+        server.put("/x.bin", DATA)
+        info = origin.head(f"{server.host}/x.bin")
+        assert bytes(origin.read(info.key, 10, 20, version=info.version)) == DATA[10:20]
+        assert _fork(lambda: bytes(origin.read(info.key, 30, 40, version=info.version)) == DATA[30:40])
+
+
+# --- secrets, and where they go -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("location", ["http://{other}/x.bin", "/moved.bin"])
+def test_a_login_goes_to_its_own_server_only(location: str) -> None:
+    options = {
+        "auth": ("user", "planted"),
+        "cookies": {"session": "planted"},
+        "headers": {"X-Api-Key": "planted", "User-Agent": "me"},
+    }
+    origin = WebOrigin("http", options)
+    with WebServer(login=("user", "planted")) as server, WebServer() as other:
+        for each, path in ((server, "/moved.bin"), (other, "/x.bin")):
+            each.put(path, DATA)
+        server.redirect("/a.bin", location.format(other=other.host))
+        info = origin.head(f"{server.host}/a.bin")
+        assert bytes(origin.read(info.key, 5, 10, version=info.version)) == DATA[5:10]
+        for request in server.requests:
+            assert request.headers["x-api-key"] == "planted"
+            assert request.headers["cookie"] == "session=planted"
+        for request in other.requests:
+            assert "planted" not in str(request.headers)
+            assert "authorization" not in request.headers
+            assert request.headers["user-agent"] == "me"
+        assert bool(other.requests) == location.startswith("http")
+
+
+def test_a_wrong_login_is_denied_and_not_told(server: WebServer) -> None:
+    server.login = ("user", "right")
+    origin = WebOrigin("http", {"auth": ("user", "planted")})
+    for call in (
+        lambda: origin.head(f"{server.host}/x.bin"),
+        lambda: origin.read(f"{server.host}/x.bin", 0, 1),
+        lambda: list(origin.list_all(server.host)),
+    ):
+        with pytest.raises(DeniedError) as caught:
+            call()
+        assert "planted" not in repr(caught.value) + str(caught.value) + repr(origin)
+
+
+def test_a_login_is_found_in_netrc_by_each_process_itself(
+    server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.login = ("user", "planted")
+    path = tmp_path / "netrc"
+    path.write_text("machine 127.0.0.1 login user password planted\n")
+    path.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(path))
+    origin = WebOrigin("http")
+    assert origin.head(f"{server.host}/x.bin").size == len(DATA)
+    assert b"planted" not in pickle.dumps(origin)
+    path.write_text("machine 127.0.0.1 nonsense")
+    with pytest.raises(DeniedError):
+        WebOrigin("http").head(f"{server.host}/x.bin")
+
+
+def test_logs_at_debug_hold_no_query_and_no_header(server: WebServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    origin = WebOrigin("http", {"headers": {"X-Key": "planted"}})
+    origin.read(f"{server.host}/x.bin?signature=planted", 0, 1)
+    assert "planted" not in caplog.text
+
+
+def test_redirects_in_a_circle_end(server: WebServer, origin: WebOrigin) -> None:
+    server.redirect("/a", "/b")
+    server.redirect("/b", "/a")
+    with pytest.raises(UsageError):
+        origin.head(f"{server.host}/a")
+
+
+def test_proxies_of_the_environment_are_used(
+    server: WebServer, origin: WebOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with HttpService(lambda request: Reply(body=b"by proxy")) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://user:planted@{proxy.host}")
+        assert bytes(origin.read("example.invalid/x", 0, 8)) == b"by proxy"
+        assert proxy.requests[0].target == "http://example.invalid/x"
+        assert proxy.requests[0].headers["proxy-authorization"].startswith("Basic ")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert bytes(origin.read(f"{server.host}/x.bin", 0, 8)) == DATA[:8]
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A key and a certificate for 127.0.0.1 that nobody trusts, in one file."""
+    import datetime
+    import ipaddress
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .sign(key, hashes.SHA256())
+    )
+    path = tmp_path / "server.pem"
+    path.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        + made.public_bytes(serialization.Encoding.PEM)
+    )
+    return path
+
+
+def test_certificates_are_checked_and_may_be_ones_own(certificate: Path) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    with WebServer(tls=context) as server:
+        server.put("/x.bin", DATA)
+        with pytest.raises(ConfigurationError, match="verify"):
+            WebOrigin("https").head(f"{server.host}/x.bin")
+        origin = WebOrigin("https", {"verify": str(certificate)})
+        assert bytes(origin.read(f"{server.host}/x.bin", 0, 9)) == DATA[:9]
+        assert _fork(lambda: bytes(origin.read(f"{server.host}/x.bin", 9, 18)) == DATA[9:18])
+        with pytest.warns(match="certificate"):
+            assert bytes(WebOrigin("https", {"ssl": False}).read(f"{server.host}/x.bin", 0, 9)) == DATA[:9]
+    with pytest.raises(ConfigurationError, match="verify"):
+        WebOrigin("https", {"verify": str(certificate) + "-not"}).head("127.0.0.1:1/x")
+
+
+# --- listings -------------------------------------------------------------------------------------------
+
+
+def test_names_of_an_index_are_keys_that_can_be_read(server: WebServer, origin: WebOrigin) -> None:
+    for name in ("a b", "ü", "100%", "hash#?", "sub dir/x"):
+        server.put(f"/list/{name}", name.encode())
+    infos = [info for page in origin.list_all(f"{server.host}/list") for info in page]
+    assert [info.key.partition("/list/")[2] for info in infos] == ["100%25", "a b", "hash%23%3F", "sub dir/x", "ü"]
+    read = {bytes(origin.read(info.key, 0, info.size, version=info.version)).decode() for info in infos}
+    assert read == {"a b", "ü", "100%", "hash#?", "sub dir/x"}
+    assert list(origin.list_level(f"{server.host}/list").prefixes) == [f"{server.host}/list/sub dir"]
+
+
+def test_a_listing_goes_on_after_a_key(server: WebServer, origin: WebOrigin) -> None:
+    names = ["a", "b/1", "b/2", "b-c", "c/d/e", "f"]
+    for name in names:
+        server.put(f"/list/{name}", b"x")
+    root = f"{server.host}/list"
+    keys = sorted(f"{root}/{name}" for name in names)
+    for number, after in enumerate(keys):
+        found = [info.key for page in origin.list_pages(root, after=after) for info in page.objects]
+        assert found == keys[number + 1 :]
+
+
+def test_a_link_that_leads_nowhere_is_no_entry(server: WebServer, origin: WebOrigin) -> None:
+    server.put("/list/a", b"1")
+    server.put("/list/gone", b"1")
+    server.service.interfere(lambda request, reply: Reply(status=404) if request.path == "/list/gone" else None)
+    assert [info.key for info in origin.list_level(f"{server.host}/list").objects] == [f"{server.host}/list/a"]
+
+
+def test_what_shows_no_index_cannot_be_listed(server: WebServer, origin: WebOrigin) -> None:
+    server.put("/list/a", b"1")
+    server.service.interfere(lambda request, reply: replace(reply, headers={"Content-Type": "application/json"}))
+    with pytest.raises(UsageError, match="index"):
+        origin.list_level(f"{server.host}/list")
+
+
+def test_directories_in_a_circle_end(origin: WebOrigin) -> None:
+    page = Reply(headers={"Content-Type": "text/html"}, body=b'<a href="again/">again</a>')
+    with HttpService(lambda request: page) as service, pytest.raises(UsageError, match="circle"):
+        list(origin.list_all(service.host))
+
+
+# --- processes ------------------------------------------------------------------------------------------
+
+
+def test_a_fork_while_another_thread_holds_the_locks_of_the_connections(server: WebServer, origin: WebOrigin) -> None:
+    assert bytes(origin.read(f"{server.host}/x.bin", 0, 9)) == DATA[:9]
+    manager = next(iter(origin._session.connections._managers.values()))
+    pool = manager.connection_from_url(f"http://{server.host}")
+    assert pool.pool is not None
+
+    def child() -> bool:
+        good = bytes(origin.read(f"{server.host}/x.bin", 9, 18)) == DATA[9:18]
+        pool.close()  # as the end of a process does
+        return good
+
+    with pool.pool.mutex:
+        assert _fork(child)
+    assert bytes(origin.read(f"{server.host}/x.bin", 0, 9)) == DATA[:9]
+
+
+def test_writing_is_refused_at_once(origin: WebOrigin) -> None:
+    for call in (
+        lambda: origin.put("h/x", b""),
+        lambda: origin.open_writer("h/x"),
+        lambda: origin.delete(["h/x"]),
+    ):
+        with pytest.raises(UsageError) as caught:
+            call()
+        assert caught.value.next_step
+
+
+def test_a_temporary_directory_that_is_none_is_said(origin: WebOrigin, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tempfile.mkdtemp()
+    shutil.rmtree(folder)
+    monkeypatch.setenv("TMPDIR", folder)
+    with WebServer(ranges=False) as server:
+        server.put("/x.bin", DATA)
+        with pytest.raises(MillraceError, match="TMPDIR"):
+            origin.read(f"{server.host}/x.bin", 0, 9)
