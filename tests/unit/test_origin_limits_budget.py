@@ -255,20 +255,29 @@ stop.set()
             process.communicate()
 
 
-def test_an_interrupted_wait_leaves_nothing_behind(path: Path) -> None:
-    budget = make(path, most=1)
+@pytest.mark.parametrize("waits_for", ["a slot", "the gate", "the schedule"])
+def test_an_interrupted_wait_leaves_nothing_behind(path: Path, waits_for: str) -> None:
+    budget = make(path, most=1, per_second=0.01 if waits_for == "the schedule" else None)
     held = enter(budget)
-    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    if waits_for != "a slot":
+        budget.leave(held, answered=True)
+    if waits_for == "the gate":
+        budget.busy(held, retry_after=50.0)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
             budget.enter(60.0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, before)
     budget.leave(held, answered=True)
     assert not budget._waiting
-    budget.leave(enter(budget), answered=True)
+    assert not budget._held
 
 
 # --- fork ---------------------------------------------------------------------------------------------
