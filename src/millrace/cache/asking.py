@@ -28,8 +28,11 @@ class Asking(Protocol):
         """List everything below a directory, lazily, page by page."""
         ...
 
-    def changed(self, origin: Origin, keys: Sequence[str]) -> None:
-        """Keys were written or removed through this node: nobody else may believe an older answer any more. Never raises."""
+    def changed(self, origin: Origin, keys: Sequence[str]) -> bool:
+        """Keys were written or removed through this node: nobody else may believe an older answer any more. Never raises.
+
+        Gives whether somebody who asked others meanwhile, on this node, may have heard such an answer.
+        """
         ...
 
 
@@ -47,8 +50,8 @@ class AskOrigin:
     ) -> Iterator[tuple[ListingPage, float]]:
         return ((page, 0.0) for page in origin.list_pages(prefix, after=after, settled=settled))
 
-    def changed(self, origin: Origin, keys: Sequence[str]) -> None:
-        """Nobody else has to know."""
+    def changed(self, origin: Origin, keys: Sequence[str]) -> bool:
+        return False  # nobody else has to know
 
 
 ASK_ORIGIN: Asking = AskOrigin()

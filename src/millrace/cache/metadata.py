@@ -88,7 +88,10 @@ class MetadataCache:
         try:
             self._report(origin, [self._map.change(origin.identity, key) for key in keys])
         finally:
-            self._asking().changed(origin, keys)  # also where this disk is in trouble: the others must know
+            doubtful = self._asking().changed(origin, keys)  # also where this disk is in trouble: the others must know
+        if doubtful:
+            # Others of this node have asked anew since, and may have heard from somebody who was not told yet.
+            self._report(origin, [self._map.change(origin.identity, key) for key in keys])
 
     def forget_all(self) -> None:
         """Drop everything that is remembered, for every process of this node. What is cached stays, and is found again."""

@@ -85,9 +85,9 @@ class ClusterListings:
             if heard.is_over:
                 return
 
-    def changed(self, origin: Origin, keys: Sequence[str]) -> None:
+    def changed(self, origin: Origin, keys: Sequence[str]) -> bool:
         if origin.head_is_local or not keys:
-            return
+            return False
         by_bucket = {key.lstrip("/").partition("/")[0]: key for key in keys}
         orders = [self._tellers(origin.identity, key) for key in by_bucket.values()]
         # All that are asked first before all that are asked second, who ask those themselves.
@@ -97,6 +97,9 @@ class ClusterListings:
             # It may come back with what it knew before: what this process has written it asks the origin about.
             for key in keys:
                 self._note_untold(origin.identity, key)
+        # This machine's node is told as all others are; without one, nobody was told on behalf of who asks from here.
+        me = self._cluster.link.member_id
+        return bool(first) and (me is None or me in untold)
 
     def owed(self) -> int:
         """How many keys are still to be told to members that could not be told at once."""
@@ -158,6 +161,7 @@ class Teller:
         self._node = node
         self._origins = origins
         self._open: OrderedDict[tuple[str, str, str, str], Iterator[Answer]] = OrderedDict()
+        self._forgotten = 0  # how often something was
         self._lock = threading.Lock()
 
     def add_routes(self, server: PlaneServer) -> None:
@@ -172,6 +176,7 @@ class Teller:
         prefix, after = _text(call.query, "prefix"), _text(call.query, "after")
         name = origin.identity, prefix, call.query["age"], after
         with self._lock:
+            forgotten = self._forgotten
             answers = self._open.pop(name, None)
         if answers is None:
             answers = self._node.metadata_within(age).answers(origin, prefix, after)
@@ -180,7 +185,8 @@ class Teller:
             answer = Answer([], end_of(prefix))
         if answer.through != end_of(prefix):
             with self._lock:
-                self._open[(*name[:3], answer.through)] = answers
+                if forgotten == self._forgotten:  # else its next page may be one that was asked for before
+                    self._open[(*name[:3], answer.through)] = answers
                 while len(self._open) > _OPEN_LISTINGS:
                     self._open.popitem(last=False)
         return {
@@ -207,6 +213,9 @@ class Teller:
         identity, keys = body.get("origin"), body.get("keys", [body.get("key")])
         if not (isinstance(identity, str) and isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
             raise UsageError("the request lacks an origin or a key")
+        with self._lock:
+            self._forgotten += 1
+            self._open.clear()
         # Also without access now: what was heard when there was access would be told when there is again.
         self._node.metadata.forget(self._origins.find(identity) or NamedOrigin(identity), *keys)
         return {}

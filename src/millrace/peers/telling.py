@@ -34,7 +34,7 @@ _BATCH_BYTES = MAX_BODY_BYTES // 2
 
 
 class Telling:
-    """Tells other members to forget keys. Thread-safe; in a forked child it owes nothing to anybody. Never raises."""
+    """Tells members to forget keys. Thread-safe; in a forked child it owes nothing to anybody. Never raises."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -48,16 +48,16 @@ class Telling:
         self._thread: threading.Thread | None = None
 
     def tell(self, identity: str, keys: Sequence[str], first: Sequence[Member]) -> set[str]:
-        """Have every other member forget `keys` of an origin, those of `first` one after the other before all the rest.
+        """Have every member forget `keys` of an origin, those of `first` one after the other before all the rest.
 
-        Gives the ids of those that could not be told now; they are told later.
+        That of this machine as well: what its readers heard since this process forgot the keys may be from one that was
+        told only then. Gives the ids of those that could not be told now; they are told later.
         """
         if self._pid != os.getpid():
             self._begin()
-        me = self._cluster.link.member_id
-        done = {member.id for member in first} | {me}
+        done = {member.id for member in first}
         rest = [member for member in self._cluster.placement().view.members if member.id not in done]
-        untold = {member.id for member in first if member.id != me and not self._tell(member, identity, keys)}
+        untold = {member.id for member in first if not self._tell(member, identity, keys)}
         told = self._tell_all(rest, identity, keys)
         untold |= {member.id for member, was_told in zip(rest, told, strict=True) if not was_told}
         if untold:
@@ -141,9 +141,8 @@ class Telling:
         with self._change:
             for key in keys:
                 self._late.pop((member_id, identity, key), None)
-        # Whoever asked it meanwhile heard the old answer, and remembers that.
-        me = self._cluster.link.member_id
-        self._tell_all([each for each in members if each.id not in (me, member_id)], identity, keys)
+        # Whoever asked it meanwhile heard the old answer, and remembers that: also the readers on this machine.
+        self._tell_all([each for each in members if each.id != member_id], identity, keys)
         emit(Event(name="peer.told_late", subject=member_id, detail=f"{len(keys)} keys of {identity}"))
 
 
