@@ -556,18 +556,21 @@ def test_a_limited_origin_is_the_same_in_a_pickle(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("MILLRACE_MAX_REQUESTS", "6")  # as on the receiver's node
     copy = pickle.loads(pickle.dumps(origin))
     assert copy.identity == origin.identity
-    assert (origin._budget._most, origin._budget._per_second) == (5, 10.0)
-    assert (copy._budget._most, copy._budget._per_second) == (6, 10.0)
-    assert copy._budget._path == origin._budget._path
+    here, there = origin.budget_of("b/k"), copy.budget_of("b/k")
+    assert (here.most, here.per_second) == (5, 10.0)
+    assert (there.most, there.per_second) == (6, 10.0)
+    assert there.path == here.path
     assert not any(tmp_path.iterdir())  # before the first request
 
 
-def test_defaults_by_scheme(tmp_path: Path) -> None:
-    remote = MemoryOrigin(identity="remote")
-    for scheme, most in (("s3", 128), ("hf", 128), ("https", 16), ("sftp", 128)):
-        origin = limited(remote, Limits.of(scheme, {"cache_dir": str(tmp_path)}))
-        assert isinstance(origin, LimitedOrigin)
-        assert origin._budget._most == most
+@pytest.mark.parametrize(("scheme", "most"), [("s3", 128), ("hf", 128), ("https", 16), ("sftp", 128)])
+def test_defaults_by_scheme(tmp_path: Path, scheme: str, most: int) -> None:
+    origin = limited(MemoryOrigin(identity="remote"), Limits.of(scheme, {"cache_dir": str(tmp_path)}))
+    assert isinstance(origin, LimitedOrigin)
+    assert origin.budget_of("b/k").most == most
+
+
+def test_what_is_local_has_no_limits() -> None:
     local = MemoryOrigin(identity="local", head_is_local=True)
     assert limited(local, Limits.of("file")) is local
 
@@ -584,5 +587,17 @@ def test_origins_of_one_storage_share_a_budget(tmp_path: Path) -> None:
     assert isinstance(first, LimitedOrigin)
     assert isinstance(second, LimitedOrigin)
     assert isinstance(other, LimitedOrigin)
-    assert first._budget is second._budget
-    assert other._budget._path != first._budget._path
+    assert first.budget_of("b/k") is second.budget_of("c/d")
+    assert other.budget_of("b/k").path != first.budget_of("b/k").path
+
+
+def test_servers_of_the_web_have_a_budget_each(tmp_path: Path) -> None:
+    origin = limited(MemoryOrigin(identity="https"), Limits.of("https", {"cache_dir": str(tmp_path)}))
+    assert isinstance(origin, LimitedOrigin)
+    busy = origin.budget_of("busy.example/x")
+    turn = enter(busy)
+    busy.busy(turn, retry_after=600.0)
+    busy.leave(turn, answered=False)
+    assert origin.budget_of("busy.example/y") is busy
+    assert isinstance(origin.budget_of("other.example:8443/x").enter(0.0), Turn)
+    assert isinstance(busy.enter(0.0), Closed)

@@ -148,7 +148,7 @@ def test_no_turn_is_lost_by_any_end(inner: MemoryOrigin, origin: LimitedOrigin) 
             origin.read("b/k", 0, 1)
         inner.before_read = Failing(reset(), slow_down(0.01))
         origin.read("b/k", 0, 1)
-    assert not origin._budget._held
+    assert not origin.budget_of("b/k")._held
 
 
 # --- writes -------------------------------------------------------------------------------------------

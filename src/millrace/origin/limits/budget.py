@@ -61,9 +61,9 @@ class Budget:
 
     def __init__(self, identity: str, path: Path | None, *, most: int, per_second: float | None) -> None:
         self._identity = identity
-        self._path = path
-        self._most = most
-        self._per_second = per_second
+        self.path = path
+        self.most = most
+        self.per_second = per_second
         self._board: Board | None = None
         self._after_fork()
 
@@ -101,8 +101,8 @@ class Budget:
             if slot is None:
                 continue
             try:
-                if self._per_second is not None:
-                    self._await_schedule(self._per_second)
+                if self.per_second is not None:
+                    self._await_schedule(self.per_second)
                 if self._closed_for() <= 0:
                     return Turn(slot, time.monotonic(), closed_seconds)
             except BaseException:
@@ -168,7 +168,7 @@ class Budget:
 
     def _window(self) -> Window:
         numbers = self._the_board().numbers
-        return Window(MOST_REQUESTS - numbers[Number.HELD_BACK], numbers[Number.THRESHOLD], self._most)
+        return Window(MOST_REQUESTS - numbers[Number.HELD_BACK], numbers[Number.THRESHOLD], self.most)
 
     def _set_window(self, window: Window) -> None:
         numbers = self._the_board().numbers
@@ -264,11 +264,11 @@ class Budget:
         return board
 
     def _open_board(self) -> Board:
-        if self._path is None:
+        if self.path is None:
             self._tell_private("this user has no place for a cache")
             return Board(None)
         try:
-            return Board(self._path)
+            return Board(self.path)
         except (StorageError, OSError) as error:
             self._tell_private(str(error))
             return Board(None)

@@ -24,6 +24,9 @@ each, 128 at once are some 4,000 a second, which is what S3 promises for one pre
 DEFAULT_MAX_WEB_REQUESTS = 16
 """Of a web server nobody knows what it bears. That is what a few browsers would ask of it."""
 
+WEB = frozenset({"http", "https"})
+"""Schemes of which one origin is many servers, the first part of each key."""
+
 # Inside a cache directory, beside the folders of its nodes: the limits are those of all of them together.
 _FOLDER = ("millrace", "limits")
 
@@ -46,7 +49,7 @@ class Limits:
 
     @property
     def default_max_requests(self) -> int:
-        return DEFAULT_MAX_WEB_REQUESTS if self.scheme in ("http", "https") else DEFAULT_MAX_REQUESTS
+        return DEFAULT_MAX_WEB_REQUESTS if self.scheme in WEB else DEFAULT_MAX_REQUESTS
 
 
 def limited(origin: Origin, limits: Limits) -> Origin:
@@ -65,13 +68,10 @@ class LimitedOrigin:
         self.inner = inner
         self._limits = limits
         found = resolve_limits(limits.arguments)
-        name = hashlib.blake2b(inner.identity.encode(errors="surrogateescape"), digest_size=16).hexdigest()
-        self._budget: Budget = shared_budget(
-            inner.identity,
-            found.directory.joinpath(*_FOLDER, name) if found.directory is not None else None,
-            most=found.max_requests or limits.default_max_requests,
-            per_second=found.requests_per_second,
-        )
+        self._directory = found.directory.joinpath(*_FOLDER) if found.directory is not None else None
+        self._most = found.max_requests or limits.default_max_requests
+        self._per_second = found.requests_per_second
+        self._budgets: dict[str, Budget] = {}
 
     def __repr__(self) -> str:
         return f"LimitedOrigin({self.inner!r})"
@@ -144,7 +144,19 @@ class LimitedOrigin:
 
     def _run(self, kind: Kind, key: str, request: Callable[[], Result]) -> Result:
         url = f"{self._limits.scheme}://{key}"
-        return carry_out(self._budget, kind, url, request, lambda: self._retry_after(key))
+        return carry_out(self.budget_of(key), kind, url, request, lambda: self._retry_after(key))
+
+    def budget_of(self, key: str) -> Budget:
+        """The budget that requests for `key` count in: one for all keys, on the web one for each server."""
+        server = key.partition("/")[0] if self._limits.scheme in WEB else ""
+        budget = self._budgets.get(server)
+        if budget is None:
+            name = f"{self.identity} {server}".strip()
+            file = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+            path = self._directory / file if self._directory is not None else None
+            budget = shared_budget(name, path, most=self._most, per_second=self._per_second)
+            budget = self._budgets.setdefault(server, budget)
+        return budget
 
     def _retry_after(self, key: str) -> float | None:
         from millrace.origin.limits.asking import ask_retry_after  # HTTP and TLS, for what hardly ever happens
