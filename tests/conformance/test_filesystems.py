@@ -1,8 +1,11 @@
-"""The file system passes the conformance suite over local files and over a real S3 server, with every kind of cache."""
+"""The file system passes the conformance suite over local files, a memory and a real S3 server, with every kind of cache."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import fsspec
 import pytest
 
 import millrace
@@ -19,6 +22,21 @@ class TestLocalFiles(FileSystemConformance):
     def root(self, tmp_path: Path) -> str:
         (tmp_path / "root").mkdir()
         return str(tmp_path / "root")
+
+
+class TestMemory(FileSystemConformance):
+    """fsspec's memory, through its library: as any storage that only fsspec speaks to."""
+
+    @pytest.fixture
+    def fs(self, tmp_path: Path) -> MillraceFileSystem:
+        return millrace.filesystem("memory", cache_dir=str(tmp_path / "cache"), min_free=0)
+
+    @pytest.fixture
+    def root(self) -> Iterator[str]:
+        memory, name = fsspec.filesystem("memory"), f"conformance-{uuid4().hex}"
+        yield f"{name}/root"
+        if memory.exists(f"/{name}"):
+            memory.rm(f"/{name}", recursive=True)
 
 
 class TestS3(FileSystemConformance):

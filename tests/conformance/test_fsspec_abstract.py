@@ -1,8 +1,11 @@
-"""fsspec's own abstract suites, over local files, and those of reading over a real S3 server, too."""
+"""fsspec's own abstract suites, over local files, a real S3 server, and a library of fsspec's."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import fsspec
 import fsspec.tests.abstract as abstract
 import pytest
 
@@ -35,6 +38,23 @@ class _S3(abstract.AbstractFixtures):
         return False
 
 
+class _Memory(abstract.AbstractFixtures):
+    @pytest.fixture
+    def fs(self, tmp_path: Path) -> MillraceFileSystem:
+        return millrace.filesystem("memory", cache_dir=str(tmp_path / "cache"), min_free=0)
+
+    @pytest.fixture
+    def fs_path(self) -> Iterator[str]:
+        memory, name = fsspec.filesystem("memory"), f"abstract-{uuid4().hex}"
+        yield name
+        if memory.exists(f"/{name}"):
+            memory.rm(f"/{name}", recursive=True)
+
+    @pytest.fixture
+    def supports_empty_directories(self) -> bool:
+        return False
+
+
 class TestLocalOpen(_Local, abstract.AbstractOpenTests): ...
 
 
@@ -57,3 +77,24 @@ class TestS3Pipe(_S3, abstract.AbstractPipeTests): ...
 
 
 class TestS3Get(_S3, abstract.AbstractGetTests): ...
+
+
+class TestS3Put(_S3, abstract.AbstractPutTests): ...
+
+
+class TestS3Copy(_S3, abstract.AbstractCopyTests): ...
+
+
+class TestMemoryOpen(_Memory, abstract.AbstractOpenTests): ...
+
+
+class TestMemoryPipe(_Memory, abstract.AbstractPipeTests): ...
+
+
+class TestMemoryGet(_Memory, abstract.AbstractGetTests): ...
+
+
+class TestMemoryPut(_Memory, abstract.AbstractPutTests): ...
+
+
+class TestMemoryCopy(_Memory, abstract.AbstractCopyTests): ...
