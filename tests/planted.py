@@ -128,8 +128,8 @@ class RefusingServer:
             protocol_version = "HTTP/1.1"
 
             def _answer(self) -> None:
-                outer.requests.append(f"{self.requestline}\r\n{self.headers}".encode("latin-1"))
-                self.rfile.read(int(self.headers.get("content-length") or 0))
+                body_sent = self.rfile.read(int(self.headers.get("content-length") or 0))
+                outer.requests.append(f"{self.requestline}\r\n{self.headers}".encode("latin-1") + body_sent)
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -152,7 +152,16 @@ class RefusingServer:
         self._thread.start()
         return self
 
+    @property
+    def is_open(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """From now on nobody listens there. Idempotent."""
+        if self.is_open:
+            self._server.shutdown()
+            self._thread.join()
+            self._server.server_close()
+
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        self.close()

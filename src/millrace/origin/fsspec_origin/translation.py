@@ -7,6 +7,7 @@ import errno
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import quote
 
 from millrace.errors import (
     DeniedError,
@@ -36,8 +37,10 @@ def translated(url: str, options: Mapping[str, Any]) -> Iterator[None]:
         yield
     except MillraceError:
         raise
-    except Exception as error:
-        raise translate(error, url, options) from error
+    except Exception as error:  # noqa: BLE001 - libraries raise anything
+        ours = translate(error, url, options)
+        # Else whoever prints the traceback prints what the library said.
+        raise ours from (None if _tells(error, options) else error)
 
 
 def translate(error: Exception, url: str, options: Mapping[str, Any]) -> MillraceError:
@@ -97,6 +100,23 @@ def _shown(error: BaseException, options: Mapping[str, Any]) -> str:
     for value in _texts(options):
         text = text.replace(value, "***")
     return text[:_SHORT]
+
+
+def _tells(error: BaseException, options: Mapping[str, Any]) -> bool:
+    """Whether an exception, or one that led to it, repeats a text that was given as an option, as it is or as in a URL."""
+    texts = [form for value in _texts(options) for form in (value, quote(value), quote(value, safe=""))]
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        said = f"{each} {each.args!r}"
+        if any(text in said for text in texts):
+            return True
+        waiting += [each.__cause__, each.__context__]
+    return False
 
 
 def _texts(options: Mapping[str, Any]) -> Iterator[str]:

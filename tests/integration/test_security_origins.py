@@ -1,13 +1,14 @@
 """Planted secrets: what an origin or a file system says of itself, of its errors and in its pickles tells none of them.
 
-The origins ask a server that refuses everything. For nodes, commands and checkpoints there is a file of the same name in
-tests/integration.
+The origins ask a server that refuses everything. For nodes, commands and checkpoints
+see test_security_secrets.py.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,8 +22,13 @@ import millrace
 from millrace.config import resolve
 from millrace.errors import ConfigurationError, MillraceError
 from millrace.origin import Origin, open_origin
+from millrace.origin.limits.patience import Patience
 
-STATUSES = (400, 403, 404)
+STATUSES = (403, 400, None)
+"""What the server answers; None: nobody listens there."""
+
+IN_URLS = ("signature", "in its URLs", "Authorization", "s3 key", "hub token")
+"""Names of cases that are tried with every answer, because errors repeat URLs; for the others one is enough."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,8 @@ class Case:
     """One way to give secrets to the origin of a scheme.
 
     `options` and `environment` make them, of the planted secrets and the server's URL; `key` is what is read; `sent` says
-    that the server sees a secret as it is, which shows that it was used at all.
+    that the server sees a secret as it is, which shows that it was used at all. Without `asks` no request is made: it would
+    go to Google. `others_log`: a library behind fsspec writes its URLs to its own log at DEBUG, which is its own affair.
     """
 
     scheme: str
@@ -38,6 +45,8 @@ class Case:
     options: Callable[[Planted, str], dict[str, Any]]
     environment: Callable[[Planted, str, Path], dict[str, str]] = field(default=lambda *_: {})
     sent: bool = False
+    asks: bool = True
+    others_log: bool = False
 
 
 def aws_files(planted: Planted, url: str, folder: Path) -> dict[str, str]:
@@ -65,6 +74,44 @@ def aws_process(planted: Planted, url: str, folder: Path) -> dict[str, str]:
         "AWS_CONFIG_FILE": str(folder / "config"),
         "AWS_ENDPOINT_URL": url,
     }
+
+
+def signature(planted: Planted) -> str:
+    """A shared access signature of Azure."""
+    return f"sv=2024-11-04&ss=b&srt=sco&sp=rwl&sig={planted.secret('signature')}%3D"
+
+
+def connection_string(planted: Planted, url: str) -> str:
+    key = planted.secret("key of the connection string", base64_key=True)
+    return f"DefaultEndpointsProtocol=http;AccountName=account;AccountKey={key};BlobEndpoint={url}/account"
+
+
+def google_user(planted: Planted, url: str) -> dict[str, str]:
+    """What `gcloud auth application-default login` leaves."""
+    return {
+        "type": "authorized_user",
+        "client_id": "a-client",
+        "client_secret": planted.secret("client secret"),
+        "refresh_token": planted.secret("refresh token"),
+        "token_uri": f"{url}/token",
+    }
+
+
+def google_file(planted: Planted, url: str, folder: Path) -> dict[str, str]:
+    (folder / "google.json").write_text(json.dumps(google_user(planted, url)))
+    return {"GOOGLE_APPLICATION_CREDENTIALS": str(folder / "google.json")}
+
+
+def netrc(planted: Planted, url: str, folder: Path) -> dict[str, str]:
+    path = folder / "netrc"
+    path.write_text(f"machine 127.0.0.1 login user password {planted.secret('password')}\n")
+    path.chmod(0o600)
+    return {"NETRC": str(path)}
+
+
+def hub_login(planted: Planted, url: str, folder: Path) -> dict[str, str]:
+    (folder / "token").write_text(planted.secret("token", prefix="hf_"))
+    return {"HF_TOKEN_PATH": str(folder / "token"), "HF_HOME": str(folder)}
 
 
 CASES = {
@@ -105,6 +152,129 @@ CASES = {
     ),
     "s3 profile": Case("s3", "bucket/key", lambda planted, url: {"profile": "team"}, aws_files, sent=True),
     "s3 credential_process": Case("s3", "bucket/key", lambda planted, url: {"profile": "team"}, aws_process, sent=True),
+    "azure account_key": Case(
+        "az",
+        "container/key",
+        lambda planted, url: {
+            "account_name": "account",
+            "account_key": planted.secret("account_key", base64_key=True),
+            "account_host": url,
+        },
+    ),
+    "azure sas_token": Case(
+        "az",
+        "container/key",
+        lambda planted, url: {"account_name": "account", "sas_token": signature(planted), "account_host": url},
+        sent=True,
+    ),
+    "azure connection_string": Case(
+        "abfs",
+        "container/key",
+        lambda planted, url: {"connection_string": connection_string(planted, url)},
+    ),
+    "azure connection_string with a signature": Case(
+        "az",
+        "container/key",
+        lambda planted, url: {
+            "connection_string": f"BlobEndpoint={url}/account;AccountName=account;SharedAccessSignature={signature(planted)}"
+        },
+        sent=True,
+    ),
+    "azure key of the environment": Case(
+        "az",
+        "container/key",
+        lambda planted, url: {"account_name": "account", "account_host": url},
+        lambda planted, url, folder: {"AZURE_STORAGE_ACCOUNT_KEY": planted.secret("account key", base64_key=True)},
+    ),
+    "azure signature of the environment": Case(
+        "az",
+        "container/key",
+        lambda planted, url: {"account_name": "account", "account_host": url},
+        lambda planted, url, folder: {"AZURE_STORAGE_SAS_TOKEN": signature(planted)},
+        sent=True,
+    ),
+    "azure connection string of the environment": Case(
+        "az",
+        "container/key",
+        lambda planted, url: {},
+        lambda planted, url, folder: {"AZURE_STORAGE_CONNECTION_STRING": connection_string(planted, url)},
+    ),
+    "google bearer token": Case(
+        "gs",
+        "bucket/key",
+        lambda planted, url: {"token": planted.secret("token", prefix="ya29."), "endpoint_url": url},
+        sent=True,
+    ),
+    "google refresh token": Case(
+        "gs",
+        "bucket/key",
+        lambda planted, url: {"token": google_user(planted, url), "endpoint_url": url},
+        asks=False,
+    ),
+    "google file of the environment": Case(
+        "gs", "bucket/key", lambda planted, url: {"endpoint_url": url}, google_file, asks=False
+    ),
+    "http headers, auth and cookies": Case(
+        "http",
+        "HOST/folder/file",
+        lambda planted, url: {
+            "headers": {"X-Api-Key": planted.secret("header")},
+            "client_kwargs": {
+                "auth": ("user", planted.secret("password")),
+                "headers": {"X-Other": planted.secret("header of client_kwargs")},
+                "cookies": {"session": planted.secret("cookie")},
+            },
+        },
+        sent=True,
+    ),
+    "http Authorization": Case(
+        "http",
+        "HOST/folder/file",
+        lambda planted, url: {"headers": {"Authorization": f"Bearer {planted.secret('bearer token')}"}},
+        sent=True,
+    ),
+    "http netrc": Case("http", "HOST/folder/file", lambda planted, url: {"client_kwargs": {"trust_env": True}}, netrc),
+    "hub token": Case(
+        "hf",
+        "datasets/owner/name/file",
+        lambda planted, url: {"token": planted.secret("token", prefix="hf_"), "endpoint": url},
+        sent=True,
+    ),
+    "hub token of the environment": Case(
+        "hf",
+        "datasets/owner/name/file",
+        lambda planted, url: {"endpoint": url},
+        lambda planted, url, folder: {"HF_TOKEN": planted.secret("token", prefix="hf_")},
+        sent=True,
+    ),
+    "hub token of a login": Case("hf", "datasets/owner/name/file", lambda planted, url: {"endpoint": url}, hub_login),
+    "fsspec, a library that has the secret in its URLs": Case(
+        "webhdfs",
+        "folder/file",
+        lambda planted, url: {
+            "host": "127.0.0.1",
+            "port": int(url.rpartition(":")[2]),
+            "token": planted.secret("token"),
+        },
+        sent=True,
+        others_log=True,
+    ),
+    "fsspec, a library that has the secret in a header": Case(
+        "jupyter",
+        "folder/file",
+        lambda planted, url: {"url": url, "tok": planted.secret("tok")},
+        sent=True,
+    ),
+    "fsspec, a library that logs in": Case(
+        "ftp",
+        "folder/file",
+        lambda planted, url: {
+            "host": "127.0.0.1",
+            "port": 1,
+            "username": "user",
+            "password": planted.secret("password"),
+        },
+    ),
 }
 
 
@@ -115,20 +285,23 @@ def planted() -> Iterator[Planted]:
         yield planted
 
 
-@pytest.fixture(params=STATUSES)
-def server(request: pytest.FixtureRequest) -> Iterator[RefusingServer]:
-    with RefusingServer(request.param) as server:
+@pytest.fixture
+def server(status: int | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[RefusingServer]:
+    monkeypatch.setattr("millrace.origin.limits.patience.PATIENCE", Patience(seconds=0.05, tries=1))
+    with RefusingServer(status or 500) as server:
+        if status is None:
+            server.close()
         yield server
 
 
-def operations(origin: Origin, key: str) -> Mapping[str, Callable[[], object]]:
+def operations(origin: Origin, key: str, *, streams: bool) -> Mapping[str, Callable[[], object]]:
     """Everything that an origin can be asked."""
 
     def write() -> None:
         with origin.open_writer(key) as writer:
             writer.write(b"x")
 
-    return {
+    found: dict[str, Callable[[], object]] = {
         "head": lambda: origin.head(key),
         "read": lambda: origin.read(key, 0, 10),
         "read a version": lambda: origin.read(key, 0, 10, version="v"),
@@ -136,12 +309,19 @@ def operations(origin: Origin, key: str) -> Mapping[str, Callable[[], object]]:
         "list_all": lambda: list(origin.list_all(key.rpartition("/")[0])),
         "put": lambda: origin.put(key, b"x"),
         "put if absent": lambda: origin.put(key, b"x", if_absent=True),
-        "open_writer": write,
         "delete": lambda: origin.delete([key]),
     }
+    return found | {"open_writer": write} if streams else found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        (name, status)
+        for name in CASES
+        for status in (STATUSES if any(part in name for part in IN_URLS) else STATUSES[:1])
+    ],
+)
 def test_no_secret_is_told(
     name: str, planted: Planted, server: RefusingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,19 +332,20 @@ def test_no_secret_is_told(
         monkeypatch.setenv(variable, value)
     options = case.options(planted, server.url)
     explicit = {each for each, value in planted.secrets.items() if value in repr(options)}
+    key = case.key.replace("HOST", server.url.partition("//")[2])
     origin = open_origin(case.scheme, options)
     planted.saw_object("the origin", origin)
     planted.saw("the identity", origin.identity)
     failed = 0
-    for what, operation in operations(origin, case.key).items():
+    for what, operation in operations(origin, key, streams=server.is_open).items() if case.asks else ():
         try:
             operation()
         except MillraceError as error:
             failed += 1
             planted.saw_error(f"the error of {what}", error)
             planted.saw(f"the pickled error of {what}", pickle.dumps(error))
-    assert failed >= 5
-    if case.sent:
+    assert failed >= 3 or not case.asks
+    if case.sent and server.is_open:
         assert any(planted.is_in(b"\n".join(server.requests), each) for each in planted.secrets)
 
     fs = millrace.filesystem(case.scheme, options, cache_dir=str(tmp_path / "cache"), min_free=0)
@@ -172,12 +353,12 @@ def test_no_secret_is_told(
     for each in (fs.origin, fs.node, fs._options, fs.fsid, fs.protocol, fs.handler):
         planted.saw_object(f"a part of the file system ({type(each).__name__})", each)
     calls: dict[str, Callable[[], object]] = {
-        "open": lambda: fs.open(case.key).read(),
-        "ls": lambda: fs.ls(case.key.rpartition("/")[0]),
-        "open_input_file": lambda: fs.open_input_file(case.key).read(),
-        "pipe": lambda: fs.pipe_file(case.key, b"x"),
+        "open": lambda: fs.open(key).read(),
+        "ls": lambda: fs.ls(key.rpartition("/")[0]),
+        "open_input_file": lambda: fs.open_input_file(key).read(),
+        "pipe": lambda: fs.pipe_file(key, b"x"),
     }
-    for what, call in calls.items():
+    for what, call in calls.items() if case.asks else ():
         try:
             call()
         except (MillraceError, OSError) as error:
@@ -187,7 +368,10 @@ def test_no_secret_is_told(
         for each in planted.secrets:
             assert planted.is_in(data, each) == (each in explicit), f"{each} in the pickle of the {what}"
     assert planted.saw_files("the cache", tmp_path / "cache") > 3
-    assert planted.leaks() == []
+    leaks = [
+        leak for leak in planted.leaks() if not (case.others_log and " in log of " in leak and "millrace" not in leak)
+    ]
+    assert leaks == []
 
 
 @pytest.mark.parametrize(
@@ -269,7 +453,8 @@ def test_the_search_finds_what_is_told() -> None:
     planted = Planted()
     secret = planted.secret("the secret")
     basic = base64.b64encode(f"user:{secret}".encode())
-    for number, text in enumerate((secret, f"https://h/?sig={secret}%3D", pickle.dumps({"a": secret}), basic)):
+    texts: tuple[str | bytes, ...] = (secret, f"https://h/?sig={secret}%3D", pickle.dumps({"a": secret}), basic)
+    for number, text in enumerate(texts):
         planted.saw(f"place {number}", text)
     planted.saw("elsewhere", "nothing of interest")
     try:
