@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import stat
@@ -23,7 +24,6 @@ from enum import IntEnum
 from pathlib import Path
 
 from millrace import private_files
-from millrace.config import MOST_REQUESTS
 from millrace.errors import StorageError
 
 _PAGE = 4096
@@ -53,12 +53,10 @@ class Number(IntEnum):
     THRESHOLD = 5
 
 
+@functools.cache
 def _flock(kind: int, byte: int) -> bytes:
+    """What the kernel takes for a lock on one byte; at most two for each slot."""
     return struct.pack("hhqqi", kind, os.SEEK_SET, byte, 1, 0)
-
-
-_TAKE = [_flock(fcntl.F_WRLCK, _HINTS + slot) for slot in range(MOST_REQUESTS)]
-_GIVE = [_flock(fcntl.F_UNLCK, _HINTS + slot) for slot in range(MOST_REQUESTS)]
 
 
 class Board:
@@ -102,7 +100,7 @@ class Board:
 
     def take(self, slot: int) -> bool:
         """Take a slot that this process does not have; False where another has it."""
-        if self._locks is not None and not self._lock(_TAKE[slot]):
+        if self._locks is not None and not self._lock(_flock(fcntl.F_WRLCK, _HINTS + slot)):
             return False
         self._map[_HINTS + slot] = 1
         return True
@@ -111,7 +109,7 @@ class Board:
         """Give back a slot that this process has."""
         self._map[_HINTS + slot] = 0  # first: then only who has a slot ever writes its hint
         if self._locks is not None:
-            self._lock(_GIVE[slot])
+            self._lock(_flock(fcntl.F_UNLCK, _HINTS + slot))
 
     # --- who waits --------------------------------------------------------------------------------
 

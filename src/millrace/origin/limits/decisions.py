@@ -102,17 +102,6 @@ def backoff(failures: int, draw: float) -> float:
 # --- what may be tried again ----------------------------------------------------------------------
 
 
-class Kind(Enum):
-    """What a request does, as far as trying it again goes."""
-
-    READ = "read"
-    """Changes nothing: head, ranges, pages of listings."""
-    REPEATABLE = "repeatable"
-    """Changes something, and twice is as once: put over whatever is there, delete."""
-    ONCE = "once"
-    """A put that must make a new object: after a lost answer a second try finds what the first one made."""
-
-
 class Verdict(Enum):
     """What an error means for the request that met it."""
 
@@ -130,6 +119,9 @@ def verdict_on(error: MillraceError) -> Verdict:
     return Verdict.RETRY if passing else Verdict.RAISE
 
 
-def is_unsure(kind: Kind, error: MillraceError) -> bool:
-    """Whether a failed try of this kind may have done its work all the same, and a second try would not be as the first."""
-    return kind is Kind.ONCE and verdict_on(error) is Verdict.RETRY
+def is_unsure(error: MillraceError) -> bool:
+    """Whether the try that failed so may have done its work all the same.
+
+    Twice is as once, but for a put that must make a new object: a second try finds what the first one made.
+    """
+    return verdict_on(error) is Verdict.RETRY

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Buffer
 
 from millrace.config import LIMIT_NAMES, resolve_limits
-from millrace.origin.limits.budget import Budget, shared_budget
-from millrace.origin.limits.decisions import Kind
-from millrace.origin.limits.retrying import carry_out
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo, ObjectWriter, Origin
+
+if TYPE_CHECKING:
+    from millrace.origin.limits.budget import Budget
 
 Result = TypeVar("Result")
 
@@ -93,13 +93,13 @@ class LimitedOrigin:
     # --- requests ---------------------------------------------------------------------------------
 
     def head(self, key: str) -> ObjectInfo:
-        return self._run(Kind.READ, key, lambda: self.inner.head(key))
+        return self._run(key, lambda: self.inner.head(key))
 
     def read(self, key: str, start: int, stop: int, *, version: str | None = None) -> Buffer:
-        return self._run(Kind.READ, key, lambda: self.inner.read(key, start, stop, version=version))
+        return self._run(key, lambda: self.inner.read(key, start, stop, version=version))
 
     def list_level(self, prefix: str) -> Listing:
-        return self._run(Kind.READ, prefix, lambda: self.inner.list_level(prefix))
+        return self._run(prefix, lambda: self.inner.list_level(prefix))
 
     def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
         for page in self.list_pages(prefix):
@@ -122,7 +122,7 @@ class LimitedOrigin:
                 pages = None  # a generator that has raised is over: the next try begins behind what was told
                 raise
 
-        while (page := self._run(Kind.READ, prefix, next_page)) is not None:
+        while (page := self._run(prefix, next_page)) is not None:
             # Told by the page that shows it, and by all that follow, also when the listing had to begin again behind it.
             is_directory = is_directory or page.is_directory
             if page.objects:
@@ -132,25 +132,29 @@ class LimitedOrigin:
                 return
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        kind = Kind.ONCE if if_absent else Kind.REPEATABLE
-        self._run(kind, key, lambda: self.inner.put(key, data, if_absent=if_absent))
+        self._run(key, lambda: self.inner.put(key, data, if_absent=if_absent), once=if_absent)
 
     def open_writer(self, key: str) -> ObjectWriter:
         return self.inner.open_writer(key)
 
     def delete(self, keys: Sequence[str]) -> None:
         if keys:
-            self._run(Kind.REPEATABLE, keys[0], lambda: self.inner.delete(keys))
+            self._run(keys[0], lambda: self.inner.delete(keys))
 
-    def _run(self, kind: Kind, key: str, request: Callable[[], Result]) -> Result:
+    def _run(self, key: str, request: Callable[[], Result], *, once: bool = False) -> Result:
+        # Here, because a process that finds everything in the cache never comes here.
+        from millrace.origin.limits.retrying import carry_out
+
         url = f"{self._limits.scheme}://{key}"
-        return carry_out(self.budget_of(key), kind, url, request, lambda: self._retry_after(key))
+        return carry_out(self.budget_of(key), url, request, lambda: self._retry_after(key), once=once)
 
     def budget_of(self, key: str) -> Budget:
         """The budget that requests for `key` count in: one for all keys, on the web one for each server."""
         server = key.partition("/")[0] if self._limits.scheme in WEB else ""
         budget = self._budgets.get(server)
         if budget is None:
+            from millrace.origin.limits.budget import shared_budget
+
             name = f"{self.identity} {server}".strip()
             file = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
             path = self._directory / file if self._directory is not None else None

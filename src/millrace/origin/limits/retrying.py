@@ -17,23 +17,24 @@ from millrace.errors import (
 from millrace.events import Event, emit
 from millrace.origin.limits import patience
 from millrace.origin.limits.budget import Budget, Closed, Turn
-from millrace.origin.limits.decisions import Kind, Verdict, backoff, is_unsure, verdict_on
+from millrace.origin.limits.decisions import Verdict, backoff, is_unsure, verdict_on
 
 Result = TypeVar("Result")
 
 
 def carry_out(
     budget: Budget,
-    kind: Kind,
     what: str,
     request: Callable[[], Result],
     ask_retry_after: Callable[[], float | None],
+    *,
+    once: bool = False,
 ) -> Result:
     """Call `request` until it succeeds, fails for good, or `patience.PATIENCE` is used up. `what` is its URL, for people.
 
     `ask_retry_after` is called, once for the whole node, when an origin that is busy did not say for how long. Raises what
-    `request` raises; the error of the last try says how often and how long it was tried. A put that must make a new object
-    and finds one after a try of its own that may have made it is an `OutcomeUnknownError`.
+    `request` raises; the error of the last try says how often and how long it was tried. With `once` the request must make
+    a new object: where it finds one, after a try of its own that may have made it, that is an `OutcomeUnknownError`.
     """
     trouble = _Trouble(what)
     while True:
@@ -53,7 +54,7 @@ def carry_out(
                     raise _whose(what, trouble.unsure) from error
                 raise
             trouble.failed(error, time.monotonic() - turn.began)
-            if is_unsure(kind, error):
+            if once and is_unsure(error):
                 trouble.unsure = error
             if isinstance(error, OriginBusyError):
                 _close_gate(budget, turn, error, ask_retry_after)
