@@ -348,6 +348,26 @@ def test_logs_at_debug_hold_no_query_and_no_header(server: WebServer, caplog: py
     assert "planted" not in caplog.text
 
 
+def test_a_redirect_is_followed_once_for_many_ranges_and_again_when_it_leads_elsewhere(
+    server: WebServer, origin: WebOrigin
+) -> None:
+    server.put("/old.bin", DATA)
+    server.put("/new.bin", DATA[::-1])
+    server.redirect("/latest", "/old.bin")
+    key = f"{server.host}/latest"
+    old = origin.head(key)
+    for start in range(0, 1000, 100):
+        assert bytes(origin.read(key, start, start + 100, version=old.version)) == DATA[start : start + 100]
+    assert server.service.count("GET", "/latest") == 1
+    server.redirect("/latest", "/new.bin")
+    assert bytes(origin.read(key, 0, 9, version=old.version)) == DATA[:9]  # still there, and the wanted version
+    new = WebOrigin("http").head(key)
+    assert bytes(origin.read(key, 0, 9, version=new.version)) == DATA[::-1][:9]
+    server.delete("/new.bin")
+    server.redirect("/latest", "/old.bin")
+    assert bytes(origin.read(key, 0, 9, version=old.version)) == DATA[:9]
+
+
 def test_redirects_in_a_circle_end(server: WebServer, origin: WebOrigin) -> None:
     server.redirect("/a", "/b")
     server.redirect("/b", "/a")

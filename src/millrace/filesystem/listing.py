@@ -133,6 +133,14 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
                     out[key] = entry
         return dict(sorted(out.items())) if detail else sorted(out)
 
+    def glob(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
+        """fsspec's; but the '?' of a web address begins its query: such an address is no pattern, and names one object."""
+        if "?" in path and self._origin.identity in ("http", "https"):
+            entry = self.info(path) if self.exists(path) else None
+            found = {} if entry is None else {str(entry["name"]): entry}
+            return found if kwargs.get("detail") else sorted(found)
+        return super().glob(path, maxdepth=maxdepth, **kwargs)
+
     def invalidate_cache(self, path: str | None = None) -> None:
         """Ask the origin about `path`, and for listings that could name it, the next time; without it, about everything.
 

@@ -237,10 +237,12 @@ def _entry(told: Mapping[str, Any]) -> Entry:
 
 
 def _nonsense(answer: Answer) -> OriginUnavailableError:
-    return OriginUnavailableError(
+    error = OriginUnavailableError(
         f"{shown(answer.url)} answers as no Hugging Face hub does",
         next_step="check the endpoint, and proxies before it",
     )
+    error.is_final = True
+    return error
 
 
 def _number(text: str | None) -> int | None:

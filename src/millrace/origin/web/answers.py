@@ -152,7 +152,9 @@ def refusal(status: int, headers: Headers, url: str, now: float) -> MillraceErro
     if status == 503:
         return OriginBusyError(f"{name}: the server is overloaded (status 503)", next_step="try again later")
     if status in (408, 425) or status >= 500:
-        return OriginUnavailableError(f"{name}: the server failed (status {status})", next_step="try again later")
+        failed = OriginUnavailableError(f"{name}: the server failed (status {status})", next_step="try again later")
+        failed.is_final = status in (501, 505)
+        return failed
     return UsageError(
         f"{name}: the server answered with status {status}", next_step="open it in a browser or with curl"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -41,11 +42,12 @@ from millrace.origin.web.options import web_options
 from millrace.origin.web.read_only import ReadOnlyOrigin
 from millrace.origin.web.whole import WholeCopies
 
-_LIST_PAGE = 1000
+_LIST_PAGE = 64  # each object of a page costs a request, and who asks only whether there is something takes one page
 _HEADS_AT_ONCE = 8
-_HEADS_IN_A_ROW = 64
 _MOST_INDEX_BYTES = 64 << 20
 _DEEPEST_LISTING = 64
+_ROUTE_SECONDS = 300.0  # for how long a redirect is believed: without, each range of an object would cost two requests
+_REMEMBERED_ROUTES = 4096
 # Statuses of servers that do not answer to HEAD although they have the object.
 _TRY_GET = frozenset({400, 403, 405, 406, 500, 501})
 
@@ -59,6 +61,7 @@ class _Session:
         self.whole = WholeCopies()
         self.without_head: set[str] = set()
         self.netrc: dict[str, Mapping[str, str]] = {}
+        self.routes: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
 
 class WebOrigin(ReadOnlyOrigin):
@@ -163,7 +166,7 @@ class WebOrigin(ReadOnlyOrigin):
         with whole.turn(url):
             copy = whole.find(url, version)
             if copy is None:
-                answer = self._ask("GET", url, {"Range": f"bytes={start}-{stop - 1}", **precondition(version)})
+                answer = self._ask_for_range(url, start, stop, version)
                 with_length = content_length(answer.headers)
                 if answer.status != 200 or (start == 0 and stop == with_length):
                     with answer:
@@ -245,7 +248,7 @@ class WebOrigin(ReadOnlyOrigin):
             key = f"{prefix}/{name}"
             if not name.endswith("/"):
                 files += [key] if key > after else []
-            if files and (name.endswith("/") or len(files) == _HEADS_IN_A_ROW):
+            if files and (name.endswith("/") or len(files) == _LIST_PAGE):
                 yield from (info for info in self._heads(files) if info is not None)
                 files = []
             if name.endswith("/") and (key > after or after.startswith(key)):
@@ -299,14 +302,35 @@ class WebOrigin(ReadOnlyOrigin):
     def _url(self, key: str) -> str:
         return url_of(self._scheme, key)
 
-    def _ask(self, method: str, url: str, extra: Mapping[str, str]) -> Answer:
+    def _ask(self, method: str, url: str, extra: Mapping[str, str], *, route: str | None = None) -> Answer:
+        """Ask for `url`, or at once where that led to before. The login for its server is sent to that one only."""
         session = self._now()
 
         def headers(target: str) -> Mapping[str, str]:
             given = self._options.headers if same_server(target, url) else self._options.open_headers
             return {**self._netrc(session, target), **given, **extra}
 
-        return session.connections.request(method, url, headers)
+        return session.connections.request(method, route or url, headers)
+
+    def _ask_for_range(self, url: str, start: int, stop: int, version: str | None) -> Answer:
+        """Ask for a range, if there was a redirect at the place where that led to; of what is new there, from the start."""
+        headers = {"Range": f"bytes={start}-{stop - 1}", **precondition(version)}
+        routes = self._now().routes
+        route, until = routes.get(url, ("", 0.0))
+        if route and time.monotonic() < until:
+            answer = self._ask("GET", url, headers, route=route)
+            told = content_range(answer.headers)
+            size = told.total if told is not None else content_length(answer.headers)
+            if answer.status in (200, 206) and size is not None and version in (None, version_of(answer.headers, size)):
+                return answer
+            answer.close()
+            routes.pop(url, None)
+        answer = self._ask("GET", url, headers)
+        if answer.url != url and answer.status == 206:
+            routes[url] = (answer.url, time.monotonic() + _ROUTE_SECONDS)
+            while len(routes) > _REMEMBERED_ROUTES:
+                routes.popitem(last=False)
+        return answer
 
     def _netrc(self, session: _Session, url: str) -> Mapping[str, str]:
         if self._options.signs_in:
