@@ -108,6 +108,20 @@ def test_sixty_seconds_are_sixty_seconds(
     assert see(reader, bucket) == ({3}, 2)
 
 
+def test_that_there_is_nothing_is_not_believed(bucket: str, origin: Origin, start: Callable[..., AskedProcess]) -> None:
+    """A new object is found by its name at once, whatever a listing has said; listings name it when their time is over."""
+    put(origin, bucket, 1)
+    reader, new = start(consistency="60s"), f"{bucket}/d/new.bin"
+    assert see(reader, bucket) == ({1}, 2)
+    for _ in range(2):
+        assert not reader.ask("exists", new)
+    origin.put(new, content(7, PAGE))
+    assert reader.ask("exists", new)
+    assert versions(reader, new) == {7}
+    reader.advance(61)
+    assert reader.ask("ls", f"{bucket}/d") == sorted([new, *(f"{bucket}/d/{name}" for name in SIZES)])
+
+
 def test_always_sees_every_change(bucket: str, origin: Origin, start: Callable[..., AskedProcess]) -> None:
     reader = start(consistency="always")
     for version in range(1, 7):
