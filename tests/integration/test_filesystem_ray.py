@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from PIL import Image
 from tests.ray_sessions import start_ray
 
 import millrace
+from millrace.testing.azurite import AzuriteServer
+from millrace.testing.hub import HubServer
+from millrace.testing.web import WebServer
 
 ray = pytest.importorskip("ray")
 
@@ -62,3 +66,26 @@ def test_read_images(cluster: None, bucket: str, s3_options: dict[str, Any]) -> 
         assert reds == [number * 10 for number in range(12)]
         origin_requests = fs.cache_counters()["origin_requests"]
     assert origin_requests == 12
+
+
+def test_read_parquet_of_azure(cluster: None, azurite: AzuriteServer, container: str, tmp_path: Path) -> None:
+    fs = millrace.filesystem("az", azurite.target_options, cache_dir=str(tmp_path / "cache"), min_free=0)
+    with fs.open_output_stream(f"{container}/train/x.parquet") as out:
+        pq.write_table(pa.table({"a": range(1000)}), out)
+    for url in (f"az://{container}/train", f"abfs://{container}/train/x.parquet"):
+        assert ray.data.read_parquet(url, filesystem=fs).sum("a") == sum(range(1000))
+    ray.data.range(10).write_parquet(f"az://{container}/written", filesystem=fs)
+    assert ray.data.read_parquet(f"az://{container}/written", filesystem=fs).count() == 10
+
+
+def test_read_parquet_of_the_hub_and_of_a_web_server(cluster: None, tmp_path: Path) -> None:
+    out = io.BytesIO()
+    pq.write_table(pa.table({"a": range(1000)}), out)
+    cache = {"cache_dir": str(tmp_path / "cache"), "min_free": 0}
+    with HubServer() as hub, WebServer() as web:
+        hub.commit("datasets", "user/set", {"train/x.parquet": out.getvalue()})
+        fs = millrace.filesystem("hf", {"endpoint": hub.url}, **cache)
+        assert ray.data.read_parquet("hf://datasets/user/set/train", filesystem=fs).sum("a") == sum(range(1000))
+        web.put("/x.parquet", out.getvalue())
+        fs = millrace.filesystem("http", **cache)
+        assert ray.data.read_parquet(f"{web.url}/x.parquet", filesystem=fs).sum("a") == sum(range(1000))
