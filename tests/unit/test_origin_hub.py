@@ -205,6 +205,18 @@ def test_a_large_file_costs_the_hub_one_request_and_its_other_server_one_for_eac
     assert len(hub.cdn.requests) == 10
 
 
+def test_connections_are_kept_over_redirects_and_refusals(hub: HubServer, origin: HubOrigin) -> None:
+    for name in ("small.txt", "data/large.bin", "none"):
+        for _ in range(5):
+            hub.expire_addresses()
+            try:
+                origin.read(f"{REPO}/{name}", 0, 5)
+            except ObjectNotFoundError:
+                assert name == "none"
+    assert len(hub.service.requests) > 15
+    assert hub.service.connections_made == 1
+
+
 def test_files_of_a_commit_are_never_looked_up(hub: HubServer, origin: HubOrigin) -> None:
     commit = hub.repository("datasets", "user/things").branches["main"]
     origin.read(f"{REPO}@{commit}/small.txt", 0, 5)

@@ -195,6 +195,13 @@ def test_nobody_listens(origin: WebOrigin) -> None:
     assert "planted" not in str(caught.value)
 
 
+def test_an_address_that_no_library_takes_shows_no_query(origin: WebOrigin) -> None:
+    with pytest.raises(MillraceError) as caught:
+        origin.head("127.0.0.1:99999/x?sig=planted")
+    assert "planted" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
 def test_a_body_that_is_compressed_unasked_is_refused(server: WebServer, origin: WebOrigin) -> None:
     server.put("/x.csv.gz", DATA)
     server.service.interfere(

@@ -64,10 +64,14 @@ Interference = Callable[[Request, Reply], Reply | None]
 
 
 class HttpService:
-    """The server; a context manager that ends it. `requests` grows in the order in which they came. Thread-safe."""
+    """The server; a context manager that ends it. Thread-safe.
+
+    `requests` grows in the order in which they came; `connections_made` counts what they came over.
+    """
 
     def __init__(self, answer: Callable[[Request], Reply], *, tls: ssl.SSLContext | None = None) -> None:
         self.requests: list[Request] = []
+        self.connections_made = 0
         self._answer = answer
         self._interferences: list[tuple[Interference, list[int | None]]] = []
         self._lock = threading.Lock()
@@ -115,6 +119,7 @@ class HttpService:
 
     def track(self, connection: socket.socket, is_open: bool) -> None:
         with self._lock:
+            self.connections_made += is_open
             (self._connections.add if is_open else self._connections.discard)(connection)
 
     def close(self) -> None:

@@ -94,14 +94,14 @@ class HubOrigin(ReadOnlyOrigin):
             return b""
         pins = self._now().pins
         known = pins.commit_with(name, version) if version is not None else None
-        commit = known or pins.commit_of(name)
+        commit, missing = known or pins.commit_of(name), None
         if commit is not None:
             try:
                 data = self._read_commit(name, commit, start, stop, version)
-            except ObjectNotFoundError:
+            except ObjectNotFoundError as error:
                 if name.names_a_commit:
                     raise
-                data = None  # the commit is gone (a squashed history), or the file came later
+                data, missing = None, error  # the commit is gone (a squashed history), or the file came later
             if data is not None:
                 return data
         if not name.names_a_commit:
@@ -109,6 +109,8 @@ class HubOrigin(ReadOnlyOrigin):
             newest = self._look_up(name)
             if newest != commit and (data := self._read_commit(name, newest, start, stop, version)) is not None:
                 return data
+        if missing is not None:
+            raise missing
         raise ObjectChangedError(f"hf://{key} was overwritten while it was read", next_step="open it again")
 
     def _read_commit(self, name: HubName, commit: str, start: int, stop: int, version: str | None) -> Buffer | None:

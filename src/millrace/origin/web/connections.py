@@ -28,6 +28,7 @@ _BODY_SECONDS = 120.0  # as for object stores: below 70 KB/s a block of 8 MiB is
 _KEPT_CONNECTIONS = 128  # to one server; more than threads that read at once
 _SERVERS = 32
 _CHUNK_BYTES = 4 << 20
+_DRAINED_BYTES = 16 << 10
 _REDIRECTS = 10
 _MOVED = frozenset({301, 302, 303, 307, 308})
 
@@ -136,8 +137,9 @@ class Answer:
         self.close()
 
     def close(self) -> None:
-        """Give the connection back if the body is read to its end, close it if not. Idempotent."""
-        if self._response.length_remaining == 0:  # nothing is left to come: as with HEAD
+        """Give the connection back if the body is read nearly to its end, close it if not. Idempotent."""
+        left = self._response.length_remaining
+        if left is not None and left <= _DRAINED_BYTES:  # cheaper than another connection: redirects, refusals, HEAD
             with contextlib.suppress(HTTPError, OSError):  # else it is closed below
                 self._response.read()
         self._response.close()
@@ -279,8 +281,8 @@ def _translated(url: str) -> Iterator[None]:
                 next_step="give the path of the certificates to trust as target_options={'verify': path}",
             ) from error
         raise _unavailable(url, error) from error
-    except LocationValueError as error:
-        raise UsageError(f"{shown(url)} is no valid URL", next_step="check it") from error
+    except LocationValueError:
+        raise UsageError(f"{shown(url)} is no valid URL", next_step="check it") from None  # it repeats the query
     except (HTTPError, OSError) as error:
         raise _unavailable(url, error) from error
 
