@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from millrace.errors import MissingDependencyError
 from millrace.events import Event, add_hook
 from millrace.filesystem import MillraceFileSystem, filesystem
 from millrace.peers.attach import close_all
+from millrace.testing.azurite import AzuriteServer, find_azurite
 from millrace.testing.etcd import EtcdServer, find_etcd
 from millrace.testing.s3 import S3Server
 
@@ -32,7 +34,7 @@ def _signals_count() -> None:
 def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """No test sees the user's configuration, or writes to the user's cache."""
     for name in list(os.environ):
-        if name.startswith(("MILLRACE_", "AWS_")):
+        if name.startswith(("MILLRACE_", "AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST")):
             monkeypatch.delenv(name)
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
@@ -63,12 +65,32 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzuriteServer]:
+    """One server of Azure's interface for all tests with the mark `azurite`; every test uses a container of its own."""
+    with AzuriteServer(tmp_path_factory.mktemp("azurite")) as server:
+        yield server
+
+
+@pytest.fixture
+def container(azurite: AzuriteServer, tmp_path: Path) -> str:
+    """A fresh container, named after the test's own directory."""
+    name = _bucket_name(tmp_path)
+    azurite.create_container(name)
+    return name
+
+
 @pytest.fixture
 def bucket(s3: S3Server, request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A fresh bucket, named after the test's own directory."""
-    name = "t-" + "".join(c if c.isalnum() else "-" for c in tmp_path.name.lower()).strip("-")[:50]
+    name = _bucket_name(tmp_path)
     s3.create_bucket(name)
     return name
+
+
+def _bucket_name(directory: Path) -> str:
+    """The directory's name in what S3 and Azure both allow: small letters, digits, and single hyphens between them."""
+    return "-".join(("t-" + re.sub(r"[^a-z0-9]+", "-", directory.name.lower()))[:50].strip("-").split("--"))
 
 
 @pytest.fixture
@@ -110,19 +132,25 @@ def no_cached_plans() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put them in order; `root` tests are listed as not run for other users, those marked `etcd` where there is none."""
+    """Put them in order; those that need root, etcd or Azurite are listed as not run where there is none."""
     _slow_files_first(items)
     if os.geteuid() != 0:
         for item in items:
             if item.get_closest_marker("root"):
                 item.add_marker(pytest.mark.skip(reason="needs root"))
-    for_etcd = [item for item in items if item.get_closest_marker("etcd")]
+    _skip_without(items, "etcd", "needs etcd", find_etcd)
+    _skip_without(items, "azurite", "needs Azurite", find_azurite)
+
+
+def _skip_without(items: list[pytest.Item], mark: str, reason: str, find: Callable[[], object]) -> None:
+    """Have those with the mark be listed as not run, where what they need cannot be found."""
+    marked = [item for item in items if item.get_closest_marker(mark)]
     try:
-        if for_etcd:
-            find_etcd()
+        if marked:
+            find()
     except MissingDependencyError:
-        for item in for_etcd:
-            item.add_marker(pytest.mark.skip(reason="needs etcd"))
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 _QUICK = ("unit", "conformance", "property")

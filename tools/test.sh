@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Runs every test and says how many were not run for want of root or of etcd. Arguments go to pytest. `make test` calls it.
+# Runs every test and says how many were not run for want of root, of etcd or of Azurite. Arguments go to pytest. `make test` calls it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 # Without it the tests that need it are skipped, which the last line says.
 command -v etcd >/dev/null || tools/debian-packages.sh etcd-server >/dev/null || echo "test: there is no etcd" >&2
+tools/azurite.sh || echo "test: there is no Azurite" >&2
 
 # Root's tests make machines of namespaces, with links between them that are cut, and logins by SSH.
 if ((EUID == 0)); then
@@ -46,10 +47,12 @@ skipped_for() {
 }
 for_root=$(skipped_for root)
 for_ssh=$(skipped_for "sshd, ssh and rsync")
+for_azurite=$(skipped_for Azurite)
 echo "tests:${counts:- no summary}; not run because they need root: $for_root, because they need etcd: $(skipped_for etcd), \
-because they need SSH: $for_ssh$again"
-if ((EUID == 0 && for_root + for_ssh > 0)); then
-  echo "test: root must run all tests, and $for_root were skipped for want of root, $for_ssh for want of SSH" >&2
+because they need SSH: $for_ssh, because they need Azurite: $for_azurite$again"
+if ((EUID == 0 && for_root + for_ssh + for_azurite > 0)); then
+  echo "test: root must run all tests, and $for_root were skipped for want of root, $for_ssh for want of SSH, \
+$for_azurite for want of Azurite" >&2
   ((status)) || status=1
 fi
 exit "$status"

@@ -1,11 +1,12 @@
-"""Every origin passes the conformance suite: the one in memory that tests use, local files, and a real S3 server."""
+"""Origins over object stores pass the conformance suite: the one in memory that tests use, local files, and real servers."""
 
 from pathlib import Path
 
 import pytest
 
 from millrace.origin import Origin, open_origin
-from millrace.testing.conformance import OriginConformance
+from millrace.testing.azurite import AzuriteServer
+from millrace.testing.conformance import FromEnvironment, OriginConformance
 from millrace.testing.origins import MemoryOrigin
 from millrace.testing.s3 import S3Server
 
@@ -39,8 +40,57 @@ class TestS3Origin(OriginConformance):
 
     @pytest.fixture
     def origin(self, s3: S3Server) -> Origin:
+        self.secrets = [str(s3.target_options["secret"])]
         return open_origin("s3", s3.target_options)
 
     @pytest.fixture
     def root(self, bucket: str) -> str:
         return f"{bucket}/root"
+
+    @pytest.fixture(params=["variables", "profile"])
+    def environment_origin(
+        self, s3: S3Server, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> FromEnvironment:
+        options = s3.target_options
+        key, secret = str(options["key"]), str(options["secret"])
+        if request.param == "variables":
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+        else:
+            (tmp_path / "credentials").write_text(
+                f"[team]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n"
+            )
+            monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+            monkeypatch.setenv("AWS_PROFILE", "team")
+        return FromEnvironment(open_origin("s3", {"endpoint_url": options["endpoint_url"]}), [key, secret])
+
+
+@pytest.mark.azurite
+class TestAzureOrigin(OriginConformance):
+    """Azurite: no identities, and the account is in the URL's path."""
+
+    unsupported_names = frozenset({"back\\slash"})  # Azure makes slashes of them: refused
+
+    @pytest.fixture
+    def origin(self, azurite: AzuriteServer) -> Origin:
+        self.secrets = [azurite.key]
+        return open_origin("az", azurite.target_options)
+
+    @pytest.fixture
+    def root(self, container: str) -> str:
+        return f"{container}/root"
+
+    @pytest.fixture(params=["key", "signature", "connection string"])
+    def environment_origin(
+        self, azurite: AzuriteServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    ) -> FromEnvironment:
+        signature = azurite.signature()
+        where = {"account_name": azurite.account, "account_host": azurite.endpoint}
+        if request.param == "key":
+            monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", azurite.key)
+        elif request.param == "signature":
+            monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", signature)
+        else:
+            monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azurite.connection_string)
+            where = {}
+        return FromEnvironment(open_origin("az", where), [azurite.key, signature])

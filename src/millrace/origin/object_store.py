@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -24,10 +25,11 @@ from millrace.origin.obstore_library import obstore_library
 from millrace.origin.protocol import ObjectInfo
 from millrace.origin.store_access import MADE_UP
 from millrace.origin.store_listing import StoreListing
-from millrace.origin.translation import server_code
+from millrace.origin.translation import is_outside
 from millrace.origin.upload import PART_BYTES, ObjectUpload
 
 _UPLOAD_CONCURRENCY = 4
+_DELETE_THREADS = 8
 _URL_LASTS = timedelta(minutes=1)
 
 
@@ -58,7 +60,7 @@ class ObjectStoreOrigin(StoreListing):
             try:
                 result = obstore_library().get(client, path, options=options)
             except obstore_library().exceptions.GenericError as error:
-                if server_code(error) == "InvalidRange" or self._scheme == "file":
+                if is_outside(error) or self._scheme == "file":
                     info = self.head(key)
                     if start >= info.size:
                         raise self._outside(info, start, stop, version) from error
@@ -148,12 +150,21 @@ class ObjectStoreOrigin(StoreListing):
             def request(client: Any, _: str, paths: Sequence[str] = paths) -> None:
                 if self._scheme == "s3":
                     obstore_library().delete(client, paths)
-                    return
-                for path in paths:
-                    with contextlib.suppress(FileNotFoundError):
-                        obstore_library().delete(client, path)
+                elif self._scheme == "file" or len(paths) == 1:
+                    for path in paths:
+                        _delete_one(client, path)
+                else:  # their requests for many stop at the first that is missing
+                    with ThreadPoolExecutor(
+                        min(len(paths), _DELETE_THREADS), thread_name_prefix="millrace-delete"
+                    ) as pool:
+                        list(pool.map(lambda path: _delete_one(client, path), paths))
 
             self._request(members[0], request)
+
+
+def _delete_one(client: Any, path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        obstore_library().delete(client, path)
 
 
 def _is_version(answered: str, wanted: str) -> bool:

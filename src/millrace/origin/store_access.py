@@ -99,6 +99,10 @@ class StoreAccess:
                 f"{self._scheme}://{key} is no valid object name",
                 next_step="use UTF-8 without control characters, and no empty, '.' or '..' parts",
             )
+        if self._scheme == "az" and "\\" in name:
+            raise ObjectNotFoundError(
+                f"az://{key} is no valid object name", next_step="leave the backslash out: Azure makes a slash of it"
+            )
         if _is_too_long(self._scheme, path):
             raise ObjectNotFoundError(
                 f"{self._scheme}://{key[:64]}... is no valid object name", next_step="use a shorter name"
@@ -107,7 +111,10 @@ class StoreAccess:
 
     def _info(self, key: str, meta: Mapping[str, Any]) -> ObjectInfo:
         modified = meta["last_modified"].timestamp()
-        version = meta["e_tag"] or f"{MADE_UP}{meta['version'] or ''}-{meta['size']}-{modified}"
+        etag = meta["e_tag"]
+        if etag and self._scheme == "az" and not etag.endswith('"'):
+            etag = f'"{etag}"'  # Azure's listings leave the quotes out
+        version = etag or f"{MADE_UP}{meta['version'] or ''}-{meta['size']}-{modified}"
         return ObjectInfo(key=key, size=meta["size"], version=version, modified=modified)
 
     @contextlib.contextmanager

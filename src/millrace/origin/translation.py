@@ -52,6 +52,11 @@ def server_code(error: BaseException) -> str | None:
     return match[1] if match else None
 
 
+def is_outside(error: BaseException) -> bool:
+    """Whether a range begins behind the object's end, as the server says, or obstore when the server sent what there was."""
+    return server_code(error) == "InvalidRange" or "InvalidRangeRequest" in str(error)
+
+
 def http_status(error: BaseException) -> int | None:
     """The status of the server's answer, None where there was no answer."""
     match = _STATUS.search(str(error))
