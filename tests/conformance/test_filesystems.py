@@ -39,6 +39,22 @@ class TestMemory(FileSystemConformance):
             memory.rm(f"/{name}", recursive=True)
 
 
+class TestDirectory(FileSystemConformance):
+    """Files through fsspec's library for them, as `sftp` and `smb` show them."""
+
+    test_odd_names_through_both_faces = None  # names are files', as above
+
+    @pytest.fixture
+    def fs(self, tmp_path: Path) -> MillraceFileSystem:
+        (tmp_path / "shared").mkdir()
+        options = {"path": str(tmp_path / "shared"), "target_protocol": "file"}
+        return millrace.filesystem("dir", options, cache_dir=str(tmp_path / "cache"), min_free=0)
+
+    @pytest.fixture
+    def root(self) -> str:
+        return "some/root"
+
+
 class TestS3(FileSystemConformance):
     unsupported_names = frozenset({"back\\slash"})  # SeaweedFS makes slashes of them
 

@@ -266,6 +266,15 @@ def test_a_directory_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["d"]
 
 
+def test_deleting_takes_a_directory_that_is_empty_and_nothing_else(tmp_path: Path) -> None:
+    origin = over(tmp_path)
+    origin.put("d/e/x", b"1")
+    origin.delete(["d/e", "d", "none"])
+    assert bytes(origin.read("d/e/x", 0, 1)) == b"1"
+    origin.delete(["d/e/x", "d/e", "d"])
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_library_that_cannot_make_one_only_where_none_is_says_so() -> None:
     class Plain(AbstractFileSystem):  # type: ignore[misc]
         """What would replace an object that another made in the meantime."""

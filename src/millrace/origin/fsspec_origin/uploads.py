@@ -12,7 +12,7 @@ import errno
 import inspect
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from fsspec.asyn import AsyncFileSystem
@@ -91,9 +91,18 @@ def _create_on_condition(fs: Any, path: str, data: Buffer, url: str) -> None:
 
 
 def remove(fs: Any, path: str) -> None:
-    """Remove one object. One that does not exist is no error."""
-    with contextlib.suppress(FileNotFoundError):
+    """Remove one object, or a directory with nothing in it. What does not exist, or is not empty, is no error."""
+    try:
         fs.rm_file(path)
+    except FileNotFoundError:
+        return
+    except Exception:
+        if not fs.isdir(path):
+            raise
+        fs.invalidate_cache(path)
+        if not fs.ls(path):  # some libraries remove a directory with all that is in it
+            with contextlib.suppress(FileNotFoundError):
+                fs.rmdir(path)
 
 
 def _write_beside(fs: Any, path: str, parts: Iterable[Buffer]) -> None:
@@ -125,18 +134,28 @@ def _opened(fs: Any, beside: str, path: str) -> Iterator[Any]:
         yield file
 
 
-def _with_parent(fs: Any, path: str, write_it: Any) -> None:
+def _with_parent(fs: Any, path: str, write_it: Callable[[], None]) -> None:
     """Write; where that fails because there is no directory, make it and write again."""
     try:
         write_it()
+        return
     except (PermissionError, FileExistsError):
         raise
-    except Exception:
+    except Exception as error:
         parent = path.rpartition("/")[0]
-        if not parent or fs.isdir(parent):
+        # Of one that is there by now, another thread has just made it.
+        if not parent or (not isinstance(error, FileNotFoundError) and fs.isdir(parent)):
             raise
-        fs.makedirs(parent, exist_ok=True)
-        write_it()
+    _make_directory(fs, parent)
+    write_it()
+
+
+def _make_directory(fs: Any, path: str) -> None:
+    try:
+        fs.makedirs(path, exist_ok=True)
+    except Exception:
+        if not fs.isdir(path):  # not all libraries are content with one that another has made meanwhile
+            raise
 
 
 def _rename(fs: Any, source: str, target: str) -> None:
