@@ -13,7 +13,7 @@ from millrace.errors import ObjectNotFoundError, OriginUnavailableError, UsageEr
 
 # Control characters, and bytes that were no UTF-8, as Python keeps them in a string.
 _UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
-_HOST = re.compile(r"(?:[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+_HOST = re.compile(r"(?:[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?")
 _STRAY_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _ENCODED_RUN = re.compile(r"(?:%[0-9A-Fa-f]{2})+")
 _DOT_SEGMENT = re.compile(r"(?:\.|%2[eE]){1,2}")
@@ -56,7 +56,8 @@ def _ascii_host(scheme: str, host: str) -> str:
         ascii_host = host if host.isascii() else host.encode("idna").decode()
     except UnicodeError:
         ascii_host = ""
-    if not _HOST.fullmatch(ascii_host):
+    match = _HOST.fullmatch(ascii_host)
+    if match is None or int(match["port"] or 0) > 65_535:
         raise ObjectNotFoundError(
             f"{scheme}:// without a valid name of a server", next_step=f"write {scheme}://host/path"
         )
