@@ -21,9 +21,11 @@ import errno
 from typing import Any, ClassVar
 
 
-def _printable(character: str) -> str:
-    """What a terminal or a log would take for a command, as its number: others choose the names of objects."""
-    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+def printable(text: str) -> str:
+    """A text in which what a terminal or a log would take for a command is a number: others choose the names of objects."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
 
 
 def _rebuild(cls: type[MillraceError], message: str, next_step: str, fields: dict[str, Any]) -> MillraceError:
@@ -51,8 +53,7 @@ class MillraceError(Exception):
 
     def __str__(self) -> str:
         text = f"{self.message}: {self.next_step}" if self.next_step else self.message
-        text = " ".join(text.split())
-        return text if text.isprintable() else "".join(map(_printable, text))
+        return printable(" ".join(text.split()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {name: value for name, value in self.__dict__.items() if name not in ("message", "next_step")}

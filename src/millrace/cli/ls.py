@@ -32,6 +32,7 @@ def ls(url: str | None, long: bool, cache_dir: tuple[str, ...], endpoint_url: st
     --endpoint-url the URL means that of every service from which something is cached.
     """
     from millrace.cache.catalog import cached_objects
+    from millrace.errors import printable
 
     node, _ = existing_node(cache_dir)
     places = places_of(node, url, endpoint_url) if url else [None]
@@ -45,13 +46,12 @@ def ls(url: str | None, long: bool, cache_dir: tuple[str, ...], endpoint_url: st
     now = time.time()
     for item in found:
         if not long:
-            click.echo(item.url)
+            click.echo(printable(item.url))
             continue
         here = "all" if item.complete else f"{100 * item.cached_bytes // item.size}%"
+        url = printable(item.url)
         used = "-" if item.last_used is None else f"{time_text(max(0.0, now - item.last_used))} ago"
-        click.echo(
-            f"{size_text(item.size):>8s}  {here:>4s}  {'pinned' if item.pinned else '-':6s}  {used:>12s}  {item.url}"
-        )
+        click.echo(f"{size_text(item.size):>8s}  {here:>4s}  {'pinned' if item.pinned else '-':6s}  {used:>12s}  {url}")
     if long:
         total = sum(item.cached_bytes for item in found)
         click.echo(f"{len(found)} objects, {size_text(total)} here")

@@ -281,8 +281,10 @@ def _as_json(event: Event) -> dict[str, Any]:
 
 
 def _as_text(event: Event) -> str:
+    from millrace.errors import printable
+
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    return " ".join(f"{stamp} {event.name} {event.subject} {event.detail}".split())
+    return printable(" ".join(f"{stamp} {event.name} {event.subject} {event.detail}".split()))
 
 
 _printing = threading.Lock()

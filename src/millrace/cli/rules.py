@@ -204,4 +204,6 @@ def _url(url: str) -> str:
 
 
 def _done(as_json: bool, content: Mapping[str, object], text: str) -> None:
-    click.echo(json.dumps(content) if as_json else text)
+    from millrace.errors import printable
+
+    click.echo(json.dumps(content) if as_json else printable(text))

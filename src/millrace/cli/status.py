@@ -148,6 +148,8 @@ def _this_node(cache_dir: Sequence[str]) -> dict[str, Any]:
 
 
 def _show(summary: Mapping[str, Any]) -> None:
+    from millrace.errors import printable
+
     for row in summary["disks"]:
         resized = ", set by resize" if row["resized"] else ""
         full = f" ({100 * row['used_bytes'] // row['capacity_bytes']}%{resized})" if row["capacity_bytes"] else ""
@@ -165,6 +167,6 @@ def _show(summary: Mapping[str, Any]) -> None:
         )
     for rule in summary["rules"]:
         text = rule_text(rule["quota_bytes"], rule["ttl_seconds"], pinned=rule["pinned"], used_bytes=rule["used_bytes"])
-        click.echo(f"{rule['url']}: {text}")
+        click.echo(printable(f"{rule['url']}: {text}"))
     for name, value in counters.items():
         click.echo(f"{name.replace('_', ' '):16s} {value:,}")
