@@ -111,11 +111,12 @@ def test_the_error_says_how_often_it_was_tried(
     assert isinstance(caught.value.__cause__, OriginUnavailableError)
 
 
+@pytest.mark.parametrize("retry_after", [None, 0.02])
 def test_an_origin_that_stays_busy_is_given_up_after_a_time(
-    inner: MemoryOrigin, origin: LimitedOrigin, monkeypatch: pytest.MonkeyPatch
+    inner: MemoryOrigin, origin: LimitedOrigin, monkeypatch: pytest.MonkeyPatch, retry_after: float | None
 ) -> None:
     monkeypatch.setattr(patience, "PATIENCE", Patience(seconds=0.5, tries=1))
-    failing = inner.before_read = Failing(*[slow_down() for _ in range(99)])
+    failing = inner.before_read = Failing(*[slow_down(retry_after) for _ in range(99)])
     with pytest.raises(OriginBusyError, match=r"tried \d+ times"):
         origin.read("b/k", 0, 1)
     assert failing.calls > 1  # tries are counted of what fails, not of what is put off
