@@ -161,6 +161,25 @@ def test_what_is_not_the_range_that_was_asked_for_is_an_error_and_then_right(
     assert bytes(origin.read(info.key, 1000, 2000, version=info.version)) == DATA[1000:2000]
 
 
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_part_that_says_it_is_the_whole_is_an_error(ranges: bool) -> None:
+    origin = WebOrigin("http")
+    with WebServer(ranges=ranges) as server:
+        server.put("/x.bin", DATA)
+        info = origin.head(f"{server.host}/x.bin")
+
+        def cut(request: Request, reply: Reply) -> Reply:
+            headers = {name: value for name, value in reply.headers.items() if not name.startswith("Content-")}
+            return Reply(headers=headers, body=DATA[:1000])
+
+        server.service.interfere(cut)
+        for start, stop in ((0, 1000), (10, 20), (5000, 5010)):
+            with pytest.raises(OriginUnavailableError):
+                origin.read(info.key, start, stop, version=info.version)
+        server.service.leave_alone()
+        assert bytes(origin.read(info.key, 5000, 5010, version=info.version)) == DATA[5000:5010]
+
+
 def test_a_silent_server_is_given_up(server: WebServer) -> None:
     origin = WebOrigin("http", {"timeout": 0.2})
     server.service.interfere(lambda request, reply: replace(reply, pause_seconds=30), count=1)

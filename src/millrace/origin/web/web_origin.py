@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,33 +33,18 @@ from millrace.origin.web.answers import (
     version_of,
 )
 from millrace.origin.web.bodies import announced_range, exact_body, outside
-from millrace.origin.web.connections import Answer, Connections
+from millrace.origin.web.connections import Answer
 from millrace.origin.web.credentials import netrc_header
 from millrace.origin.web.index_pages import IndexPage, parse_index
+from millrace.origin.web.listings import IndexListings
 from millrace.origin.web.options import web_options
 from millrace.origin.web.read_only import ReadOnlyOrigin
-from millrace.origin.web.whole import WholeCopies
+from millrace.origin.web.session import Session
 
-_LIST_PAGE = 64  # each object of a page costs a request, and who asks only whether there is something takes one page
-_HEADS_AT_ONCE = 8
 _MOST_INDEX_BYTES = 64 << 20
-_DEEPEST_LISTING = 64
 _ROUTE_SECONDS = 300.0  # for how long a redirect is believed: without, each range of an object would cost two requests
-_REMEMBERED_ROUTES = 4096
 # Statuses of servers that do not answer to HEAD although they have the object.
 _TRY_GET = frozenset({400, 403, 405, 406, 500, 501})
-
-
-class _Session:
-    """What one process has open and has learnt about the servers."""
-
-    def __init__(self, connections: Connections) -> None:
-        self.pid = os.getpid()
-        self.connections = connections
-        self.whole = WholeCopies()
-        self.without_head: set[str] = set()
-        self.netrc: dict[str, Mapping[str, str]] = {}
-        self.routes: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
 
 class WebOrigin(ReadOnlyOrigin):
@@ -79,11 +62,7 @@ class WebOrigin(ReadOnlyOrigin):
         self._scheme = scheme
         self._target_options = dict(target_options or {})
         self._options = web_options(self._target_options)
-        self._session = self._new_session()
-
-    def _new_session(self) -> _Session:
-        options = self._options
-        return _Session(Connections(verify=options.verify, silence_seconds=options.timeout_seconds))
+        self._session = Session(self._options)
 
     def __repr__(self) -> str:
         return f"WebOrigin({self._scheme!r})"
@@ -172,11 +151,19 @@ class WebOrigin(ReadOnlyOrigin):
                     with answer:
                         return self._read_answer(key, url, answer, start, stop, version)
                 self._check(url, answer)
+                if with_length is not None:
+                    self._check_size(url, answer, with_length)
                 copy = whole.adopt(url, answer)
         # Outside of the turn: others may wait for their part of the same copy.
         if version is not None and copy.version() != version:
             raise self._overwritten(url)
-        if stop > (size := copy.size()):
+        size = copy.size()
+        try:
+            self._now().check_size(url, copy.version(), size)
+        except OriginUnavailableError:
+            whole.drop(url, copy)
+            raise
+        if stop > size:
             raise outside(url, start, stop, size)
         return copy.read(start, stop)
 
@@ -198,8 +185,10 @@ class WebOrigin(ReadOnlyOrigin):
         if answer.status == 206:
             self._now().whole.has_ranges(url)
             _, size = announced_range(answer, url, start, stop)
-        if version is not None and version_of(answer.headers, size) != version:
+        got_version = version_of(answer.headers, size)
+        if version is not None and got_version != version:
             raise self._overwritten(url)
+        self._now().check_size(url, got_version, size)
         if size < stop:
             raise outside(url, start, stop, size)
         return exact_body(answer, url, start, stop)
@@ -210,12 +199,7 @@ class WebOrigin(ReadOnlyOrigin):
     # --- listing ----------------------------------------------------------------------------------
 
     def list_level(self, prefix: str) -> Listing:
-        page = self._index(prefix)
-        if page is None:
-            return Listing(objects=[], prefixes=[])
-        base = prefix.rstrip("/")
-        objects = [info for info in self._heads([f"{base}/{name}" for name in page.files]) if info is not None]
-        return Listing(objects, [f"{base}/{name}" for name in page.directories], is_directory=True)
+        return IndexListings(self._index, self.head).level(prefix)
 
     def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
         return (page.objects for page in self.list_pages(prefix) if page.objects)
@@ -223,50 +207,7 @@ class WebOrigin(ReadOnlyOrigin):
     def list_pages(
         self, prefix: str, *, after: str = "", settled: Callable[[str], ObjectInfo | None] | None = None
     ) -> Iterator[ListingPage]:
-        """One request for each directory and one for each object: an index page tells neither sizes nor versions."""
-        prefix = prefix.rstrip("/")
-        top = self._index(prefix)
-        objects: list[ObjectInfo] = []
-        for info in self._walk(prefix, top, after, 0) if top is not None else ():
-            objects.append(info)
-            if len(objects) == _LIST_PAGE:
-                yield ListingPage(objects, False, True)
-                objects = []
-        yield ListingPage(objects, True, top is not None)
-
-    def _walk(self, prefix: str, page: IndexPage | None, after: str, depth: int) -> Iterator[ObjectInfo]:
-        """What lies below, in the order of the keys, from those that follow `after`."""
-        if page is None:
-            return
-        if depth > _DEEPEST_LISTING:
-            raise UsageError(
-                f"{shown(self._url(prefix))} has directories in a circle", next_step="list a directory below it"
-            )
-        names = sorted([*page.files, *(f"{name}/" for name in page.directories)])
-        files: list[str] = []
-        for name in names:
-            key = f"{prefix}/{name}"
-            if not name.endswith("/"):
-                files += [key] if key > after else []
-            if files and (name.endswith("/") or len(files) == _LIST_PAGE):
-                yield from (info for info in self._heads(files) if info is not None)
-                files = []
-            if name.endswith("/") and (key > after or after.startswith(key)):
-                yield from self._walk(key[:-1], self._index(key), after, depth + 1)
-        yield from (info for info in self._heads(files) if info is not None)
-
-    def _heads(self, keys: Sequence[str]) -> list[ObjectInfo | None]:
-        """What `head` says of each; None for a link that leads nowhere."""
-        if len(keys) < 2:
-            return [self._head_if_there(key) for key in keys]
-        with ThreadPoolExecutor(min(len(keys), _HEADS_AT_ONCE), thread_name_prefix="millrace-heads") as pool:
-            return list(pool.map(self._head_if_there, keys))
-
-    def _head_if_there(self, key: str) -> ObjectInfo | None:
-        try:
-            return self.head(key)
-        except ObjectNotFoundError:
-            return None
+        return IndexListings(self._index, self.head).pages(prefix, after)
 
     def _index(self, prefix: str) -> IndexPage | None:
         """The index page of a directory, None where there is no such directory.
@@ -293,10 +234,10 @@ class WebOrigin(ReadOnlyOrigin):
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _now(self) -> _Session:
+    def _now(self) -> Session:
         """What this process has open; what a parent process had is its own."""
         if self._session.pid != os.getpid():
-            self._session = self._new_session()
+            self._session = Session(self._options)
         return self._session
 
     def _url(self, key: str) -> str:
@@ -327,12 +268,10 @@ class WebOrigin(ReadOnlyOrigin):
             routes.pop(url, None)
         answer = self._ask("GET", url, headers)
         if answer.url != url and answer.status == 206:
-            routes[url] = (answer.url, time.monotonic() + _ROUTE_SECONDS)
-            while len(routes) > _REMEMBERED_ROUTES:
-                routes.popitem(last=False)
+            self._now().note_route(url, answer.url, time.monotonic() + _ROUTE_SECONDS)
         return answer
 
-    def _netrc(self, session: _Session, url: str) -> Mapping[str, str]:
+    def _netrc(self, session: Session, url: str) -> Mapping[str, str]:
         if self._options.signs_in:
             return {}
         server = urlsplit(url).netloc
@@ -350,11 +289,20 @@ class WebOrigin(ReadOnlyOrigin):
             answer.close()
             raise
 
+    def _check_size(self, url: str, answer: Answer, size: int) -> None:
+        """Refuse a part that says it is the whole. Closes `answer` then."""
+        try:
+            self._now().check_size(url, version_of(answer.headers, size), size)
+        except OriginUnavailableError:
+            answer.close()
+            raise
+
     def _info(self, key: str, url: str, answer: Answer, size: int) -> ObjectInfo:
         self._check(url, answer)
         if answer.headers.get("Accept-Ranges", "").strip().lower() == "bytes":
             self._now().whole.has_ranges(url)
         version = version_of(answer.headers, size)
+        self._now().note_size(url, version, size)
         return ObjectInfo(key=key, size=size, version=version, modified=modified_of(answer.headers))
 
     def _refusal(self, answer: Answer) -> MillraceError:

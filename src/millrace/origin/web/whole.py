@@ -176,7 +176,7 @@ class WholeCopies:
     def adopt(self, url: str, answer: Answer) -> WholeCopy:
         """A copy of what `answer` brings, which is its own from now on: a new one, or the one that is being made already."""
         try:
-            made = WholeCopy(answer, lambda it: self._remove(url, it), self._idle_seconds)
+            made = WholeCopy(answer, lambda it: self.drop(url, it), self._idle_seconds)
         except BaseException:
             answer.close()
             raise
@@ -188,7 +188,8 @@ class WholeCopies:
         made.start()
         return made
 
-    def _remove(self, url: str, it: WholeCopy) -> None:
+    def drop(self, url: str, it: WholeCopy) -> None:
+        """Give a copy to no new reader; it goes when its readers have."""
         with self._lock:
             if self._copies.get(url) is it:
                 del self._copies[url]
