@@ -132,7 +132,7 @@ TROUBLES: dict[str, Trouble] = {
     "bad gateway": Trouble("status", details={"status": 502, "code": "BadGateway"}),
     "stall before the answer": Trouble("stall", details={"seconds": 1.5}, only=_FEW, read_timeout=0.4),
     "stall in the body": Trouble(
-        "stall", details={"seconds": 1.5, "after_bytes": 1000}, only=_BODIES, read_timeout=0.4
+        "stall", details={"seconds": 1.5, "after_bytes": 1000}, only=_BODIES & _FEW, read_timeout=0.4
     ),
     "lost answer": Trouble("reset"),
     "reset in the body": Trouble("reset", details={"after_bytes": 1000}, only=_BODIES),
@@ -253,9 +253,23 @@ def _over_the_web(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    with {"s3": _over_s3, "az": _over_azure, "http": _over_the_web}[request.param](request) as served:
-        yield served
+def serving(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Served]]:
+    """Gives what serves a scheme, made when it is wanted for the first time."""
+    made: dict[str, Served] = {}
+    ways = {"s3": _over_s3, "az": _over_azure, "http": _over_the_web}
+    with contextlib.ExitStack() as opened:
+
+        def serve(scheme: str) -> Served:
+            if scheme not in made:
+                made[scheme] = opened.enter_context(ways[scheme](request))
+            return made[scheme]
+
+        yield serve
+
+
+@pytest.fixture
+def served(request: pytest.FixtureRequest, serving: Callable[[str], Served]) -> Served:
+    return serving(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -422,7 +422,7 @@ class _Connection:
             self._over()
             client.sendall(head)
             return True
-        client.sendall(head, socket.MSG_MORE)
+        client.sendall(head, 0 if kind == "shorten" else socket.MSG_MORE)  # which waits for a body
         if response.chunked:
             self._relay_chunks(server, client, "down")
             return True
