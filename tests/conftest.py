@@ -88,6 +88,17 @@ def bucket(s3: S3Server, request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return name
 
 
+@pytest.fixture(scope="session")
+def service_account_key() -> str:
+    """A private key in PEM, as service accounts of Google have one."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return pem.decode()
+
+
 def _bucket_name(directory: Path) -> str:
     """The directory's name in what S3 and Azure both allow: small letters, digits, and single hyphens between them."""
     return "-".join(("t-" + re.sub(r"[^a-z0-9]+", "-", directory.name.lower()))[:50].strip("-").split("--"))

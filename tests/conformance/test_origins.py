@@ -1,5 +1,7 @@
 """Origins over object stores pass the conformance suite: the one in memory that tests use, local files, and real servers."""
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from millrace.origin import Origin, open_origin
 from millrace.testing.azurite import AzuriteServer
 from millrace.testing.conformance import FromEnvironment, OriginConformance
+from millrace.testing.gcs import GcsFront
 from millrace.testing.origins import MemoryOrigin
 from millrace.testing.s3 import S3Server
 
@@ -94,3 +97,36 @@ class TestAzureOrigin(OriginConformance):
             monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azurite.connection_string)
             where = {}
         return FromEnvironment(open_origin("az", where), [azurite.key, signature])
+
+
+@pytest.fixture(scope="module")
+def gcs(s3: S3Server) -> Iterator[GcsFront]:
+    with GcsFront(s3) as front:
+        yield front
+
+
+class TestGcsOrigin(OriginConformance):
+    """Google's dialect in front of SeaweedFS: the limits are those of `millrace.testing.gcs`."""
+
+    unsupported_names = frozenset({"back\\slash"})  # SeaweedFS makes slashes of them
+
+    @pytest.fixture
+    def origin(self, gcs: GcsFront) -> Origin:
+        token = gcs.token()
+        self.secrets = [token]
+        return open_origin("gs", {"endpoint_url": gcs.endpoint, "token": token})
+
+    @pytest.fixture
+    def root(self, bucket: str) -> str:
+        return f"{bucket}/root"
+
+    @pytest.fixture
+    def environment_origin(
+        self, gcs: GcsFront, service_account_key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> FromEnvironment:
+        file = tmp_path / "account.json"
+        file.write_text(json.dumps(gcs.service_account(service_account_key)))
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+        return FromEnvironment(
+            open_origin("gs", {"endpoint_url": gcs.endpoint}), [service_account_key.splitlines()[1], "ya29."]
+        )

@@ -93,6 +93,11 @@ class Clients:
         """The storage without any secret: scheme and endpoint."""
         return f"{self._scheme}+{self._options.endpoint}" if self._options is not None else self._scheme
 
+    @property
+    def may_write(self) -> bool:
+        """Whether there is any use in trying to write."""
+        return self._options is None or self._options.may_write
+
     def get(self, container: str, *, streams: bool = False) -> Any:
         """The client of a container; with `streams` the one for uploads of many requests, which retries each of them.
 

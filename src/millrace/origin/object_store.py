@@ -15,6 +15,7 @@ from typing_extensions import Buffer
 
 from millrace.errors import (
     ConfigurationError,
+    DeniedError,
     MillraceError,
     ObjectChangedError,
     ObjectNotFoundError,
@@ -115,6 +116,7 @@ class ObjectStoreOrigin(StoreListing):
         self._put(key, data, mode="create" if if_absent else "overwrite", streams=False)
 
     def open_writer(self, key: str) -> ObjectUpload:
+        self._check_may_write(key)
         self._locate(key)  # a key that cannot be is an error now, not at the end
 
         def upload(parts: Iterator[Buffer]) -> None:
@@ -132,6 +134,7 @@ class ObjectStoreOrigin(StoreListing):
         return ObjectUpload(key, upload, lambda data: self._put(key, data, mode="overwrite", streams=True))
 
     def _put(self, key: str, data: Buffer, *, mode: str, streams: bool) -> None:
+        self._check_may_write(key)
         # A view as plain bytes: obstore takes one-dimensional uint8 buffers only.
         body = memoryview(data).cast("B")
 
@@ -145,6 +148,7 @@ class ObjectStoreOrigin(StoreListing):
         for key in keys:
             by_bucket.setdefault(self._bucket(key), []).append(key)
         for members in by_bucket.values():
+            self._check_may_write(members[0])
             paths = [self._locate(key)[1] for key in members]
 
             def request(client: Any, _: str, paths: Sequence[str] = paths) -> None:
@@ -160,6 +164,12 @@ class ObjectStoreOrigin(StoreListing):
                         list(pool.map(lambda path: _delete_one(client, path), paths))
 
             self._request(members[0], request)
+
+    def _check_may_write(self, key: str) -> None:
+        if not self._clients.may_write:
+            raise DeniedError(
+                f"{self._scheme}://{key} cannot be written without credentials", next_step="leave 'anon' out"
+            )
 
 
 def _delete_one(client: Any, path: str) -> None:

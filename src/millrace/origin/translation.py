@@ -95,7 +95,7 @@ def translate(
             next_step="check that the credentials have not expired, and the name",
         )
     refused = isinstance(error, library.PermissionDeniedError | library.UnauthenticatedError | PermissionError)
-    if refused or code in _REFUSALS:
+    if refused or code in _REFUSALS or http_status(error) in (401, 403):
         return DeniedError(
             f"access to {url} was denied", next_step="check the credentials and their rights on this bucket"
         )

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC
 from typing import Any
 
@@ -83,23 +83,50 @@ def _by_google_auth(token: Any) -> Answer:
 
 def _load(auth: Any, errors: Any, token: Any) -> Any:
     """The credentials that `token` names; those of the environment where it is None."""
-    load: Callable[[], Any]
     if isinstance(token, Mapping):
-        load = lambda: auth.load_credentials_from_dict(dict(token), scopes=_SCOPES)[0]  # noqa: E731
-    elif token == "cloud":
+        return _from_content(token)
+    if token == "cloud":
         engine: Any = importlib.import_module("google.auth.compute_engine")
-        load = engine.Credentials
-    elif token in (None, "google_default"):
-        load = lambda: auth.default(scopes=_SCOPES)[0]  # noqa: E731
-    elif hasattr(token, "refresh"):
-        load = lambda: token  # noqa: E731
-    else:
-        path = _existing(token)
-        load = lambda: auth.load_credentials_from_file(path, scopes=_SCOPES)[0]  # noqa: E731
+        return engine.Credentials()
+    if token not in (None, "google_default"):
+        return _from_content(_content(_existing(token))) if isinstance(token, str) else token
     try:
-        return load()
+        return auth.default(scopes=_SCOPES)[0]
     except errors.DefaultCredentialsError as error:
         raise none_found() from error
+
+
+def _content(path: str) -> Mapping[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content: Any = json.load(file)
+    except (OSError, ValueError) as error:
+        raise _unusable("its file cannot be read") from error
+    if not isinstance(content, dict):
+        raise _unusable("its file holds no object")
+    return content
+
+
+def _from_content(content: Mapping[str, Any]) -> Any:
+    """Credentials of the two kinds that name nothing to run and nowhere else to ask; others only by the environment."""
+    kind = content.get("type")
+    try:
+        if kind == "service_account":
+            service: Any = importlib.import_module("google.oauth2.service_account")
+            return service.Credentials.from_service_account_info(dict(content), scopes=_SCOPES)
+        if kind == "authorized_user":
+            user: Any = importlib.import_module("google.oauth2.credentials")
+            return user.Credentials.from_authorized_user_info(dict(content))
+    except ValueError as error:
+        raise _unusable(f"it is no complete {kind}") from error
+    raise _unusable("its type is neither service_account nor authorized_user")
+
+
+def _unusable(why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"GCS option 'token' cannot be used: {why}",
+        next_step="give a service account, or set GOOGLE_APPLICATION_CREDENTIALS and leave 'token' out",
+    )
 
 
 def _request() -> Any:

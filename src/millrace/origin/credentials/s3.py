@@ -77,7 +77,7 @@ def _by_botocore(profile: str | None) -> Answer:
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": min(latest, expiry) if expiry is not None else latest,
+            "expires_at": min(latest, expiry.astimezone(UTC)) if expiry is not None else latest,
         }
 
     return answer

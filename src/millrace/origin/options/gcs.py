@@ -41,15 +41,19 @@ def gcs_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) -
         raise ConfigurationError("GCS options 'anon' and 'token' exclude each other", next_step="give one of them")
     anonymous = bool(given.get("anon")) or token == "anon" or (token is None and endpoint == _with_scheme(emulator))
     config: dict[str, Any] = {"base_url": endpoint}
-    if anonymous:
-        config["skip_signature"] = True
     fixed = {"token": token, "expires_at": None} if _is_bearer(token) else None
+    if anonymous and endpoint == _ENDPOINT:
+        config["skip_signature"] = True
+    elif anonymous:
+        # An emulator takes any. obstore asks for a token before it writes, even where it shall not sign.
+        fixed = {"token": "anonymous", "expires_at": None}
     return StoreOptions(
         config=config,
         client_options=http_options(endpoint),
         endpoint=endpoint,
         fixed=fixed,
-        signs_itself=anonymous,
+        signs_itself=anonymous and fixed is None,
+        may_write=not anonymous or fixed is not None,
         hints={"token": token} if token not in (None, "anon") and fixed is None else {},
     )
 

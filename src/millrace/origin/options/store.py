@@ -24,6 +24,8 @@ class StoreOptions:
     """Credentials that were given and never change, as obstore's credential provider answers them."""
     signs_itself: bool = False
     """`config` says all that is needed, or requests are not signed at all: no credentials are looked for."""
+    may_write: bool = True
+    """False where obstore cannot even ask: it would look for credentials that the options say are not wanted."""
     hints: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Where to look for credentials (`profile`, `credential`, `token`, ...), if the options say so."""
 

@@ -1,0 +1,158 @@
+"""Credentials that end or are replaced while a job runs: they are looked for again, or the error says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import DeniedError
+from millrace.origin import Origin, open_origin
+from millrace.testing.azurite import AzuriteServer
+from millrace.testing.gcs import GcsFront
+from millrace.testing.s3 import S3Server
+
+_PROGRAM = """
+import datetime, json, sys
+log, keys, seconds = sys.argv[1:]
+with open(log, "a") as file:
+    file.write("asked\\n")
+end = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=float(seconds))
+print(json.dumps({"Version": 1, "Expiration": end.isoformat(), **json.load(open(keys))}))
+"""
+
+
+class Profile:
+    """A profile of the AWS CLI whose credentials a program gives, with an end some seconds later."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> None:
+        self._log, self._keys = directory / "asked.log", directory / "keys.json"
+        program, config = directory / "program.py", directory / "config"
+        program.write_text(_PROGRAM)
+        command = f"{sys.executable} {program} {self._log} {self._keys} {seconds}"
+        config.write_text(f"[profile team]\ncredential_process = {command}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(directory / "none"))
+
+    def set(self, key: str, secret: str) -> None:
+        self._keys.write_text(json.dumps({"AccessKeyId": key, "SecretAccessKey": secret}))
+
+    def times_asked(self) -> int:
+        return len(self._log.read_text().splitlines())
+
+
+def test_a_profile_that_ends_in_the_middle_is_asked_again(
+    s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = Profile(tmp_path, monkeypatch, seconds=1)
+    profile.set(s3.key, s3.secret)
+    origin = open_origin("s3", {"profile": "team", "endpoint_url": s3.endpoint_url})
+    origin.put(f"{bucket}/object", b"data")
+    before = profile.times_asked()
+    time.sleep(1.2)  # the end of what was given
+    assert bytes(origin.read(f"{bucket}/object", 0, 4)) == b"data"
+    assert profile.times_asked() > before
+
+
+def test_keys_that_were_replaced_at_the_server_are_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = Profile(tmp_path, monkeypatch, seconds=3600)
+    with S3Server(tmp_path / "s3") as first:
+        first.create_bucket("data")
+        profile.set(first.key, first.secret)
+        port = first.port
+        origin = open_origin("s3", {"profile": "team", "endpoint_url": first.endpoint_url})
+        origin.put("data/dir/object", b"data")
+        version = origin.head("data/dir/object").version
+    with S3Server(tmp_path / "s3", port=port) as second:  # the same data, other keys
+        with pytest.raises(DeniedError):
+            origin.head("data/dir/object")
+        profile.set(second.key, second.secret)
+        time.sleep(1.1)  # they are not looked for more than once a second
+        assert bytes(origin.read("data/dir/object", 0, 4, version=version)) == b"data"
+        assert [info.key for page in origin.list_all("data") for info in page] == ["data/dir/object"]
+        with origin.open_writer("data/other") as writer:
+            writer.write(b"more")
+        assert origin.head("data/other").size == 4
+
+
+@pytest.fixture
+def gcs(s3: S3Server) -> Iterator[GcsFront]:
+    with GcsFront(s3, token_seconds=1) as front:
+        yield front
+
+
+def _with_service_account(gcs: GcsFront, key: str) -> Origin:
+    return open_origin("gs", {"endpoint_url": gcs.endpoint, "token": gcs.service_account(key)})
+
+
+def test_tokens_of_a_service_account_are_renewed(gcs: GcsFront, bucket: str, service_account_key: str) -> None:
+    origin = _with_service_account(gcs, service_account_key)
+    origin.put(f"{bucket}/object", b"data")
+    given = gcs.tokens_given
+    time.sleep(1.2)  # the end of the token
+    assert bytes(origin.read(f"{bucket}/object", 0, 4)) == b"data"
+    assert gcs.tokens_given > given
+
+
+def test_tokens_that_were_revoked_are_asked_for_again(gcs: GcsFront, bucket: str, service_account_key: str) -> None:
+    gcs.token_seconds = 3600
+    origin = _with_service_account(gcs, service_account_key)
+    origin.put(f"{bucket}/object", b"data")
+    gcs.end_all_tokens()
+    assert bytes(origin.read(f"{bucket}/object", 0, 4)) == b"data"
+    gcs.end_all_tokens()
+    time.sleep(1.1)  # they are not looked for more than once a second
+    assert origin.list_level(bucket).objects
+
+
+def test_a_service_account_travels_with_its_origin(gcs: GcsFront, bucket: str, service_account_key: str) -> None:
+    origin = _with_service_account(gcs, service_account_key)
+    origin.put(f"{bucket}/object", b"data")
+    copy = pickle.loads(pickle.dumps(origin))
+    assert bytes(copy.read(f"{bucket}/object", 0, 4)) == b"data"
+
+
+def test_a_token_that_was_given_and_ends_is_a_clear_error(gcs: GcsFront, bucket: str) -> None:
+    token = gcs.token()
+    origin = open_origin("gs", {"endpoint_url": gcs.endpoint, "token": token})
+    origin.put(f"{bucket}/object", b"data")
+    gcs.end_all_tokens()
+    with pytest.raises(DeniedError) as caught:
+        origin.read(f"{bucket}/object", 0, 4)
+    assert caught.value.next_step
+    assert token not in f"{caught.value!r} {caught.value}"
+
+
+@pytest.mark.azurite
+def test_a_signature_reads_writes_and_ends(azurite: AzuriteServer, container: str) -> None:
+    where = {"account_name": azurite.account, "account_host": azurite.endpoint}
+    signature = azurite.signature(seconds=3)
+    origin = open_origin("az", {**where, "sas_token": f"?{signature}"})
+    origin.put(f"{container}/object", b"data")
+    assert bytes(origin.read(f"{container}/object", 0, 4)) == b"data"
+    assert [info.key for page in origin.list_all(container) for info in page] == [f"{container}/object"]
+    time.sleep(3.2)
+    with pytest.raises(DeniedError) as caught:
+        origin.read(f"{container}/object", 0, 4)
+    assert signature.rpartition("sig=")[2] not in f"{caught.value!r} {caught.value}"
+    fresh = open_origin("az", {**where, "sas_token": azurite.signature()})
+    assert bytes(fresh.read(f"{container}/object", 0, 4)) == b"data"
+
+
+@pytest.mark.azurite
+def test_a_public_container_needs_no_credentials(azurite: AzuriteServer, container: str) -> None:
+    azurite.create_container(f"{container}-open", public=True)
+    for name in (container, f"{container}-open"):
+        open_origin("az", azurite.target_options).put(f"{name}/object", b"data")
+    anonymous = open_origin("az", {"account_name": azurite.account, "account_host": azurite.endpoint, "anon": True})
+    assert bytes(anonymous.read(f"{container}-open/object", 0, 4)) == b"data"
+    for call in (lambda: anonymous.head(f"{container}/object"), lambda: anonymous.put(f"{container}-open/x", b"")):
+        with pytest.raises(DeniedError):
+            call()
