@@ -9,20 +9,28 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 from tests.planted import Planted, RefusingServer
 
 import millrace
+from millrace.cache.node import close_nodes
 from millrace.config import resolve
 from millrace.errors import ConfigurationError, MillraceError
 from millrace.origin import Origin, open_origin
 from millrace.origin.limits.patience import Patience
+from millrace.peers.attach import close_all
+from millrace.testing.azurite import AzuriteServer
+from millrace.testing.http_service import Reply
+from millrace.testing.hub import HubServer
+from millrace.testing.web import WebServer
 
 STATUSES = (403, 400, None)
 """What the server answers; None: nobody listens there."""
@@ -463,3 +471,96 @@ def test_the_search_finds_what_is_told() -> None:
         planted.saw_error("an error", error)
     places = ("an error", "place 0", "place 1", "place 2", "place 3")
     assert planted.leaks() == [f"the secret in {where}" for where in places]
+
+
+# --- where all goes well ------------------------------------------------------------------------------
+
+LARGE = os.urandom(6 << 20)
+
+
+def used(planted: Planted, fs: millrace.MillraceFileSystem, folder: str, cache_dir: Path, *, writes: bool) -> None:
+    """Read, list and write through a file system, by both of its faces; note everything that it shows and leaves behind."""
+    names = ("small.txt", "large.bin")
+    for _ in range(2):
+        assert [len(fs.cat_file(f"{folder}/{name}")) for name in names] == [5, len(LARGE)]
+        assert fs.open_input_file(f"{folder}/large.bin").read() == LARGE
+        planted.saw("info", repr(fs.info(f"{folder}/large.bin")))
+        planted.saw("a listing", repr(fs.ls(folder)))
+    if writes:
+        fs.pipe_file(f"{folder}/written", b"written")
+        with fs.open_output_stream(f"{folder}/streamed") as stream:
+            stream.write(b"streamed")
+        assert fs.cat_file(f"{folder}/streamed") == b"streamed"
+        fs.rm_file(f"{folder}/written")
+    with pytest.raises(FileNotFoundError) as caught:
+        fs.cat_file(f"{folder}/nothing")
+    planted.saw_error("the error for what is missing", caught.value)
+    planted.saw_object("the file system", fs)
+    close_all()
+    close_nodes()
+    assert planted.saw_files("the cache", cache_dir) > 5
+    # Also what belongs to the limits on requests, whatever this process's umask is.
+    assert [path for path in cache_dir.rglob("*") if path.lstat().st_mode & 0o077] == []
+
+
+@pytest.mark.azurite
+@pytest.mark.parametrize("given", ["key", "signature", "connection string"])
+def test_reading_and_writing_azure_leaves_no_secret(
+    given: str, planted: Planted, azurite: AzuriteServer, container: str, tmp_path: Path
+) -> None:
+    planted.known("the key of the account", azurite.key)
+    options: dict[str, Any] = azurite.target_options
+    if given == "signature":
+        signed = azurite.signature()
+        planted.known("the signature", dict(parse_qsl(signed.lstrip("?")))["sig"])
+        options = {**{name: value for name, value in options.items() if name != "account_key"}, "sas_token": signed}
+    elif given == "connection string":
+        options = {"connection_string": azurite.connection_string}
+    origin = open_origin("az", azurite.target_options)
+    origin.put(f"{container}/d/small.txt", b"small")
+    origin.put(f"{container}/d/large.bin", LARGE)
+    fs = millrace.filesystem("az", options, cache_dir=str(tmp_path / "cache"), min_free=0)
+    # Azurite does not remove what a signature is to remove.
+    used(planted, fs, f"{container}/d", tmp_path / "cache", writes=given != "signature")
+    assert planted.leaks() == []
+
+
+def test_a_login_of_the_web_is_for_its_server_only(planted: Planted, tmp_path: Path) -> None:
+    """It redirects to another one, at an address with a signature, as stores of large files do."""
+    password = planted.secret("password")
+    signature = planted.secret("signature of the redirect")
+    with WebServer(login=("user", password)) as server, WebServer() as other:
+        server.put("/d/small.txt", b"small")
+        server.put("/d/large.bin", b"")  # for the index page
+        server.redirect("/d/large.bin", f"{other.url}/large.bin?Signature={signature}")
+        other.put("/large.bin", LARGE)
+        options = {"client_kwargs": {"auth": ("user", password)}}
+        fs = millrace.filesystem("http", options, cache_dir=str(tmp_path / "cache"), min_free=0)
+        used(planted, fs, f"{server.host}/d", tmp_path / "cache", writes=False)
+        assert other.requests
+        for request in other.requests:
+            assert not planted.is_in(repr(request.headers).encode(), "password")
+        assert any(planted.is_in(repr(request.headers).encode(), "password") for request in server.requests)
+        other.service.interfere(lambda request, reply: Reply(status=400))
+        planted_origin = open_origin("http", options)
+        with pytest.raises(MillraceError) as caught:
+            planted_origin.read(f"{server.host}/d/large.bin", 0, 10)
+        planted.saw_error("the error of the other server", caught.value)
+    assert planted.leaks() == []
+
+
+def test_reading_the_hub_leaves_no_secret(planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = planted.secret("token", prefix="hf_")
+    with HubServer(tokens=[token]) as hub:
+        hub.commit("datasets", "owner/name", {"small.txt": b"small", "large.bin": LARGE})
+        hub.repository("datasets", "owner/name").private = True
+        options = {"endpoint": hub.url, "token": token}
+        fs = millrace.filesystem("hf", options, cache_dir=str(tmp_path / "cache"), min_free=0)
+        used(planted, fs, "datasets/owner/name", tmp_path / "cache", writes=False)
+        assert hub.cdn.requests
+        for number, request in enumerate(hub.cdn.requests):
+            planted.known(
+                f"the signature of address {number}", dict(parse_qsl(urlsplit(request.target).query))["Signature"]
+            )
+            assert not planted.is_in(repr(request).encode(), "token")
+        assert planted.leaks() == []
