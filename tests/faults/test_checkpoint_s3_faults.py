@@ -225,10 +225,11 @@ def test_an_unknown_outcome_is_said_and_harms_nothing(region, options, monkeypat
         region.fail("status", method="PUT", path=MANIFEST, count=None)
     # The look at what is there fails, too: once it was read to know the files to be replaced.
     region.fail("status", method="HEAD", path=MANIFEST, skip=1, count=None)
-    monkeypatch.setattr(patience, "PATIENCE", Patience(seconds=1, tries=2))
     writer = CheckpointWriter(url, target_options=options)
-    with pytest.raises(CheckpointException) as caught:
-        dcp.save(state(2), storage_writer=writer)
+    with monkeypatch.context() as impatiently:
+        impatiently.setattr(patience, "PATIENCE", Patience(seconds=1, tries=2))
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(state(2), storage_writer=writer)
     assert isinstance(caught.value.failures[0][0], OutcomeUnknownError)
     assert f"{url}/manifest.millrace" in str(caught.value.failures[0][0])
     writer.abandon(caught.value)

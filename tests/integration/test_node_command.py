@@ -120,7 +120,7 @@ def test_a_load_is_divided_and_shown(
     text = millrace("load", f"{URL}/1.bin", "--node", first.address)
     assert text.endswith("1.50 MB were there; on 3 nodes\n")
     # Neither the asker's disk nor its process had a part in it.
-    assert not Path(os.environ["MILLRACE_CACHE_DIR"]).exists()
+    assert not Path(os.environ["MILLRACE_CACHE_DIR"], "millrace", "local").exists()
 
     shown = millrace("status", "--node", first.address, "--json")["cluster"]
     assert sorted(node["address"] for node in shown["nodes"]) == sorted(node.address for node in cluster.nodes)
