@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fsspec import get_filesystem_class
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
@@ -41,8 +42,7 @@ class Clients:
 
     def __init__(self, cls: type[Any], options: Mapping[str, Any]) -> None:
         self._cls = cls
-        # Listings that the library keeps would be older than the cache above believes.
-        self._options = {"use_listings_cache": False, **options, "skip_instance_cache": True}
+        self._options = {**_without_listings(cls, options), "skip_instance_cache": True}
         self._pool = _Pool()
 
     @contextlib.contextmanager
@@ -95,6 +95,20 @@ class Clients:
             _inherited.append(pool)
             pool = self._pool = _Pool()
         return pool
+
+
+def _without_listings(cls: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with which a client that threads share keeps no listings: one from before a question is no answer to it.
+
+    Others can be told to forget before each question, and some cannot do without.
+    """
+    if not issubclass(cls, AsyncFileSystem):
+        return dict(options)
+    inner, target = options.get("target_options"), options.get("target_protocol")
+    told = {"use_listings_cache": False, **options}
+    if isinstance(target, str):
+        told["target_options"] = _without_listings(get_filesystem_class(target), inner or {})
+    return told
 
 
 def innermost(fs: Any) -> Any:

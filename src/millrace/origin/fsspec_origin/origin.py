@@ -111,7 +111,7 @@ class FsspecOrigin:
         )
 
     def _describe(self, fs: Any, path: str, key: str) -> ObjectInfo:
-        fs.invalidate_cache(path)
+        fs.invalidate_cache()
         info = fs.info(path)
         if is_directory(info):
             raise ObjectNotFoundError(f"{self._url(key)} is a directory", next_step="name an object in it")
@@ -122,7 +122,7 @@ class FsspecOrigin:
     def list_level(self, prefix: str) -> Listing:
         prefix = prefix.strip("/")
         with self._ask(prefix) as (fs, path):
-            fs.invalidate_cache(path)
+            fs.invalidate_cache()
             try:
                 entries = fs.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError):

@@ -24,6 +24,7 @@ from millrace.errors import (
 _BUSY = (429, 503)
 _DENIED = (401, 403)
 _TIMED_OUT = 408
+_FTP_NOT_LOGGED_IN = ("530", "532")  # the reply's code, which ftplib gives in front of the text only
 # What the same call meets again, however often it is tried.
 _WRONG_CALL = frozenset({errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG})
 _SHORT = 200
@@ -76,6 +77,8 @@ def _is_wrong_call(error: Exception, status: int | None) -> bool:
         return 400 <= status < 500 and status != _TIMED_OUT
     if isinstance(error, OSError):
         return error.errno in _WRONG_CALL
+    if _is_refused_by_ftp(error):
+        return True
     return isinstance(error, ArithmeticError | AttributeError | LookupError | TypeError | ValueError)
 
 
@@ -91,7 +94,14 @@ def _status(error: BaseException) -> int | None:
 
 def _is_refused_login(error: BaseException) -> bool:
     paramiko: Any = sys.modules.get("paramiko")
-    return paramiko is not None and isinstance(error, paramiko.AuthenticationException)
+    if paramiko is not None and isinstance(error, paramiko.AuthenticationException):
+        return True
+    return _is_refused_by_ftp(error) and str(error).startswith(_FTP_NOT_LOGGED_IN)
+
+
+def _is_refused_by_ftp(error: BaseException) -> bool:
+    ftplib: Any = sys.modules.get("ftplib")
+    return ftplib is not None and isinstance(error, ftplib.error_perm)
 
 
 def _shown(error: BaseException, options: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ import errno
 import inspect
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fsspec.asyn import AsyncFileSystem
@@ -66,12 +66,12 @@ def create(fs: Any, path: str, data: Buffer, url: str) -> None:
             f"the library behind {url} cannot write only where nothing is", next_step="use a storage that can"
         )
 
-    def write_new() -> None:
+    parent = path.rpartition("/")[0]
+    if parent and not fs.isdir(parent):
+        _make_directory(fs, parent)
+    try:
         with fs.open(path, "xb") as file:
             file.write(data)
-
-    try:
-        _with_parent(fs, path, write_new)
     except FileExistsError:
         raise
     except OSError as error:
@@ -84,7 +84,7 @@ def _create_on_condition(fs: Any, path: str, data: Buffer, url: str) -> None:
     try:
         fs.pipe_file(path, bytes(data), mode="create")
     except OSError as error:
-        fs.invalidate_cache(path)
+        fs.invalidate_cache()
         if error.errno == errno.EINVAL and fs.exists(path):  # what s3fs makes of a condition that does not hold
             raise ObjectExistsError(f"{url} exists already", next_step="choose another name") from error
         raise
@@ -97,9 +97,11 @@ def remove(fs: Any, path: str) -> None:
     except FileNotFoundError:
         return
     except Exception:
+        fs.invalidate_cache()
+        if not fs.exists(path):
+            return
         if not fs.isdir(path):
             raise
-        fs.invalidate_cache(path)
         if not fs.ls(path):  # some libraries remove a directory with all that is in it
             with contextlib.suppress(FileNotFoundError):
                 fs.rmdir(path)
@@ -128,34 +130,26 @@ def _write_beside(fs: Any, path: str, parts: Iterable[Buffer]) -> None:
 def _opened(fs: Any, beside: str, path: str) -> Iterator[Any]:
     if fs.isdir(path):
         raise IsADirectoryError(path)
-    files: list[Any] = []
-    _with_parent(fs, beside, lambda: files.append(fs.open(beside, "wb")))
-    with files[0] as file:
+    parent = path.rpartition("/")[0]
+    if _renames(fs) and parent and not fs.isdir(parent):  # some find out at the close only that there is none
+        _make_directory(fs, parent)
+    with fs.open(beside, "wb") as file:
         yield file
 
 
-def _with_parent(fs: Any, path: str, write_it: Callable[[], None]) -> None:
-    """Write; where that fails because there is no directory, make it and write again."""
-    try:
-        write_it()
-        return
-    except (PermissionError, FileExistsError):
-        raise
-    except Exception as error:
-        parent = path.rpartition("/")[0]
-        # Of one that is there by now, another thread has just made it.
-        if not parent or (not isinstance(error, FileNotFoundError) and fs.isdir(parent)):
-            raise
-    _make_directory(fs, parent)
-    write_it()
-
-
 def _make_directory(fs: Any, path: str) -> None:
-    try:
-        fs.makedirs(path, exist_ok=True)
-    except Exception:
-        if not fs.isdir(path):  # not all libraries are content with one that another has made meanwhile
-            raise
+    """Make a directory and those above it. Another who makes the same ones is in the way once for each of them."""
+    for left in reversed(range(path.count("/") + 2)):
+        try:
+            fs.makedirs(path, exist_ok=True)
+        except Exception:
+            fs.invalidate_cache()
+            if fs.isdir(path):
+                return
+            if not left:
+                raise
+        else:
+            return
 
 
 def _rename(fs: Any, source: str, target: str) -> None:
