@@ -18,6 +18,8 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 from tests.planted import Planted, RefusingServer
 
 import millrace
@@ -101,6 +103,23 @@ def google_user(planted: Planted, url: str) -> dict[str, str]:
         "client_id": "a-client",
         "client_secret": planted.secret("client secret"),
         "refresh_token": planted.secret("refresh token"),
+        "token_uri": f"{url}/token",
+    }
+
+
+def google_service(planted: Planted, url: str) -> dict[str, str]:
+    """The key of a service account."""
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    ).decode()
+    for number, line in enumerate(pem.splitlines()[1:-1]):
+        planted.known(f"line {number} of the private key", line)
+    return {
+        "type": "service_account",
+        "client_email": "somebody@example.iam.gserviceaccount.com",
+        "private_key_id": "a-key",
+        "private_key": pem,
         "token_uri": f"{url}/token",
     }
 
@@ -218,6 +237,11 @@ CASES = {
         "bucket/key",
         lambda planted, url: {"token": google_user(planted, url), "endpoint_url": url},
         asks=False,
+    ),
+    "google service account": Case(
+        "gs",
+        "bucket/key",
+        lambda planted, url: {"token": google_service(planted, url), "endpoint_url": url},
     ),
     "google file of the environment": Case(
         "gs", "bucket/key", lambda planted, url: {"endpoint_url": url}, google_file, asks=False
