@@ -81,8 +81,11 @@ def require_folder(directory: Path) -> os.stat_result:
     return status
 
 
-def require_file(path: Path) -> None:
-    """Raise `StorageError` where something lies at `path` that is no file of this user. Nothing there is right, too."""
+def require_file(path: Path, *, alone: bool = False) -> None:
+    """Raise `StorageError` where something lies at `path` that is no file of this user. Nothing there is right, too.
+
+    With `alone` it must have no other name: a hard link would make us write into another file of this user.
+    """
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -90,6 +93,8 @@ def require_file(path: Path) -> None:
     _require_no_link(path, status)
     if not stat.S_ISREG(status.st_mode):
         raise StorageError(f"{path} is no file", next_step="remove it: Millrace has not put it there")
+    if alone and status.st_nlink > 1:
+        raise StorageError(f"{path} is another file's, too (a hard link)", next_step="remove it here")
     _require_own(path, status)
 
 

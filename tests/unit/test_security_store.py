@@ -160,6 +160,19 @@ def test_a_file_of_the_store_that_is_a_link_is_not_followed(
     assert any(str(store / name) in event.detail for event in events if event.name == "cache.disk.failed")
 
 
+@pytest.mark.parametrize("name", ["index/signals", "locks", "setup.lock", "rules.json"])
+def test_nothing_is_written_into_a_file_by_another_name_of_it(
+    name: str, store: Path, tmp_path: Path, read: Callable[[], None], events: list[Event]
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (store / name).unlink(missing_ok=True)
+    (store / name).hardlink_to(victim)
+    read()
+    assert victim.read_text() == "precious"
+    assert any(str(store / name) in event.detail for event in events if event.name == "cache.disk.failed")
+
+
 def test_the_store_itself_is_no_link(
     store: Path, tmp_path: Path, read: Callable[[], None], events: list[Event]
 ) -> None:

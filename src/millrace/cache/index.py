@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_SIGNALS_NAME = "signals"
+SIGNALS_NAME = "signals"
 _PAGE = 1000
 _RESERVATION = struct.Struct("<Qd")
 
@@ -60,7 +60,7 @@ class Index:
     def __init__(self, directory: Path) -> None:
         self._env, self._path = open_environment(directory, tables=32)
         try:
-            self.signals = Signals(directory / _SIGNALS_NAME)
+            self.signals = Signals(directory / SIGNALS_NAME)
             self._open_tables()
         except BaseException:
             self._env.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from millrace.cache.environment import DATA_NAME, DamagedIndexError
 from millrace.cache.failures import disk_errors
-from millrace.cache.index import Index
+from millrace.cache.index import SIGNALS_NAME, Index
 from millrace.cache.rules_file import NEW_RULES_NAME, RULES_NAME
 from millrace.errors import ConfigurationError, UnsupportedFormatError
 from millrace.events import Event, emit
@@ -88,8 +88,8 @@ def _require_plain(directory: Path) -> None:
         for entry in found:
             if entry.is_symlink() and len(entry.name) == 2:  # other names are never opened
                 require_folder(Path(entry.path))
-    for path in (directory / name for name in _FILES):
-        require_file(path)
+    for name in (*_FILES, f"index/{SIGNALS_NAME}"):
+        require_file(directory / name, alone=True)
     with contextlib.suppress(FileNotFoundError), os.scandir(directory / "index") as found:
         for entry in found:
             if not entry.is_file(follow_symlinks=False):
