@@ -13,6 +13,12 @@ import pytest
 from millrace import cli, config, errors
 from millrace.cli import main
 from millrace.errors import MillraceError
+from millrace.origin import SCHEMES
+from millrace.origin.hub.options import HUB_OPTIONS
+from millrace.origin.options.azure import AZURE_OPTIONS
+from millrace.origin.options.gcs import GCS_OPTIONS
+from millrace.origin.options.s3 import S3_CLIENT_KWARGS, S3_OPTIONS
+from millrace.origin.web.options import CLIENT_KWARGS, WEB_OPTIONS
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
@@ -61,3 +67,24 @@ def test_every_option_of_the_file_system_is_told() -> None:
     page = (REFERENCE / "options.md").read_text()
     for name in config.OPTION_NAMES:
         assert f"`{name}`" in page
+
+
+def test_every_option_of_every_storage_is_told() -> None:
+    page = (REFERENCE / "options.md").read_text()
+    section = page[page.index("## target_options") : page.index("**Where credentials")]
+    rows = dict(re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", section, re.MULTILINE))
+    known = {
+        "s3": (*S3_OPTIONS, *S3_CLIENT_KWARGS),
+        "az": AZURE_OPTIONS,
+        "gs": GCS_OPTIONS,
+        "hf": HUB_OPTIONS,
+        "http": (*WEB_OPTIONS, *CLIENT_KWARGS),
+    }
+    for protocol, names in known.items():
+        assert set(re.findall(r"`(\w+)`", rows[protocol])) == set(names), protocol
+
+
+def test_every_scheme_is_told() -> None:
+    page = (REFERENCE / "fsspec.md").read_text()
+    for alias in SCHEMES:
+        assert f"{alias}://" in page or f'"{alias}"' in page
