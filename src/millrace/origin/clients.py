@@ -16,7 +16,7 @@ from typing import Any
 from millrace.errors import ConfigurationError, MillraceError
 from millrace.origin.credentials import Found, find_credentials
 from millrace.origin.obstore_library import obstore_library
-from millrace.origin.options import StoreOptions, azure_options, gcs_options, s3_options, split_account
+from millrace.origin.options import StoreOptions, azure_options, gcs_options, s3_options
 
 # Of uploads in parts, each of which obstore itself repeats.
 RETRY: dict[str, Any] = {
@@ -153,8 +153,6 @@ class Clients:
         provider = state.found.provider
         if provider is not None:
             provider()  # here its error is the user's; inside of obstore it would be one among others
-        if self._scheme == "az":
-            container, _ = split_account(container)
         return getattr(stores, _SERVICES[self._scheme].store)(
             container,
             config={**self._options.config, **state.found.config},

@@ -6,9 +6,9 @@ anonymous request.
 
 from __future__ import annotations
 
-from millrace.origin.options.azure import azure_options, split_account
+from millrace.origin.options.azure import azure_options
 from millrace.origin.options.gcs import gcs_options
 from millrace.origin.options.s3 import s3_options
 from millrace.origin.options.store import StoreOptions
 
-__all__ = ["StoreOptions", "azure_options", "gcs_options", "s3_options", "split_account"]
+__all__ = ["StoreOptions", "azure_options", "gcs_options", "s3_options"]

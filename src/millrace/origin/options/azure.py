@@ -43,6 +43,9 @@ def azure_options(target_options: Mapping[str, Any], environ: Mapping[str, str])
     anonymous = bool(given.get("anon"))
     connection = _connection(given, environ)
     account = given.get("account_name") or connection.get("AccountName") or environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+    named = environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+    if named and account != named:  # the environment's key, signature and endpoint are another account's
+        environ = {name: value for name, value in environ.items() if not name.startswith("AZURE_STORAGE_")}
     endpoint = _endpoint(given.get("account_host"), connection, environ, account)
     if not account:
         raise ConfigurationError(
@@ -67,14 +70,8 @@ def azure_options(target_options: Mapping[str, Any], environ: Mapping[str, str])
     )
 
 
-def split_account(container: str) -> tuple[str, str | None]:
-    """Split `container@account.dfs.core.windows.net`, as URLs of `abfs://` have it, into the container and the account."""
-    name, separator, host = container.partition("@")
-    return name, host.split(".", 1)[0].lower() if separator else None
-
-
 def _connection(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    """The parts of the connection string that holds: what was given; the environment's where no account was given."""
+    """The parts of the connection string that holds: what was given, or the environment's where it is of this account."""
     text = given.get("connection_string")
     if text is not None and (
         clash := sorted({"account_name", "account_key", "sas_token", "account_host"} & set(given))
@@ -83,10 +80,15 @@ def _connection(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[st
             f"Azure options 'connection_string' and {', '.join(map(repr, clash))} exclude each other",
             next_step="give the one or the other",
         )
-    if text is None and not {"account_name", "account_host"} & set(given):
-        text = environ.get("AZURE_STORAGE_CONNECTION_STRING")
-    if not text:
-        return {}
+    if text is not None:
+        return _parts(text)
+    parts = _parts(environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
+    if "account_host" in given or given.get("account_name", parts.get("AccountName")) != parts.get("AccountName"):
+        return {}  # it is of another account
+    return parts
+
+
+def _parts(text: str) -> dict[str, str]:
     pairs = [part.partition("=") for part in str(text).split(";") if part.strip()]
     if not all(separator for _, separator, _ in pairs):
         raise ConfigurationError(

@@ -1,0 +1,156 @@
+"""Where credentials are looked for, in which order, and how they are renewed.
+
+No cloud's identity service can be had here: credential objects of azure-identity are stood in for by one of the same shape.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from millrace.errors import ConfigurationError, DeniedError
+from millrace.origin.credentials import Found, Provider, find_credentials
+from millrace.origin.options import azure_options, gcs_options
+
+
+def azure(given: dict[str, Any], environ: dict[str, str] | None = None) -> Found:
+    return find_credentials("az", azure_options({"account_name": "acct", **given}, environ or {}), environ or {})
+
+
+def google(given: dict[str, Any], environ: dict[str, str] | None = None) -> Found:
+    return find_credentials("gs", gcs_options(given, environ or {}), environ or {})
+
+
+class Credential:
+    """Has the shape of azure-identity's credentials."""
+
+    def __init__(self) -> None:
+        self.scopes: list[str] = []
+
+    def get_token(self, *scopes: str) -> SimpleNamespace:
+        self.scopes += scopes
+        return SimpleNamespace(token=f"token {len(self.scopes)}", expires_on=time.time() + 60)
+
+
+def test_a_credential_of_azure_identity_is_asked_each_time() -> None:
+    credential = Credential()
+    provider = azure({"credential": credential}).provider
+    assert provider is not None
+    first, second = provider(), provider()
+    assert (first["token"], second["token"]) == ("token 1", "token 2")
+    assert set(credential.scopes) == {"https://storage.azure.com/.default"}
+    assert 0 < first["expires_at"].timestamp() - time.time() <= 60
+
+
+def test_what_is_no_credential_is_said() -> None:
+    with pytest.raises(ConfigurationError, match="get_token"):
+        azure({"credential": object()})
+
+
+@pytest.mark.parametrize(
+    ("variable", "kind"),
+    [
+        ("AZURE_FEDERATED_TOKEN_FILE", "workload_identity"),
+        ("AZURE_MSI_ENDPOINT", "managed_identity"),
+        ("AZURE_IDENTITY_ENDPOINT", "managed_identity"),
+    ],
+)
+def test_identities_of_pods_and_machines_are_left_to_obstore(variable: str, kind: str) -> None:
+    found = azure({"client_id": "me"}, {variable: "there"})
+    assert (found.provider, found.config) == (None, {"credential_type": kind, "client_id": "me"})
+
+
+def test_azure_without_any_credentials_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.origin.credentials.azure._has_azure_identity", lambda: False)
+    monkeypatch.setattr("millrace.origin.credentials.azure._METADATA_ADDRESS", ("127.0.0.1", 1))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(DeniedError, match="az login"):
+        azure({})
+
+
+def test_the_login_of_az_is_used_without_azure_identity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("millrace.origin.credentials.azure._has_azure_identity", lambda: False)
+    (tmp_path / "az").write_text("#!/bin/sh\n")
+    (tmp_path / "az").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert azure({}).config == {"credential_type": "azure_cli"}
+
+
+def test_google_without_google_auth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("millrace.origin.credentials.gcs._has_google_auth", lambda: False)
+    monkeypatch.setattr("millrace.origin.credentials.gcs._METADATA_ADDRESS", ("127.0.0.1", 1))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    account = {"type": "service_account", "client_email": "me"}
+    file = tmp_path / "account.json"
+    file.write_text(json.dumps(account))
+    assert json.loads(google({"token": account}).config["service_account_key"]) == account
+    for found in (google({"token": str(file)}), google({}, {"GOOGLE_APPLICATION_CREDENTIALS": str(file)})):
+        assert found.config == {"application_credentials": str(file)}
+    assert google({}, {"GOOGLE_SERVICE_ACCOUNT": str(file)}) == Found()
+    with pytest.raises(DeniedError, match="gcloud auth"):
+        google({})
+    with pytest.raises(ConfigurationError, match="names no file"):
+        google({"token": str(tmp_path / "none.json")})
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ("hush", "cannot be read"),
+        ("[1]", "no object"),
+        ('{"type": "external_account", "credential_source": {"executable": {"command": "hush"}}}', "neither"),
+        ('{"type": "service_account", "private_key": "hush"}', "no complete service_account"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_an_error_that_shows_nothing_of_it(
+    content: str, match: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("google.auth")
+    (tmp_path / "token.json").write_text(content)
+    provider = google({"token": str(tmp_path / "token.json")}).provider
+    assert provider is not None
+    with pytest.raises(ConfigurationError, match=match) as caught:
+        provider()
+    assert "hush" not in str(caught.value)
+
+
+def test_a_provider_says_whether_renewing_has_changed_anything() -> None:
+    kept = ["one"]
+    looked_up = []
+
+    def look_up() -> Any:
+        looked_up.append(kept[0])
+        secret = kept[0]
+        return lambda: {"token": secret, "expires_at": time.time()}
+
+    provider = Provider(look_up)
+    assert looked_up == []
+    assert (provider()["token"], provider()["token"]) == ("one", "one")
+    assert looked_up == ["one"]
+    assert not provider.renew()
+    kept[0] = "two"
+    assert provider()["token"] == "one"
+    assert provider.renew()
+    assert provider()["token"] == "two"
+
+
+def test_a_provider_remembers_its_error_until_it_has_an_answer() -> None:
+    works = [False]
+
+    def answer() -> dict[str, Any]:
+        if not works[0]:
+            raise DeniedError("no")
+        return {"token": "t"}
+
+    provider = Provider(lambda: answer)
+    with pytest.raises(DeniedError):
+        provider()
+    assert isinstance(provider.error, DeniedError)
+    works[0] = True
+    assert provider() == {"token": "t"}
+    assert provider.error is None
