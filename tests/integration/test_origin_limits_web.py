@@ -1,0 +1,84 @@
+"""The limits over the origins that read `Retry-After` themselves: web servers and the hub's interface."""
+
+from __future__ import annotations
+
+import email.utils
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import OriginBusyError
+from millrace.events import Event, add_hook
+from millrace.origin import open_origin
+from millrace.testing.http_service import Reply
+from millrace.testing.hub import HubServer
+from millrace.testing.web import WebServer
+
+
+@pytest.fixture
+def server() -> Iterator[WebServer]:
+    with WebServer() as running:
+        running.put("/x.bin", b"content")
+        yield running
+
+
+@pytest.fixture
+def events() -> Iterator[list[Event]]:
+    seen: list[Event] = []
+    remove = add_hook(seen.append)
+    yield seen
+    remove()
+
+
+@pytest.mark.parametrize("form", ["seconds", "date"])
+def test_a_web_server_is_left_alone_for_as_long_as_it_asks(
+    server: WebServer, tmp_path: Path, events: list[Event], form: str
+) -> None:
+    origin = open_origin("http", {}, {"cache_dir": str(tmp_path)})
+    asked_at: list[float] = []
+
+    def busy(*_: object) -> Reply:
+        asked_at.append(time.time())
+        header = "1" if form == "seconds" else email.utils.formatdate(int(asked_at[0]) + 2, usegmt=True)
+        return Reply(status=429, headers={"Retry-After": header})
+
+    server.service.interfere(busy, count=1)
+    assert bytes(origin.read(f"{server.host}/x.bin", 0, 7)) == b"content"
+    assert time.time() - asked_at[0] >= (1.0 if form == "seconds" else int(asked_at[0]) + 2 - asked_at[0]) - 0.01
+    assert len(server.requests) == 2  # nobody asked meanwhile, nor for the header: it was there
+    assert [event.name for event in events if event.name.startswith("origin.gate")] == [
+        "origin.gate.closed",
+        "origin.gate.opened",
+    ]
+
+
+def test_one_busy_server_closes_the_gate_of_no_other(server: WebServer, tmp_path: Path) -> None:
+    origin = open_origin("http", {}, {"cache_dir": str(tmp_path)})
+    server.service.interfere(lambda *_: Reply(status=503, headers={"Retry-After": "600"}))
+    with pytest.raises(OriginBusyError, match=r"pause of 6.. s more"):
+        origin.head(f"{server.host}/x.bin")
+    with WebServer() as other:
+        other.put("/y.bin", b"else")
+        assert bytes(origin.read(f"{other.host}/y.bin", 0, 4)) == b"else"
+    sent = len(server.requests)
+    with pytest.raises(OriginBusyError):
+        origin.read(f"{server.host}/x.bin", 0, 1)
+    assert len(server.requests) == sent
+
+
+def test_the_hub_is_left_alone_for_as_long_as_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
+    with HubServer() as hub:
+        hub.commit("datasets", "u/r", {"x.bin": b"content"})
+        origin = open_origin("hf", {"endpoint": hub.url}, {"cache_dir": str(tmp_path)})
+        asked_at: list[float] = []
+
+        def busy(*_: object) -> Reply:
+            asked_at.append(time.monotonic())
+            return Reply(status=429, headers={"Retry-After": "1"})
+
+        hub.service.interfere(busy, count=1)
+        assert bytes(origin.read("datasets/u/r/x.bin", 0, 7)) == b"content"
+        assert time.monotonic() - asked_at[0] >= 1.0
