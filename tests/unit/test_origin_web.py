@@ -27,7 +27,7 @@ from millrace.errors import (
     OriginUnavailableError,
     UsageError,
 )
-from millrace.origin.web import WebOrigin, whole
+from millrace.origin.web import WebOrigin, connections, whole
 from millrace.testing.http_service import HttpService, Reply, Request
 from millrace.testing.web import WebServer
 
@@ -178,6 +178,15 @@ def test_a_part_that_says_it_is_the_whole_is_an_error(ranges: bool) -> None:
                 origin.read(info.key, start, stop, version=info.version)
         server.service.leave_alone()
         assert bytes(origin.read(info.key, 5000, 5010, version=info.version)) == DATA[5000:5010]
+
+
+def test_a_server_that_sends_a_little_now_and_then_is_given_up(
+    server: WebServer, origin: WebOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_BODY_SECONDS", 0.3)
+    server.service.interfere(lambda request, reply: replace(reply, pause_seconds=0.05, pieces=1000), count=1)
+    with pytest.raises(OriginUnavailableError, match="slowly"):
+        origin.read(f"{server.host}/x.bin", 0, 2000)
 
 
 def test_a_silent_server_is_given_up(server: WebServer) -> None:

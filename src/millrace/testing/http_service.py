@@ -46,8 +46,8 @@ class Request:
 class Reply:
     """What the client gets: Content-Length is that of `body`, unless `headers` has one of its own or it is `chunked`.
 
-    `stop_after` bytes of the body the connection is closed, or with `reset` torn down; before them it pauses for
-    `pause_seconds`.
+    `stop_after` bytes of the body the connection is closed, or with `reset` torn down. The body comes in `pieces` with a
+    pause of `pause_seconds` between them.
     """
 
     status: int = 200
@@ -57,6 +57,7 @@ class Reply:
     stop_after: int | None = None
     reset: bool = False
     pause_seconds: float = 0.0
+    pieces: int = 2
 
 
 Interference = Callable[[Request, Reply], Reply | None]
@@ -206,11 +207,12 @@ class _Handler(BaseHTTPRequestHandler):
             return
         body = reply.body if reply.stop_after is None else reply.body[: reply.stop_after]
         if reply.pause_seconds:
-            half = len(body) // 2
-            self.wfile.write(body[:half])
-            self.wfile.flush()
-            service.wait(reply.pause_seconds)
-            body = body[half:]
+            for piece in range(1, reply.pieces):
+                at = len(body) // (reply.pieces - piece + 1)
+                self.wfile.write(body[:at])
+                self.wfile.flush()
+                service.wait(reply.pause_seconds)
+                body = body[at:]
         if reply.chunked:
             for at in range(0, len(body), 100_000):
                 part = body[at : at + 100_000]

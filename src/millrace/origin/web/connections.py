@@ -27,8 +27,9 @@ _CONNECT_SECONDS = 5.0
 _BODY_SECONDS = 120.0  # as for object stores: below 70 KB/s a block of 8 MiB is given up
 _KEPT_CONNECTIONS = 128  # to one server; more than threads that read at once
 _SERVERS = 32
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 1 << 20
 _DRAINED_BYTES = 16 << 10
+_DRAIN_SECONDS = 0.2
 _REDIRECTS = 10
 _MOVED = frozenset({301, 302, 303, 307, 308})
 
@@ -126,8 +127,9 @@ class Answer:
             yield part
 
     def _read_part(self, size: int) -> bytes:
+        """What the socket has, at most `size` bytes, so that a server that sends a byte now and then is given up in time."""
         with _translated(self.url):
-            part: bytes = self._response.read(size)
+            part: bytes = self._response.read1(size)
             return part
 
     def __enter__(self) -> Self:
@@ -140,8 +142,10 @@ class Answer:
         """Give the connection back if the body is read nearly to its end, close it if not. Idempotent."""
         left = self._response.length_remaining
         if left is not None and left <= _DRAINED_BYTES:  # cheaper than another connection: redirects, refusals, HEAD
+            deadline = time.monotonic() + _DRAIN_SECONDS
             with contextlib.suppress(HTTPError, OSError):  # else it is closed below
-                self._response.read()
+                while self._response.read1(_DRAINED_BYTES) and time.monotonic() < deadline:
+                    pass
         self._response.close()
         self._response.release_conn()
 
