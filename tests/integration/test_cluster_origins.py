@@ -1,0 +1,66 @@
+"""A cluster reads storages of every kind once for all its nodes, and none that nobody gave it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import millrace
+from millrace.testing.azurite import AzuriteServer
+from millrace.testing.cluster import LocalCluster
+from millrace.testing.hub import HubServer
+from millrace.testing.web import WebServer
+
+NOWHERE = {"key": "none", "secret": "none", "endpoint_url": "http://127.0.0.1:9"}
+DATA = os.urandom(3_000_000)
+
+
+def filesystems(cluster: LocalCluster, protocol: str, options: Any) -> list[millrace.MillraceFileSystem]:
+    """A file system of this process on each node's machine."""
+    return [
+        millrace.filesystem(protocol, skip_instance_cache=True, **cluster.arguments(node, target_options=options))
+        for node in cluster.nodes
+    ]
+
+
+def test_what_the_environment_names_is_read_once_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, azurite: AzuriteServer, container: str
+) -> None:
+    with HubServer() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.commit("datasets", "user/set", {"x.bin": DATA})
+        options = azurite.target_options
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", options["account_name"])
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", options["account_key"])
+        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", options["account_host"])
+        with LocalCluster(tmp_path, 2, target_options=NOWHERE) as cluster:
+            before = cluster.counters()
+            for fs in filesystems(cluster, "hf", None):
+                assert fs.cat_file("datasets/user/set/x.bin") == DATA
+            azure = filesystems(cluster, "az", None)
+            azure[0].pipe_file(f"{container}/y.bin", DATA)
+            for fs in azure:
+                assert fs.cat_file(f"az://{container}/y.bin") == DATA
+            azure[0].pipe_file(f"{container}/y.bin", DATA[::-1])
+            for fs in azure:  # a write is seen on every node
+                assert fs.cat_file(f"az://{container}/y.bin") == DATA[::-1]
+            told = {name: value - before.get(name, 0) for name, value in cluster.counters().items()}
+    assert told["origin_bytes"] == 3 * len(DATA)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_web_server_is_read_for_others_only_where_a_node_was_told_to(tmp_path: Path, given: bool) -> None:
+    with WebServer() as web:
+        web.put("/x.bin", DATA)
+        options = ["--origin", "http://"] if given else []
+        with LocalCluster(tmp_path, 2, target_options=NOWHERE, options=options) as cluster:
+            before = cluster.counters()
+            for fs in filesystems(cluster, "http", None):
+                assert fs.cat_file(f"{web.url}/x.bin") == DATA
+            told = {name: value - before.get(name, 0) for name, value in cluster.counters().items()}
+    # Where no node may ask for others, each reader asks for itself; what one has brought, the other may still get from it.
+    assert (told["origin_bytes"] == len(DATA)) or not given
+    assert len(DATA) <= told["origin_bytes"] <= 2 * len(DATA)
