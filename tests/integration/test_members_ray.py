@@ -131,8 +131,12 @@ def test_everybody_has_one_token_and_the_newest_access_to_an_origin(control: Con
         found = find_origin(control, name, origin.identity)
         assert found is not None
         assert pickle.dumps(found) == pickle.dumps(origin)
-    introduce(control, name, open_origin("file"))
-    assert find_origin(control, name, "file") is None
+    for local in (open_origin("file"), open_origin("memory")):
+        introduce(control, name, local)
+        assert find_origin(control, name, local.identity) is None
+    unpicklable = open_origin("ftp", {"host": "h", "call": lambda: None})
+    introduce(control, name, unpicklable)
+    assert find_origin(control, name, unpicklable.identity) is None
 
 
 # --- the actor, with a node that is a member and nothing else -----------------------------------------

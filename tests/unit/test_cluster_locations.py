@@ -48,14 +48,20 @@ def s3fs(**options: Any) -> pafs.FileSystem:
                 "client_kwargs": {"region_name": "eu-central-1"},
             },
         ),
+        (
+            pafs.PyFileSystem(pafs.FSSpecHandler(fsspec.filesystem("hf", endpoint="http://127.0.0.1:9", token=False))),
+            "datasets/u/r/run",
+            "hf://datasets/u/r/run",
+            {"endpoint": "http://127.0.0.1:9", "token": False},
+        ),
         (pafs.PyFileSystem(pafs.FSSpecHandler(fsspec.filesystem("file"))), "/data/run", "/data/run", {}),
     ],
 )
 def test_known_file_systems(filesystem: pafs.FileSystem, path: str, url: str, options: dict[str, Any]) -> None:
     for one in (filesystem, pickle.loads(pickle.dumps(filesystem))):
         assert location_of(one, path) == (url, options)
-    if url.startswith("s3:"):
-        open_origin("s3", options)  # every option is one that the origin takes
+    if "://" in url:
+        open_origin(url.partition("://")[0], options)  # every option is one that the origin takes
     assert location_of(filesystem, path, {"profile": "p"}) == (url, {"profile": "p"})
 
 
