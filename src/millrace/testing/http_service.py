@@ -85,7 +85,7 @@ class HttpService:
             self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
         self.host = f"127.0.0.1:{self._server.server_port}"
         self.url = f"{self.scheme}://{self.host}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 
     def interfere(self, change: Interference, *, count: int | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,10 +78,14 @@ def find_token(given: str | bool | None, environ: Mapping[str, str]) -> str | No
 
 def _users_token(environ: Mapping[str, str]) -> str | None:
     token = (environ.get("HF_TOKEN") or environ.get("HUGGING_FACE_HUB_TOKEN") or "").strip()
-    if token and not environ.get("HF_OIDC_RESOURCE"):
+    asks_elsewhere = bool(environ.get("HF_OIDC_RESOURCE")) or "google.colab" in sys.modules
+    if token and not asks_elsewhere:
         return token
+    path = _token_path(environ)
+    if not asks_elsewhere and not path.exists():
+        return None  # without the import, which takes longer than many a read
     if importlib.util.find_spec("huggingface_hub") is None:  # it renews sessions; without it the file is as it is
-        return token or _token_of_file(environ)
+        return token or _token_of_file(path)
     import huggingface_hub
 
     try:
@@ -92,9 +97,12 @@ def _users_token(environ: Mapping[str, str]) -> str | None:
         ) from error
 
 
-def _token_of_file(environ: Mapping[str, str]) -> str | None:
+def _token_path(environ: Mapping[str, str]) -> Path:
     home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    path = Path(environ.get("HF_TOKEN_PATH") or os.path.join(home, "token")).expanduser()
+    return Path(environ.get("HF_TOKEN_PATH") or os.path.join(home, "token")).expanduser()
+
+
+def _token_of_file(path: Path) -> str | None:
     try:
         return path.read_text().strip() or None
     except FileNotFoundError:
