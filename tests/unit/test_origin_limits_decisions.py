@@ -88,7 +88,7 @@ def test_the_window_after_a_success(window: Window, expected: float) -> None:
         (Window(1024.0, 0.0, 128), FEW_REQUESTS, 64.0),
         (Window(40.0, 64.0, 128), FEW_REQUESTS, 20.0),
         (Window(4.0, 64.0, 128), 2.0, 2.0),
-        (Window(1.0, 1.0, 128), 1.0, 1.0),
+        (Window(2.0, 2.0, 128), 2.0, 2.0),  # one that hangs must not hold up all
         (Window(1024.0, 0.0, 1), 1.0, 1.0),
     ],
 )
@@ -101,7 +101,7 @@ def test_a_window_comes_back_from_the_smallest() -> None:
     window = Window(1024.0, 0.0, 64)
     for _ in range(20):
         window = after_busy(window)
-    assert window.requests == 1
+    assert window.requests == 2
     successes = 0
     while not window.is_open:
         window, successes = after_success(window), successes + 1

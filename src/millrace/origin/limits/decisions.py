@@ -16,6 +16,9 @@ BURST_SECONDS = 0.1
 FEW_REQUESTS = 4
 """What goes to an origin at first when its gate has opened again."""
 
+LEAST_REQUESTS = 2
+"""The smallest window: with one, a request that hangs would hold up all others of the node."""
+
 LONGEST_CLOSED_SECONDS = 15 * 60.0
 """No answer closes a gate for longer: after that somebody asks again, whatever the origin (or a proxy) said."""
 
@@ -45,7 +48,7 @@ def next_start(booked_until: float, now: float, per_second: float) -> tuple[floa
 @dataclass(frozen=True, slots=True)
 class Window:
     """How many requests may be in flight: `size` grows by one for each success below `threshold`, above it by one for each
-    windowful of successes. Between 1 and `most`.
+    windowful of successes. Between `LEAST_REQUESTS` and `most`.
     """
 
     size: float
@@ -71,7 +74,7 @@ def after_success(window: Window) -> Window:
 
 def after_busy(window: Window) -> Window:
     """A few at first, then quickly up to the half of what was too much, then slowly."""
-    half = max(1.0, min(window.size, float(window.most)) / 2)
+    half = max(float(min(LEAST_REQUESTS, window.most)), min(window.size, float(window.most)) / 2)
     return Window(size=min(half, float(FEW_REQUESTS)), threshold=half, most=window.most)
 
 
