@@ -6,6 +6,7 @@ What origins and file systems say of themselves: test_security_origins.py.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
@@ -31,6 +32,7 @@ from millrace.errors import MillraceError, PeerError
 from millrace.members import Member
 from millrace.origin import open_origin
 from millrace.peers.client import PeerClient
+from millrace.peers.listings import HEAD, LEVEL, LISTING
 from millrace.testing.process import ChildProcess, free_ports
 from millrace.testing.s3 import S3Server
 
@@ -176,6 +178,36 @@ def test_a_node_that_cannot_start_tells_no_secret(node: RunningNode, planted: Pl
     (tmp_path / "bad.toml").write_text(f'cluster_token = "{planted.secret("in a file")}"\ncluster_tokem = "x"\n')
     node.run("status", code=1, MILLRACE_CONFIG=str(tmp_path / "bad.toml"))
     assert planted.leaks() == []
+
+
+def test_a_member_has_nothing_of_the_machine_listed_or_loaded(node: RunningNode, tmp_path: Path) -> None:
+    """A node does for others what its own origins have, and nothing else: not with the token, nor with a certificate."""
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "diary").write_text("of nobody's business")
+    client = PeerClient(token=node.token, tls=node.tls)
+    me = Member(id=node.address, address=node.address)
+    view = client.call(me, "GET", "/v1/view")
+    identities = ("file", "memory", "s3+http://169.254.169.254", "https+internal", "az+https://x", "")
+    paths = (str(tmp_path / "private"), f"{tmp_path}/private/../private", "bucket/latest/meta-data")
+    for number, (identity, path) in enumerate(itertools.product(identities, paths)):
+        about = {"origin": identity, "age": "60"}
+        for command, more in (
+            (LISTING, {"prefix": path, "after": ""}),
+            (LEVEL, {"prefix": path}),
+            (HEAD, {"key": f"{path}/diary"}),
+        ):
+            with pytest.raises(PeerError, match="no access"):
+                client.call(me, "GET", command, query=about | more)
+        job = f"job-{number}"
+        state = client.call(me, "POST", "/v1/load", {"job": job, "origin": identity, "keys": [path], "view": view})
+        until = time.monotonic() + 30
+        while state["state"] == "running":
+            assert time.monotonic() < until, state
+            time.sleep(0.02)
+            state = client.call(me, "GET", f"/v1/load/{job}")
+        assert state["state"] == "failed"
+        assert "diary" not in json.dumps(state)
+    client.close()
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------
