@@ -13,7 +13,6 @@ from millrace.testing.gcs import GcsFront
 from millrace.testing.origins import MemoryOrigin
 from millrace.testing.s3 import S3Server
 
-
 _BACKSLASHES = frozenset({"back\\slash", "in\\..\\decoy"})
 
 
