@@ -98,11 +98,11 @@ def test_64_processes_keep_to_the_budget_and_all_read_right(
     most = 8
     with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.005, bytes_per_second=None) as region:
         if storm == "begins so":
-            region.fail("status", status=503, code="SlowDown", count=12)
+            region.fail("status", status=503, code="SlowDown", count=8)
         elif storm == "above a load":
             region.fail("status", status=503, code="SlowDown", count=None, above_in_flight=5)
         elif storm == "asks for a pause":
-            region.fail("status", status=503, code="SlowDown", count=6, retry_after=1)
+            region.fail("status", status=503, code="SlowDown", count=4, retry_after=1)
         told = cold_start(region, s3, filled, {"cache_dir": str(tmp_path), "max_requests": most})
         stats, refused = region.stats(), sum(region.fault_hits())
 

@@ -440,6 +440,21 @@ def test_it_opens_for_a_few_and_then_for_more(path: Path, events: list[Event]) -
     assert len(events) == 2
 
 
+def test_who_may_have_little_opens_nothing_for_who_may_have_more(path: Path) -> None:
+    modest, large = make(path, most=4), make(path, most=64)
+    crowd = [enter(large) for _ in range(64)]
+    large.busy(crowd[0], retry_after=0.05)
+    for turn in crowd:
+        large.leave(turn, answered=False)
+    for _ in range(40):
+        modest.leave(enter(modest), answered=True)
+    assert modest._window().is_open
+    assert not large._window().is_open
+    while not large._window().is_open:
+        large.leave(enter(large), answered=True)
+    assert large._window().requests == 64
+
+
 def test_one_closing_after_another_lasts_longer(path: Path) -> None:
     budget = make(path)
     board = Board(path)

@@ -142,7 +142,7 @@ class Budget:
     def _succeeded(self, turn: Turn) -> None:
         board = self._the_board()
         numbers = board.numbers
-        if not numbers[Number.HELD_BACK] and not numbers[Number.CLOSINGS]:
+        if not numbers[Number.CLOSINGS] and MOST_REQUESTS - numbers[Number.HELD_BACK] >= self.most:
             return  # as nearly always
         with self._lock, board.exclusive():
             if turn.began <= numbers[Number.CLOSED_AT]:
@@ -172,7 +172,7 @@ class Budget:
 
     def _set_window(self, window: Window) -> None:
         numbers = self._the_board().numbers
-        numbers[Number.HELD_BACK] = 0.0 if window.is_open else MOST_REQUESTS - window.size
+        numbers[Number.HELD_BACK] = MOST_REQUESTS - window.size
         numbers[Number.THRESHOLD] = window.threshold
 
     def _await_schedule(self, per_second: float) -> None:
