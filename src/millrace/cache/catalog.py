@@ -78,7 +78,10 @@ class PlacedRule:
 
 def url_of(origin: str, key: str) -> str:
     """The URL of a key at the origin of this identity."""
-    return f"{origin.partition('+')[0]}://{key}"
+    kind = origin.partition("+")[0]
+    scheme = kind.removeprefix("fsspec-")
+    # With an empty host, for the libraries that read one from a URL.
+    return f"{scheme}:///{key}" if scheme != kind else f"{scheme}://{key}"
 
 
 def origins(node: CacheNode) -> set[str]:

@@ -1,0 +1,78 @@
+"""Commands over storages of every kind: what they load, list and say of it, and which address they ask."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.cache.catalog import url_of
+from millrace.cli import main
+from millrace.filesystem import filesystem
+from millrace.testing.hub import HubServer
+from millrace.testing.web import WebServer
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("MILLRACE_MIN_FREE", "0")
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as server:
+        server.commit("datasets", "user/set", {"a/x.bin": os.urandom(100_000), "a/y.bin": b"1" * 50})
+        yield server
+
+
+@pytest.fixture
+def millrace(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: str, code: int = 0) -> str:
+        actual = main(list(arguments))
+        captured = capsys.readouterr()
+        assert actual == code, captured.err
+        return captured.err if code and not captured.out else captured.out
+
+    return run
+
+
+def test_a_data_set_of_the_hub(millrace: Any, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = "hf://datasets/user/set/a"
+    assert millrace("load", root, "--endpoint-url", hub.url).startswith("2 objects, 100 kB, are in the cache: 100 kB")
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    assert ": 0 B fetched" in millrace("load", root)
+    assert millrace("ls", "hf://datasets/user/set") == f"{root}/x.bin\n{root}/y.bin\n"
+    assert millrace("pin", root) == "pinned\n"
+    assert f"{root}: 2 objects and folders" in millrace("doctor", root)
+
+
+def test_a_web_server(millrace: Any) -> None:
+    with WebServer() as web:
+        web.put("/d/x.bin", b"z" * 1000)
+        assert millrace("load", f"{web.url}/d/").startswith("1 objects, 1.00 kB")
+        assert millrace("ls", f"{web.url}/d") == f"{web.url}/d/x.bin\n"
+        assert "1 objects and folders" in millrace("doctor", f"{web.url}/d/")
+        assert "has no endpoint" in millrace("load", f"{web.url}/d/", "--endpoint-url", "http://127.0.0.1:9", code=1)
+
+
+def test_an_address_where_nobody_listens_is_told_at_once(millrace: Any) -> None:
+    told = millrace("doctor", "gs://bucket/x", "--endpoint-url", "http://127.0.0.1:9", code=1)
+    assert "http://127.0.0.1:9 cannot be reached" in told
+
+
+def test_an_account_that_is_not_named_is_asked_for(millrace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_CONNECTION_STRING"):
+        monkeypatch.delenv(name, raising=False)
+    assert "no Azure account is named" in millrace("load", "az://container/x", code=1)
+    assert "together" in millrace("load", "az://container/x", "gs://bucket/x", code=1)
+
+
+@pytest.mark.parametrize("protocol", ["memory", "ftp", "dir", "https", "hf", "gs"])
+def test_what_is_cached_has_a_url_that_names_it(protocol: str, tmp_path: Path) -> None:
+    options = {"ftp": {"host": "h"}, "dir": {"path": str(tmp_path), "target_protocol": "file"}}.get(protocol)
+    fs = filesystem(protocol, options)
+    assert fs.key_of(url_of(fs.origin_identity, "host/a/b")) == "host/a/b"
