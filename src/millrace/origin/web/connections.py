@@ -19,7 +19,13 @@ from urllib.parse import urlsplit
 import urllib3
 from urllib3.exceptions import HTTPError, LocationValueError, SSLError
 
-from millrace.errors import ConfigurationError, OriginUnavailableError, UsageError
+from millrace.errors import (
+    ConfigurationError,
+    MillraceError,
+    OriginUnavailableError,
+    RetryableError,
+    UsageError,
+)
 from millrace.origin.web.addresses import redirected, shown
 from millrace.origin.web.options import SILENCE_SECONDS
 
@@ -135,13 +141,18 @@ class Answer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an interrupt, or a stall, nothing is waited for.
+        self.close(drain=exc is None or (isinstance(exc, MillraceError) and not isinstance(exc, RetryableError)))
 
-    def close(self) -> None:
+    def close(self, *, drain: bool = True) -> None:
         """Give the connection back if the body is read nearly to its end, close it if not. Idempotent."""
         left = self._response.length_remaining
-        if left is not None and left <= _DRAINED_BYTES:  # cheaper than another connection: redirects, refusals, HEAD
+        if (
+            drain and left is not None and left <= _DRAINED_BYTES
+        ):  # cheaper than another connection: redirects, refusals, HEAD
             deadline = time.monotonic() + _DRAIN_SECONDS
             with contextlib.suppress(HTTPError, OSError):  # else it is closed below
                 while self._response.read1(_DRAINED_BYTES) and time.monotonic() < deadline:
@@ -159,7 +170,7 @@ class Connections:
 
     def __init__(self, *, verify: bool | str = True, silence_seconds: float = SILENCE_SECONDS) -> None:
         self._verify, self._silence_seconds = verify, silence_seconds
-        self._managers: dict[str, urllib3.PoolManager] = {}
+        self._managers: dict[tuple[str, bool], urllib3.PoolManager] = {}
         self._lock, self._pid = threading.Lock(), os.getpid()
 
     def request(
@@ -210,20 +221,21 @@ class Connections:
         if self._pid != os.getpid():  # the parent's connections are its own
             self._managers, self._lock, self._pid = {}, threading.Lock(), os.getpid()
         proxy = _proxy_of(url)
-        manager = self._managers.get(proxy)
+        encrypted = url.startswith("https:") or proxy.startswith("https:")
+        manager = self._managers.get((proxy, encrypted))
         if manager is None:
             with self._lock:
-                manager = self._managers.get(proxy)
+                manager = self._managers.get((proxy, encrypted))
                 if manager is None:
-                    manager = self._managers[proxy] = self._make_manager(proxy)
+                    manager = self._managers[proxy, encrypted] = self._make_manager(proxy, encrypted)
         return manager
 
-    def _make_manager(self, proxy: str) -> urllib3.PoolManager:
+    def _make_manager(self, proxy: str, encrypted: bool) -> urllib3.PoolManager:
         options: dict[str, Any] = {
             "num_pools": _SERVERS,
             "maxsize": _KEPT_CONNECTIONS,
             "timeout": urllib3.Timeout(connect=_CONNECT_SECONDS, read=self._silence_seconds),
-            **_tls(self._verify),
+            **(_tls(self._verify) if encrypted else {}),  # to read all certificates takes a while
         }
         manager: urllib3.PoolManager
         if proxy:
