@@ -157,8 +157,7 @@ ELSEWHERE = (
 CASES = [
     *(("s3", name) for name in TROUBLES),
     *(pytest.param("az", name, marks=pytest.mark.azurite) for name in ELSEWHERE),
-    # A web server that knows no ranges is no trouble, and such an answer would be that of another, shorter file.
-    *(("http", name) for name in ELSEWHERE if name != "no ranges"),
+    *(("http", name) for name in ELSEWHERE),
 ]
 
 
@@ -189,8 +188,11 @@ class Served:
 
     def phases(self, trouble: Trouble) -> list[str]:
         """What a fault can do anything to."""
-        # A web server that refuses HEAD is asked by GET.
-        without = {"description"} if self.scheme == "http" and "status" in trouble.details else set()
+        without: set[str] = set()
+        if self.scheme == "http" and trouble.kind == "status":
+            without = {"description"}  # a server that refuses HEAD is asked by GET
+        if self.scheme == "http" and trouble.kind == "whole":
+            without = {"whole", "stream", "small"}  # one request is for all of it, and the answer is what it says
         return [phase for phase in PHASES if phase in trouble.only - without]
 
     def break_(self, phase: str, trouble: Trouble, *, count: int | None) -> None:
