@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from millrace.errors import DeniedError
 from millrace.origin import Origin, open_origin
@@ -156,3 +163,85 @@ def test_a_public_container_needs_no_credentials(azurite: AzuriteServer, contain
     for call in (lambda: anonymous.head(f"{container}/object"), lambda: anonymous.put(f"{container}-open/x", b"")):
         with pytest.raises(DeniedError):
             call()
+
+
+_READ_WITH_TOKENS = """
+import sys, time
+from types import SimpleNamespace
+from millrace.errors import DeniedError
+from millrace.origin import open_origin
+
+account, endpoint, *tokens = sys.argv[1:]
+
+class Credential:
+    # As azure-identity's: gives the next token a moment after the first has ended.
+    def __init__(self):
+        self.given = 0
+
+    def get_token(self, *scopes):
+        token, seconds = tokens[min(self.given, len(tokens) - 1)].split("@")
+        self.given += 1
+        return SimpleNamespace(token=token, expires_on=float(seconds))
+
+credential = Credential()
+origin = open_origin("az", {"account_name": account, "account_host": endpoint, "credential": credential})
+try:
+    origin.put("data/object", b"data")
+    while time.time() < float(tokens[0].split("@")[1]) + 1.5:
+        time.sleep(0.1)
+    print(bytes(origin.read("data/object", 0, 4)).decode(), credential.given > 1)
+except DeniedError:
+    print("denied")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.azurite
+def test_tokens_of_an_azure_identity_are_renewed(tmp_path: Path) -> None:
+    """The server checks when a token ends; who gave it is stood in for, since no identity service can be had here."""
+    certificate, key = _certificate(tmp_path)
+    with AzuriteServer(tmp_path / "azurite", tls=(certificate, key)) as server:
+        server.create_container("data")
+        short, long = (f"{server.token(seconds=seconds)}@{time.time() + seconds}" for seconds in (4, 600))
+
+        def read(*tokens: str) -> str:
+            done = subprocess.run(
+                [sys.executable, "-c", _READ_WITH_TOKENS, server.account, server.endpoint, *tokens],
+                env={**os.environ, "SSL_CERT_FILE": str(certificate)},
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr
+            return done.stdout.strip()
+
+        assert read(short, long) == "data True"
+        short = f"{server.token(seconds=4)}@{time.time() + 4}"
+        assert read(short) == "denied"
+
+
+def _certificate(directory: Path) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that vouches for itself, and its key."""
+    private = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(private.public_key())
+        .serial_number(1)
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .sign(private, hashes.SHA256())
+    )
+    certificate, key = directory / "cert.pem", directory / "key.pem"
+    certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    key.write_bytes(
+        private.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    return certificate, key

@@ -1,9 +1,9 @@
 """A real server with the interface of Azure Blob Storage on loopback: `AzuriteServer`. It is Microsoft's emulator, on Node.
 
-Its limits, against the real service: no identities (Entra ID), no hierarchical namespace (`dfs` endpoints), no rate limits,
-no deleting by a shared access signature (its answer to such a batch is 500), and the account is in the path of a URL
-(`http://127.0.0.1:PORT/account/container/blob`) rather than in the host's name. Everything is kept in memory and gone when
-the server ends.
+Its limits, against the real service: no identities (it takes every bearer token that has the right shape and has not ended,
+and over TLS only), no hierarchical namespace (`dfs` endpoints), no rate limits, no deleting by a shared access signature
+(its answer to such a batch is 500), and the account is in the path of a URL (`http://127.0.0.1:PORT/account/container/blob`)
+rather than in the host's name. Everything is kept in memory and gone when the server ends.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import hashlib
 import hmac
 import http.client
 import importlib.util
+import json
 import os
 import secrets
 import shutil
+import ssl
 import subprocess
 import time
 from collections.abc import Mapping
@@ -62,13 +64,15 @@ def _runs(node: Path) -> bool:
 class AzuriteServer:
     """One Azurite with its log in `directory`, on 127.0.0.1 and a free port, with an account and a key of its own.
 
-    A context manager; it dies with this process. Not thread-safe; the server is.
+    With `tls`, the files of a certificate and its key in PEM, it speaks HTTPS and takes bearer tokens as well. A context
+    manager; it dies with this process. Not thread-safe; the server is.
     """
 
     account = "millrace"
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, tls: tuple[Path, Path] | None = None) -> None:
         self.directory = directory.resolve()
+        self._tls = tls
         self.log_path = self.directory / "azurite.log"
         self.key = base64.b64encode(secrets.token_bytes(64)).decode()
         self._port = 0
@@ -79,7 +83,7 @@ class AzuriteServer:
         """The URL below which the containers lie."""
         if not self._port:
             raise UsageError("Azurite has not been started", next_step="call start()")
-        return f"http://{_HOST}:{self._port}/{self.account}"
+        return f"{'https' if self._tls else 'http'}://{_HOST}:{self._port}/{self.account}"
 
     @property
     def connection_string(self) -> str:
@@ -102,7 +106,7 @@ class AzuriteServer:
     def create_container(self, name: str, *, public: bool = False) -> None:
         """Make a container; with `public`, anybody may read and list it. Raises `RetryableError`."""
         headers = {"Content-Length": "0"} | ({"x-ms-blob-public-access": "container"} if public else {})
-        connection = http.client.HTTPConnection(_HOST, self._port, timeout=30)
+        connection = self._connect(self._port)
         try:
             path = f"/{self.account}/{name}?restype=container&{self.signature()}"
             connection.request("PUT", path, headers={"x-ms-version": _VERSION, **headers})
@@ -112,6 +116,25 @@ class AzuriteServer:
             connection.close()
         if answer.status not in (201, 409):  # 409: it is there
             raise RetryableError(f"Azurite made no container ({answer.status}: {text[:200]})")
+
+    def token(self, *, seconds: float = 3600) -> str:
+        """A bearer token as an identity gets one, which ends `seconds` from now."""
+        now = int(time.time())
+        claims: Mapping[str, Any] = {
+            "aud": "https://storage.azure.com",
+            "iss": "https://sts.windows.net/tests/",
+            "iat": now - 60,
+            "nbf": now - 60,
+            "exp": now + seconds,
+        }
+        parts = [base64.urlsafe_b64encode(json.dumps(part).encode()) for part in ({"alg": "RS256"}, claims)]
+        return b".".join([*parts, base64.urlsafe_b64encode(b"not checked")]).replace(b"=", b"").decode()
+
+    def _connect(self, port: int) -> http.client.HTTPConnection:
+        if self._tls is None:
+            return http.client.HTTPConnection(_HOST, port, timeout=30)
+        context = ssl.create_default_context(cafile=str(self._tls[0]))
+        return http.client.HTTPSConnection(_HOST, port, timeout=30, context=context)
 
     def start(self) -> None:
         """Start it, empty, and wait until it answers. Raises `MissingDependencyError` and `RetryableError`."""
@@ -131,6 +154,8 @@ class AzuriteServer:
     def _launch(self, node: Path, program: Path, port: int) -> None:
         command: list[str | Path] = [node, program, "--blobHost", _HOST, "--blobPort", str(port), "--silent"]
         command += ["--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck"]
+        if self._tls is not None:
+            command += ["--cert", self._tls[0], "--key", self._tls[1], "--oauth", "basic"]
         env = {name: value for name, value in os.environ.items() if not name.startswith(("AZURITE_", "NODE_"))}
         env["AZURITE_ACCOUNTS"] = f"{self.account}:{self.key}"
         self._process = ChildProcess(command, log=self.log_path, cwd=self.directory, env=env, grace_seconds=3.0)
@@ -139,7 +164,7 @@ class AzuriteServer:
         """True when it answers, False when it has ended. Raises `RetryableError` after a minute."""
         deadline = time.monotonic() + 60
         while self._process is not None and self._process.exit_status() is None:
-            connection = http.client.HTTPConnection(_HOST, port, timeout=5)
+            connection = self._connect(port)
             try:
                 connection.request("GET", "/")
                 connection.getresponse().read()
