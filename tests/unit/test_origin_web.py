@@ -371,6 +371,8 @@ def test_a_login_is_found_in_netrc_by_each_process_itself(
     origin = WebOrigin("http")
     assert origin.head(f"{server.host}/x.bin").size == len(DATA)
     assert b"planted" not in pickle.dumps(origin)
+    with pytest.raises(DeniedError):
+        WebOrigin("http", {"client_kwargs": {"trust_env": False}}).head(f"{server.host}/x.bin")
     path.write_text("machine 127.0.0.1 nonsense")
     with pytest.raises(DeniedError):
         WebOrigin("http").head(f"{server.host}/x.bin")
@@ -418,6 +420,8 @@ def test_proxies_of_the_environment_are_used(
         assert bytes(origin.read("example.invalid/x", 0, 8)) == b"by proxy"
         assert proxy.requests[0].target == "http://example.invalid/x"
         assert proxy.requests[0].headers["proxy-authorization"].startswith("Basic ")
+        with pytest.raises(OriginUnavailableError):
+            WebOrigin("http", {"client_kwargs": {"trust_env": False}}).read("example.invalid/x", 0, 8)
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         assert bytes(origin.read(f"{server.host}/x.bin", 0, 8)) == DATA[:8]
 

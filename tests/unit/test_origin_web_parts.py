@@ -256,6 +256,7 @@ def test_a_login_may_come_in_each_of_fsspecs_ways(options: dict[str, object]) ->
         {"verify": 3},
         {"verify": True, "ssl": False},
         {"timeout": -1},
+        {"client_kwargs": {"trust_env": "planted"}},
         {"timeout": "planted"},
     ],
 )

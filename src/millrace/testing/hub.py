@@ -17,8 +17,8 @@ what was put here. What it does as the hub does (2026, as its client expects it)
 - tokens; private and gated repositories; `X-Error-Code`, and 401 for what an anonymous client may not see
 
 What it does not have: writing, discussions, buckets, Xet (a client with hf_xet falls back to the redirect), `expand=true`
-with commits of each file, git itself, rate limits (`service.interfere` can answer 429), and the names and sizes that the real
-hub forbids. It was written from its client's source text and was never compared with the real one.
+with commits of each file, git itself, rate limits (`service.interfere` can answer 429), and the names and sizes that the
+real hub forbids. It was written from its client's source text and was never compared with the real one.
 """
 
 from __future__ import annotations

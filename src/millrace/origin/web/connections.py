@@ -162,14 +162,16 @@ class Answer:
 
 
 class Connections:
-    """The connections of one origin, through the proxies of the environment (HTTP_PROXY, HTTPS_PROXY, NO_PROXY).
+    """The connections of one origin, with `use_proxies` through those of the environment (HTTPS_PROXY, NO_PROXY and so on).
 
     `verify` is whether certificates are checked, or the path of those to trust. A server that is silent for
     `silence_seconds` has stalled. No request is repeated here. Thread-safe; safe across fork.
     """
 
-    def __init__(self, *, verify: bool | str = True, silence_seconds: float = SILENCE_SECONDS) -> None:
-        self._verify, self._silence_seconds = verify, silence_seconds
+    def __init__(
+        self, *, verify: bool | str = True, silence_seconds: float = SILENCE_SECONDS, use_proxies: bool = True
+    ) -> None:
+        self._verify, self._silence_seconds, self._use_proxies = verify, silence_seconds, use_proxies
         self._managers: dict[tuple[str, bool], urllib3.PoolManager] = {}
         self._lock, self._pid = threading.Lock(), os.getpid()
 
@@ -220,7 +222,7 @@ class Connections:
     def _manager(self, url: str) -> urllib3.PoolManager:
         if self._pid != os.getpid():  # the parent's connections are its own
             self._managers, self._lock, self._pid = {}, threading.Lock(), os.getpid()
-        proxy = _proxy_of(url)
+        proxy = _proxy_of(url) if self._use_proxies else ""
         encrypted = url.startswith("https:") or proxy.startswith("https:")
         manager = self._managers.get((proxy, encrypted))
         if manager is None:

@@ -29,12 +29,14 @@ class WebOptions:
 
     `headers` go to the server that a key names and nowhere else, `open_headers` also to where it redirects. `verify` is
     whether certificates are checked, or the path of the certificates to trust. `timeout_seconds` is for silence.
+    `trusts_environment` is whether its proxies and the user's netrc are used.
     """
 
     headers: Mapping[str, str] = field(repr=False)
     open_headers: Mapping[str, str] = field(repr=False)
     verify: bool | str = True
     timeout_seconds: float = SILENCE_SECONDS
+    trusts_environment: bool = True
 
     @property
     def signs_in(self) -> bool:
@@ -80,6 +82,7 @@ def web_options(target_options: Mapping[str, Any]) -> WebOptions:
         open_headers={name: value for name, value in headers.items() if name.lower() in _TO_ANY_SERVER},
         verify=_verify(target_options),
         timeout_seconds=_timeout(either("timeout")),
+        trusts_environment=_trusts_environment(client.get("trust_env")),
     )
 
 
@@ -140,6 +143,12 @@ def _verify(options: Mapping[str, Any]) -> bool | str:
             next_step="give the path of a file with certificates",
         )
     return value
+
+
+def _trusts_environment(value: Any) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise ConfigurationError("HTTP option 'trust_env' is neither True nor False", next_step="give one of them")
+    return value is not False
 
 
 def _timeout(value: Any) -> float:

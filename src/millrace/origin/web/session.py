@@ -24,7 +24,9 @@ class Session:
 
     def __init__(self, options: WebOptions) -> None:
         self.pid = os.getpid()
-        self.connections = Connections(verify=options.verify, silence_seconds=options.timeout_seconds)
+        self.connections = Connections(
+            verify=options.verify, silence_seconds=options.timeout_seconds, use_proxies=options.trusts_environment
+        )
         self.whole = WholeCopies()
         self.without_head: set[str] = set()
         self.netrc: dict[str, Mapping[str, str]] = {}

@@ -272,7 +272,7 @@ class WebOrigin(ReadOnlyOrigin):
         return answer
 
     def _netrc(self, session: Session, url: str) -> Mapping[str, str]:
-        if self._options.signs_in:
+        if self._options.signs_in or not self._options.trusts_environment:
             return {}
         server = urlsplit(url).netloc
         if server not in session.netrc:
