@@ -169,7 +169,7 @@ def test_a_write_is_seen_by_every_node(
         info = origin.head(key)
         expected = bytes(origin.read(key, 0, info.size))
         assert expected != content(1, 4 * PAGE)
-        for how in ("cat", "open", "native"):
+        for how in ("cat", "open", "native") if len(expected) < MB else ("cat",):
             assert everywhere(readers, lambda reader, key=key, how=how: reader.read(key, how)) == (  # type: ignore[misc]
                 [expected] * len(readers)
             )
