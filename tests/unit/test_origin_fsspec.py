@@ -181,6 +181,12 @@ def test_no_client_is_used_by_two_threads_and_few_are_made(one_connection: Fsspe
     assert len(OneConnection.made) == 8
 
 
+def test_clients_inside_others_are_not_shared_either(one_connection: FsspecOrigin, tmp_path: Path) -> None:
+    origin = FsspecOrigin("dir", {"path": str(tmp_path), "target_protocol": "one-connection"})
+    with origin._clients.lend() as one, origin._clients.lend() as other:
+        assert one.fs is not other.fs  # fsspec would give one to all that a thread makes
+
+
 def test_a_client_whose_connection_broke_is_not_used_again(one_connection: FsspecOrigin, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"0123456789")
     key = str(tmp_path / "x")

@@ -42,7 +42,7 @@ class Clients:
 
     def __init__(self, cls: type[Any], options: Mapping[str, Any]) -> None:
         self._cls = cls
-        self._options = {**_without_listings(cls, options), "skip_instance_cache": True}
+        self._options = _private(cls, options)
         self._pool = _Pool()
 
     @contextlib.contextmanager
@@ -97,18 +97,20 @@ class Clients:
         return pool
 
 
-def _without_listings(cls: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with which a client that threads share keeps no listings: one from before a question is no answer to it.
+def _private(cls: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with which a client shares nothing with others that fsspec keeps, and no listings between threads.
 
-    Others can be told to forget before each question, and some cannot do without.
+    A client that threads share must keep no listings: one from before a question is no answer to it. The others can be told
+    to forget before each question, and some of them cannot do without.
     """
-    if not issubclass(cls, AsyncFileSystem):
-        return dict(options)
-    inner, target = options.get("target_options"), options.get("target_protocol")
-    told = {"use_listings_cache": False, **options}
+    own: dict[str, Any] = {"use_listings_cache": False} if issubclass(cls, AsyncFileSystem) else {}
+    own |= {**options, "skip_instance_cache": True}
+    target, inner = options.get("target_protocol"), options.get("target_options") or {}
     if isinstance(target, str):
-        told["target_options"] = _without_listings(get_filesystem_class(target), inner or {})
-    return told
+        own["target_options"] = _private(get_filesystem_class(target), inner)
+    elif "://" in str(options.get("fo")):
+        own["target_options"] = {**inner, "skip_instance_cache": True}
+    return own
 
 
 def innermost(fs: Any) -> Any:
