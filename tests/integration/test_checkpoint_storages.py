@@ -33,7 +33,7 @@ def state(seed: int) -> dict[str, Any]:
     return {"weights": torch.randn(300_000, generator=torch.Generator().manual_seed(seed)), "step": seed}
 
 
-@pytest.mark.parametrize("place", ["azure", "memory"])
+@pytest.mark.parametrize("place", [pytest.param("azure", marks=pytest.mark.azurite), "memory"])
 def test_a_run_is_saved_thinned_taken_over_and_restored(place: str, request: pytest.FixtureRequest) -> None:
     url, options = request.getfixturevalue(place)
     with CheckpointManager(url, target_options=options, keep=KeepLast(2)) as run:

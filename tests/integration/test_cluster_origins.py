@@ -26,6 +26,7 @@ def filesystems(cluster: LocalCluster, protocol: str, options: Any) -> list[mill
     ]
 
 
+@pytest.mark.azurite
 def test_what_the_environment_names_is_read_once_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, azurite: AzuriteServer, container: str
 ) -> None:

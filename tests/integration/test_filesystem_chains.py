@@ -90,6 +90,7 @@ def test_a_commit_of_the_hub_is_never_asked_about_again(hub: HubServer, cache: d
     assert [read() for _ in range(2)] == [0, 0]
 
 
+@pytest.mark.azurite
 def test_azure_through_pandas_and_pyarrow(azurite: AzuriteServer, container: str, cache: dict[str, Any]) -> None:
     fs = millrace.filesystem("az", azurite.target_options, **cache)
     with fs.open_output_stream(f"az://{container}/data/x.parquet") as out:

@@ -68,6 +68,7 @@ def test_read_images(cluster: None, bucket: str, s3_options: dict[str, Any]) -> 
     assert origin_requests == 12
 
 
+@pytest.mark.azurite
 def test_read_parquet_of_azure(cluster: None, azurite: AzuriteServer, container: str, tmp_path: Path) -> None:
     fs = millrace.filesystem("az", azurite.target_options, cache_dir=str(tmp_path / "cache"), min_free=0)
     with fs.open_output_stream(f"{container}/train/x.parquet") as out:
