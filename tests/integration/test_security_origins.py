@@ -37,7 +37,7 @@ from millrace.testing.web import WebServer
 STATUSES = (403, 400, None)
 """What the server answers; None: nobody listens there."""
 
-IN_URLS = ("signature", "in its URLs", "Authorization", "s3 key", "hub token")
+IN_URLS = ("sas_token", "with a signature", "in its URLs", "s3 key", "hub token of the")
 """Names of cases that are tried with every answer, because errors repeat URLs; for the others one is enough."""
 
 
