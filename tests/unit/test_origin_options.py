@@ -79,7 +79,9 @@ def test_azure(given: dict[str, Any], environ: dict[str, str], endpoint: str, fi
 @pytest.mark.parametrize("where", ["options", "AZURE_STORAGE_", "AZURE_"])
 def test_an_application_of_azure_with_its_secret(where: str) -> None:
     told = {"tenant_id": "t", "client_id": "c", "client_secret": "hush"}
-    environ: dict[str, str] = {} if where == "options" else {f"{where}{name.upper()}": value for name, value in told.items()}
+    environ: dict[str, str] = (
+        {} if where == "options" else {f"{where}{name.upper()}": value for name, value in told.items()}
+    )
     options = azure_options({"account_name": "acct", **(told if where == "options" else {})}, environ)
     assert {name: options.config[name] for name in told} == told
     assert (options.config["credential_type"], options.signs_itself) == ("client_secret", True)
