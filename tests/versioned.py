@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 
 import numpy as np
@@ -35,11 +34,6 @@ def versions_in(data: Buffer, start: int = 0) -> set[int]:
     places = np.repeat(np.arange(len(words) // _WORDS, dtype=np.uint64) + np.uint64(start // PAGE), _WORDS)
     assert np.array_equal(words & np.uint64(0xFFFFFFFF), places), "bytes of another place of the object"
     return {int(version) for version in np.unique(words >> np.uint64(32))}
-
-
-def etag(data: bytes) -> str:
-    """What S3 calls the version of an object that was written with one request."""
-    return f'"{hashlib.md5(data).hexdigest()}"'
 
 
 def stored_pieces(fs: millrace.MillraceFileSystem) -> list[tuple[Entry, int, bytes]]:
