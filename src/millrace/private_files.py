@@ -7,6 +7,7 @@ have been put there before (in a folder that was once open to others) is found b
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
@@ -41,10 +42,10 @@ def _make(directory: Path) -> None:
     try:
         os.mkdir(directory, _FOLDER_MODE)
     except FileNotFoundError:
-        if directory == directory.parent:
-            raise
-        _make(directory.parent)
-        _make(directory)
+        if not directory.parent.exists():  # in /proc, for one, it is there
+            _make(directory.parent)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory, _FOLDER_MODE)
     except FileExistsError:
         pass
 

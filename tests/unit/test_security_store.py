@@ -249,6 +249,13 @@ def test_a_folder_is_made_with_all_above_it(tmp_path: Path, no_umask: None) -> N
     assert set(modes(tmp_path).values()) == {0o700}
 
 
+@pytest.mark.parametrize("place", ["/proc/millrace-cache", "/proc/self/millrace/a/b"])
+def test_where_no_folder_can_be_made_is_an_error_like_any_other(place: str) -> None:
+    """The kernel says there that the folder above is missing, which it is not."""
+    with pytest.raises(OSError, match="No such file"):
+        make_folder(Path(place))
+
+
 def contents(path: Path) -> dict[str, bytes]:
     """Every byte of a file, or of all below a folder."""
     files = [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]
