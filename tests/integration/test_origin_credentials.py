@@ -7,12 +7,15 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from cryptography import x509
@@ -88,6 +91,59 @@ def test_keys_that_were_replaced_at_the_server_are_looked_for_again(
         with origin.open_writer("data/other") as writer:
             writer.write(b"more")
         assert origin.head("data/other").size == 4
+
+
+class _Sts(BaseHTTPRequestHandler):
+    """Answers `AssumeRole` with the credentials in `given`, which end after a second: AWS's service cannot be had here."""
+
+    given: ClassVar[tuple[str, str]]
+    asked: ClassVar[list[str]]
+
+    def do_POST(self) -> None:
+        self.asked.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        end = (datetime.now(UTC) + timedelta(seconds=1)).isoformat()
+        key, secret = self.given
+        body = (
+            "<AssumeRoleResponse><AssumeRoleResult><Credentials>"
+            f"<AccessKeyId>{key}</AccessKeyId><SecretAccessKey>{secret}</SecretAccessKey>"
+            f"<SessionToken></SessionToken><Expiration>{end}</Expiration>"
+            "</Credentials></AssumeRoleResult></AssumeRoleResponse>"
+        ).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_profile_with_a_role_is_assumed_and_assumed_again(
+    s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler: Any = type("_Handler", (_Sts,), {"given": (s3.key, s3.secret), "asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        (tmp_path / "config").write_text(
+            "[profile base]\naws_access_key_id = BASE\naws_secret_access_key = hush\n"
+            "[profile team]\nrole_arn = arn:aws:iam::1:role/reader\nsource_profile = base\nregion = us-east-1\n"
+        )
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{server.server_port}")
+        origin = open_origin("s3", {"profile": "team", "endpoint_url": s3.endpoint_url})
+        origin.put(f"{bucket}/object", b"data")
+        before = len(handler.asked)
+        time.sleep(1.2)
+        assert bytes(origin.read(f"{bucket}/object", 0, 4)) == b"data"
+        assert len(handler.asked) > before
+        assert all("role%2Freader" in body for body in handler.asked)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 @pytest.fixture
