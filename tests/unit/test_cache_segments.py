@@ -14,6 +14,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.descriptors import open_below
 
 from millrace.cache import segments as segments_module
 from millrace.cache.records import ObjectName
@@ -217,18 +218,13 @@ def test_a_segment_that_nobody_appends_to_is_taken_over(tmp_path: Path) -> None:
 
 
 def test_few_segments_stay_open_and_none_is_forgotten(tmp_path: Path) -> None:
-    def held() -> list[str]:  # of all that the process has open, for other tests' threads open and close theirs
-        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-        names = [os.readlink(link) for link in links if os.path.lexists(link)]
-        return [name for name in names if name.startswith(str(tmp_path))]
-
     with opened(tmp_path, max_open=3) as segments:
         for number in range(60):
             append(segments, number, b"x" * 10, group=f"g{number % 10}")
-            assert len(held()) <= 6
+            assert len(open_below(tmp_path)) <= 6
         assert len(generations(tmp_path)) == 10
-        assert held()
-    assert held() == []
+        assert open_below(tmp_path)
+    assert open_below(tmp_path) == []
     assert len(everything(tmp_path)) == 60
 
 

@@ -3,6 +3,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from tests.descriptors import open_below
 
 from millrace.cache.counters import Counters, totals
 from millrace.cache.failures import LostDataError
@@ -224,12 +225,12 @@ def test_no_file_is_made_for_an_object_that_is_removed_meanwhile(
         store.remove(NAME)  # as another process would, between the look at the index and the making of the file
         real(*arguments, **options)  # type: ignore[arg-type]
 
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = open_below(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "makedirs", removed_now)
         with pytest.raises(LostDataError, match="removed"):
             store.open_data(entry)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert sorted(open_below(tmp_path)) == sorted(before)
     assert not os.path.exists(store.path(entry))
     store.close()
 
