@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from millrace.cache.node import close_nodes, nodes_are_open
 from millrace.errors import MissingDependencyError
@@ -20,6 +21,11 @@ from millrace.peers.attach import close_all
 from millrace.testing.azurite import AzuriteServer, find_azurite
 from millrace.testing.etcd import EtcdServer, find_etcd
 from millrace.testing.s3 import S3Server
+
+
+# No test is timed: how long an example takes says how busy the machine is.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True, scope="session")
