@@ -22,7 +22,6 @@ from millrace.testing.azurite import AzuriteServer, find_azurite
 from millrace.testing.etcd import EtcdServer, find_etcd
 from millrace.testing.s3 import S3Server
 
-
 # No test is timed: how long an example takes says how busy the machine is.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
