@@ -6,6 +6,7 @@ import os
 import pickle
 import threading
 import time
+import traceback
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import fsspec
 import pytest
@@ -33,7 +35,10 @@ from millrace.errors import (
 from millrace.origin.fsspec_origin import FsspecOrigin, uploads
 from millrace.origin.fsspec_origin.describing import describe, seconds
 from millrace.origin.fsspec_origin.naming import PART_PREFIX, identity_of, is_local
-from millrace.origin.fsspec_origin.translation import translate
+from millrace.origin.fsspec_origin.translation import translate, translated
+
+SECRET = "planted @/é+'\\ Secret"
+"""Looks different in each form."""
 
 
 def over(directory: Path) -> FsspecOrigin:
@@ -329,6 +334,53 @@ def test_errors_of_libraries_become_ours_without_what_was_given(
     assert "hunter22" not in str(ours)
     assert "\n" not in str(ours)
     assert isinstance(ours, OriginBusyError) == (expected is OriginBusyError)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"password": SECRET},
+        {"auth": ("user", SECRET)},
+        {"auth": ["user", SECRET]},
+        {"auth": SECRET.encode()},
+        {"client_kwargs": {"servers": [{"path": SECRET}], "logins": frozenset([SECRET])}},
+        {"auth": {"path": SECRET}},
+        {"pkey": f"-----BEGIN KEY-----\n{SECRET}\n"},
+    ],
+)
+@pytest.mark.parametrize(
+    "told",
+    [
+        SECRET,
+        f"https://u:{quote(SECRET)}@h/",
+        f"https://u:{quote(SECRET, safe='')}@h/",
+        f"https://u:{quote(SECRET, safe='').lower()}@h/",
+        f"password={quote_plus(SECRET)}",
+        f"failed with {('user', SECRET)!r}",
+        f"failed with {SECRET.encode()!r}",
+    ],
+)
+def test_no_form_of_what_was_given_is_told(options: dict[str, Any], told: str) -> None:
+    for cause in (ValueError(told), ValueError("bad", told), _caused(told)):
+        with pytest.raises(MillraceError) as caught, translated("x://k", options):
+            raise cause
+        printed = "".join(traceback.format_exception(caught.value))
+        for form in (SECRET, quote(SECRET), quote(SECRET, safe=""), quote_plus(SECRET), repr(SECRET)[1:-1]):
+            assert form.lower() not in printed.lower()
+        assert type(cause).__name__ in str(caught.value)
+
+
+def _caused(told: str) -> Exception:
+    error = RuntimeError("harmless")
+    error.__cause__ = ValueError(told)
+    return error
+
+
+def test_what_an_identity_shows_may_be_in_a_message() -> None:
+    """Otherwise nobody would learn of what failed: `target_protocol` is "file", a host is in most messages."""
+    given = {"host": "storage.example.com", "target_protocol": "file", "password": SECRET}
+    ours = translate(OSError("no file at storage.example.com"), "x://k", given)
+    assert "no file at storage.example.com" in str(ours)
 
 
 def test_a_pickle_has_the_options_and_nothing_else_does(tmp_path: Path) -> None:

@@ -59,6 +59,16 @@ def is_local(scheme: str, options: Mapping[str, Any]) -> bool:
     return is_local(target, inner if isinstance(inner, Mapping) else {})
 
 
+def is_secret(name: str) -> bool:
+    """Whether the name of an option says that it, or something in it, is a secret."""
+    return bool(_SECRET.search(name))
+
+
+def is_public(name: str, value: str | int) -> bool:
+    """Whether an identity shows this option as it stands: it says which storage is meant, and holds no login."""
+    return name in _PLACE_OPTIONS and _PLAIN.fullmatch(str(value)) is not None
+
+
 def is_usable(key: str) -> bool:
     """Whether a key can be a path that names this object and no other."""
     return not _UNUSABLE.search(key)
@@ -79,14 +89,13 @@ def _schemes(scheme: str, options: Mapping[str, Any]) -> Iterator[str]:
 def _places(prefix: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name in sorted(options):
         value = options[name]
-        if isinstance(value, Mapping) and not _SECRET.search(name):
+        if isinstance(value, Mapping) and not is_secret(name):
             yield from _places(f"{prefix}{name}.", value)
-        elif value is not None and name not in _TUNING_OPTIONS and not _SECRET.search(name):
+        elif value is not None and name not in _TUNING_OPTIONS and not is_secret(name):
             yield prefix + name, _shown(name, value)
 
 
 def _shown(name: str, value: Any) -> str:
-    text = str(value)
-    if name in _PLACE_OPTIONS and isinstance(value, str | int) and _PLAIN.fullmatch(text):
-        return text
+    if isinstance(value, str | int) and is_public(name, value):
+        return str(value)
     return "#" + hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

@@ -7,7 +7,7 @@ import errno
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus
 
 from millrace.errors import (
     DeniedError,
@@ -20,6 +20,7 @@ from millrace.errors import (
     OriginUnavailableError,
     UsageError,
 )
+from millrace.origin.fsspec_origin.naming import is_public, is_secret
 
 _BUSY = (429, 503)
 _DENIED = (401, 403)
@@ -63,11 +64,11 @@ def translate(error: Exception, url: str, options: Mapping[str, Any]) -> Millrac
         return OriginBusyError(f"{url} is busy", next_step="ask less often, or later")
     if _is_wrong_call(error, status):
         return UsageError(
-            f"{url} was refused ({type(error).__name__}: {_shown(error, options)})",
+            f"{url} was refused ({_shown(error, options)})",
             next_step="check the name and 'target_options'",
         )
     return OriginUnavailableError(
-        f"{url} failed ({type(error).__name__}: {_shown(error, options)})",
+        f"{url} failed ({_shown(error, options)})",
         next_step="check that the storage is reachable from this machine, and 'target_options'",
     )
 
@@ -105,16 +106,17 @@ def _is_refused_by_ftp(error: BaseException) -> bool:
 
 
 def _shown(error: BaseException, options: Mapping[str, Any]) -> str:
-    """The first line of a message, without any text that was given as an option: libraries print what they were given."""
-    text = (str(error).strip().splitlines() or [""])[0]
-    for value in _texts(options):
-        text = text.replace(value, "***")
-    return text[:_SHORT]
+    """A failure's class and the first line of its message; no message where that or a cause repeats what was given."""
+    name = type(error).__name__
+    if _tells(error, options):
+        return f"{name}, whose message is not shown: it repeats 'target_options'"
+    return f"{name}: {(str(error).strip().splitlines() or [''])[0][:_SHORT]}"
 
 
 def _tells(error: BaseException, options: Mapping[str, Any]) -> bool:
-    """Whether an exception, or one that led to it, repeats a text that was given as an option, as it is or as in a URL."""
-    texts = [form for value in _texts(options) for form in (value, quote(value), quote(value, safe=""))]
+    """Whether an exception, or one that led to it, repeats a text that was given as an option, in any form."""
+    # In any case of letters: %2f is %2F.
+    forms = [form.lower() for value in _texts(options) for form in _forms(value)]
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -122,16 +124,30 @@ def _tells(error: BaseException, options: Mapping[str, Any]) -> bool:
         if each is None or id(each) in seen:
             continue
         seen.add(id(each))
-        said = f"{each} {each.args!r}"
-        if any(text in said for text in texts):
+        said = f"{each} {each.args!r}".lower()
+        if any(form in said for form in forms):
             return True
         waiting += [each.__cause__, each.__context__]
     return False
 
 
-def _texts(options: Mapping[str, Any]) -> Iterator[str]:
-    for value in options.values():
-        if isinstance(value, Mapping):
-            yield from _texts(value)
-        elif isinstance(value, str) and len(value) >= _SECRET_LENGTH:
-            yield value
+def _forms(text: str) -> set[str]:
+    """How a text looks as it is, in a URL, in a form, and in the `repr` of what holds it."""
+    url = text.encode("utf-8", "surrogateescape")
+    return {text, quote(url), quote(url, safe=""), quote_plus(url), repr(text)[1:-1]}
+
+
+def _texts(value: Any, name: str = "", secret: bool = False) -> Iterator[str]:
+    """The texts in an option's value, as deep as they lie, but for those that the origin's identity shows to everybody."""
+    if isinstance(value, Mapping):
+        for inner, each in value.items():
+            yield from _texts(each, str(inner), secret or is_secret(str(inner)))
+    elif isinstance(value, list | tuple | set | frozenset):
+        for each in value:
+            yield from _texts(each, "", secret)
+    elif isinstance(value, bytes | bytearray):
+        yield from _texts(value.decode("utf-8", "backslashreplace"), name, secret)
+        yield from _texts(repr(bytes(value))[2:-1], name, secret)
+    elif isinstance(value, str) and (secret or not is_public(name, value)):
+        # Of a key of many lines a library may repeat one.
+        yield from (each for each in {value, *value.splitlines()} if len(each) >= _SECRET_LENGTH)
