@@ -93,6 +93,36 @@ def test_keys_that_were_replaced_at_the_server_are_looked_for_again(
         assert origin.head("data/other").size == 4
 
 
+_PROGRAM_OF_SESSIONS = """
+import json, sys
+log, key, secret = sys.argv[1:]
+with open(log, "a+") as file:
+    file.write("asked\\n")
+    file.seek(0)
+    number = len(file.readlines())
+if number < 12:
+    key = f"session-{number}"
+print(json.dumps({"Version": 1, "AccessKeyId": key, "SecretAccessKey": secret}))
+"""
+
+
+def test_a_denied_listing_ends_where_every_question_gives_other_keys(
+    s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twelfth keys would be let in, so that who goes on asking is found out, and not waited for."""
+    program, log = tmp_path / "sessions.py", tmp_path / "asked.log"
+    program.write_text(_PROGRAM_OF_SESSIONS)
+    command = f"{sys.executable} {program} {log} {s3.key} {s3.secret}"
+    (tmp_path / "config").write_text(f"[profile team]\ncredential_process = {command}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setattr("millrace.origin.clients._RENEW_SECONDS", 0.0)  # as for a program that takes longer than that
+    origin = open_origin("s3", {"profile": "team", "endpoint_url": s3.endpoint_url})
+    with pytest.raises(DeniedError):
+        list(origin.list_all(bucket))
+    assert len(log.read_text().splitlines()) == 2
+
+
 class _Sts(BaseHTTPRequestHandler):
     """Answers `AssumeRole` with the credentials in `given`, which end after a second: AWS's service cannot be had here."""
 

@@ -6,7 +6,10 @@ No cloud's identity service can be had here: credential objects of azure-identit
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 
 from millrace.errors import ConfigurationError, DeniedError
+from millrace.origin.clients import Clients
 from millrace.origin.credentials import Found, Provider, find_credentials
 from millrace.origin.options import azure_options, gcs_options
 
@@ -154,3 +158,48 @@ def test_a_provider_remembers_its_error_until_it_has_an_answer() -> None:
     works[0] = True
     assert provider() == {"token": "t"}
     assert provider.error is None
+
+
+def _clients(monkeypatch: pytest.MonkeyPatch, given: list[str], asked: Callable[[], None] = lambda: None) -> Clients:
+    """Clients of S3 whose credentials are the last of `given` at the time when they are looked up; they send no request."""
+
+    def look_up() -> Any:
+        asked()
+        key = given[-1]
+        return lambda: {"access_key_id": key, "secret_access_key": "s", "token": None, "expires_at": None}
+
+    provider = Provider(look_up)
+    monkeypatch.setattr("millrace.origin.clients.find_credentials", lambda *_: Found(provider=provider))
+    return Clients("s3", {"endpoint_url": "http://127.0.0.1:1"})
+
+
+def test_all_threads_that_were_refused_try_again_with_what_one_of_them_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["first"]
+    clients = _clients(monkeypatch, given)
+    used = clients.get("bucket")
+    given.append("second")
+    all_refused = threading.Barrier(8)
+
+    def go_on(_: int) -> bool:
+        all_refused.wait(30)
+        again = clients.renew(used)
+        return again and clients.get("bucket") is not used
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(go_on, range(8))) == [True] * 8
+
+
+def test_credentials_are_not_looked_up_again_at_once_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    given = ["first"]
+
+    def asked() -> None:
+        now[0] += 5
+        given.append(f"of {now[0]}")
+
+    clients = _clients(monkeypatch, given, asked)
+    monkeypatch.setattr("millrace.origin.clients.time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert clients.renew(clients.get("bucket"))
+    assert not clients.renew(clients.get("bucket"))
+    now[0] += 2
+    assert clients.renew(clients.get("bucket"))

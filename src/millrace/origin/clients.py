@@ -119,18 +119,21 @@ class Clients:
         """
         state = self._current()
         with state.lock:
-            if used not in state.clients.values():
+            # Not by ==: obstore's clients are equal where their options are, whatever credentials they go on with.
+            if not any(used is each for each in state.clients.values()):
                 return True  # another thread has found new ones meanwhile
             provider = state.found.provider if state.found is not None else None
             if provider is None or (self._options is not None and self._options.fixed is not None):
                 return False
             if time.monotonic() - state.renewed_at < _RENEW_SECONDS:
                 return False
-            state.renewed_at = time.monotonic()
-            if provider.renew():
+            try:
+                changed = provider.renew()
+            finally:
+                state.renewed_at = time.monotonic()  # a program that gives credentials may take longer than the pause
+            if changed:
                 state.clients.clear()
-                return True
-            return False
+            return changed
 
     def credentials_error(self) -> MillraceError | None:
         """What the last attempt to get credentials raised in this process, None where it went well."""

@@ -57,17 +57,19 @@ class StoreListing(StoreAccess):
     def _list_remote_pages(
         self, prefix: str, after: str, settled: Callable[[str], ObjectInfo | None]
     ) -> Iterator[ListingPage]:
-        last = False
+        last = renewed = False
         while not last:
             client, _ = self._locate(prefix)
             try:
                 for page in self._pages_of(client, prefix, after, settled):
                     yield page
-                    last = page.last
+                    last, renewed = page.last, False
                     after = page.objects[-1].key if page.objects else after
             except DeniedError:  # credentials may have ended in the middle: go on behind what has come
-                if not self._clients.renew(client):
+                # Once for each page: who is denied gets others each time where a program makes them for each question.
+                if renewed or not self._clients.renew(client):
                     raise
+                renewed = True
 
     def _pages_of(
         self, client: Any, prefix: str, after: str, settled: Callable[[str], ObjectInfo | None]
