@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from millrace.errors import PeerError, PeerSilentError
@@ -126,23 +126,28 @@ class Telling:
             time.sleep(_PAUSE_SECONDS)
             now = time.monotonic()
             with self._change:
-                late = [name for name, until in self._late.items() if until > now]
-                for name in self._late.keys() - set(late):
+                late = {name: until for name, until in self._late.items() if until > now}
+                for name in self._late.keys() - late.keys():
                     del self._late[name]
                 if not late:
                     self._thread = None
                     return
             for member_id, identity in dict.fromkeys(name[:2] for name in late):
-                self._tell_late(member_id, identity, [key for *of, key in late if of == [member_id, identity]])
+                owed = {key: until for (*of, key), until in late.items() if of == [member_id, identity]}
+                self._tell_late(member_id, identity, owed)
 
-    def _tell_late(self, member_id: str, identity: str, keys: Sequence[str]) -> None:
+    def _tell_late(self, member_id: str, identity: str, owed: Mapping[str, float]) -> None:
+        """Tell a member the keys of `owed`, each with the end of its time that was read before."""
+        keys = list(owed)
         members = self._cluster.placement().view.members
         member = next((each for each in members if each.id == member_id), None)
         if member is None or not self._tell(member, identity, keys):
             return
         with self._change:
-            for key in keys:
-                self._late.pop((member_id, identity, key), None)
+            for key, until in owed.items():
+                # A write meanwhile, that it was not told of either, owes the key anew.
+                if self._late.get((member_id, identity, key)) == until:
+                    del self._late[member_id, identity, key]
         # Whoever asked it meanwhile heard the old answer, and remembers that: also the readers on this machine.
         self._tell_all([each for each in members if each.id != member_id], identity, keys)
         emit(Event(name="peer.told_late", subject=member_id, detail=f"{len(keys)} keys of {identity}"))
