@@ -1,5 +1,7 @@
 """The web origin against a server that does what real ones do: refuse, stall, cut off, redirect, lack ranges."""
 
+import contextlib
+import errno
 import logging
 import os
 import pickle
@@ -25,6 +27,7 @@ from millrace.errors import (
     ObjectNotFoundError,
     OriginBusyError,
     OriginUnavailableError,
+    StorageError,
     UsageError,
 )
 from millrace.origin.web import WebOrigin, connections, whole
@@ -287,8 +290,82 @@ def test_the_copy_goes_when_nobody_reads_it_and_leaves_nothing(tmp_path: Path, m
             assert not _copying() - before
 
 
+def test_objects_without_ranges_take_no_thread_and_few_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(whole, "_MOST_COPIES", 4)
+    origin, before = WebOrigin("http"), _copying()
+    with WebServer(ranges=False, lengths=False) as server:
+        for number in range(30):
+            server.put(f"/{number}", DATA[number : number + 1000])
+        for number in range(30):
+            info = origin.head(f"{server.host}/{number}")
+            read = origin.read(info.key, 10, 20, version=info.version)
+            assert bytes(read) == DATA[number + 10 : number + 20]
+            assert _descriptors(tmp_path) <= 5
+        deadline = time.monotonic() + 30
+        while len(_copying() - before) > 1 and time.monotonic() < deadline:  # one tidies up
+            time.sleep(0.01)
+        assert len(_copying() - before) <= 1
+
+
+def _descriptors(folder: Path) -> int:
+    """How many files of this process lie in a folder."""
+    links = []
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one of the listing
+            links.append(os.readlink(f"/proc/self/fd/{each}"))
+    return sum(link.startswith(str(folder)) for link in links)
+
+
+def test_a_copy_in_use_is_not_given_up_for_another(origin: WebOrigin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole, "_MOST_COPIES", 1)
+    with WebServer(ranges=False) as server:
+        for number in range(8):
+            server.put(f"/{number}", DATA[number:])
+        with ThreadPoolExecutor(8) as pool:
+
+            def read(number: int) -> bool:
+                place = 1000 * (number % 10)
+                return (
+                    bytes(origin.read(f"{server.host}/{number % 8}", place, place + 9))
+                    == (DATA[number % 8 :][place : place + 9])
+                )
+
+            assert all(pool.map(read, range(80)))
+
+
+def test_an_object_without_ranges_that_is_sent_too_slowly_is_given_up(
+    origin: WebOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole, "_SLOW_SECONDS", 0.3)
+    with WebServer(ranges=False) as server:
+        server.put("/x.bin", DATA)
+        server.service.interfere(lambda request, reply: replace(reply, pause_seconds=0.05, pieces=300), count=1)
+        with pytest.raises(OriginUnavailableError, match="slowly"):
+            origin.read(f"{server.host}/x.bin", 290_000, 290_100)
+        assert bytes(origin.read(f"{server.host}/x.bin", 290_000, 290_100)) == DATA[290_000:290_100]
+
+
+def test_too_many_open_files_are_no_matter_of_the_temporary_directory(
+    origin: WebOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is a mock: with the real one this whole process would run out of files."""
+
+    def refuse(**_: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with WebServer(ranges=False) as server:
+        server.put("/x.bin", DATA)
+        monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+        with pytest.raises(StorageError, match="open files") as caught:
+            origin.read(f"{server.host}/x.bin", 10, 20)
+    assert "TMPDIR" not in str(caught.value)
+
+
 def _copying() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "millrace-whole-copy"}
+    return {thread for thread in threading.enumerate() if thread.name.startswith("millrace-whole-")}
 
 
 def test_a_copy_that_breaks_off_is_an_error_for_all_and_then_right(origin: WebOrigin) -> None:

@@ -40,6 +40,7 @@ from millrace.origin.web.listings import IndexListings
 from millrace.origin.web.options import web_options
 from millrace.origin.web.read_only import ReadOnlyOrigin
 from millrace.origin.web.session import Session
+from millrace.origin.web.whole import WholeCopy
 
 _MOST_INDEX_BYTES = 64 << 20
 _ROUTE_SECONDS = 300.0  # for how long a redirect is believed: without, each range of an object would cost two requests
@@ -132,8 +133,8 @@ class WebOrigin(ReadOnlyOrigin):
                 with answer:
                     raise self._refusal(answer)
             self._check(url, answer)
-            copy = self._now().whole.adopt(url, answer)
-            return ObjectInfo(key=key, size=copy.size(), version=copy.version(), modified=copy.modified())
+            with self._now().whole.adopt(url, answer) as copy:
+                return ObjectInfo(key=key, size=copy.size(), version=copy.version(), modified=copy.modified())
 
     def read(self, key: str, start: int, stop: int, *, version: str | None = None) -> Buffer:
         if not 0 <= start <= stop:
@@ -154,14 +155,17 @@ class WebOrigin(ReadOnlyOrigin):
                 if with_length is not None:
                     self._check_size(url, answer, with_length)
                 copy = whole.adopt(url, answer)
-        # Outside of the turn: others may wait for their part of the same copy.
+        with copy:  # outside of the turn: others may wait for their part of it
+            return self._read_copy(copy, url, start, stop, version)
+
+    def _read_copy(self, copy: WholeCopy, url: str, start: int, stop: int, version: str | None) -> Buffer:
         if version is not None and copy.version() != version:
             raise self._overwritten(url)
         size = copy.size()
         try:
             self._now().check_size(url, copy.version(), size)
         except OriginUnavailableError:
-            whole.drop(url, copy)
+            self._now().whole.drop(url, copy)
             raise
         if stop > size:
             raise outside(url, start, stop, size)
