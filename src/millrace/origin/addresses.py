@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from millrace.errors import UsageError
+from millrace.origin.importing import imported
 from millrace.origin.protocol import Origin
 from millrace.origin.schemes import is_of_fsspec, open_origin, service_of, split_url
 
@@ -20,9 +21,7 @@ def locate(scheme: str, rest: str) -> tuple[str, dict[str, Any]]:
     """
     service = service_of(scheme)
     if is_of_fsspec(service):
-        from millrace.origin.fsspec_origin.library import class_of
-
-        cls, url = class_of(scheme), f"{scheme}://{rest}"
+        cls, url = imported("millrace.origin.fsspec_origin.library").class_of(scheme), f"{scheme}://{rest}"
         return str(cls._strip_protocol(url)).lstrip("/"), dict(cls._get_kwargs_from_urls(url))
     if service.scheme == "az":
         first, slash, inside = rest.lstrip("/").partition("/")

@@ -13,23 +13,23 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-import threading
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from millrace.origin.importing import importing
+
 _EXTENSION = "obstore._obstore"
 
 _loaded_in: int | None = None
-_lock = threading.Lock()
 
 
 def obstore_library() -> Any:
     """The `obstore` package for this process. Its types and errors must not be kept across a fork."""
     global _loaded_in
     if _loaded_in != os.getpid():
-        with _lock:
+        with importing():
             if _loaded_in != os.getpid():
                 if _loaded_in is not None:
                     _load_second_image()
@@ -47,7 +47,7 @@ def start_workers() -> None:
 
 def _import() -> None:
     for name in ("obstore.store", "obstore.exceptions"):
-        importlib.import_module(name)
+        importlib.import_module(name)  # not `imported`: the child's package is another one
 
 
 class _SecondImage:
@@ -97,11 +97,3 @@ def _remember_path() -> str | None:
 _original_path: str | None = _remember_path()
 # The modules of the parent are kept: unloading them would run destructors that wait for its threads.
 _retired: list[ModuleType] = []
-
-
-def _fresh_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_fresh_lock)

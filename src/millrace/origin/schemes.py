@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from millrace.errors import ConfigurationError, UsageError
+from millrace.origin.importing import imported
 from millrace.origin.limits import Limits, limited
 from millrace.origin.protocol import Origin
 from millrace.origin.userinfo import refuse_password
@@ -70,10 +70,9 @@ def _of_fsspec(scheme: str) -> Service | None:
     """The service over the library that fsspec has for `scheme`; names of the same class are aliases of each other."""
     if scheme in _CACHES:
         return None
-    from fsspec.registry import known_implementations, registry
-
-    classes = {name: str(entry["class"]) for name, entry in known_implementations.items()}
-    classes |= {name: f"{each.__module__}.{each.__qualname__}" for name, each in registry.items()}
+    known: Any = imported("fsspec.registry")
+    classes = {name: str(entry["class"]) for name, entry in known.known_implementations.items()}
+    classes |= {name: f"{each.__module__}.{each.__qualname__}" for name, each in known.registry.items()}
     wanted = classes.get(scheme)
     if wanted is None:
         return None
@@ -92,7 +91,7 @@ def open_origin(
     """
     service = service_of(scheme)
     module, _, name = service.implementation.partition(":")
-    origin: Origin = getattr(importlib.import_module(module), name)(service.scheme, target_options)
+    origin: Origin = getattr(imported(module), name)(service.scheme, target_options)
     return limited(origin, Limits.of(service.scheme, limits))
 
 

@@ -6,7 +6,6 @@ more. Without any of them obstore would ask the metadata address of Azure until 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import shutil
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Any
 
 from millrace.errors import ConfigurationError, DeniedError
 from millrace.origin.credentials.provider import Found, Provider, metadata_answers
+from millrace.origin.importing import imported
 from millrace.origin.options import StoreOptions
 
 _SCOPE = "https://storage.azure.com/.default"
@@ -60,7 +60,7 @@ def _has_azure_identity() -> bool:
 
 
 def _default_credential(options: StoreOptions) -> Any:
-    library: Any = importlib.import_module("azure.identity")
+    library: Any = imported("azure.identity")
     told = {}
     if client := options.hints.get("client_id"):
         told = {"managed_identity_client_id": client, "workload_identity_client_id": client}

@@ -5,7 +5,6 @@ google-auth knows the files that `gcloud` writes, service accounts, federated on
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 from millrace.errors import ConfigurationError, DeniedError, OriginUnavailableError
 from millrace.origin.credentials.provider import Answer, Found, Provider, metadata_answers
+from millrace.origin.importing import imported
 from millrace.origin.options import StoreOptions
 
 _SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
@@ -60,8 +60,8 @@ def _existing(path: str) -> str:
 
 
 def _by_google_auth(token: Any) -> Answer:
-    auth: Any = importlib.import_module("google.auth")
-    errors: Any = importlib.import_module("google.auth.exceptions")
+    auth: Any = imported("google.auth")
+    errors: Any = imported("google.auth.exceptions")
     credentials = _load(auth, errors, token)
     request = _request()
 
@@ -86,7 +86,7 @@ def _load(auth: Any, errors: Any, token: Any) -> Any:
     if isinstance(token, Mapping):
         return _from_content(token)
     if token == "cloud":
-        engine: Any = importlib.import_module("google.auth.compute_engine")
+        engine: Any = imported("google.auth.compute_engine")
         return engine.Credentials()
     if token not in (None, "google_default"):
         return _from_content(_content(_existing(token))) if isinstance(token, str) else token
@@ -112,10 +112,10 @@ def _from_content(content: Mapping[str, Any]) -> Any:
     kind = content.get("type")
     try:
         if kind == "service_account":
-            service: Any = importlib.import_module("google.oauth2.service_account")
+            service: Any = imported("google.oauth2.service_account")
             return service.Credentials.from_service_account_info(dict(content), scopes=_SCOPES)
         if kind == "authorized_user":
-            user: Any = importlib.import_module("google.oauth2.credentials")
+            user: Any = imported("google.oauth2.credentials")
             return user.Credentials.from_authorized_user_info(dict(content))
     except ValueError as error:
         raise _unusable(f"it is no complete {kind}") from error
@@ -131,8 +131,8 @@ def _unusable(why: str) -> ConfigurationError:
 
 def _request() -> Any:
     """google-auth's way to its token service, over the HTTP library that we have anyway."""
-    transport: Any = importlib.import_module("google.auth.transport.urllib3")
-    urllib3: Any = importlib.import_module("urllib3")
+    transport: Any = imported("google.auth.transport.urllib3")
+    urllib3: Any = imported("urllib3")
     return transport.Request(urllib3.PoolManager(retries=False))
 
 

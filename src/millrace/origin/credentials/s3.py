@@ -6,7 +6,6 @@ the metadata address of EC2 until its retries end, and the user would read of an
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -14,6 +13,7 @@ from typing import Any
 
 from millrace.errors import ConfigurationError, DeniedError, MissingDependencyError
 from millrace.origin.credentials.provider import Answer, Found, Provider, metadata_answers
+from millrace.origin.importing import imported
 from millrace.origin.options import StoreOptions
 
 # Variables by which obstore finds credentials by itself.
@@ -49,8 +49,8 @@ def s3_credentials(options: StoreOptions, environ: Mapping[str, str]) -> Found:
 
 
 def _by_botocore(profile: str | None) -> Answer:
-    session_module: Any = importlib.import_module("botocore.session")
-    errors: Any = importlib.import_module("botocore.exceptions")
+    session_module: Any = imported("botocore.session")
+    errors: Any = imported("botocore.exceptions")
     try:
         credentials = session_module.Session(profile=profile).get_credentials()
     except errors.ProfileNotFound as error:

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from millrace.errors import ConfigurationError, DeniedError
+from millrace.origin.importing import imported
 
 HUB_OPTIONS = ("endpoint", "token")
 # They shape reading and listing inside huggingface_hub's own file system.
@@ -86,10 +87,10 @@ def _users_token(environ: Mapping[str, str]) -> str | None:
         return None  # without the import, which takes longer than many a read
     if importlib.util.find_spec("huggingface_hub") is None:  # it renews sessions; without it the file is as it is
         return token or _token_of_file(path)
-    import huggingface_hub
-
     try:
-        return huggingface_hub.get_token()
+        hub: Any = imported("huggingface_hub.utils")  # where no attribute is imported later
+        token = hub.get_token()
+        return token if token is None else str(token)
     except Exception as error:
         raise DeniedError(
             f"the token of the Hugging Face hub cannot be had ({type(error).__name__})",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401  # else by the thread that looks up the host, see `origin.importing`
 import http.client
 import ssl
 import time

@@ -181,7 +181,7 @@ class Board:
 
     def _begin(self) -> None:
         """Make the file what it should be; numbers of another boot are of another clock."""
-        line = (_FORMAT + _boot_id().encode()).ljust(_LINE_BYTES, b"\n")[:_LINE_BYTES]
+        line = (_FORMAT + _boot_id()).ljust(_LINE_BYTES, b"\n")[:_LINE_BYTES]
         with self.exclusive():
             if self._map[:_LINE_BYTES] != line:
                 self.reset()
@@ -231,5 +231,6 @@ class _File:
         os.close(self.descriptor)
 
 
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+def _boot_id() -> bytes:
+    # As bytes: to read it as text would import a codec, in a thread that sends a request (see `origin.importing`).
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from typing_extensions import Buffer
 
 from millrace.config import LIMIT_NAMES, resolve_limits
+from millrace.origin.importing import imported
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo, ObjectWriter, Origin
 
 if TYPE_CHECKING:
@@ -143,26 +144,27 @@ class LimitedOrigin:
 
     def _run(self, key: str, request: Callable[[], Result], *, once: bool = False) -> Result:
         # Here, because a process that finds everything in the cache never comes here.
-        from millrace.origin.limits.retrying import carry_out
-
+        retrying = imported("millrace.origin.limits.retrying")
         url = f"{self._limits.scheme}://{key}"
-        return carry_out(self.budget_of(key), url, request, lambda: self._retry_after(key), once=once)
+        result: Result = retrying.carry_out(
+            self.budget_of(key), url, request, lambda: self._retry_after(key), once=once
+        )
+        return result
 
     def budget_of(self, key: str) -> Budget:
         """The budget that requests for `key` count in: one for all keys, on the web one for each server."""
         server = key.partition("/")[0] if self._limits.scheme in WEB else ""
         budget = self._budgets.get(server)
         if budget is None:
-            from millrace.origin.limits.budget import shared_budget
-
             name = f"{self.identity} {server}".strip()
             file = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
             path = self._directory / file if self._directory is not None else None
-            budget = shared_budget(name, path, most=self._most, per_second=self._per_second)
-            budget = self._budgets.setdefault(server, budget)
+            shared = imported("millrace.origin.limits.budget").shared_budget
+            made: Budget = shared(name, path, most=self._most, per_second=self._per_second)
+            budget = self._budgets.setdefault(server, made)
         return budget
 
     def _retry_after(self, key: str) -> float | None:
-        from millrace.origin.limits.asking import ask_retry_after  # HTTP and TLS, for what hardly ever happens
-
-        return ask_retry_after(self.inner, key)
+        asking = imported("millrace.origin.limits.asking")  # HTTP and TLS, for what hardly ever happens
+        seconds: float | None = asking.ask_retry_after(self.inner, key)
+        return seconds

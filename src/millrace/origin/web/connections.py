@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import encodings.idna  # noqa: F401  # else by the first thread that looks up a host, see `origin.importing`
 import logging
 import os
 import queue
@@ -26,6 +27,7 @@ from millrace.errors import (
     RetryableError,
     UsageError,
 )
+from millrace.origin.importing import imported
 from millrace.origin.web.addresses import redirected, shown
 from millrace.origin.web.options import SILENCE_SECONDS
 
@@ -271,8 +273,7 @@ def _tls(verify: bool | str) -> dict[str, Any]:
                 cafile=None if in_a_folder else verify, capath=verify if in_a_folder else None
             )
         elif not context.cert_store_stats()["x509_ca"] and not _has_hashed_certificates():
-            import certifi  # an image without a system's certificates
-
+            certifi = imported("certifi")  # an image without a system's certificates
             context.load_verify_locations(certifi.where())
     except (OSError, ImportError) as error:
         raise ConfigurationError(
