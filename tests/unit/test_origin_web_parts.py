@@ -22,6 +22,7 @@ from millrace.origin.web.addresses import readable, redirected, same_server, sho
 from millrace.origin.web.answers import (
     ContentRange,
     check_encoding,
+    content_length,
     content_range,
     precondition,
     refusal,
@@ -139,11 +140,29 @@ def test_a_server_is_scheme_host_and_port(one: str, other: str, same: bool) -> N
         ("bytes 9-0/100", None),
         ("bytes 0-100/100", None),
         ("items 0-9/100", None),
+        ("bytes 0-9/" + "9" * 5000, None),
+        ("bytes 0-" + "9" * 5000 + "/*", None),
         ("", None),
     ],
 )
 def test_content_range(text: str, told: ContentRange | None) -> None:
     assert content_range(_headers(Content_Range=text)) == told
+
+
+@pytest.mark.parametrize(
+    ("headers", "told"),
+    [
+        ({"Content-Length": "0"}, 0),
+        ({"Content-Length": "123456789012345678"}, 123456789012345678),
+        ({"Content-Length": "9" * 5000}, None),
+        ({"Content-Length": "-1"}, None),
+        ({"Content-Length": "x"}, None),
+        ({}, None),
+        ({"Content-Length": "5", "Transfer-Encoding": "chunked"}, None),
+    ],
+)
+def test_content_length(headers: dict[str, str], told: int | None) -> None:
+    assert content_length(HTTPHeaderDict(headers)) == told
 
 
 def test_a_strong_tag_is_the_version_whatever_else_is_said() -> None:
@@ -181,6 +200,7 @@ def test_a_tag_that_cannot_be_sent_back_still_tells_versions_apart(tag: str) -> 
         ({"Retry-After": "17"}, 17.0),
         ({"Retry-After": "-3"}, None),
         ({"Retry-After": "soon"}, None),
+        ({"Retry-After": "9" * 5000}, 1e9),
         ({}, None),
         ({"RateLimit": '"api";r=0;t=55'}, 55.0),
         ({"RateLimit": '"api";r=3;t=55'}, None),

@@ -23,7 +23,7 @@ from millrace.errors import DeniedError, MillraceError, ObjectNotFoundError, Ori
 from millrace.origin.hub.names import Repository, file_url, revision_url, tree_url
 from millrace.origin.hub.options import HubOptions, find_token
 from millrace.origin.web.addresses import redirected, same_server, shown
-from millrace.origin.web.answers import check_encoding, content_length, content_range, refusal
+from millrace.origin.web.answers import check_encoding, content_length, content_range, number, refusal
 from millrace.origin.web.bodies import announced_range, exact_body, outside
 from millrace.origin.web.connections import Answer, Connections
 
@@ -182,7 +182,7 @@ class HubClient:
         headers = answer.headers
         is_elsewhere = answer.status >= 300
         version = (headers.get("X-Linked-Etag") or headers.get("ETag") or "").strip().removeprefix("W/").strip('"')
-        size = _number(headers.get("X-Linked-Size"))
+        size = number(headers.get("X-Linked-Size"))
         if size is None and not is_elsewhere:
             told = content_range(headers)
             size = told.total if answer.status == 206 and told is not None else content_length(headers)
@@ -243,10 +243,6 @@ def _nonsense(answer: Answer) -> OriginUnavailableError:
     )
     error.is_final = True
     return error
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text and text.isascii() and text.isdigit() else None
 
 
 def _seconds(date: object) -> float:

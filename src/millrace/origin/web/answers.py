@@ -28,7 +28,9 @@ _MADE_UP = "~"
 """Begins the version of an object without a strong ETag."""
 
 _LONGEST_TAG = 200
-_CONTENT_RANGE = re.compile(r"bytes\s+(?:(\d+)-(\d+)|\*)/(\d+|\*)\s*", re.IGNORECASE)
+_LONGEST_PAUSE = 1e9  # and no infinity
+_CONTENT_RANGE = re.compile(r"bytes\s+(?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18}|\*)\s*", re.IGNORECASE)
+_NUMBER = re.compile(r"[0-9]{1,18}")  # fits into 63 bits; int() itself refuses thousands of digits
 # The draft's header that the Hugging Face hub sends: `"api";r=0;t=55` is no request left for 55 seconds.
 _RATE_LIMIT = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(\d+)")
 _ENCODED_FILES = {
@@ -60,8 +62,12 @@ def content_range(headers: Headers) -> ContentRange | None:
 
 def content_length(headers: Headers) -> int | None:
     """The number of bytes of the body, None where the answer does not say (as with chunks)."""
-    text = headers.get("Content-Length", "")
-    return int(text) if text.isascii() and text.isdigit() and "Transfer-Encoding" not in headers else None
+    return None if "Transfer-Encoding" in headers else number(headers.get("Content-Length"))
+
+
+def number(text: str | None) -> int | None:
+    """The size that a header tells, None where it tells none that can be."""
+    return int(text) if text is not None and _NUMBER.fullmatch(text) else None
 
 
 def version_of(headers: Headers, size: int) -> str:
@@ -109,12 +115,12 @@ def retry_after(headers: Headers, now: float) -> float | None:
     """For how many seconds the server wants to be left alone, None where it does not say. `now` is in Unix seconds."""
     text = headers.get("Retry-After", "").strip()
     if text.isascii() and text.isdigit():
-        return float(text)
+        return min(float(text), _LONGEST_PAUSE)
     date = _seconds(text) if text else None
     if date is not None:
         return max(0.0, date - now)
     spent = _RATE_LIMIT.search(headers.get("RateLimit", ""))
-    return float(spent[1]) if spent else None
+    return min(float(spent[1]), _LONGEST_PAUSE) if spent else None
 
 
 def check_encoding(headers: Headers, url: str) -> None:
