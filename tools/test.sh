@@ -21,10 +21,10 @@ scratch=$(mktemp -d "${TMPDIR:-/tmp}/millrace-test.XXXXXX") || exit 1
 trap 'rm -rf "$scratch"' EXIT
 export TMPDIR=$scratch RAY_TMPDIR=$scratch
 
-# Two files at a time, in the order of tests/conftest.py: most of what those do is wait, for leases, deadlines and
-# processes that start.
+# Three files at a time, in the order of tests/conftest.py: most of what those do is wait, for leases, deadlines and
+# processes that start, so that two cores have room for a third.
 # The limit is far above what it takes; pyproject.toml limits each test.
-timeout --foreground --kill-after=30 4500 .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" 2>&1 | tee "$scratch/output"
+timeout --foreground --kill-after=30 4500 .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" 2>&1 | tee "$scratch/output"
 status=${PIPESTATUS[0]}
 
 # Most tests have real processes or threads and wait for real deadlines, which a busy machine can miss. A few may run a second
