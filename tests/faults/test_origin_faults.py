@@ -326,7 +326,9 @@ def test_trouble_that_passes(
             served.break_(phase, trouble, count=1)
             # What a stream gave out already cannot be of another version than the rest.
             if not trouble.passes or (phase == "stream" and trouble.error is ObjectChangedError):
-                with contextlib.suppress(trouble.error):  # not raised where a request beside met it: that is asked again
+                with contextlib.suppress(
+                    trouble.error
+                ):  # not raised where a request beside met it: that is asked again
                     served.read_right(fs, phase)
             served.read_right(fs, phase)
             assert served.region.fault_hits() == [1], phase
