@@ -171,7 +171,9 @@ def test_a_part_that_says_it_is_the_whole_is_an_error(ranges: bool) -> None:
         server.put("/x.bin", DATA)
         info = origin.head(f"{server.host}/x.bin")
 
-        def cut(request: Request, reply: Reply) -> Reply:
+        def cut(request: Request, reply: Reply) -> Reply | None:
+            if request.method == "HEAD":
+                return None
             headers = {name: value for name, value in reply.headers.items() if not name.startswith("Content-")}
             return Reply(headers=headers, body=DATA[:1000])
 
@@ -181,6 +183,23 @@ def test_a_part_that_says_it_is_the_whole_is_an_error(ranges: bool) -> None:
                 origin.read(info.key, start, stop, version=info.version)
         server.service.leave_alone()
         assert bytes(origin.read(info.key, 5000, 5010, version=info.version)) == DATA[5000:5010]
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_an_object_that_grew_under_the_same_tag_is_described_anew(ranges: bool) -> None:
+    origin = WebOrigin("http")
+    with WebServer(ranges=ranges) as server:
+        server.service.interfere(lambda request, reply: replace(reply, headers={**reply.headers, "ETag": '"same"'}))
+        server.put("/x.bin", DATA[:1000])
+        old = origin.head(f"{server.host}/x.bin")
+        assert bytes(origin.read(old.key, 10, 20)) == DATA[10:20]
+        server.put("/x.bin", DATA[500:])
+        if ranges:
+            with pytest.raises(ObjectChangedError):
+                origin.read(old.key, 10, 20, version=old.version)
+        assert bytes(origin.read(old.key, 2000, 2010)) == DATA[2500:2510]
+        server.put("/x.bin", DATA)
+        assert bytes(origin.read(old.key, 2000, 2010)) == DATA[2000:2010]
 
 
 def test_a_server_that_sends_a_little_now_and_then_is_given_up(

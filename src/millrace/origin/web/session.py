@@ -15,6 +15,12 @@ from millrace.origin.web.whole import WholeCopies
 _REMEMBERED = 16_384
 
 
+class SizeDiffersError(OriginUnavailableError):
+    """An answer gives a version another size than it had before: `size` in bytes."""
+
+    size = 0
+
+
 class Session:
     """Connections, copies of objects without ranges, and memories. Thread-safe; for the process that made it (`pid`).
 
@@ -45,11 +51,13 @@ class Session:
             self._sizes.popitem(last=False)
 
     def check_size(self, url: str, version: str, size: int) -> None:
-        """Raise `OriginUnavailableError` where an answer gives a version another size than before: it is a part of it."""
+        """Raise `SizeDiffersError` where an answer gives a version another size than before, as a part of it would."""
         known_version, known_size = self._sizes.get(url, ("", 0))
         if known_version == version and known_size != size:
-            raise OriginUnavailableError(
+            error = SizeDiffersError(
                 f"{shown(url)} has {size} bytes instead of {known_size} in the same version",
                 next_step="read again; if it persists, a proxy in between truncates bodies",
             )
+            error.size = size
+            raise error
         self.note_size(url, version, size)

@@ -39,7 +39,7 @@ from millrace.origin.web.index_pages import IndexPage, parse_index
 from millrace.origin.web.listings import IndexListings
 from millrace.origin.web.options import web_options
 from millrace.origin.web.read_only import ReadOnlyOrigin
-from millrace.origin.web.session import Session
+from millrace.origin.web.session import Session, SizeDiffersError
 from millrace.origin.web.whole import WholeCopy
 
 _MOST_INDEX_BYTES = 64 << 20
@@ -139,9 +139,21 @@ class WebOrigin(ReadOnlyOrigin):
     def read(self, key: str, start: int, stop: int, *, version: str | None = None) -> Buffer:
         if not 0 <= start <= stop:
             raise ConfigurationError(f"bad byte range [{start}, {stop}) of {shown(self._url(key))}")
-        url = self._url(key)
         if start == stop:
             return b""
+        url = self._url(key)
+        try:
+            return self._read(key, url, start, stop, version)
+        except SizeDiffersError as error:
+            info = self.head(key)
+            if info.size != error.size:  # a part that says it is the whole
+                raise
+            self._now().note_size(url, info.version, info.size)
+            if version is not None:  # replaced under the same ETag: this is not what the reader was told of
+                raise self._overwritten(url) from None
+            return self._read(key, url, start, stop, None)
+
+    def _read(self, key: str, url: str, start: int, stop: int, version: str | None) -> Buffer:
         whole = self._now().whole
         with whole.turn(url):
             copy = whole.find(url, version)
