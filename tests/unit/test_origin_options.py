@@ -164,6 +164,21 @@ ACCOUNT = {"account_name": "acct"}
         (s3_options, {"sercet": "hush"}, "'sercet'.*known ones are.*secret"),
         (s3_options, {"key": "hush"}, "belong together"),
         (s3_options, {"client_kwargs": {"verfy": False}}, "'verfy'"),
+        (s3_options, {"anon": "false"}, "'anon' is neither True nor False"),
+        (s3_options, {"use_ssl": "no"}, "'use_ssl' is neither True nor False"),
+        (azure_options, {**ACCOUNT, "anon": "false"}, "'anon' is neither True nor False"),
+        (gcs_options, {"anon": "no"}, "'anon' is neither True nor False"),
+        (s3_options, {"client_kwargs": "hush"}, "'client_kwargs' is no dict"),
+        (s3_options, {"client_kwargs": {"region_name": 5}}, "'region_name' is no text"),
+        (s3_options, {"endpoint_url": 5}, "'endpoint_url' is no text"),
+        (s3_options, {"region": 5}, "'region' is no text"),
+        (s3_options, {"key": 5, "secret": b"hush"}, "'key' is no text"),
+        (s3_options, {"key": "k", "secret": "hush", "token": 5}, "'token' is no text"),
+        (gcs_options, {"token": 5}, "'token' is neither"),
+        (gcs_options, {"endpoint_url": 5}, "'endpoint_url' is no text"),
+        (azure_options, {**ACCOUNT, "account_key": 5}, "'account_key' is no text"),
+        (azure_options, {**ACCOUNT, "account_key": "hush!"}, "'account_key'. is no base64"),
+        (azure_options, {"connection_string": 5}, "'connection_string' is no text"),
     ],
 )
 def test_what_cannot_be_meant_is_an_error_that_tells_no_secret(
@@ -190,3 +205,10 @@ def test_an_origin_shows_no_secret_and_its_identity_does_not_depend_on_one(schem
     assert origin.identity == other.identity
     shown = f"{origin!r} {origin} {origin.identity}"
     assert [value for value in given.values() if len(value) > 4 and value in shown] == []
+
+
+@pytest.mark.parametrize("scheme", ["s3", "http", "memory", "file"])
+def test_target_options_that_are_no_dict_are_an_error_that_says_so(scheme: str) -> None:
+    wrong: Any = "hush"
+    with pytest.raises(ConfigurationError, match="'target_options' is no dict"):
+        open_origin(scheme, wrong)

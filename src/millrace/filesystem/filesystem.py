@@ -28,6 +28,7 @@ from millrace.filesystem.managing import CacheManagement
 from millrace.filesystem.paths import OWN_SCHEME, Paths, without_any_scheme
 from millrace.filesystem.writing import WritingFileSystem
 from millrace.origin import SCHEMES, ObjectInfo, open_origin
+from millrace.origin.options.store import checked_mapping
 from millrace.peers.attach import Attached
 
 _T = TypeVar("_T")
@@ -79,7 +80,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         WritingFileSystem.__init__(self, **_fsspec_options(options))
         self._arguments = arguments
         self._target_protocol = target_protocol
-        self._target_options = dict(target_options or {})
+        self._target_options = checked_mapping(target_options, "'target_options'")
         limits = {name: arguments.get(name) for name in LIMIT_NAMES}
         self._origin = open_origin(target_protocol, self._target_options, limits)
         self._paths = Paths(target_protocol, self._target_options, self._origin.identity)

@@ -9,6 +9,7 @@ from typing import Any
 from millrace.errors import ConfigurationError, UsageError
 from millrace.origin.importing import imported
 from millrace.origin.limits import Limits, limited
+from millrace.origin.options.store import checked_mapping
 from millrace.origin.protocol import Origin
 from millrace.origin.userinfo import refuse_password
 
@@ -90,6 +91,7 @@ def open_origin(
     library is not installed.
     """
     service = service_of(scheme)
+    checked_mapping(target_options, "'target_options'")
     module, _, name = service.implementation.partition(":")
     origin: Origin = getattr(imported(module), name)(service.scheme, target_options)
     return limited(origin, Limits.of(service.scheme, limits))

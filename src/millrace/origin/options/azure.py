@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
 from millrace.errors import ConfigurationError
-from millrace.origin.options.store import StoreOptions, checked_endpoint, http_options, reject_unknown
+from millrace.origin.options.store import (
+    StoreOptions,
+    boolean,
+    check_texts,
+    checked_endpoint,
+    http_options,
+    reject_unknown,
+)
 
 AZURE_OPTIONS = (
     "account_host",
@@ -40,7 +48,8 @@ def azure_options(target_options: Mapping[str, Any], environ: Mapping[str, str])
     """
     reject_unknown(target_options, AZURE_OPTIONS, "Azure option")
     given = {name: value for name, value in target_options.items() if value is not None}
-    anonymous = bool(given.get("anon"))
+    check_texts({name: value for name, value in given.items() if name not in ("anon", "credential")}, "Azure option")
+    anonymous = boolean(given.get("anon"), "Azure option 'anon'")
     connection = _connection(given, environ)
     account = given.get("account_name") or connection.get("AccountName") or environ.get("AZURE_STORAGE_ACCOUNT_NAME")
     named = environ.get("AZURE_STORAGE_ACCOUNT_NAME")
@@ -126,8 +135,18 @@ def _fixed(
         key = environ.get("AZURE_STORAGE_ACCOUNT_KEY") or environ.get("AZURE_STORAGE_ACCESS_KEY")
         signature = environ.get("AZURE_STORAGE_SAS_TOKEN") or environ.get("AZURE_STORAGE_SAS_KEY")
     if key:
+        _check_key(key)
         return {"access_key": key, "expires_at": None}
     return _signature(signature) if signature else None
+
+
+def _check_key(key: str) -> None:
+    try:
+        base64.b64decode(key, validate=True)
+    except ValueError:  # not told with its cause, where the key may show
+        raise ConfigurationError(
+            "the Azure account key ('account_key') is no base64", next_step="copy it again, as the portal shows it"
+        ) from None
 
 
 def _signature(text: str) -> Mapping[str, Any]:

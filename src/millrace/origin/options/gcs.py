@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.errors import ConfigurationError
-from millrace.origin.options.store import StoreOptions, checked_endpoint, http_options, reject_unknown
+from millrace.origin.options.store import (
+    StoreOptions,
+    boolean,
+    check_texts,
+    checked_endpoint,
+    http_options,
+    reject_unknown,
+)
 
 GCS_OPTIONS = ("anon", "endpoint_url", "project", "token")
 
@@ -26,20 +33,27 @@ def gcs_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) -
     """
     reject_unknown(target_options, GCS_OPTIONS, "GCS option")
     given = {name: value for name, value in target_options.items() if value is not None}
+    check_texts({"endpoint_url": given.get("endpoint_url")}, "GCS option")
+    anon = boolean(given.get("anon"), "GCS option 'anon'")
     emulator = environ.get("STORAGE_EMULATOR_HOST")
     endpoint = given.get("endpoint_url") or emulator or environ.get("GOOGLE_BASE_URL") or _ENDPOINT
     if "://" not in endpoint:
         endpoint = f"http://{endpoint}" if endpoint == emulator else f"https://{endpoint}"
     endpoint = checked_endpoint(endpoint, "endpoint_url", "'token'")
     token = given.get("token")
-    if token in _OTHER_WAYS:
+    if not (token is None or isinstance(token, str | Mapping) or hasattr(token, "refresh")):
+        raise ConfigurationError(
+            "GCS option 'token' is neither a text, a dict nor credentials of google-auth",
+            next_step="give the path of a JSON file, a dict, 'anon', 'google_default' or 'cloud'",
+        )
+    if isinstance(token, str) and token in _OTHER_WAYS:
         raise ConfigurationError(
             f"GCS option token={token!r} needs gcsfs",
             next_step="log in by `gcloud auth application-default login`, or give a path, a dict, 'anon' or 'cloud'",
         )
-    if given.get("anon") and token not in (None, "anon"):
+    if anon and token not in (None, "anon"):
         raise ConfigurationError("GCS options 'anon' and 'token' exclude each other", next_step="give one of them")
-    anonymous = bool(given.get("anon")) or token == "anon" or (token is None and endpoint == _with_scheme(emulator))
+    anonymous = anon or token == "anon" or (token is None and endpoint == _with_scheme(emulator))
     config: dict[str, Any] = {"base_url": endpoint}
     fixed = {"token": token, "expires_at": None} if _is_bearer(token) else None
     if anonymous and endpoint == _ENDPOINT:

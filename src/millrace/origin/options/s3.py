@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from millrace.errors import ConfigurationError
-from millrace.origin.options.store import StoreOptions, checked_endpoint, http_options, reject_unknown
+from millrace.origin.options.store import (
+    StoreOptions,
+    boolean,
+    check_texts,
+    checked_endpoint,
+    checked_mapping,
+    http_options,
+    reject_unknown,
+)
 
 S3_OPTIONS = (
     "anon",
@@ -19,6 +27,7 @@ S3_OPTIONS = (
     "token",
     "use_ssl",
 )
+_TEXTS = ("endpoint_url", "key", "profile", "region", "secret", "token")
 S3_CLIENT_KWARGS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "endpoint_url", "region_name")
 
 # In the order of their weight; the last one is obstore's own, and must show in the identity as well.
@@ -36,8 +45,12 @@ def s3_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) ->
     option, a secret without its key, a profile beside explicit keys, or an endpoint with a password in it.
     """
     reject_unknown(target_options, S3_OPTIONS, "S3 option")
-    client_kwargs = dict(target_options.get("client_kwargs") or {})
+    client_kwargs = checked_mapping(target_options.get("client_kwargs"), "S3 option 'client_kwargs'")
     reject_unknown(client_kwargs, S3_CLIENT_KWARGS, "entry in client_kwargs:")
+    check_texts(client_kwargs, "S3 option in client_kwargs:")
+    check_texts({name: target_options.get(name) for name in _TEXTS}, "S3 option")
+    anonymous = boolean(target_options.get("anon"), "S3 option 'anon'")
+    encrypts = boolean(target_options.get("use_ssl"), "S3 option 'use_ssl'", default=True)
 
     def pick(name: str, client_name: str | None = None) -> Any:
         value = target_options.get(name)
@@ -50,7 +63,7 @@ def s3_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) ->
     endpoint = pick("endpoint_url", "endpoint_url") or _first(environ, _ENDPOINT_VARIABLES)
     region = pick("region", "region_name") or environ.get("AWS_REGION", environ.get("AWS_DEFAULT_REGION", "us-east-1"))
     if endpoint and "://" not in endpoint:
-        scheme = "https" if target_options.get("use_ssl", True) else "http"
+        scheme = "https" if encrypts else "http"
         endpoint = f"{scheme}://{endpoint}"
     if endpoint:
         endpoint = checked_endpoint(endpoint, "endpoint_url", "'key' and 'secret'")
@@ -61,7 +74,7 @@ def s3_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) ->
     config: dict[str, Any] = {"region": region}
     if endpoint:
         config["endpoint"] = endpoint
-    if target_options.get("anon"):
+    if anonymous:
         config["skip_signature"] = True
     # Not by `config`, where obstore would complete it with a session token of the environment.
     fixed = {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
@@ -69,7 +82,7 @@ def s3_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) ->
         config=config,
         client_options=http_options(endpoint),
         endpoint=endpoint or f"aws:{region}",
-        fixed=None if key is None or target_options.get("anon") else fixed,
-        signs_itself=bool(target_options.get("anon")),
+        fixed=None if key is None or anonymous else fixed,
+        signs_itself=anonymous,
         hints={"profile": profile} if profile is not None else {},
     )

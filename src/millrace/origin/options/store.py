@@ -39,6 +39,31 @@ def reject_unknown(given: Mapping[str, Any], known: Sequence[str], what: str) ->
         )
 
 
+def boolean(value: Any, what: str, *, default: bool = False) -> bool:
+    """An option that is True or False, `default` for None. Raises `ConfigurationError` for another: "false" is no False."""
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{what} is neither True nor False", next_step="give one of them")
+    return value
+
+
+def check_texts(given: Mapping[str, Any], what: str) -> None:
+    """Raise `ConfigurationError` for the first that is neither None nor a text; its value, maybe a secret, is not told."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, str):
+            raise ConfigurationError(f"{what} {name!r} is no text", next_step="give a string")
+
+
+def checked_mapping(value: Any, what: str) -> dict[str, Any]:
+    """A dict, empty for None. Raises `ConfigurationError` for what is none, or has names that are no texts."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ConfigurationError(f"{what} is no dict of options", next_step="give a dict, such as {'name': value}")
+    return dict(value)
+
+
 def checked_endpoint(endpoint: str, name: str, instead: str) -> str:
     """An endpoint without the slash at its end. Raises `ConfigurationError` for one that is no URL or holds a password."""
     parts = urlsplit(endpoint)

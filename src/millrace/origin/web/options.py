@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.errors import ConfigurationError
+from millrace.origin.options.store import checked_mapping
 
 SILENCE_SECONDS = 20.0
 """A server that sends nothing for so long has stalled."""
@@ -50,7 +51,7 @@ def web_options(target_options: Mapping[str, Any]) -> WebOptions:
     Raises `ConfigurationError` for an unknown option and for a value that cannot be used; never repeats a value.
     """
     _reject_unknown(target_options, (*WEB_OPTIONS, *IGNORED_OPTIONS), "HTTP option")
-    client = dict(target_options.get("client_kwargs") or {})
+    client = checked_mapping(target_options.get("client_kwargs"), "HTTP option 'client_kwargs'")
     _reject_unknown(client, CLIENT_KWARGS, "entry in client_kwargs:")
 
     def either(name: str) -> Any:
