@@ -219,6 +219,20 @@ def test_a_silent_server_is_given_up(server: WebServer) -> None:
     assert bytes(origin.read(f"{server.host}/x.bin", 0, 1000)) == DATA[:1000]
 
 
+def test_nobody_waits_for_the_rest_of_a_refusal(server: WebServer) -> None:
+    """The server sends it when it ends, or after the 600 s for which it may be silent."""
+    origin = WebOrigin("http", {"timeout": 600})
+    server.service.interfere(
+        lambda request, reply: Reply(status=404, body=b"x" * 1000, pause_seconds=600, pieces=2), count=1
+    )
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(origin.read, f"{server.host}/x.bin", 0, 10)
+        try:
+            assert isinstance(reading.exception(timeout=30), ObjectNotFoundError)
+        finally:
+            server.service.close()  # else the pool would wait for the read
+
+
 @pytest.mark.parametrize(("status", "header", "pause"), [(429, "3", 3.0), (503, "7", 7.0), (503, None, None)])
 def test_a_server_that_is_busy_says_for_how_long(
     server: WebServer, origin: WebOrigin, status: int, header: str | None, pause: float | None

@@ -7,6 +7,7 @@ import encodings.idna  # noqa: F401  # else by the first thread that looks up a 
 import logging
 import os
 import queue
+import socket
 import ssl
 import threading
 import time
@@ -152,15 +153,24 @@ class Answer:
     def close(self, *, drain: bool = True) -> None:
         """Give the connection back if the body is read nearly to its end, close it if not. Idempotent."""
         left = self._response.length_remaining
-        if (
-            drain and left is not None and left <= _DRAINED_BYTES
-        ):  # cheaper than another connection: redirects, refusals, HEAD
-            deadline = time.monotonic() + _DRAIN_SECONDS
+        # Cheaper than another connection: redirects, refusals, HEAD.
+        if drain and left is not None and left <= _DRAINED_BYTES:
             with contextlib.suppress(HTTPError, OSError):  # else it is closed below
-                while self._response.read1(_DRAINED_BYTES) and time.monotonic() < deadline:
-                    pass
+                self._drain(time.monotonic() + _DRAIN_SECONDS)
         self._response.close()
         self._response.release_conn()
+
+    def _drain(self, deadline: float) -> None:
+        """Read to the end; not after `deadline`, in monotonic seconds. Raises where the server is silent until then."""
+        sock: socket.socket | None = getattr(self._response.connection, "sock", None)
+        if sock is None:  # it is not used again
+            return
+        patience = sock.gettimeout()
+        while (seconds := deadline - time.monotonic()) > 0:
+            sock.settimeout(seconds)
+            if not self._response.read1(_DRAINED_BYTES):
+                break
+        sock.settimeout(patience)
 
 
 class Connections:
