@@ -35,6 +35,10 @@ def test_no_stretch_of_time_has_more_than_its_rate_and_a_burst(rate: float, gaps
         now += gap
         start, booked = next_start(booked, now, rate)
         assert start >= now
+        if start > now:
+            now = start  # it waits, and asks again
+            start, booked = next_start(booked, now, rate)
+            assert start == now
         starts.append(start)
     assert starts == sorted(starts)
     burst = max(1.0, BURST_SECONDS * rate)
@@ -45,13 +49,17 @@ def test_no_stretch_of_time_has_more_than_its_rate_and_a_burst(rate: float, gaps
 
 
 @patient
-@given(rate=RATES, before=st.integers(0, 50))
-def test_nobody_waits_for_longer_than_those_before_take(rate: float, before: int) -> None:
-    booked = 0.0
-    for _ in range(before):
-        _, booked = next_start(booked, 1000.0, rate)
+@given(rate=RATES, begun=st.integers(0, 50), waiters=st.integers(0, 50), junk=st.floats(0, 1e9))
+def test_who_waits_or_is_gone_makes_nobody_wait(rate: float, begun: int, waiters: int, junk: float) -> None:
+    booked = junk
+    for _ in range(begun):
+        start, following = next_start(booked, 1000.0, rate)
+        booked = following if start <= 1000.0 else booked
+    for _ in range(waiters):
+        start, following = next_start(booked, 1000.0, rate)
+        booked = following if start > 1000.0 else booked
     start, _ = next_start(booked, 1000.0, rate)
-    assert start - 1000.0 <= before / rate + 1e-6
+    assert start - 1000.0 <= 1.0 / rate + 1e-5
 
 
 @patient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from millrace.origin.limits import board as board_module
 from millrace.origin.limits.board import Board, Number
 from millrace.origin.limits.budget import Budget, Closed, Turn, shared_budget
 from millrace.origin.limits.decisions import FEW_REQUESTS
+from millrace.origin.limits.retrying import carry_out
 from millrace.testing.origins import MemoryOrigin
 
 DEADLINE = 30.0
@@ -280,6 +283,51 @@ def test_an_interrupted_wait_leaves_nothing_behind(path: Path, waits_for: str) -
     assert not budget._held
 
 
+def test_an_interrupt_at_any_moment_leaves_nothing_behind(path: Path) -> None:
+    budget = make(path, most=2)
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            carry_out(budget, "x", lambda: time.sleep(0), lambda: None)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    threads = [in_thread(work) for _ in range(3)]
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for number in range(400):
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.0002 + number * 5e-6)
+                while True:
+                    carry_out(budget, "x", lambda: None, lambda: None)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        stop.set()
+    for thread in threads:
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+    # Nobody but the last who asks is left: what an interrupt in the middle of giving back leaves is found by who looks.
+    turns = [enter(budget), enter(budget)]
+    assert set(budget._held) == {turn.slot for turn in turns}
+    assert not budget._waiting
+
+
+def test_a_turn_that_nobody_has_any_more_is_over(path: Path) -> None:
+    budget = make(path, most=1)
+    lost = enter(budget)
+    threads = [in_thread(lambda: budget.leave(enter(budget), answered=True)) for _ in range(2)]
+    until(lambda: len(budget._waiting) == 2)
+    gone = Turn()
+    budget._waiting.appendleft(weakref.ref(gone))  # as of a thread that was interrupted again while it cleaned up
+    del lost, gone
+    for thread in threads:
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+
+
 # --- fork ---------------------------------------------------------------------------------------------
 
 
@@ -460,7 +508,8 @@ def test_one_closing_after_another_lasts_longer(path: Path) -> None:
     board = Board(path)
     pauses = []
     for _ in range(6):
-        turn = Turn(0, time.monotonic(), 0.0)
+        turn = Turn()
+        turn.began = time.monotonic()
         budget.busy(turn, None)
         now = time.monotonic()
         pauses.append(board.numbers[Number.CLOSED_UNTIL] - now)
@@ -558,6 +607,30 @@ def test_a_process_that_stopped_in_the_middle_of_a_change_stops_nobody(
     with stopped.exclusive():
         turn = enter(budget)  # after a while
     budget.leave(turn, answered=True)
+
+
+def test_who_was_killed_while_it_waited_for_the_schedule_has_booked_nothing(path: Path) -> None:
+    program = """
+import sys, threading, time
+from pathlib import Path
+from millrace.origin.limits.budget import Budget
+budget = Budget("x", Path(sys.argv[1]), most=64, per_second=0.2)
+for _ in range(16):
+    threading.Thread(target=budget.enter, args=(60.0,), daemon=True).start()
+while len(budget._held) < 16:
+    time.sleep(0.01)
+time.sleep(0.1)
+print("wait", flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"wait\n"
+        process.kill()
+    budget = make(path, per_second=0.2)
+    assert budget._the_board().numbers[Number.BOOKED_UNTIL] <= time.monotonic() + 5.0
+    budget._the_board().numbers[Number.BOOKED_UNTIL] = time.monotonic() + 1e6
+    budget.leave(enter(budget), answered=True)
 
 
 # --- around an origin ---------------------------------------------------------------------------------

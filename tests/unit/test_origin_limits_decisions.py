@@ -44,10 +44,17 @@ HALF_PAST_SEVEN = 784_884_600.0  # Tue, 15 Nov 1994 07:30:00 GMT
     ("booked_until", "now", "per_second", "start", "booked"),
     [
         (0.0, 100.0, 10.0, 100.0, 100.1),  # idle for long: now, and the pause is not saved up
-        (100.1, 100.0, 10.0, 100.1, 100.2),  # one just before
-        (100.5, 100.0, 10.0, 100.5, 100.6),  # several wait already
+        (100.1, 100.0, 10.0, 100.1, 100.1),  # one just before: nothing is booked until it may begin
+        (100.1, 100.1, 10.0, 100.1, 100.2),  # which is now
+        (
+            100.5,
+            100.0,
+            10.0,
+            100.0,
+            100.1,
+        ),  # no process books so far ahead at this rate: another clock, or another rate
         (100.05, 100.0, 100.0, 100.0, 100.06),  # a rate of 100 allows 10 at once
-        (100.15, 100.0, 100.0, 100.06, 100.16),  # and no more
+        (100.095, 100.0, 100.0, 100.005, 100.095),  # and no more
         (100.0, 100.0, 0.5, 100.0, 102.0),  # slower than one a second
     ],
 )
@@ -57,10 +64,12 @@ def test_the_schedule(booked_until: float, now: float, per_second: float, start:
 
 @pytest.mark.parametrize("per_second", [0.25, 3.0, 40.0, 2000.0])
 def test_a_crowd_gets_its_rate_and_one_burst(per_second: float) -> None:
-    booked, starts = 0.0, []
-    for _ in range(100):
-        start, booked = next_start(booked, 50.0, per_second)
-        starts.append(start)
+    booked, now, starts = 0.0, 50.0, []
+    while len(starts) < 100:
+        start, booked = next_start(booked, now, per_second)
+        if start <= now:
+            starts.append(start)
+        now = start
     assert starts == sorted(starts)
     burst = max(1.0, 0.1 * per_second)
     for number, start in enumerate(starts):

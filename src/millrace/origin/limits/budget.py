@@ -33,13 +33,35 @@ _THOROUGH_SECONDS = 1.0
 _BEHIND_SECONDS = 0.5
 
 
-@dataclass(frozen=True, slots=True)
 class Turn:
-    """Leave to send one request. `closed_seconds` is how long it was waited for because the gate was closed."""
+    """What one request has of a budget: nothing when it is made, a place among those who wait, then leave to be sent.
 
-    slot: int
-    began: float
-    closed_seconds: float
+    `began` is when it got that; `closed_seconds` how long it was waited for because the gate was closed. A budget refers to
+    its turns weakly: one that nobody has any more, because its thread was interrupted twice, is over.
+    """
+
+    __slots__ = ("__weakref__", "_bell", "began", "closed_seconds", "slot")
+
+    def __init__(self) -> None:
+        self.slot = -1
+        self.began = 0.0
+        self.closed_seconds = 0.0
+        self._bell: threading.Lock | None = None
+
+    def sleep(self, seconds: float) -> None:
+        """Until `wake`, but no longer."""
+        assert self._bell is not None
+        self._bell.acquire(timeout=seconds)
+
+    def listen(self) -> None:
+        """Before others may call `wake`."""
+        self._bell = threading.Lock()
+        self._bell.acquire()
+
+    def wake(self) -> None:
+        """Called under the budget's lock."""
+        if self._bell is not None and self._bell.locked():
+            self._bell.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +91,9 @@ class Budget:
 
     def _after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: deque[_Waiter] = deque()
-        self._held: set[int] = set()
+        self._schedule = threading.Lock()
+        self._waiting: deque[weakref.ref[Turn]] = deque()
+        self._held: dict[int, weakref.ref[Turn]] = {}
         self._next = random.randrange(MOST_REQUESTS)
         self._thorough_at = 0.0
         board = self._board
@@ -82,37 +105,40 @@ class Budget:
 
     # --- a request --------------------------------------------------------------------------------
 
-    def enter(self, patience_seconds: float) -> Turn | Closed:
+    def enter(self, patience_seconds: float, turn: Turn | None = None) -> Turn | Closed:
         """Wait until a request may begin. Every `Turn` must be given back by `leave`.
 
         `patience_seconds` is how long a closed gate is waited for, in all; a turn behind other requests, as long
-        as it takes.
+        as it takes. Who may be interrupted makes the `turn` before the `try` whose `finally` gives it back.
         """
-        closed_seconds = 0.0
+        turn = turn or Turn()
+        try:
+            return self._enter(turn, patience_seconds)
+        except BaseException:
+            self._let_go(turn)
+            raise
+
+    def _enter(self, turn: Turn, patience_seconds: float) -> Turn | Closed:
         while True:
             pause = self._closed_for()
             if pause > 0:
-                if closed_seconds + pause > patience_seconds:
+                if turn.closed_seconds + pause > patience_seconds:
                     return Closed(pause)
                 time.sleep(pause)
-                closed_seconds += pause
+                turn.closed_seconds += pause
                 continue
-            slot = self._take_slot()
-            if slot is None:
+            if not self._take_slot(turn):
                 continue
-            try:
-                if self.per_second is not None:
-                    self._await_schedule(self.per_second)
-                if self._closed_for() <= 0:
-                    return Turn(slot, time.monotonic(), closed_seconds)
-            except BaseException:
-                self._give_slot(slot)
-                raise
-            self._give_slot(slot)
+            if self.per_second is not None:
+                self._await_schedule(self.per_second)
+            if self._closed_for() <= 0:
+                turn.began = time.monotonic()
+                return turn
+            self._let_go(turn)
 
     def leave(self, turn: Turn, *, answered: bool) -> None:
-        """Give the turn back. `answered`: the origin did, and not that it is busy."""
-        self._give_slot(turn.slot)
+        """Give the turn back, also one that has nothing. `answered`: the origin did, and not that it is busy."""
+        self._let_go(turn)
         if answered:
             self._succeeded(turn)
 
@@ -177,80 +203,116 @@ class Budget:
 
     def _await_schedule(self, per_second: float) -> None:
         board = self._the_board()
-        with self._lock, board.exclusive():
-            now = time.monotonic()
-            start, board.numbers[Number.BOOKED_UNTIL] = next_start(board.numbers[Number.BOOKED_UNTIL], now, per_second)
-        if start > now:
-            time.sleep(start - now)
+        with self._schedule:  # one thread of a process looks, the others come after it
+            while True:
+                with self._lock, board.exclusive():
+                    now, booked = time.monotonic(), board.numbers[Number.BOOKED_UNTIL]
+                    start, board.numbers[Number.BOOKED_UNTIL] = next_start(booked, now, per_second)
+                if start <= now:
+                    return
+                time.sleep(start - now)
 
     # --- slots ------------------------------------------------------------------------------------
 
-    def _take_slot(self) -> int | None:
-        """A slot, in the order of asking; None when the gate has closed meanwhile."""
+    def _take_slot(self, turn: Turn) -> bool:
+        """Take a slot, in the order of asking; False when the gate has closed meanwhile."""
         board = self._the_board()
         with self._lock:
-            if not self._waiting and (slot := self._free_slot(board)) is not None:
-                return slot
-            waiter = _Waiter()
-            self._waiting.append(waiter)
+            if self._first_waiting(board) is None and self._free_slot(board, turn):
+                return True
+            turn.listen()
+            self._waiting.append(weakref.ref(turn))
             if len(self._waiting) == 1:
                 board.say_waiting(True)
-        try:
-            return self._wait_for_slot(board, waiter)
-        finally:
-            with self._lock:
-                self._waiting.remove(waiter)
-                if self._waiting:
-                    self._waiting[0].wake()
-                else:
-                    board.say_waiting(False)
+        took = self._wait_for_slot(board, turn)
+        with self._lock:
+            self._wait_no_more(board, turn)
+        return took
 
-    def _wait_for_slot(self, board: Board, waiter: _Waiter) -> int | None:
+    def _wait_for_slot(self, board: Board, turn: Turn) -> bool:
         look = _FIRST_LOOK_SECONDS
         while True:
             with self._lock:
-                first = self._waiting[0] is waiter
-                if first and (slot := self._free_slot(board)) is not None:
-                    return slot
+                first = self._first_waiting(board) is turn
+                if first and self._free_slot(board, turn):
+                    return True
             if self._closed_for() > 0:
-                return None
+                return False
             # Only the first of a process looks for what other processes give back.
-            waiter.sleep(look * random.uniform(0.5, 1.0) if first else _BEHIND_SECONDS)
+            turn.sleep(look * random.uniform(0.5, 1.0) if first else _BEHIND_SECONDS)
             look = min(look * 1.5, _LAST_LOOK_SECONDS) if first else _FIRST_LOOK_SECONDS
 
-    def _free_slot(self, board: Board) -> int | None:
+    def _first_waiting(self, board: Board) -> Turn | None:
+        """Who is next in this process; under the lock."""
+        while self._waiting:
+            turn = self._waiting[0]()
+            if turn is not None:
+                return turn
+            self._waiting.popleft()
+            if not self._waiting:
+                board.say_waiting(False)
+        return None
+
+    def _wait_no_more(self, board: Board, turn: Turn) -> None:
+        """Take the turn out of those who wait, if it is there; under the lock."""
+        mine = weakref.ref(turn)
+        if mine in self._waiting:
+            self._waiting.remove(mine)
+            if not self._waiting:
+                board.say_waiting(False)
+        if (following := self._first_waiting(board)) is not None:
+            following.wake()
+
+    def _free_slot(self, board: Board, turn: Turn) -> bool:
         """Take any free slot of those that the window allows; under the lock."""
         stop = self._window().requests
         start = self._next % stop
         for begin, end in ((start, stop), (0, start)):
             slot = board.find(begin, end)
             while slot >= 0:
-                if board.take(slot):
-                    return self._took(slot)
+                if self._take(board, slot, turn):
+                    return True
                 slot = board.find(slot + 1, end)
         now = time.monotonic()
         if now >= self._thorough_at:
+            for slot in [slot for slot, holder in self._held.items() if holder() is None]:
+                self._give(board, slot)
             for slot in range(stop):
-                if slot not in self._held and board.take(slot):
-                    return self._took(slot)
+                if self._take(board, slot, turn):
+                    return True
             self._thorough_at = now + _THOROUGH_SECONDS  # not where there was one: the dead process may have had more
-        return None
+        return False
 
-    def _took(self, slot: int) -> int:
-        self._held.add(slot)
-        self._next = slot
-        return slot
+    def _take(self, board: Board, slot: int, turn: Turn) -> bool:
+        """Noted before it is taken, and forgotten after it is given: no interrupt leaves one that is taken and not noted."""
+        if slot in self._held:
+            return False
+        turn.slot = slot
+        self._held[slot] = weakref.ref(turn)
+        if board.take(slot):
+            self._next = slot
+            return True
+        del self._held[slot]
+        return False
 
-    def _give_slot(self, slot: int) -> None:
+    def _give(self, board: Board, slot: int) -> None:
+        board.give(slot)
+        del self._held[slot]
+
+    def _let_go(self, turn: Turn) -> None:
+        """Give back what the turn has. Idempotent."""
         board = self._the_board()
         with self._lock:
-            if slot not in self._held:
-                return  # taken before a fork: it is the parent's
-            self._held.discard(slot)
-            board.give(slot)
+            holder = self._held.get(turn.slot)
+            if holder is not None and holder() is turn:  # else it has none, or one from before a fork: the parent's
+                self._give(board, turn.slot)
+            if not self._waiting:
+                return
+            if weakref.ref(turn) in self._waiting:
+                self._wait_no_more(board, turn)
             # Where other processes wait, too, each has the same chance; else the next one here need not even look.
-            if self._waiting and not board.others_wait():
-                self._waiting[0].wake()
+            elif not board.others_wait() and (following := self._first_waiting(board)) is not None:
+                following.wake()
 
     # --- the board --------------------------------------------------------------------------------
 
@@ -275,22 +337,6 @@ class Budget:
 
     def _tell_private(self, why: str) -> None:
         emit(Event(name="origin.limits.private", subject=self._identity, detail=why))
-
-
-class _Waiter:
-    """A thread that waits for its turn. `wake` is called under the budget's lock."""
-
-    def __init__(self) -> None:
-        self._bell = threading.Lock()
-        self._bell.acquire()
-
-    def sleep(self, seconds: float) -> None:
-        """Until `wake`, but no longer."""
-        self._bell.acquire(timeout=seconds)
-
-    def wake(self) -> None:
-        if self._bell.locked():
-            self._bell.release()
 
 
 # --- one budget for each origin in a process ----------------------------------------------------------

@@ -25,6 +25,7 @@ LONGEST_CLOSED_SECONDS = 15 * 60.0
 _FIRST_BACKOFF_SECONDS, _MOST_BACKOFF_SECONDS = 0.5, 5.0
 _FIRST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.25, 4.0
 _SHORTEST_PAUSE_SECONDS = 0.05
+_ROUNDING_SECONDS = 1e-6
 _SPREAD, _MOST_SPREAD_SECONDS = 0.1, 5.0
 
 
@@ -34,12 +35,17 @@ _SPREAD, _MOST_SPREAD_SECONDS = 0.1, 5.0
 def next_start(booked_until: float, now: float, per_second: float) -> tuple[float, float]:
     """When a request may begin that comes now, and the schedule after it (the virtual schedule of GCRA).
 
-    `booked_until` is the schedule so far: each request books `1 / per_second` of it, from now on at the earliest.
+    `booked_until` is the schedule so far: each request that begins books `1 / per_second` of it, from now on at the
+    earliest. One that may not begin yet books nothing, and asks again at its time: it may be gone by then, its process
+    killed. So no booking at this rate is further ahead than an interval and the burst; one that is counts as none.
     """
     interval = 1.0 / per_second
     tolerance = max(BURST_SECONDS - interval, 0.0)
+    if booked_until > now + tolerance + interval + _ROUNDING_SECONDS:
+        booked_until = now
     booked = max(booked_until, now)
-    return max(now, booked - tolerance), booked + interval
+    start = max(now, booked - tolerance)
+    return start, booked + interval if start <= now else booked
 
 
 # --- the window -----------------------------------------------------------------------------------

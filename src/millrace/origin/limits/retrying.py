@@ -38,26 +38,27 @@ def carry_out(
     """
     trouble = _Trouble(what)
     while True:
-        turn = budget.enter(trouble.seconds_left)
-        if isinstance(turn, Closed):
-            raise trouble.closed(turn.seconds)
-        trouble.seconds += turn.closed_seconds
-        answered = False
+        turn, answered = Turn(), False
         try:
-            result = request()
-            answered = True
-            return result
-        except MillraceError as error:
-            answered = verdict_on(error) is Verdict.RAISE
-            if answered:
-                if isinstance(error, ObjectExistsError) and trouble.unsure is not None:
-                    raise _whose(what, trouble.unsure) from error
-                raise
-            trouble.failed(error, time.monotonic() - turn.began)
-            if once and is_unsure(error):
-                trouble.unsure = error
-            if isinstance(error, OriginBusyError):
-                _close_gate(budget, turn, error, ask_retry_after)
+            entered = budget.enter(trouble.seconds_left, turn)
+            if isinstance(entered, Closed):
+                raise trouble.closed(entered.seconds)
+            trouble.seconds += turn.closed_seconds
+            try:
+                result = request()
+                answered = True
+                return result
+            except MillraceError as error:
+                answered = verdict_on(error) is Verdict.RAISE
+                if answered:
+                    if isinstance(error, ObjectExistsError) and trouble.unsure is not None:
+                        raise _whose(what, trouble.unsure) from error
+                    raise
+                trouble.failed(error, time.monotonic() - turn.began)
+                if once and is_unsure(error):
+                    trouble.unsure = error
+                if isinstance(error, OriginBusyError):
+                    _close_gate(budget, turn, error, ask_retry_after)
         finally:
             budget.leave(turn, answered=answered)
         trouble.check()
