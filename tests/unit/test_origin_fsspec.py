@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import threading
 import time
 import traceback
@@ -34,7 +35,13 @@ from millrace.errors import (
 )
 from millrace.origin.fsspec_origin import FsspecOrigin, uploads
 from millrace.origin.fsspec_origin.describing import describe, seconds
-from millrace.origin.fsspec_origin.naming import PART_PREFIX, identity_of, is_local
+from millrace.origin.fsspec_origin.naming import (
+    PART_PREFIX,
+    identity_of,
+    is_local,
+    lies_in_memory,
+    only_a_secret_tells_whose,
+)
 from millrace.origin.fsspec_origin.translation import translate, translated
 
 SECRET = "planted @/é+'\\ Secret"
@@ -70,16 +77,63 @@ def test_identities_differ_by_what_nobody_knows_to_be_harmless() -> None:
 
 
 def test_memory_is_another_storage_in_every_process() -> None:
-    here = identity_of("memory", {})
-    assert identity_of("dir", {"target_protocol": "memory"}).rpartition("+")[2] == here.rpartition("+")[2]
+    origin = FsspecOrigin("memory")
+    here = origin.identity
+    assert here == FsspecOrigin("memory").identity
+    inside = FsspecOrigin("dir", {"path": "/x", "target_protocol": "memory"})
+    assert inside.identity.rpartition("+")[2] == here.rpartition("+")[2]
+    assert lies_in_memory("zip", {"fo": "memory://a.zip"})
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
-        os.write(write, identity_of("memory", {}).encode())
+        os.write(write, origin.identity.encode())
         os._exit(0)
     os.waitpid(pid, 0)
     os.close(write)
     with open(read, "rb") as answer:
-        assert answer.read().decode() not in ("", here)
+        there = answer.read().decode()
+    # A time of its own as well, since the number may be that of a process that has ended.
+    (number, began), (other, later) = (re.findall(r"process=(\d+)\.(\d+)$", told)[0] for told in (here, there))
+    assert number != other
+    assert int(began) < int(later)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "expected"),
+    [
+        ("dropbox", {"token": "t"}, True),
+        ("gdrive", {"creds": {"private_key": "k"}}, True),
+        ("gdrive", {"creds": {"private_key": "k"}, "root_file_id": "folder"}, False),
+        ("gdrive", {"token": None}, False),
+        ("webdav", {"base_url": "https://h/webdav", "auth": ("user", "hunter22")}, True),
+        ("webdav", {"base_url": "https://h/webdav"}, False),
+        ("sftp", {"host": "h", "password": "hunter22"}, False),
+        ("zip", {"fo": "dropbox://a.zip", "target_options": {"token": "t"}}, True),
+        ("zip", {"fo": "b/a.zip", "target_protocol": "s3", "target_options": {"key": "k", "secret": "s"}}, False),
+        ("dir", {"path": "x", "target_protocol": "dropbox", "target_options": {"token": "t"}}, True),
+    ],
+)
+def test_where_only_a_secret_says_whose_it_is_nothing_is_shared(
+    scheme: str, options: dict[str, Any], expected: bool
+) -> None:
+    assert only_a_secret_tells_whose(scheme, options) is expected
+
+
+class Account(LocalFileSystem):  # type: ignore[misc]
+    """A service that is told only by its token; here it is a directory of this machine."""
+
+    protocol = "account"
+
+    def __init__(self, token: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+
+
+def test_what_only_a_secret_tells_apart_is_shared_by_copies_of_the_same_origin_alone() -> None:
+    fsspec.register_implementation("account", Account, clobber=True)
+    one, other = (FsspecOrigin("account", {"token": token}) for token in ("hunter22", "hunter23"))
+    assert one.identity != other.identity
+    assert one.identity == pickle.loads(pickle.dumps(one)).identity
+    assert "hunter22" not in one.identity
+    assert FsspecOrigin("account").identity == FsspecOrigin("account").identity
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,10 @@ def test_only_a_full_commit_is_immutable(hub: HubServer, origin: HubOrigin) -> N
     assert hub.service.requests == []
 
 
+def test_a_name_is_taken_apart_once() -> None:
+    assert parse_name("u/r@main/x") is parse_name("u/r@main/x")
+
+
 def test_a_new_commit_changes_the_versions_of_what_it_changed_and_no_others(hub: HubServer, origin: HubOrigin) -> None:
     before = {name: origin.head(f"{REPO}/{name}") for name in ("small.txt", "data/large.bin")}
     hub.commit("datasets", "user/things", {"small.txt": b"other"})

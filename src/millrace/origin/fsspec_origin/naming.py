@@ -27,10 +27,14 @@ _TUNING_OPTIONS = frozenset(
 _SECRET = re.compile(r"(?i)pass|secret|token|key|cred|auth|acct|cert|kerb|sas|cookie|header|connection_string")
 _PLAIN = re.compile(r"[\w./:+-]{0,200}")
 
-_PROCESS = f"{os.getpid()}.{time.time_ns()}"
-
 _LOCAL_SCHEMES = frozenset({"asynclocal", "data", "file", "git", "local", "memory"})
 _INSIDE_OTHERS = frozenset({"dir", "libarchive", "reference", "tar", "zip"})
+# Of these options one says whose storage it is, or at which host.
+_OWNER_OPTIONS = frozenset(
+    {"account_name", "endpoint", "endpoint_url", "host", "instance", "root_file_id", "share", "user", "username"}
+)
+# Services where a key names the same bytes whoever asks.
+_GLOBAL_SCHEMES = frozenset({"gcs", "gist", "github", "gs", "hf", "http", "https", "s3", "s3a"})
 
 # Control characters, bytes that were no UTF-8, and parts that a storage with directories would follow elsewhere.
 _UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]|(?:^|/)\.{0,2}(?:/|$)")
@@ -40,23 +44,54 @@ PART_PREFIX = ".millrace-part-"
 
 
 def identity_of(scheme: str, options: Mapping[str, Any]) -> str:
-    """Names the storage: what says where it is as it stands, what is not known to be harmless as a checksum, no secret."""
-    parts = [f"{name}={value}" for name, value in _places("", options)]
-    if "memory" in _schemes(scheme, options):  # another process has other bytes under the same names
-        parts.append(f"process={_PROCESS if _PROCESS.startswith(f'{os.getpid()}.') else os.getpid()}")
-    return "+".join([f"fsspec-{scheme}", *parts])
+    """Names the storage: what says where it is as it stands, what is not known to be harmless as a checksum, no secret.
+
+    Not enough of a name where it `lies_in_memory` or `only_a_secret_tells_whose`.
+    """
+    return "+".join([f"fsspec-{scheme}", *(f"{name}={value}" for name, value in _places("", options))])
+
+
+def lies_in_memory(scheme: str, options: Mapping[str, Any]) -> bool:
+    """Whether another process has other bytes under the same names."""
+    inner = _inside(scheme, options)
+    return scheme == "memory" if inner is None else lies_in_memory(*inner)
+
+
+def only_a_secret_tells_whose(scheme: str, options: Mapping[str, Any]) -> bool:
+    """Whether nothing but a secret says which account is meant, so that another one may mean other files of these names."""
+    inner = _inside(scheme, options)
+    if inner is not None:
+        return only_a_secret_tells_whose(*inner)
+    if scheme in _GLOBAL_SCHEMES or any(options.get(name) is not None for name in _OWNER_OPTIONS):
+        return False
+    return any(options[name] is not None and is_secret(name) for name in options)
+
+
+class _Process:
+    """A name for this process that no other has, also none that gets its number later."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.name = f"process={os.getpid()}.{time.time_ns()}"
+
+
+_process = _Process()
+os.register_at_fork(after_in_child=_process.begin)
+
+
+def this_process() -> str:
+    """Tells this process from all others; a forked child is another one."""
+    return _process.name
 
 
 def is_local(scheme: str, options: Mapping[str, Any]) -> bool:
     """Whether the storage lies in this process or on this machine's disks, so that no peer has it or brings it faster."""
     if scheme not in _INSIDE_OTHERS:
         return scheme in _LOCAL_SCHEMES
-    inner = options.get("target_options")
-    target = options.get("target_protocol")
-    if not isinstance(target, str):
-        outer, separator, _ = str(options.get("fo") or "").partition("://")
-        target = outer if separator else "file"
-    return is_local(target, inner if isinstance(inner, Mapping) else {})
+    inner = _inside(scheme, options)
+    return inner is not None and is_local(*inner)
 
 
 def is_secret(name: str) -> bool:
@@ -79,11 +114,15 @@ def part_of_nothing(name: str) -> bool:
     return name.rpartition("/")[2].startswith(PART_PREFIX)
 
 
-def _schemes(scheme: str, options: Mapping[str, Any]) -> Iterator[str]:
-    yield scheme
-    target, inner = options.get("target_protocol"), options.get("target_options")
-    if isinstance(target, str):
-        yield from _schemes(target, inner if isinstance(inner, Mapping) else {})
+def _inside(scheme: str, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
+    """Scheme and options of the storage that an archive or a directory lies in; None for what lies in no other."""
+    if scheme not in _INSIDE_OTHERS:
+        return None
+    inner, target = options.get("target_options"), options.get("target_protocol")
+    if not isinstance(target, str):
+        outer, separator, _ = str(options.get("fo") or "").partition("://")
+        target = outer if separator else "file"
+    return target, inner if isinstance(inner, Mapping) else {}
 
 
 def _places(prefix: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

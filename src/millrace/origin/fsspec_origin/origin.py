@@ -7,6 +7,7 @@ the object is still of that version: since the version was that before, too, it 
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,15 @@ from millrace.origin.fsspec_origin import uploads
 from millrace.origin.fsspec_origin.clients import Clients
 from millrace.origin.fsspec_origin.describing import describe, is_directory
 from millrace.origin.fsspec_origin.library import class_of
-from millrace.origin.fsspec_origin.naming import identity_of, is_local, is_usable, part_of_nothing
+from millrace.origin.fsspec_origin.naming import (
+    identity_of,
+    is_local,
+    is_usable,
+    lies_in_memory,
+    only_a_secret_tells_whose,
+    part_of_nothing,
+    this_process,
+)
 from millrace.origin.fsspec_origin.translation import translated
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo
 from millrace.origin.upload import ObjectUpload
@@ -47,17 +56,21 @@ class FsspecOrigin:
         self._target_options = dict(target_options or {})
         self._class = class_of(scheme)
         self._rooted = self._class.root_marker == "/"
+        self._identity = identity_of(scheme, self._target_options)  # once: it is asked for at every open
+        if only_a_secret_tells_whose(scheme, self._target_options):
+            self._identity += f"+only={uuid.uuid4().hex}"  # nothing made of the secret may be stored, also no checksum
+        self._in_memory = lies_in_memory(scheme, self._target_options)
         self._clients = Clients(self._class, self._target_options)
 
     def __repr__(self) -> str:
         return f"FsspecOrigin({self.identity!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._scheme, self._target_options)
+        return type(self), (self._scheme, self._target_options), {"_identity": self._identity}
 
     @property
     def identity(self) -> str:
-        return identity_of(self._scheme, self._target_options)
+        return f"{self._identity}+{this_process()}" if self._in_memory else self._identity
 
     @property
     def head_is_local(self) -> bool:

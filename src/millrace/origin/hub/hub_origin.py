@@ -71,6 +71,8 @@ class HubOrigin(ReadOnlyOrigin):
         return False
 
     def is_immutable(self, key: str) -> bool:
+        if "@" not in key:
+            return False
         try:
             return parse_name(key).names_a_commit
         except MillraceError:

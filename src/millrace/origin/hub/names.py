@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import quote, unquote
 
 from millrace.errors import MillraceError, ObjectNotFoundError, UsageError
@@ -61,6 +62,7 @@ class HubName:
         return f"{self.root}/{path}"
 
 
+@lru_cache(maxsize=8192)  # asked at every open; a key's commit does not change
 def parse_name(key: str) -> HubName:
     """Take a key apart. Raises `UsageError` for what is not read, `ObjectNotFoundError` for what is no name on the hub."""
     key = key.rstrip("/")
