@@ -212,3 +212,12 @@ def test_target_options_that_are_no_dict_are_an_error_that_says_so(scheme: str) 
     wrong: Any = "hush"
     with pytest.raises(ConfigurationError, match="'target_options' is no dict"):
         open_origin(scheme, wrong)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "az", "gs", "http", "hf"])
+def test_an_unknown_option_of_none_counts_as_not_given_everywhere(scheme: str) -> None:
+    """Programs pass on all that they have."""
+    given = {"account_name": "acct"} if scheme == "az" else {}
+    assert open_origin(scheme, {**given, "misspelt": None}).identity == open_origin(scheme, given).identity
+    with pytest.raises(ConfigurationError, match="misspelt"):
+        assert open_origin(scheme, {**given, "misspelt": "x"}).identity

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from millrace.errors import ConfigurationError, DeniedError
 from millrace.origin.importing import imported
+from millrace.origin.options.store import reject_unknown
 
 HUB_OPTIONS = ("endpoint", "token")
 # They shape reading and listing inside huggingface_hub's own file system.
@@ -33,12 +34,7 @@ class HubOptions:
 
 def hub_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) -> HubOptions:
     """Check options of `HfFileSystem`. Raises `ConfigurationError`; never repeats a value."""
-    known = (*HUB_OPTIONS, *IGNORED_OPTIONS)
-    unknown = sorted(set(target_options) - set(known))
-    if unknown:
-        raise ConfigurationError(
-            f"unknown option of the hub {', '.join(map(repr, unknown))}", next_step=f"known ones are {', '.join(known)}"
-        )
+    reject_unknown(target_options, (*HUB_OPTIONS, *IGNORED_OPTIONS), "option of the hub:")
     endpoint = target_options.get("endpoint") or environ.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT
     try:
         parts = urlsplit(endpoint.rstrip("/"))

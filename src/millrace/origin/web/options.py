@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.errors import ConfigurationError
-from millrace.origin.options.store import checked_mapping
+from millrace.origin.options.store import checked_mapping, reject_unknown
 
 SILENCE_SECONDS = 20.0
 """A server that sends nothing for so long has stalled."""
@@ -50,9 +50,9 @@ def web_options(target_options: Mapping[str, Any]) -> WebOptions:
 
     Raises `ConfigurationError` for an unknown option and for a value that cannot be used; never repeats a value.
     """
-    _reject_unknown(target_options, (*WEB_OPTIONS, *IGNORED_OPTIONS), "HTTP option")
+    reject_unknown(target_options, (*WEB_OPTIONS, *IGNORED_OPTIONS), "HTTP option")
     client = checked_mapping(target_options.get("client_kwargs"), "HTTP option 'client_kwargs'")
-    _reject_unknown(client, CLIENT_KWARGS, "entry in client_kwargs:")
+    reject_unknown(client, CLIENT_KWARGS, "entry in client_kwargs:")
 
     def either(name: str) -> Any:
         value = target_options.get(name)
@@ -85,14 +85,6 @@ def web_options(target_options: Mapping[str, Any]) -> WebOptions:
         timeout_seconds=_timeout(either("timeout")),
         trusts_environment=_trusts_environment(client.get("trust_env")),
     )
-
-
-def _reject_unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
-    unknown = sorted(set(given) - set(known))
-    if unknown:
-        raise ConfigurationError(
-            f"unknown {what} {', '.join(map(repr, unknown))}", next_step=f"known ones are {', '.join(known)}"
-        )
 
 
 def _strings(value: Any, what: str) -> dict[str, str]:
