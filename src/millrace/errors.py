@@ -18,6 +18,7 @@ fsspec or pyarrow expects. A dependency's own exception never leaves Millrace: i
 from __future__ import annotations
 
 import errno
+import re
 from typing import Any, ClassVar
 
 
@@ -26,6 +27,15 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
+
+
+# A query to the next space, less what a message puts behind a URL; not one that is hidden already.
+_QUERY = re.compile(r"""(https?://[^\s?]*)\?(?!\.\.\.[)"',:;.]*(?:\s|$))\S*?(?=[)"',:;.]*(?:\s|$))""", re.IGNORECASE)
+
+
+def without_queries(text: str) -> str:
+    """A text in which web addresses have no query: it may hold a signature, which opens the object to whoever reads it."""
+    return _QUERY.sub(r"\1?...", text) if "?" in text else text
 
 
 def _rebuild(cls: type[MillraceError], message: str, next_step: str, fields: dict[str, Any]) -> MillraceError:
@@ -38,15 +48,17 @@ class MillraceError(Exception):
     """Base of every Millrace error.
 
     `message` names the thing (object, node, file); `next_step` says what to do. `str(error)` is one line.
+    Neither shows the query of a web address.
     """
 
     code: ClassVar[str] = "error"
     _errno: ClassVar[int] = errno.EIO
 
     def __init__(self, message: str, *, next_step: str = "") -> None:
+        message = without_queries(message)
         super().__init__(message)
         self.message = message
-        self.next_step = next_step
+        self.next_step = without_queries(next_step)
         if issubclass(type(self), OSError):
             as_os_error: Any = self
             as_os_error.errno, as_os_error.strerror = self._errno, message

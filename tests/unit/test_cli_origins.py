@@ -59,6 +59,43 @@ def test_a_web_server(millrace: Any) -> None:
         assert "has no endpoint" in millrace("load", f"{web.url}/d/", "--endpoint-url", "http://127.0.0.1:9", code=1)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["load"], ["doctor"], ["checkpoints", "ls"], ["unpin"], ["pin", "--endpoint-url", "http://127.0.0.1:9"]],
+    ids=" ".join,
+)
+def test_no_command_shows_the_query_of_a_web_address(millrace: Any, command: list[str]) -> None:
+    with WebServer() as web:
+        web.put("/there", b"z")
+        millrace("load", f"{web.url}/there")  # some commands want a cache
+        told = millrace(*command, f"{web.url}/n?sig=SEKRET", code=1)
+    assert "SEKRET" not in told
+
+
+def test_the_query_of_a_web_address_is_no_pattern(millrace: Any) -> None:
+    with WebServer() as web:
+        web.put("/x.bin", b"z" * 1000)
+        url = f"{web.url}/x.bin?version=3"
+        assert millrace("load", url).startswith("1 objects")
+        assert millrace("pin", url) == "pinned\n"
+        assert millrace("ls", url) == f"{url}\n"
+        assert millrace("unpin", url) == "unpinned\n"
+        assert "quota" in millrace("limit", url, "--quota", "1GB")
+        assert "1 objects" in millrace("free", url)
+        assert "is a pattern" in millrace("pin", f"{web.url}/*.bin", code=1)
+
+
+def test_the_doctor_looks_for_the_object_itself(millrace: Any) -> None:
+    with WebServer() as web:
+        web.put("/x.bin", b"z" * 1000)
+        assert "an object of 1000 bytes" in millrace("doctor", f"{web.url}/x.bin")
+        millrace("doctor", f"{web.url}/missing.bin", code=1)
+
+
+def test_a_whole_storage_is_not_pinned(millrace: Any) -> None:
+    assert "names no object" in millrace("pin", "s3://", code=1)
+
+
 def test_an_address_where_nobody_listens_is_told_at_once(millrace: Any) -> None:
     told = millrace("doctor", "gs://bucket/x", "--endpoint-url", "http://127.0.0.1:9", code=1)
     assert "http://127.0.0.1:9 cannot be reached" in told

@@ -37,3 +37,19 @@ def test_what_a_node_said_survives_a_pickle() -> None:
     error.reason, error.has_lease = "denied", True
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.status, copy.reason, copy.has_lease) == (424, "denied", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://h/n?sig=SEKRET does not exist", "https://h/n?... does not exist"),
+        ("'HTTP://h/n?a=1&sig=SEKRET' is a pattern", "'HTTP://h/n?...' is a pattern"),
+        ("(http://h?sig=SEKRET): x", "(http://h?...): x"),
+        ("https://h/n?...SEKRET is missing", "https://h/n?... is missing"),
+        ("https://h/n?...: what of it?", "https://h/n?...: what of it?"),
+        ("s3://bucket/n?m is a name", "s3://bucket/n?m is a name"),
+    ],
+)
+def test_no_error_shows_the_query_of_a_web_address(text: str, shown: str) -> None:
+    error = ObjectNotFoundError(text, next_step=text)
+    assert error.message == error.next_step == error.args[0] == shown

@@ -8,7 +8,7 @@ import pyarrow.fs as pafs
 import pytest
 
 import millrace
-from millrace.errors import ObjectChangedError
+from millrace.errors import ObjectChangedError, ObjectNotFoundError
 
 
 @pytest.fixture
@@ -131,3 +131,28 @@ def test_a_changed_object_is_asked_for_anew_by_the_next_open(fs: millrace.Millra
     file.close()
     with fs.open(str(path)) as again:
         assert again.read() == b"new"
+
+
+def test_an_object_with_a_wildcard_in_its_name_is_itself(
+    fs: millrace.MillraceFileSystem, data: Path, tmp_path: Path
+) -> None:
+    (data / "s" / "y[1]*.bin").write_bytes(b"itself")
+    (data / "s" / "y1.bin").write_bytes(b"another")
+    name = f"{data}/s/y[1]*.bin"
+    assert fs.cat(name) == b"itself"
+    fs.get(name, str(tmp_path / "copy"))
+    assert (tmp_path / "copy").read_bytes() == b"itself"
+    fs.get(name, f"{tmp_path}/into/")
+    assert (tmp_path / "into" / "y[1]*.bin").read_bytes() == b"itself"
+    assert fs.cat(f"{data}/s/y1*") == {f"{data}/s/y1.bin": b"another"}
+
+
+@pytest.mark.parametrize("name", ["none", "none*", "none[1]"])
+@pytest.mark.parametrize("recursive", [False, True])
+def test_what_is_missing_is_our_error(
+    name: str, recursive: bool, fs: millrace.MillraceFileSystem, data: Path, tmp_path: Path
+) -> None:
+    for read in (fs.cat, lambda path, recursive: fs.get(path, str(tmp_path / "copy"), recursive=recursive)):
+        with pytest.raises(ObjectNotFoundError, match=r"file://.*none") as caught:
+            read(f"{data}/{name}", recursive=recursive)
+        assert caught.value.next_step

@@ -83,12 +83,13 @@ def places_of(node: CacheNode, url: str, endpoint_url: str | None) -> list[Place
     from millrace.cache.catalog import origins
     from millrace.errors import UsageError
     from millrace.filesystem import filesystem
+    from millrace.filesystem.selection import is_pattern
     from millrace.origin import options_for, split_url
 
     options = options_for(url, endpoint_url)
     named = filesystem(split_url(url)[0], target_options=options, skip_instance_cache=True)
     key = named.key_of(url).rstrip("/")
-    if "*" in key or "?" in key:
+    if is_pattern(key, named.origin_identity, wildcards="*?"):
         raise UsageError(f"{url!r} is a pattern", next_step="name an object or a prefix")
     if endpoint_url:
         return [(named.origin_identity, key)]

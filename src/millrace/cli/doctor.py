@@ -21,7 +21,7 @@ import click
 from millrace.cli.checks import Check
 from millrace.cli.doctor_cluster import cluster_checks
 from millrace.config import CacheOptions
-from millrace.errors import MillraceError, UsageError
+from millrace.errors import MillraceError, ObjectNotFoundError, UsageError, without_queries
 
 _LIBRARIES = ("pyarrow", "obstore", "lmdb", "fsspec")
 _OPTIONAL = {"ray": "ray", "torch": "torch"}
@@ -169,12 +169,21 @@ def _reach(url: str, endpoint_url: str | None) -> Check:
             )
     try:
         origin, key = origin_for_url(url, options_for(url, endpoint_url))
+        try:
+            size = None if url.endswith("/") else origin.head(key).size
+        except (ObjectNotFoundError, UsageError):
+            size = None  # a prefix, a bucket, or nothing: the listing says which
+        if size is not None:
+            return Check(name="origin", state="ok", detail=without_queries(f"{url}: an object of {size} bytes"))
         listing = origin.list_level(key)
     except MillraceError as error:
         return Check(name="origin", state="failed", detail=str(error))
     found = len(listing.objects) + len(listing.prefixes)
+    # A bucket and what is meant as a prefix may be empty; a bucket that is missing raises.
+    may_be_empty = "/" not in key.strip("/") or url.endswith("/")
     return Check(
         name="origin",
-        state="ok" if found else "note",
-        detail=f"{url}: {found or 'no'} objects and folders directly below",
+        state="ok" if found else "note" if may_be_empty else "failed",
+        detail=without_queries(f"{url}: {found or 'no'} objects and folders directly below")
+        + ("" if found or may_be_empty else ", and no object of that name: check the name"),
     )

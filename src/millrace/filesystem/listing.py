@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from fsspec.core import has_magic
 from fsspec.implementations.chained import ChainedFileSystem
 
-from millrace.errors import ObjectNotFoundError
+from millrace.errors import MissingError, ObjectNotFoundError
+from millrace.filesystem.selection import is_pattern
 from millrace.origin import Listing, ObjectInfo, Origin
 
 if TYPE_CHECKING:
@@ -133,9 +136,48 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
                     out[key] = entry
         return dict(sorted(out.items())) if detail else sorted(out)
 
+    def expand_path(
+        self,
+        path: Any,
+        recursive: bool = False,
+        maxdepth: int | None = None,
+        assume_literal: bool = False,
+        **kwargs: Any,
+    ) -> list[str]:
+        """fsspec's; but a name with `*`, `?` or `[` is a pattern only where no object has just that name.
+
+        Raises `ObjectNotFoundError` where there is nothing.
+        """
+        names = [path] if isinstance(path, str | os.PathLike) else list(path)
+        if not names:
+            return []
+        found: set[str] = set()
+        for name in names:
+            literal = assume_literal or (has_magic(str(name)) and self.isfile(str(name)))
+            try:
+                found.update(super().expand_path([name], recursive, maxdepth, assume_literal=literal, **kwargs))
+            except MissingError:
+                raise
+            except FileNotFoundError:
+                continue  # an error only where none of the names is there
+        if not found:
+            shown = ", ".join(self.unstrip_protocol(self.key_of(str(name))) for name in names[:3])
+            raise ObjectNotFoundError(f"nothing is called {shown or '(no name)'}", next_step="check the name")
+        return sorted(found)
+
+    def get(self, rpath: Any, lpath: Any, *arguments: Any, **kwargs: Any) -> Any:
+        """fsspec's; an object with `*`, `?` or `[` in its name goes where one without would go."""
+        if isinstance(rpath, str) and has_magic(rpath) and self.isfile(rpath):
+            if isinstance(lpath, str | os.PathLike):
+                target = os.fspath(lpath)
+                into = target.endswith("/") or os.path.isdir(target)
+                lpath = [os.path.join(target, self.key_of(rpath).rpartition("/")[2]) if into else target]
+            rpath = [rpath]
+        return super().get(rpath, lpath, *arguments, **kwargs)
+
     def glob(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
         """fsspec's; but the '?' of a web address begins its query: such an address is no pattern, and names one object."""
-        if "?" in path and self._origin.identity in ("http", "https"):
+        if has_magic(path) and not is_pattern(path, self._origin.identity):
             entry = self.info(path) if self.exists(path) else None
             found = {} if entry is None else {str(entry["name"]): entry}
             return found if kwargs.get("detail") else sorted(found)

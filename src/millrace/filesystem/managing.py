@@ -15,6 +15,7 @@ from millrace.cache.rules import Place
 from millrace.config import CacheOptions, parse_amount, parse_seconds
 from millrace.errors import UsageError
 from millrace.filesystem.listing import ListingFileSystem
+from millrace.filesystem.selection import is_pattern
 from millrace.origin import Readable
 
 if TYPE_CHECKING:
@@ -141,8 +142,10 @@ class CacheManagement(ListingFileSystem):
     def _place(self, url: str) -> Place:
         """Where `url` points, for rules and lists of what is cached; these take no patterns."""
         key = self.key_of(url)
-        if "*" in key or "?" in key:
+        if is_pattern(key, self._origin.identity, wildcards="*?"):
             raise UsageError(f"{url!r} is a pattern", next_step="name an object or a prefix")
+        if not key.strip("/"):  # every bucket of the storage: what nobody means
+            raise UsageError(f"{url!r} names no object and no prefix", next_step="name what is meant")
         return self._origin.identity, key.rstrip("/")
 
 

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 _WILD = re.compile(r"[*?[]")
 
 
-def is_pattern(url: str) -> bool:
-    """Whether `url` has a wildcard in it."""
-    return _WILD.search(url) is not None
+def is_pattern(key: str, origin_identity: str, *, wildcards: str = "*?[") -> bool:
+    """Whether `key` of this storage has a wildcard in it. The '?' of a web address begins its query: that is none."""
+    if "?" in key and origin_identity in ("http", "https"):
+        return False
+    return any(each in key for each in wildcards)
 
 
 def select(fs: ListingFileSystem, url: str) -> Iterator[ObjectInfo]:
@@ -36,10 +38,11 @@ def select(fs: ListingFileSystem, url: str) -> Iterator[ObjectInfo]:
             return iter([fs.describe(key)])
         except ObjectNotFoundError:
             pass  # a prefix or a pattern, then
-    found = _matching(fs, key) if is_pattern(key) else _below(fs, key)
+    matched = is_pattern(key, fs.origin.identity)
+    found = _matching(fs, key) if matched else _below(fs, key)
     first = next(found, None)
     if first is None:
-        what = "matches nothing" if is_pattern(key) else "does not exist, neither as an object nor as a prefix"
+        what = "matches nothing" if matched else "does not exist, neither as an object nor as a prefix"
         raise ObjectNotFoundError(f"{fs.unstrip_protocol(key)} {what}", next_step="check the name and the endpoint")
     return chain([first], found)
 

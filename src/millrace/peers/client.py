@@ -486,10 +486,11 @@ def _refusal(
     address: str, status: int, body: bytes, what: ObjectDescription | None = None, *, lease: bool = False
 ) -> Exception:
     message, code = error_message(body)
+    name = "" if what is None else f"{what.origin.partition('+')[0]}://{what.key}"
     if what is not None and status == _CHANGED:
-        return ObjectChangedError(f"{what.key} was overwritten, as {address} says", next_step="open it again")
+        return ObjectChangedError(f"{name} was overwritten, as {address} says", next_step="open it again")
     if what is not None and status == _GONE:
-        return ObjectNotFoundError(f"{what.key} does not exist, as {address} says", next_step="check the name")
+        return ObjectNotFoundError(f"{name} does not exist, as {address} says", next_step="check the name")
     error = PeerRefusedError(
         f"{address}: {message or f'answered {status}'}",
         next_step="give it the cluster's token" if status == 401 else "",
