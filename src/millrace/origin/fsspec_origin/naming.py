@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from millrace.origin import unusable
+
 # Options that say which storage is meant, and are no secrets.
 _PLACE_OPTIONS = frozenset(
     {
@@ -36,8 +38,6 @@ _OWNER_OPTIONS = frozenset(
 # Services where a key names the same bytes whoever asks.
 _GLOBAL_SCHEMES = frozenset({"gcs", "gist", "github", "gs", "hf", "http", "https", "s3", "s3a"})
 
-# Control characters, bytes that were no UTF-8, and parts that a storage with directories would follow elsewhere.
-_UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]|(?:^|/)\.{0,2}(?:/|$)")
 
 PART_PREFIX = ".millrace-part-"
 """Begins the name of a file that is being written, in the directory where it will be published."""
@@ -106,7 +106,7 @@ def is_public(name: str, value: str | int) -> bool:
 
 def is_usable(key: str) -> bool:
     """Whether a key can be a path that names this object and no other."""
-    return not _UNUSABLE.search(key)
+    return not unusable.IN_PATHS.search(key)
 
 
 def part_of_nothing(name: str) -> bool:

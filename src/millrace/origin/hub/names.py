@@ -8,6 +8,7 @@ from functools import lru_cache
 from urllib.parse import quote, unquote
 
 from millrace.errors import MillraceError, ObjectNotFoundError, UsageError
+from millrace.origin import unusable
 
 DEFAULT_REVISION = "main"
 
@@ -17,8 +18,6 @@ _NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,96}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Revisions that may be written with their slashes, as people do.
 _SLASHED_REVISION = re.compile(r"refs/(?:convert/[\w.-]+|pr/[0-9]+)(?=/|$)")
-# Control characters, and bytes that were no UTF-8, as Python keeps them in a string.
-_UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class HubName:
 def parse_name(key: str) -> HubName:
     """Take a key apart. Raises `UsageError` for what is not read, `ObjectNotFoundError` for what is no name on the hub."""
     key = key.rstrip("/")
-    if _UNUSABLE.search(key):
+    if unusable.CHARACTERS.search(key):
         raise _no_name(key, "use UTF-8 without control characters")
     first, _, rest = key.partition("/")
     if first in _OTHER_KINDS:
@@ -97,7 +96,11 @@ def _split_revision(key: str, text: str) -> tuple[str, str]:
     match = _SLASHED_REVISION.match(text)
     revision, _, path = (match[0], "", text[match.end() + 1 :]) if match else text.partition("/")
     revision = unquote(revision, errors="surrogateescape")
-    if not revision or _UNUSABLE.search(revision) or any(part in ("", ".", "..") for part in revision.split("/")):
+    if (
+        not revision
+        or unusable.CHARACTERS.search(revision)
+        or any(part in ("", ".", "..") for part in revision.split("/"))
+    ):
         raise _no_name(key, "write the name of a branch, a tag or a commit after the @")
     return revision, path
 

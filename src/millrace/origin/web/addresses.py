@@ -10,9 +10,8 @@ import re
 from urllib.parse import quote, unquote_to_bytes, urljoin, urlsplit
 
 from millrace.errors import ObjectNotFoundError, OriginUnavailableError, UsageError
+from millrace.origin import unusable
 
-# Control characters, and bytes that were no UTF-8, as Python keeps them in a string.
-_UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _HOST = re.compile(r"(?:[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?")
 _STRAY_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _ENCODED_RUN = re.compile(r"(?:%[0-9A-Fa-f]{2})+")
@@ -33,7 +32,7 @@ def url_of(scheme: str, key: str) -> str:
             f"a URL of {scheme}:// has a user name or password in it",
             next_step="give them as target_options={'auth': (user, password)}",
         )
-    if _UNUSABLE.search(key):
+    if unusable.CHARACTERS.search(key):
         raise ObjectNotFoundError(
             f"{shown(f'{scheme}://{key}')} is no valid URL", next_step="use UTF-8 without control characters"
         )
@@ -79,7 +78,7 @@ def _decoded(run: str) -> str:
         text = unquote_to_bytes(run).decode()
     except UnicodeDecodeError:
         return run
-    return "".join(f"%{ord(char):02X}" if char in "%/?#" or _UNUSABLE.match(char) else char for char in text)
+    return "".join(f"%{ord(char):02X}" if char in "%/?#" or unusable.CHARACTERS.match(char) else char for char in text)
 
 
 def shown(url: str) -> str:
