@@ -174,3 +174,14 @@ def test_signals_end_a_command_in_good_order(number: signal.Signals, code: int, 
     assert process.returncode == code
     assert out == "cleaned up\n"
     assert err == f"millrace: {word}; nothing is left running\n"
+
+
+def test_ctrl_c_while_commands_are_imported_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("millrace.cli._add_commands", interrupted)
+    assert main(["--help"]) == 130
+    assert capsys.readouterr().err.startswith("millrace: interrupted")

@@ -79,7 +79,7 @@ def test_credentials_of_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert given is not None
     assert given() == {"access_key_id": "a", "secret_access_key": "b", "token": None, "expires_at": None}
     assert provider_of(s3_options({"anon": True}, {}), {}) is None
-    assert provider_of(s3_options({}, {}), {"AWS_ACCESS_KEY_ID": "x"}) is None
+    assert provider_of(s3_options({}, {}), {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}) is None
     nobody = provider_of(s3_options({"profile": "nobody"}, {}), {})
     assert nobody is not None
     with pytest.raises(ConfigurationError, match="'nobody'"):

@@ -6,6 +6,7 @@ No cloud's identity service can be had here: credential objects of azure-identit
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -17,8 +18,12 @@ from typing import Any
 import pytest
 
 from millrace.errors import ConfigurationError, DeniedError
+from millrace.origin import open_origin
 from millrace.origin.clients import Clients
 from millrace.origin.credentials import Found, Provider, find_credentials
+from millrace.origin.importing import is_installed
+from millrace.origin.object_store import ObjectStoreOrigin
+from millrace.origin.obstore_library import obstore_library
 from millrace.origin.options import azure_options, gcs_options
 
 
@@ -70,7 +75,7 @@ def test_identities_of_pods_and_machines_are_left_to_obstore(variable: str, kind
 
 
 def test_azure_without_any_credentials_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.origin.credentials.azure._has_azure_identity", lambda: False)
+    monkeypatch.setattr("millrace.origin.credentials.azure.is_installed", lambda name: False)
     monkeypatch.setattr("millrace.origin.credentials.azure._METADATA_ADDRESS", ("127.0.0.1", 1))
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(DeniedError, match="az login"):
@@ -78,7 +83,7 @@ def test_azure_without_any_credentials_is_told_so(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_login_of_az_is_used_without_azure_identity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("millrace.origin.credentials.azure._has_azure_identity", lambda: False)
+    monkeypatch.setattr("millrace.origin.credentials.azure.is_installed", lambda name: False)
     (tmp_path / "az").write_text("#!/bin/sh\n")
     (tmp_path / "az").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -86,7 +91,7 @@ def test_the_login_of_az_is_used_without_azure_identity(monkeypatch: pytest.Monk
 
 
 def test_google_without_google_auth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("millrace.origin.credentials.gcs._has_google_auth", lambda: False)
+    monkeypatch.setattr("millrace.origin.credentials.gcs.is_installed", lambda name: False)
     monkeypatch.setattr("millrace.origin.credentials.gcs._METADATA_ADDRESS", ("127.0.0.1", 1))
     monkeypatch.setenv("HOME", str(tmp_path))
     account = {"type": "service_account", "client_email": "me"}
@@ -203,3 +208,54 @@ def test_credentials_are_not_looked_up_again_at_once_however_long_it_takes(monke
     assert not clients.renew(clients.get("bucket"))
     now[0] += 2
     assert clients.renew(clients.get("bucket"))
+
+
+def test_half_a_pair_of_variables_is_an_error_that_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    with pytest.raises(DeniedError, match="AWS_ACCESS_KEY_ID is set without AWS_SECRET_ACCESS_KEY"):
+        open_origin("s3", {"endpoint_url": "http://127.0.0.1:1"}).head("bucket/key")
+
+
+def test_what_obstore_raises_when_a_client_is_made_becomes_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    origin = ObjectStoreOrigin("s3", {"endpoint_url": "http://127.0.0.1:1", "anon": True})
+
+    def get(container: str, *, streams: bool = False) -> None:
+        raise obstore_library().exceptions.GenericError("Generic S3 error: bad value 'hush'\n\nDebug source: hush")
+
+    monkeypatch.setattr(origin._clients, "get", get)
+    with pytest.raises(ConfigurationError, match="Generic S3 error") as caught:
+        origin.head("bucket/key")
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+def test_a_variable_that_names_no_file_is_named(has_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.origin.credentials.gcs.is_installed", lambda name: has_library)
+    with pytest.raises(ConfigurationError, match=r"GOOGLE_APPLICATION_CREDENTIALS names /nope/key\.json"):
+        google({}, {"GOOGLE_APPLICATION_CREDENTIALS": "/nope/key.json"})
+
+
+def test_a_credential_that_warns_is_not_heard_and_the_logging_of_others_is_left_as_it_was(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = logging.getLogger("azure.identity._internal")
+
+    def get_token(*scopes: str) -> Any:
+        log.warning("no environment configuration")
+        logging.getLogger("mine").warning("mine")
+        raise RuntimeError("none")
+
+    found = azure({"credential": SimpleNamespace(get_token=get_token)})
+    assert found.provider is not None
+    with pytest.raises(DeniedError):
+        found.provider()
+    log.warning("later")
+    assert [record.getMessage() for record in caplog.records] == ["mine", "later"]
+
+
+def test_a_module_whose_package_is_missing_is_not_installed() -> None:
+    assert not is_installed("millrace_none")
+    assert not is_installed("millrace_none.part")
+    assert is_installed("json")

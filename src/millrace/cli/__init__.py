@@ -30,19 +30,9 @@ def millrace() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    from millrace.cli.checkpoints import checkpoints
-    from millrace.cli.demo import demo
-    from millrace.cli.doctor import doctor
-    from millrace.cli.load import load
-    from millrace.cli.ls import ls
-    from millrace.cli.node import node
-    from millrace.cli.rules import free, limit, pin, resize, unpin
-    from millrace.cli.status import status
-
-    for command in (checkpoints, demo, doctor, free, limit, load, ls, node, pin, resize, status, unpin):
-        millrace.add_command(command)
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        _add_commands()  # inside: these imports take a while, and Ctrl-C may come meanwhile
         if completion := os.environ.get("_MILLRACE_COMPLETE"):
             from click.shell_completion import shell_complete
 
@@ -78,6 +68,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _unexpected(error)
     finally:
         _end_stdout()
+
+
+def _add_commands() -> None:
+    from millrace.cli.checkpoints import checkpoints
+    from millrace.cli.demo import demo
+    from millrace.cli.doctor import doctor
+    from millrace.cli.load import load
+    from millrace.cli.ls import ls
+    from millrace.cli.node import node
+    from millrace.cli.rules import free, limit, pin, resize, unpin
+    from millrace.cli.status import status
+
+    for command in (checkpoints, demo, doctor, free, limit, load, ls, node, pin, resize, status, unpin):
+        millrace.add_command(command)
 
 
 def _unexpected(error: Exception) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import threading
 from collections.abc import Iterator
@@ -32,6 +33,16 @@ def imported(name: str) -> Any:
         with importing():
             module = _imported[name] = importlib.import_module(name)
     return module
+
+
+def is_installed(name: str) -> bool:
+    """Whether a module of this full name can be found. Does not import it, but the packages that it lies in."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not even a package that it would lie in
+        return False
+    except ValueError:  # imported, in a way that left no trace of where from
+        return True
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from millrace.errors import (
     OriginUnavailableError,
     UsageError,
 )
+from millrace.origin.local_places import check_place
 from millrace.origin.obstore_library import obstore_library
 from millrace.origin.protocol import ObjectInfo
 from millrace.origin.store_access import MADE_UP
@@ -118,6 +119,7 @@ class ObjectStoreOrigin(StoreListing):
     def open_writer(self, key: str) -> ObjectUpload:
         self._check_may_write(key)
         self._locate(key)  # a key that cannot be is an error now, not at the end
+        self._check_place(key)
 
         def upload(parts: Iterator[Buffer]) -> None:
             client, path = self._locate(key, streams=True)
@@ -139,6 +141,7 @@ class ObjectStoreOrigin(StoreListing):
         body = memoryview(data).cast("B")
 
         def request(client: Any, path: str) -> None:
+            self._check_place(key)
             obstore_library().put(client, path, body, mode=mode, use_multipart=False)
 
         self._request(key, request, streams=streams)
@@ -170,6 +173,10 @@ class ObjectStoreOrigin(StoreListing):
             raise DeniedError(
                 f"{self._scheme}://{key} cannot be written without credentials", next_step="leave 'anon' out"
             )
+
+    def _check_place(self, key: str) -> None:
+        if self._scheme == "file":
+            check_place("/" + key.strip("/"))
 
 
 def _delete_one(client: Any, path: str) -> None:

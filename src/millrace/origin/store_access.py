@@ -19,6 +19,8 @@ Result = TypeVar("Result")
 # Control characters, bytes that were no UTF-8 (as Python keeps them in a string), and parts that a URL would resolve away.
 _UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]|(?:^|/)\.{0,2}(?:/|$)")
 
+_QUOTED = re.compile(r"([\"'`]).*?\1")
+
 # In bytes of UTF-8. No cloud has longer keys, and Linux no longer parts of a path.
 _KEY_BYTES = 1024
 _PATH_BYTES = 4095
@@ -107,7 +109,14 @@ class StoreAccess:
             raise ObjectNotFoundError(
                 f"{self._scheme}://{key[:64]}... is no valid object name", next_step="use a shorter name"
             )
-        return self._clients.get(bucket, streams=streams), path
+        try:
+            return self._clients.get(bucket, streams=streams), path
+        except obstore_library().exceptions.BaseError as error:  # from options or variables that it cannot use
+            why = _QUOTED.sub("...", str(error).strip().partition("\n")[0])  # what is quoted may be a secret
+            raise ConfigurationError(
+                f"{self._scheme}://{bucket} cannot be opened ({why})",
+                next_step="correct target_options, or the environment variables that they stand for",
+            ) from error
 
     def _info(self, key: str, meta: Mapping[str, Any]) -> ObjectInfo:
         modified = meta["last_modified"].timestamp()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from millrace.errors import ConfigurationError, MissingDependencyError, OriginUn
 from millrace.members import Membership, NodeLink
 from millrace.members.opening import same_cluster
 from millrace.origin import Origin
+from millrace.origin.importing import is_installed
 from millrace.peers.breakers import Breakers
 from millrace.peers.cluster import Cluster
 from millrace.peers.folder import FolderViews, LiveNode, NodeFacts, is_held, live_nodes, read_facts
@@ -31,7 +30,7 @@ def ray_link(options: CacheOptions, origin: Origin | None, *, in_job: bool) -> N
     what starting the node raises.
     """
     if not in_job:
-        if "ray" not in sys.modules and importlib.util.find_spec("ray") is None:
+        if not is_installed("ray"):
             raise MissingDependencyError("members='ray' needs ray", next_step="pip install 'millrace[ray]'")
         raise ConfigurationError("members='ray' outside of a Ray job", next_step="call ray.init() first")
     # By name: nothing but that module may import ray.

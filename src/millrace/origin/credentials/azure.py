@@ -6,15 +6,17 @@ more. Without any of them obstore would ask the metadata address of Azure until 
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
+import logging
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from millrace.errors import ConfigurationError, DeniedError
 from millrace.origin.credentials.provider import Found, Provider, metadata_answers
-from millrace.origin.importing import imported
+from millrace.origin.importing import imported, is_installed
 from millrace.origin.options import StoreOptions
 
 _SCOPE = "https://storage.azure.com/.default"
@@ -38,7 +40,7 @@ def azure_credentials(options: StoreOptions, environ: Mapping[str, str]) -> Foun
     ):
         if environ.get(variable):
             return Found(config={"credential_type": kind, **_told(options)})
-    if _has_azure_identity():
+    if is_installed("azure.identity"):
         return Found(provider=_tokens(lambda: _default_credential(options)))
     if shutil.which("az"):
         return Found(config={"credential_type": "azure_cli", **_told(options)})
@@ -50,13 +52,6 @@ def azure_credentials(options: StoreOptions, environ: Mapping[str, str]) -> Foun
 def _told(options: StoreOptions) -> dict[str, Any]:
     """What the options say about an identity that obstore looks for."""
     return {name: options.hints[name] for name in ("tenant_id", "client_id") if name in options.hints}
-
-
-def _has_azure_identity() -> bool:
-    try:
-        return importlib.util.find_spec("azure.identity") is not None
-    except ModuleNotFoundError:  # not even the package `azure`
-        return False
 
 
 def _default_credential(options: StoreOptions) -> Any:
@@ -75,7 +70,8 @@ def _tokens(make: Any) -> Provider:
 
         def answer() -> dict[str, Any]:
             try:
-                token = credential.get_token(_SCOPE)
+                with _quiet():
+                    token = credential.get_token(_SCOPE)
             except Exception as error:  # whatever a credential of the user's own raises
                 raise none_found() from error
             return {"token": token.token, "expires_at": datetime.fromtimestamp(token.expires_on, UTC)}
@@ -83,6 +79,37 @@ def _tokens(make: Any) -> Provider:
         return answer
 
     return Provider(look_up)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """azure-identity warns in many lines of every place without credentials: this thread's, at DEBUG only."""
+    logger, thread = logging.getLogger("azure.identity"), threading.get_ident()
+    if logger.isEnabledFor(logging.DEBUG):
+        yield
+        return
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return record.thread != thread or not record.name.startswith("azure.identity")
+
+    # Filters of a logger do not see what its children log, so that those of the handlers are needed.
+    handlers = [handler for at in _ancestry(logger) for handler in at.handlers]
+    if logging.lastResort is not None:
+        handlers.append(logging.lastResort)
+    for handler in handlers:
+        handler.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_shown)
+
+
+def _ancestry(logger: logging.Logger) -> list[logging.Logger]:
+    found = [logger]
+    while found[-1].propagate and found[-1].parent is not None:
+        found.append(found[-1].parent)
+    return found
 
 
 def none_found() -> DeniedError:

@@ -5,7 +5,6 @@ google-auth knows the files that `gcloud` writes, service accounts, federated on
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from typing import Any
 
 from millrace.errors import ConfigurationError, DeniedError, OriginUnavailableError
 from millrace.origin.credentials.provider import Answer, Found, Provider, metadata_answers
-from millrace.origin.importing import imported
+from millrace.origin.importing import imported, is_installed
 from millrace.origin.options import StoreOptions
 
 _SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
@@ -22,6 +21,7 @@ _METADATA_ADDRESS = ("metadata.google.internal", 80)
 
 # Variables by which obstore finds credentials by itself.
 _OBSTORE_READS = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY")
+_VARIABLE = "GOOGLE_APPLICATION_CREDENTIALS"
 _GCLOUD_FILE = "~/.config/gcloud/application_default_credentials.json"
 
 
@@ -30,23 +30,21 @@ def gcs_credentials(options: StoreOptions, environ: Mapping[str, str]) -> Found:
     token = options.hints.get("token")
     if token is None and any(environ.get(name) for name in _OBSTORE_READS):
         return Found()
-    if _has_google_auth():
+    named = environ.get(_VARIABLE)
+    if token in (None, "google_default") and named and not os.path.isfile(os.path.expanduser(named)):
+        raise ConfigurationError(
+            f"{_VARIABLE} names {named}, and there is no such file", next_step="correct the variable, or unset it"
+        )
+    if is_installed("google.auth"):
         return Found(provider=Provider(lambda: _by_google_auth(token)))
     if isinstance(token, Mapping):
         return Found(config={"service_account_key": json.dumps(dict(token))})
-    path = token if token not in (None, "google_default", "cloud") else environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+    path = token if token not in (None, "google_default", "cloud") else named
     if path is not None:
         return Found(config={"application_credentials": _existing(path)})
     if (token != "cloud" and os.path.exists(os.path.expanduser(_GCLOUD_FILE))) or metadata_answers(_METADATA_ADDRESS):
         return Found()
     raise none_found()
-
-
-def _has_google_auth() -> bool:
-    try:
-        return importlib.util.find_spec("google.auth") is not None
-    except ModuleNotFoundError:  # not even the package `google`
-        return False
 
 
 def _existing(path: str) -> str:

@@ -6,14 +6,13 @@ the metadata address of EC2 until its retries end, and the user would read of an
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from millrace.errors import ConfigurationError, DeniedError, MissingDependencyError
 from millrace.origin.credentials.provider import Answer, Found, Provider, metadata_answers
-from millrace.origin.importing import imported
+from millrace.origin.importing import imported, is_installed
 from millrace.origin.options import StoreOptions
 
 # Variables by which obstore finds credentials by itself.
@@ -34,10 +33,15 @@ def s3_credentials(options: StoreOptions, environ: Mapping[str, str]) -> Found:
     `ConfigurationError` for a profile that does not exist.
     """
     profile = options.hints.get("profile")
+    key, secret = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"
+    if profile is None and bool(environ.get(key)) != bool(environ.get(secret)):
+        there, missing = (key, secret) if environ.get(key) else (secret, key)
+        if there == key or not environ.get("AWS_PROFILE"):
+            raise DeniedError(f"{there} is set without {missing}", next_step="set both variables, or neither")
     if profile is None and any(environ.get(name) for name in _OBSTORE_READS):
         return Found()
     profile = profile or environ.get("AWS_PROFILE") or None
-    if importlib.util.find_spec("botocore") is not None:
+    if is_installed("botocore"):
         return Found(provider=Provider(lambda: _by_botocore(profile)))
     if profile is not None:
         raise MissingDependencyError(
