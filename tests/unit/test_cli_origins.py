@@ -11,7 +11,10 @@ import pytest
 
 from millrace.cache.catalog import url_of
 from millrace.cli import main
+from millrace.errors import ConfigurationError
 from millrace.filesystem import filesystem
+from millrace.origin import open_origin
+from millrace.origin.translation import translate
 from millrace.testing.hub import HubServer
 from millrace.testing.web import WebServer
 
@@ -94,6 +97,35 @@ def test_the_doctor_looks_for_the_object_itself(millrace: Any) -> None:
 
 def test_a_whole_storage_is_not_pinned(millrace: Any) -> None:
     assert "names no object" in millrace("pin", "s3://", code=1)
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("millrace::s3://bucket/x", "leave 'millrace::' out"),
+        ("s3:/bucket/x", "did you mean s3://"),
+        ("S3://bucket/x", "in lower case"),
+        ("s3://bucket:80/x", "has a ':' in it"),
+    ],
+)
+def test_a_url_that_is_nearly_right_is_explained(millrace: Any, url: str, told: str) -> None:
+    said = millrace("load", url, code=1)
+    assert told in said
+    assert "password" not in said
+
+
+@pytest.mark.parametrize("command", [[], ["node"], ["checkpoints"]], ids=str)
+def test_a_group_alone_prints_its_help(millrace: Any, command: list[str]) -> None:
+    assert "\nCommands:\n" in millrace(*command, code=2)
+
+
+def test_what_is_a_bucket_elsewhere_is_a_container_on_azure() -> None:
+    origin = open_origin("az", {"account_name": "a", "anon": True})
+    with pytest.raises(ConfigurationError, match="without a container"):
+        origin.head("")
+    error = translate(PermissionError("no"), "az://c/x", origin.identity)
+    assert error is not None
+    assert "container" in error.next_step
 
 
 def test_an_address_where_nobody_listens_is_told_at_once(millrace: Any) -> None:

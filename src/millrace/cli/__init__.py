@@ -49,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tell(f"{word}; nothing is left running")
         return int(code)
     except click.ClickException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help of a group; click before 8.2 lacks it
+            click.echo(error.format_message(), err=True)
+            return error.exit_code
         path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "millrace"
         message = " ".join(error.format_message().split())  # click writes a choice's values below each other
         tell(f"{message.rstrip('.')}: see '{path} --help'")

@@ -54,6 +54,8 @@ _CACHES = frozenset({"blockcache", "cached", "filecache", "millrace", "simplecac
 def service_of(scheme: str) -> Service:
     """What serves `scheme`. Raises `ConfigurationError` where nothing does."""
     found = _BY_ALIAS.get(scheme) or _of_fsspec(scheme)
+    if found is None and scheme.lower() in _BY_ALIAS:
+        raise ConfigurationError(f"no origin serves {scheme!r}", next_step=f"write {scheme.lower()}, in lower case")
     if found is None:
         raise ConfigurationError(
             f"no origin serves {scheme!r}",
@@ -102,6 +104,12 @@ def split_url(url: str) -> tuple[str, str]:
     if not url:
         raise UsageError("a URL is empty", next_step="write s3://bucket/key, or '.' for the current directory")
     scheme, separator, key = url.partition("://")
+    if separator and scheme.startswith("millrace::"):
+        raise UsageError("only fsspec chains URLs with 'millrace::'", next_step="leave 'millrace::' out")
     if separator:
         refuse_password(scheme, key)
+    broken, slash, _ = url.partition(":/")
+    if slash and not separator and broken in _BY_ALIAS and not _BY_ALIAS[broken].rooted:
+        # As a local path it would be a directory beside the program.
+        raise UsageError(f"{broken}:/ has one slash after its colon", next_step=f"did you mean {broken}://")
     return (scheme, key) if separator else ("file", url)

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from millrace.errors import ConfigurationError, DeniedError, MillraceError, ObjectNotFoundError
 from millrace.origin.clients import Clients
+from millrace.origin.interruptible import interruptible
 from millrace.origin.obstore_library import obstore_library
 from millrace.origin.protocol import ObjectInfo
-from millrace.origin.translation import translate
+from millrace.origin.translation import bucket_word, translate
 
 Result = TypeVar("Result")
 
@@ -73,13 +74,17 @@ class StoreAccess:
         client, path = self._locate(key, streams=streams)
         try:
             with self._translated(key):
-                return action(client, path)
+                return self._waited(lambda: action(client, path))
         except DeniedError:
             if not self._clients.renew(client):
                 raise
         client, path = self._locate(key, streams=streams)
         with self._translated(key):
-            return action(client, path)
+            return self._waited(lambda: action(client, path))
+
+    def _waited(self, call: Callable[[], Result]) -> Result:
+        """Make a call of obstore's so that Ctrl-C is heard; local files are not waited for as long."""
+        return call() if self._scheme == "file" else interruptible(call)
 
     def _bucket(self, key: str) -> str:
         """The part of a key that obstore's answers lack, with its slash."""
@@ -93,8 +98,9 @@ class StoreAccess:
         else:
             bucket, _, path = name.partition("/")
             if not bucket:
+                word = bucket_word(self._scheme)
                 raise ConfigurationError(
-                    f"{self._scheme}:// without a bucket", next_step=f"write {self._scheme}://bucket/key"
+                    f"{self._scheme}:// without a {word}", next_step=f"write {self._scheme}://{word}/key"
                 )
         if name and _UNUSABLE.search(name):  # obstore would call it a bad value, and not say of what
             raise ObjectNotFoundError(

@@ -63,6 +63,11 @@ def http_status(error: BaseException) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
+def bucket_word(scheme: str) -> str:
+    """What users of the service call a bucket."""
+    return "container" if scheme == "az" else "bucket"
+
+
 def translate(
     error: Exception, url: str, identity: str, credentials_error: MillraceError | None = None
 ) -> MillraceError | None:
@@ -76,7 +81,10 @@ def translate(
     code = server_code(error)
     if code in _NO_BUCKET:
         bucket = "/".join(url.split("/", 3)[:3])
-        return ObjectNotFoundError(f"the bucket of {url} does not exist", next_step=f"check {bucket} and the endpoint")
+        return ObjectNotFoundError(
+            f"the {bucket_word(url.partition(':')[0])} of {url} does not exist",
+            next_step=f"check {bucket} and the endpoint",
+        )
     if isinstance(error, FileNotFoundError):
         return ObjectNotFoundError(f"{url} does not exist", next_step="check the name and the endpoint")
     if isinstance(error, library.PreconditionError):
@@ -97,7 +105,8 @@ def translate(
     refused = isinstance(error, library.PermissionDeniedError | library.UnauthenticatedError | PermissionError)
     if refused or code in _REFUSALS or http_status(error) in (401, 403):
         return DeniedError(
-            f"access to {url} was denied", next_step="check the credentials and their rights on this bucket"
+            f"access to {url} was denied",
+            next_step="check the credentials and their rights on this " + bucket_word(url.partition(":")[0]),
         )
     if isinstance(error, library.InvalidPathError):
         return ObjectNotFoundError(f"{url} is no valid object name", next_step="check the name")

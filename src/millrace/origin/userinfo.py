@@ -22,6 +22,11 @@ def refuse_password(scheme: str, key: str) -> None:
     first = _FIRST_PART.match(key.lstrip("/"))
     name, at, _ = (first[0] if first else "").partition("@")
     if ":" in name and (at or (scheme in _WITHOUT_COLONS and not name.startswith("arn:"))):
+        if "@" not in key:  # a port, perhaps; shown is neither
+            raise UsageError(
+                f"the first part of a path of {scheme}:// has a ':' in it",
+                next_step="write the name alone; the address of the service is an option of its own",
+            )
         raise UsageError(
             f"a path of {scheme}:// begins with what looks like a user name and a password",
             next_step="give credentials as target_options, or leave them to the environment",
