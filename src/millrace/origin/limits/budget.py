@@ -94,6 +94,7 @@ class Budget:
         self._schedule = threading.Lock()
         self._waiting: deque[weakref.ref[Turn]] = deque()
         self._held: dict[int, weakref.ref[Turn]] = {}
+        self._lost: deque[weakref.ref[Turn]] = deque()
         self._next = random.randrange(MOST_REQUESTS)
         self._thorough_at = 0.0
         board = self._board
@@ -102,6 +103,11 @@ class Budget:
                 board.after_fork()
             except OSError as error:
                 self._tell_private(str(error))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of this process has a turn, or waits for one."""
+        return not self._held and not self._waiting
 
     # --- a request --------------------------------------------------------------------------------
 
@@ -265,6 +271,12 @@ class Budget:
 
     def _free_slot(self, board: Board, turn: Turn) -> bool:
         """Take any free slot of those that the window allows; under the lock."""
+        if self._lost:
+            count = len(self._lost)
+            for slot in [slot for slot, holder in self._held.items() if holder() is None]:
+                self._give(board, slot)
+            for _ in range(count):  # last: an interrupt before it only makes the next one look again
+                self._lost.popleft()
         stop = self._window().requests
         start = self._next % stop
         for begin, end in ((start, stop), (0, start)):
@@ -275,8 +287,6 @@ class Budget:
                 slot = board.find(slot + 1, end)
         now = time.monotonic()
         if now >= self._thorough_at:
-            for slot in [slot for slot, holder in self._held.items() if holder() is None]:
-                self._give(board, slot)
             for slot in range(stop):
                 if self._take(board, slot, turn):
                     return True
@@ -288,7 +298,7 @@ class Budget:
         if slot in self._held:
             return False
         turn.slot = slot
-        self._held[slot] = weakref.ref(turn)
+        self._held[slot] = weakref.ref(turn, self._lost.append)
         if board.take(slot):
             self._next = slot
             return True

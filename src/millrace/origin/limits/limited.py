@@ -28,6 +28,9 @@ DEFAULT_MAX_WEB_REQUESTS = 16
 WEB = frozenset({"http", "https"})
 """Schemes of which one origin is many servers, the first part of each key."""
 
+# Servers of the web whose budgets one origin keeps open, besides those in use.
+_MOST_BUDGETS = 64
+
 # Inside a cache directory, beside the folders of its nodes: the limits are those of all of them together.
 _FOLDER = ("millrace", "limits")
 
@@ -155,6 +158,8 @@ class LimitedOrigin:
         """The budget that requests for `key` count in: one for all keys, on the web one for each server."""
         server = key.partition("/")[0] if self._limits.scheme in WEB else ""
         budget = self._budgets.get(server)
+        if budget is not None and server:
+            self._budgets[server] = self._budgets.pop(server, budget)  # the last used is the last
         if budget is None:
             name = f"{self.identity} {server}".strip()
             file = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
@@ -162,7 +167,15 @@ class LimitedOrigin:
             shared = imported("millrace.origin.limits.budget").shared_budget
             made: Budget = shared(name, path, most=self._most, per_second=self._per_second)
             budget = self._budgets.setdefault(server, made)
+            self._let_idle_ones_go()
         return budget
+
+    def _let_idle_ones_go(self) -> None:
+        """A budget in use has two open files, and the web has many servers. What it knows stays in its file."""
+        for server in list(self._budgets)[:-_MOST_BUDGETS]:
+            budget = self._budgets.get(server)
+            if budget is not None and budget.is_idle:
+                self._budgets.pop(server, None)
 
     def _retry_after(self, key: str) -> float | None:
         asking = imported("millrace.origin.limits.asking")  # HTTP and TLS, for what hardly ever happens
