@@ -6,8 +6,11 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from millrace.errors import (
     DeniedError,
@@ -20,6 +23,7 @@ from millrace.errors import (
 )
 from millrace.events import Event, add_hook
 from millrace.origin import ObjectInfo
+from millrace.origin.fsspec_origin import FsspecOrigin
 from millrace.origin.limits import LimitedOrigin, Limits, Patience, patience
 from millrace.testing.origins import MemoryOrigin
 
@@ -269,3 +273,28 @@ def test_a_crowd_over_a_storm_ends_right(inner: MemoryOrigin, origin: LimitedOri
         thread.join(60)
     assert results == [b"0123456789"] * 32
     assert most <= 4
+
+
+def test_a_small_stream_is_one_request_in_a_turn_and_tried_again(tmp_path: Path) -> None:
+    class LosesConnections(MemoryFileSystem):  # type: ignore[misc]
+        """A library in memory whose first tries to write fail."""
+
+        protocol = "loses-connections"
+        store: ClassVar[dict[str, object]] = {}
+        pseudo_dirs: ClassVar[list[str]] = [""]
+        failures = 2
+
+        def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: object) -> None:
+            held.append(len(origin.budget_of("b/k")._held))
+            if len(held) <= self.failures:
+                raise ConnectionResetError("reset")
+            super().pipe_file(path, value, mode, **kwargs)
+
+    held: list[int] = []
+    fsspec.register_implementation("loses-connections", LosesConnections, clobber=True)
+    limits = Limits.of("loses-connections", {"cache_dir": str(tmp_path)})
+    origin = LimitedOrigin(FsspecOrigin("loses-connections", None), limits)
+    with origin.open_writer("b/k") as writer:
+        writer.write(b"small")
+    assert bytes(origin.read("b/k", 0, 5)) == b"small"
+    assert held == [1, 1, 1]

@@ -39,6 +39,10 @@ class ObjectUpload:
         self._error: BaseException | None = None
         self._finished = False
 
+    def send_whole_by(self, put_whole: Callable[[Buffer], None]) -> None:
+        """Send an object that fits one part by this call instead: a turn of a budget, with retries, is around it."""
+        self._put_whole = put_whole
+
     def write(self, data: Buffer, /) -> int:
         if self._finished:
             raise ValueError(f"upload of {self._key} is closed")

@@ -12,6 +12,7 @@ from typing_extensions import Buffer
 from millrace.config import LIMIT_NAMES, resolve_limits
 from millrace.origin.importing import imported
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo, ObjectWriter, Origin
+from millrace.origin.upload import ObjectUpload
 
 if TYPE_CHECKING:
     from millrace.origin.limits.budget import Budget
@@ -64,8 +65,8 @@ def limited(origin: Origin, limits: Limits) -> Origin:
 class LimitedOrigin:
     """`inner`, asked within the budget that this node has for it, and again where that can help.
 
-    Thread-safe, safe across fork; pickles as `inner` and what was said about the limits. Streams of `open_writer` are not
-    limited and not tried again here: the library that sends them tries each part again, at most four at once.
+    Thread-safe, safe across fork; pickles as `inner` and what was said about the limits. Streams of `open_writer` that
+    need several parts are not limited and not tried again here: the library that sends them tries each part again.
     """
 
     def __init__(self, inner: Origin, limits: Limits) -> None:
@@ -139,7 +140,10 @@ class LimitedOrigin:
         self._run(key, lambda: self.inner.put(key, data, if_absent=if_absent), once=if_absent)
 
     def open_writer(self, key: str) -> ObjectWriter:
-        return self.inner.open_writer(key)
+        writer = self.inner.open_writer(key)
+        if isinstance(writer, ObjectUpload):
+            writer.send_whole_by(lambda data: self.put(key, data))
+        return writer
 
     def delete(self, keys: Sequence[str]) -> None:
         if keys:
