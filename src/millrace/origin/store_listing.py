@@ -81,7 +81,8 @@ class StoreListing(StoreAccess):
         with self._translated(prefix), self._listable(prefix):
             held_back: list[ObjectInfo] = []
             is_directory = not path
-            for chunk in obstore_library().list(client, path or None, offset=offset or None, chunk_size=LIST_PAGE):
+            stream = obstore_library().list(client, path or None, offset=offset or None, chunk_size=LIST_PAGE)
+            while (chunk := self._waited(lambda: next(stream, None))) is not None:
                 last = len(chunk) < LIST_PAGE
                 is_directory = is_directory or any(meta["path"] == path for meta in chunk)
                 found = held_back + [self._info(bucket + meta["path"], meta) for meta in chunk if meta["path"] != path]
