@@ -714,3 +714,17 @@ def count_open(folder: Path) -> int:
         with contextlib.suppress(OSError):
             found += os.readlink(f"/proc/self/fd/{name}").startswith(str(folder))
     return found
+
+
+def test_locks_and_numbers_are_of_one_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really = board_module._File.close
+
+    def close_and_replace(file: board_module._File) -> None:
+        really(file)
+        other = path.with_name("other")
+        other.write_bytes(path.read_bytes())
+        other.rename(path)
+
+    monkeypatch.setattr(board_module._File, "close", close_and_replace)
+    with pytest.raises(StorageError, match="changes while it is opened"):
+        Board(path)

@@ -76,12 +76,13 @@ class Board:
             # Of its own description: the map keeps a copy of the descriptor, also in a child, where no lock may hang on it.
             with contextlib.closing(_File(path)) as file:
                 self._map = mmap.mmap(file.descriptor, _NBYTES)
+                mapped = os.fstat(file.descriptor)
             self._locks = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         self.numbers = memoryview(self._map)[_LINE_BYTES:_PAGE].cast("d")
         """By `Number`. Written by this process under `exclusive` only."""
         if self._locks is not None:
             try:
-                self._require_same_file(path)
+                self._require_same_file(path, mapped)
                 self._begin()
             except BaseException:
                 self.close()
@@ -187,10 +188,11 @@ class Board:
                 self.reset()
                 self._map[:_LINE_BYTES] = line
 
-    def _require_same_file(self, path: Path | None) -> None:
+    def _require_same_file(self, path: Path | None, mapped: os.stat_result) -> None:
+        """The locks must be on the file whose numbers these are: another one may have come into its place meanwhile."""
         assert self._locks is not None
         status = os.fstat(self._locks)
-        if not stat.S_ISREG(status.st_mode) or status.st_size < _NBYTES or status.st_uid != os.geteuid():
+        if not os.path.samestat(status, mapped) or status.st_size < _NBYTES:
             raise StorageError(f"{path} changes while it is opened", next_step="remove it")
         self._lock(_flock(fcntl.F_UNLCK, _MUTEX_BYTE), probing=True)
 

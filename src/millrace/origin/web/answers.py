@@ -19,6 +19,7 @@ from millrace.errors import (
     OriginUnavailableError,
     UsageError,
 )
+from millrace.origin.limits.retry_after import parse_retry_after
 from millrace.origin.web.addresses import shown
 
 Headers = Mapping[str, str]
@@ -113,12 +114,9 @@ def _seconds(date: str) -> float | None:
 
 def retry_after(headers: Headers, now: float) -> float | None:
     """For how many seconds the server wants to be left alone, None where it does not say. `now` is in Unix seconds."""
-    text = headers.get("Retry-After", "").strip()
-    if text.isascii() and text.isdigit():
-        return min(float(text), _LONGEST_PAUSE)
-    date = _seconds(text) if text else None
-    if date is not None:
-        return max(0.0, date - now)
+    asked = parse_retry_after(headers.get("Retry-After"), now)
+    if asked is not None:
+        return min(asked, _LONGEST_PAUSE)
     spent = _RATE_LIMIT.search(headers.get("RateLimit", ""))
     return min(float(spent[1]), _LONGEST_PAUSE) if spent else None
 
