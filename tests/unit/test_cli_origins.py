@@ -11,7 +11,7 @@ import pytest
 
 from millrace.cache.catalog import url_of
 from millrace.cli import main
-from millrace.errors import ConfigurationError
+from millrace.errors import ConfigurationError, ObjectNotFoundError
 from millrace.filesystem import filesystem
 from millrace.origin import open_origin
 from millrace.origin.translation import translate
@@ -145,3 +145,13 @@ def test_what_is_cached_has_a_url_that_names_it(protocol: str, tmp_path: Path) -
     options = {"ftp": {"host": "h"}, "dir": {"path": str(tmp_path), "target_protocol": "file"}}.get(protocol)
     fs = filesystem(protocol, options)
     assert fs.key_of(url_of(fs.origin_identity, "host/a/b")) == "host/a/b"
+
+
+def test_no_read_of_a_missing_web_address_shows_its_query(tmp_path: Path) -> None:
+    fs = filesystem("http")
+    with WebServer() as web:
+        url = f"{web.url}/n?sig=SEKRET*"
+        for read in (fs.info, fs.ls, fs.cat, fs.expand_path, lambda url: fs.get(url, str(tmp_path / "copy"))):
+            with pytest.raises(ObjectNotFoundError) as caught:
+                read(url)
+            assert "SEKRET" not in f"{caught.value}{caught.value!r}"
