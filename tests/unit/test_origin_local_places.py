@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import DeniedError, IsDirectoryError, MillraceError, UsageError
+import millrace
+from millrace.errors import (
+    DeniedError,
+    IsDirectoryError,
+    MillraceError,
+    MissingDependencyError,
+    ObjectNotFoundError,
+    UsageError,
+)
 from millrace.origin import open_origin
+from millrace.origin.fsspec_origin.library import class_of
 
 
 @pytest.mark.parametrize(
@@ -33,3 +42,24 @@ def test_new_folders_are_made_on_the_way(tmp_path: Path) -> None:
     open_origin("file").put(str(tmp_path / "a" / "b" / "c"), b"1")
     assert (tmp_path / "a" / "b" / "c").read_bytes() == b"1"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
+def test_a_local_directory_is_no_object(tmp_path: Path) -> None:
+    fs = millrace.filesystem("file", cache_dir=str(tmp_path / "cache"), members="none")
+    (tmp_path / "folder").mkdir()
+    for call in (fs.cat_file, fs.open):
+        with pytest.raises(IsDirectoryError):
+            call(str(tmp_path / "folder"))
+    with pytest.raises(ObjectNotFoundError):
+        fs.open(str(tmp_path / "none"))
+    assert fs.isdir(str(tmp_path / "folder"))
+
+
+@pytest.mark.parametrize("scheme", ["smb", "dropbox"])
+def test_a_missing_library_of_fsspec_is_named_as_pip_has_it(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(f"{name}: install it")
+
+    monkeypatch.setattr("millrace.origin.fsspec_origin.library.get_filesystem_class", missing)
+    with pytest.raises(MissingDependencyError, match="pip install"):
+        class_of(scheme)

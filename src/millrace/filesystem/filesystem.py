@@ -7,6 +7,7 @@ no Python between.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from millrace.cache.node import CacheNode
 from millrace.cache.reader import ObjectReader
 from millrace.cache.usage import Use
 from millrace.config import LIMIT_NAMES, OPTION_NAMES, resolve
-from millrace.errors import ConfigurationError, ObjectChangedError, ObjectNotFoundError
+from millrace.errors import ConfigurationError, IsDirectoryError, ObjectChangedError, ObjectNotFoundError
 from millrace.filesystem import opens
 from millrace.filesystem.batches import Range, as_list, bounds, read_batch, read_ranges
 from millrace.filesystem.files import BufferedFile, CachedFile, MappedFile
@@ -287,11 +288,17 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
     def _look_up(self, path: str) -> tuple[ObjectInfo, pa.Buffer | None]:
         """What `path` names, and all of its bytes if they are here; remembered for the next time. Counts as a use.
 
-        Raises `ObjectNotFoundError`.
+        Raises `ObjectNotFoundError`, and `IsDirectoryError` for a local directory.
         """
         node = self.node
         seen = node.changes()  # before anything is asked
-        info, until = node.metadata.stat_until(self._origin, self.key_of(path))
+        key = self.key_of(path)
+        try:
+            info, until = node.metadata.stat_until(self._origin, key)
+        except ObjectNotFoundError as error:
+            if self._target_protocol in ("file", "local") and os.path.isdir("/" + key.strip("/")):
+                raise IsDirectoryError(f"file://{key} is a directory", next_step="name a file in it") from error
+            raise
         if opens.listeners:
             opens.tell(self._origin.identity, info.key)
         found = node.find_native(self._origin, info, seen)
