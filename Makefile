@@ -1,11 +1,12 @@
-# `make demo`, `make test`, `make check`, `make bench` work from a clean clone: each first makes .venv, which needs only
+# `make demo`, `make test`, `make test-all`, `make check`, `make bench` work from a clean clone: each first makes .venv, which needs only
 # Python 3.11 and a network. Everything that they make lies in the clone; `make clean` removes it.
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean venv
+.PHONY: help demo test test-all check bench clean venv
 
 help:
 	@echo "make demo    speech data from S3 through the cache into training, and checkpoints back: the whole way"
-	@echo "make test    all checks and all tests"
+	@echo "make test    all checks and all tests but the thorough ones"
+	@echo "make test-all   and those too: whole jobs on machines of namespaces, every fault with every storage"
 	@echo "make check   only the quick checks: ruff, mypy, import-linter"
 	@echo "make bench   all benchmarks; results in benchmarks/results"
 	@echo "make clean   remove everything that the others made"
@@ -23,6 +24,9 @@ check: venv
 	.venv/bin/lint-imports
 
 test: check
+	@tools/test.sh -m "not thorough" $(ARGS)
+
+test-all: check
 	@tools/test.sh $(ARGS)
 
 bench: venv

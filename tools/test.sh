@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs every test and says how many were not run for want of root, of etcd or of Azurite. Arguments go to pytest. `make test` calls it.
+# Runs every test and says how many were not run for want of root, of etcd or of Azurite. Arguments go to pytest. `make test` and
+# `make test-all` call it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

@@ -26,7 +26,7 @@ from millrace.testing.s3 import S3Server
 
 pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.slow, pytest.mark.root]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.root]
 
 HERE = ROOT / "tests" / "machines"
 JOB_SERVER = "http://localhost:8265"

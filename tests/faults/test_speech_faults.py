@@ -19,6 +19,7 @@ pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.root,
     pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 

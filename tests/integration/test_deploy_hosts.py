@@ -15,7 +15,7 @@ from tests.machines.rays import ENVIRONMENT, wait_until
 
 pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.slow, pytest.mark.root]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.root]
 
 SECONDS = 300.0
 """Enough for any one step on a very busy machine; what waits for more than this hangs."""

@@ -23,6 +23,7 @@ ray = pytest.importorskip("ray")
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 
