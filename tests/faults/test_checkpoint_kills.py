@@ -23,7 +23,7 @@ SMALL = 300
 
 def large(url: str) -> int:
     """Elements for several chunks in flight when the end comes; on an object store, for a multipart upload."""
-    return 5 << 20 if url.startswith("s3:") else 3 << 19
+    return 6 << 20 if url.startswith("s3:") else 3 << 19
 
 
 def state(url: str, step: int) -> dict:

@@ -52,7 +52,7 @@ def slow_down(retry_after: float | None = None) -> OriginBusyError:
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chance is always small: the pauses are what they are in their shortest."""
-    monkeypatch.setattr("millrace.origin.limits.retrying.random.random", lambda: 0.01)
+    monkeypatch.setattr("millrace.origin.limits.chance.CHANCE.random", lambda: 0.01)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ footer where it is longer, stay in the index: for large objects only, since smal
 
 from __future__ import annotations
 
-import random
+import os
 import struct
 import time
 from collections.abc import Callable
@@ -125,7 +125,7 @@ class Footers:
         for _ in range(_SAMPLE):
             if self._index.tail_bytes() + nbytes <= most:
                 return self._may_grow(nbytes)
-            sample = [self._index.tail_after(random.randbytes(16)) for _ in range(_SAMPLE)]
+            sample = [self._index.tail_after(os.urandom(16)) for _ in range(_SAMPLE)]
             residents = [(_RECORD.unpack_from(value)[0], name) for name, value in filter(None, sample)]
             if not residents or self._clock() - min(residents)[0] < _IDLE_SECONDS:
                 return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import threading
 import time
 import weakref
@@ -16,6 +15,7 @@ from millrace.config import MOST_REQUESTS
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.origin.limits.board import Board, Number
+from millrace.origin.limits.chance import CHANCE
 from millrace.origin.limits.decisions import (
     LONGEST_CLOSED_SECONDS,
     Window,
@@ -95,7 +95,7 @@ class Budget:
         self._waiting: deque[weakref.ref[Turn]] = deque()
         self._held: dict[int, weakref.ref[Turn]] = {}
         self._lost: deque[weakref.ref[Turn]] = deque()
-        self._next = random.randrange(MOST_REQUESTS)
+        self._next = CHANCE.randrange(MOST_REQUESTS)
         self._thorough_at = 0.0
         board = self._board
         if board is not None:
@@ -160,7 +160,7 @@ class Budget:
             closings = int(numbers[Number.CLOSINGS])
             pause = left = self._closed_for()
             if first or retry_after is not None:
-                pause = max(left, pause_of_gate(closings, retry_after, random.random()))
+                pause = max(left, pause_of_gate(closings, retry_after, CHANCE.random()))
                 numbers[Number.CLOSED_UNTIL] = now + pause
             if first:
                 numbers[Number.CLOSED_AT] = now
@@ -245,7 +245,7 @@ class Budget:
             if self._closed_for() > 0:
                 return False
             # Only the first of a process looks for what other processes give back.
-            turn.sleep(look * random.uniform(0.5, 1.0) if first else _BEHIND_SECONDS)
+            turn.sleep(look * CHANCE.uniform(0.5, 1.0) if first else _BEHIND_SECONDS)
             look = min(look * 1.5, _LAST_LOOK_SECONDS) if first else _FIRST_LOOK_SECONDS
 
     def _first_waiting(self, board: Board) -> Turn | None:

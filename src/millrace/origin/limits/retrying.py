@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -17,6 +16,7 @@ from millrace.errors import (
 from millrace.events import Event, emit
 from millrace.origin.limits import patience
 from millrace.origin.limits.budget import Budget, Closed, Turn
+from millrace.origin.limits.chance import CHANCE
 from millrace.origin.limits.decisions import Verdict, backoff, is_unsure, verdict_on
 
 Result = TypeVar("Result")
@@ -102,7 +102,7 @@ class _Trouble:
     def pause(self) -> None:
         """Wait before the next try; an origin that is busy is waited for at its gate."""
         if not isinstance(self._last, OriginBusyError):
-            wait = min(backoff(self._counted_tries, random.random()), self.seconds_left)
+            wait = min(backoff(self._counted_tries, CHANCE.random()), self.seconds_left)
             time.sleep(wait)
             self.seconds += wait
 
