@@ -89,9 +89,9 @@ def _marked(dataset: Any) -> Any:
 
 def _epoch(dataset: Any, fs: MillraceFileSystem) -> tuple[dict[str, str], dict[str, int]]:
     """Read everything: where each file was decoded, and what the caches did meanwhile."""
-    before = cluster_counters(fs)
+    before = cluster_counters(fs, settled=True)
     rows = dataset.take_all()
-    after = cluster_counters(fs)
+    after = cluster_counters(fs, settled=True)
     assert len(rows) == len({row["path"] for row in rows})
     return {row["path"]: row["node"] for row in rows}, {name: after[name] - before[name] for name in after}
 
@@ -128,6 +128,7 @@ def test_every_file_is_read_where_it_lies(
         assert nodes == owners
         assert counts["peer_bytes"] == 0
         assert counts["origin_bytes"] == (0 if epoch else size)
+        assert counts["cache_bytes"] == (size if epoch else 0)
 
     assert region.stats(prefix=f"/{bucket}/clips/").bytes_down == size
 

@@ -80,8 +80,9 @@ def test_the_main_job_and_a_second_run(directory: Path, tmp_path: Path) -> None:
     # The first epoch reads the origin, no other does; and the region, which is no part of the cache, counted the same.
     assert epochs[0]["origin_bytes"] > 100_000
     assert [epoch["origin_bytes"] for epoch in epochs[1:]] == [0, 0]
-    # Together: readers add up what they read twice a second, and on a quiet machine an epoch takes as little.
-    assert sum(epoch["cache_bytes"] for epoch in epochs[1:]) > 100_000
+    assert all(epoch["cache_bytes"] > 100_000 for epoch in epochs[1:])
+    # The same clips are the same bytes, also where an epoch takes less time than readers take to count what they read.
+    assert len({epoch["cache_bytes"] for epoch in epochs[1:]}) == 1
     assert result["origin_bytes"] == result["witness_bytes"]
     assert len({epoch["clips_digest"] for epoch in epochs}) == 1
     saved = [epoch["checkpoint"] for epoch in epochs]

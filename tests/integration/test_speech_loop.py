@@ -21,7 +21,7 @@ from millrace.demo.speech.batches import ClipBatch, Example, batch_of, row_of  #
 from millrace.demo.speech.data import table_of  # noqa: E402
 from millrace.demo.speech.families.choosing import family_of  # noqa: E402
 from millrace.demo.speech.families.protocol import Family  # noqa: E402
-from millrace.demo.speech.job import METRICS_NAME, SpeechJob  # noqa: E402
+from millrace.demo.speech.job import METRICS_NAME, Counters, SpeechJob, no_counters  # noqa: E402
 from millrace.demo.speech.log import digest_of, final_epochs, read_events  # noqa: E402
 from millrace.demo.speech.settings import SpeechSettings  # noqa: E402
 from millrace.demo.speech.training import Training  # noqa: E402
@@ -79,7 +79,15 @@ class Given:
             yield batch_of(table_of(map(row, clips)), self._family)
 
 
-def train(root: pathlib.Path, shares: Shares, *, epochs: int, rank: int = 0, **changes: Any) -> Training:
+def train(
+    root: pathlib.Path,
+    shares: Shares,
+    *,
+    epochs: int,
+    rank: int = 0,
+    counters: Counters = no_counters,
+    **changes: Any,
+) -> Training:
     settings = SpeechSettings(
         data_url="unused", run_url=str(root), hidden_size=16, layers=1, epochs=epochs, kill_in_epoch=None,
         learning_rate=1e-3, **changes,
@@ -87,7 +95,7 @@ def train(root: pathlib.Path, shares: Shares, *, epochs: int, rank: int = 0, **c
     place = Place(fs=pyarrow.fs.LocalFileSystem(), url=str(root))
     family = family_of(settings)
     training = Training(
-        SpeechJob(settings=settings, run=place, train_rows=CLIPS),
+        SpeechJob(settings=settings, run=place, train_rows=CLIPS, counters=counters),
         family,
         Given(family, shares, rank),
         device=torch.device("cpu"),
@@ -173,6 +181,19 @@ def test_an_epoch_that_saw_other_clips_is_told_of(tmp_path: pathlib.Path) -> Non
     assert [(event["epoch"], "the same clips" in event["text"]) for event in told] == [(2, True)]
     starts = [event for event in events(tmp_path) if event["event"] == "start"]
     assert [event["precision"] for event in starts] == ["fp32", "bf16"]
+
+
+def test_what_is_counted_between_two_epochs_is_not_lost(tmp_path: pathlib.Path) -> None:
+    told: list[int] = []
+
+    def counters() -> dict[str, int]:
+        told.append(10 * len(told) ** 2)
+        return {"cache_bytes": told[-1]}
+
+    train(tmp_path, TOGETHER, epochs=3, counters=counters)
+    read = [epoch.cache_bytes for epoch in final_epochs(events(tmp_path))]
+    assert all(read)
+    assert sum(read) == told[-1] - told[0]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -121,6 +122,55 @@ def test_without_a_cluster_the_own_counts_are_told(tmp_path: Path) -> None:
     before = cluster_counters(fs)
     fs.cat_file(str(tmp_path / "file"))
     assert cluster_counters(fs)["origin_bytes"] - before["origin_bytes"] == 1000
+
+
+_READER = """
+import sys, millrace
+fs = millrace.filesystem("file", cache_dir=sys.argv[1], members="none", min_free=0)
+for line in sys.stdin:
+    for _ in range(int(line)):
+        fs.open_input_file(sys.argv[2]).read()
+    print("read", flush=True)
+"""
+
+
+def test_settled_counts_have_all_that_another_process_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"x" * 1000)
+    cache = str(tmp_path / "cache")
+    fs = millrace.filesystem("file", cache_dir=cache, members="none", min_free=0)
+    command = [sys.executable, "-c", _READER, cache, str(tmp_path / "file")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+
+        def read(times: int) -> None:
+            assert reader.stdin is not None
+            assert reader.stdout is not None
+            print(times, file=reader.stdin, flush=True)
+            assert reader.stdout.readline() == "read\n"
+
+        read(2)
+        counts = cluster_counters(fs, settled=True)
+        for times in (1, 200, 30):
+            before = counts
+            read(times)
+            counts = cluster_counters(fs, settled=True)
+            assert counts["native_opens"] - before["native_opens"] == times
+            assert counts["cache_bytes"] - before["cache_bytes"] == times * 1000
+
+        # One that is stopped is not waited for without end; what it has read comes when it goes on.
+        read(5)
+        reader.send_signal(signal.SIGSTOP)
+        with monkeypatch.context() as patched:
+            patched.setattr("millrace.cache.counters.PATIENCE_SECONDS", 0.1)
+            stopped = cluster_counters(fs, settled=True)["cache_bytes"]
+        assert 0 <= stopped - counts["cache_bytes"] <= 5000
+        reader.send_signal(signal.SIGCONT)
+        assert cluster_counters(fs, settled=True)["cache_bytes"] - counts["cache_bytes"] == 5000
+
+        # One that was killed is not waited for at all.
+        reader.kill()
+        reader.wait(60)
+        monkeypatch.setattr("millrace.cache.counters.PATIENCE_SECONDS", 1e6)
+        assert cluster_counters(fs, settled=True)["cache_bytes"] - counts["cache_bytes"] == 5000
 
 
 # --- descriptions -----------------------------------------------------------------------------------

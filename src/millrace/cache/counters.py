@@ -3,6 +3,9 @@
 Each process counts in a small memory-mapped file of its own, so counting takes no lock that another process could hold
 and a killed process loses nothing. `totals` adds the files up. The files of processes that ended are folded into one, so
 their number stays that of the live processes.
+
+Opens of what is here are noted first and counted twice a second (`usage.py`). So each file also says up to which moment
+everything is counted, for whoever wants sums that nothing is missing from (`wait_until_settled`).
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ import mmap
 import os
 import struct
 import threading
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from millrace.cache.failures import disk_errors
+from millrace.cache.housekeeping import TICK_SECONDS
 from millrace.private_files import make_folder, new_file, opener, read_file
 
 NAMES = (
@@ -49,6 +54,17 @@ _SLOTS = {name: slot for slot, name in enumerate(NAMES)}
 _FILE_BYTES = 4096
 _U64 = struct.Struct("<Q")
 _RETIRED = "retired"
+
+# The last word of a file: the moment (`time.monotonic_ns`, the same clock in all processes of a machine) before which
+# everything is counted. 0 where nothing is ever counted late; 1 where that begins.
+_SETTLED = _FILE_BYTES // _U64.size - 1
+
+PATIENCE_SECONDS = 10 * TICK_SECONDS
+"""So long is waited for processes to count what they noted. It takes them one tick; one that is stopped, or has no time at
+all, takes longer than anybody should wait for it.
+"""
+
+_LOOK_SECONDS = TICK_SECONDS / 25
 
 
 class Counters:
@@ -94,6 +110,21 @@ class Counters:
         with self._lock:
             self._numbers[slot] += amount
 
+    def counts_late(self) -> None:
+        """From now on this process notes some things before it counts them: others may wait for its `settled`."""
+        if not self._numbers[_SETTLED]:
+            self._numbers[_SETTLED] = 1
+
+    def settled(self, moment: int) -> None:
+        """Everything that this process noted before `moment` (`time.monotonic_ns`) is counted."""
+        if self._numbers[_SETTLED]:
+            self._numbers[_SETTLED] = moment
+
+    def lacks(self, moment: int) -> bool:
+        """Whether a process that lives has not said yet that everything before `moment` is counted."""
+        with _directory_lock(self._directory, fcntl.LOCK_SH):
+            return any(0 < _settled(path) < moment and _is_alive(path) for path in _live_files(self._directory))
+
     def totals(self) -> dict[str, int]:
         """The sums over every process, dead or alive, since the store was made."""
         sums = totals(self._directory)
@@ -105,13 +136,8 @@ class Counters:
         sums = _read(self._directory / _RETIRED)
         ended: list[Path] = []
         for path in _live_files(self._directory):
-            descriptor = opener(str(path), os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if _is_alive(path):
                 continue
-            finally:
-                os.close(descriptor)
             sums = [a + b for a, b in zip(sums, _read(path), strict=True)]
             ended.append(path)
         if ended:
@@ -136,6 +162,13 @@ def _new_file(path: Path) -> int:
         path.unlink()
         raise
     return descriptor
+
+
+def wait_until_settled(all_counters: Sequence[Counters], moment: int) -> None:
+    """Wait until all live processes have counted what they noted before `moment`: a tick, `PATIENCE_SECONDS` at most."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while any(counters.lacks(moment) for counters in all_counters) and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
 
 
 def totals(directory: Path) -> dict[str, int]:
@@ -163,10 +196,29 @@ def _live_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if not path.name.startswith(_RETIRED))
 
 
+def _is_alive(path: Path) -> bool:
+    """Whether the process of a file still runs. Under a lock of the directory."""
+    descriptor = opener(str(path), os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _read(path: Path) -> list[int]:
+    return _words(path)[: len(NAMES)]
+
+
+def _settled(path: Path) -> int:
+    return _words(path)[_SETTLED]
+
+
+def _words(path: Path) -> list[int]:
     try:
         data = read_file(path)
     except FileNotFoundError:
         data = b""
-    data = data.ljust(_FILE_BYTES, b"\0")
-    return [_U64.unpack_from(data, slot * _U64.size)[0] for slot in range(len(NAMES))]
+    return [word for (word,) in _U64.iter_unpack(data.ljust(_FILE_BYTES, b"\0"))]

@@ -108,20 +108,31 @@ class Disk:
         self._tell_of_resize(options)
         self._full_reported = False
         self._missed_bytes = self._settle_after = 0
+        self._keeps_house = False
         self.failed = False
 
     def keep_house(self) -> None:
         """Have `tidy` called twice a second, because something is kept in memory from now on."""
-        every_tick(self.tidy)
+        if not self._keeps_house:
+            self.counters.counts_late()
+            every_tick(self.tidy)
+            self._keeps_house = True
 
     def tidy(self) -> None:
         """Write down what was used, see to the limits, and let go of maps whose files are gone."""
+        self.add_up()
         if self.failed:
             return
         try:
             self._tidy()
         except StorageError as error:
             self.report(error)
+
+    def add_up(self) -> None:
+        """Count what this process has noted so far, and say so to who waits for it."""
+        moment = time.monotonic_ns()
+        self.usage.settle()
+        self.counters.settled(moment)
 
     def _tidy(self) -> None:
         self.write_down_uses()

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from millrace.cache.asking import ASK_ORIGIN, Asking
 from millrace.cache.blocks import BLOCK_BYTES, object_id
-from millrace.cache.counters import NAMES
+from millrace.cache.counters import NAMES, wait_until_settled
 from millrace.cache.disk import Disk
 from millrace.cache.failures import LostDataError, disk_errors
 from millrace.cache.first_opens import FirstOpen
@@ -263,11 +263,18 @@ class CacheNode:
         except StorageError as error:
             disk.report(error)
 
-    def counters(self) -> dict[str, int]:
-        """What the cache did since it was made, over all processes and disks of this node."""
-        sums = dict.fromkeys(NAMES, 0)
-        for disk in self.open_disks:
-            disk.usage.settle()
+    def counters(self, *, settled: bool = False) -> dict[str, int]:
+        """What the cache did since it was made, over all processes and disks of this node.
+
+        Other processes count their opens up to half a second late. `settled` waits for them: what was opened before is
+        in the sums, whoever did it, unless a process does not get to it for `PATIENCE_SECONDS`.
+        """
+        sums, disks, now = dict.fromkeys(NAMES, 0), self.open_disks, time.monotonic_ns()
+        for disk in disks:
+            disk.add_up()
+        if settled:
+            wait_until_settled([disk.counters for disk in disks], now)
+        for disk in disks:
             for name, value in disk.counters.totals().items():
                 sums[name] += value
         return sums

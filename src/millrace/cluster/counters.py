@@ -16,13 +16,18 @@ from millrace.peers.attach import link_for
 from millrace.peers.client import PeerClient
 
 
-def cluster_counters(filesystem: FileSystem) -> dict[str, int]:
+def cluster_counters(filesystem: FileSystem, *, settled: bool = False) -> dict[str, int]:
     """What the caches of all nodes did, added up; of this machine's alone where there is no cluster.
 
     The names are those of `filesystem.cache_counters()`. Only differences between two calls in one process mean something;
     they are never negative: a node that does not answer counts with what it said last. What a node that is lost did since
-    then is not counted. One small request a node, all at once. Thread-safe. Raises `UsageError` for other file systems, and
-    at the first call what finding the cluster raises.
+    then is not counted. One small request a node, all at once.
+
+    Processes count their opens of what is on their node's disk up to half a second late. With `settled` each node waits for
+    its own, so that everything that was opened before the call is in the sums; of a process that is stopped, or does not
+    get to it for 5 s, it is not. Ask so at the end of an epoch.
+
+    Thread-safe. Raises `UsageError` for other file systems, and at the first call what finding the cluster raises.
     """
     fs = millrace_of(filesystem)
     if fs is None:
@@ -35,11 +40,11 @@ def cluster_counters(filesystem: FileSystem) -> dict[str, int]:
             raise
         return known.hear({})  # what was told last: whoever follows a training must not end it
     if link is None:
-        return fs.cache_counters()
+        return fs.cache_counters(settled=settled)
     with ClusterAccess(views=link.views, client=PeerClient(token=link.token, tls=link.tls)) as access:
-        told = counted(access)
+        told = counted(access, settled=settled)
     if link.member_id is None:  # a client reads through a cache of its own
-        own = fs.cache_counters()
+        own = fs.cache_counters(settled=settled)
         told = {**told, "": {"now": own, "at_start": own}}
     return _sums_of(fs._options, link.token).hear(told)
 

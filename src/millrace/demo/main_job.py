@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +148,7 @@ def run_demo(settings: DemoSettings, progress: Progress) -> DemoResult:
             speech,
             fs,
             run_fs=run_fs,
-            counters=fs.cache_counters,
+            counters=partial(fs.cache_counters, settled=True),
             checkpoint_options=server.target_options,
             progress=progress,
             places={

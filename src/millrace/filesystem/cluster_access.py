@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from millrace.cache.counters import PATIENCE_SECONDS
 from millrace.config import CacheOptions, parse_addresses
 from millrace.errors import ConfigurationError, MillraceError, OriginUnavailableError, PeerRefusedError
 from millrace.members import Member, View, ViewSource
@@ -93,12 +94,17 @@ def statuses(access: ClusterAccess) -> list[dict[str, Any]]:
         return list(pool.map(ask, access.members()))
 
 
-def counted(access: ClusterAccess) -> dict[str, dict[str, dict[str, int]]]:
-    """What every member that answers has counted (`NodeFigures.counters`), by the members' ids. All are asked at once."""
+def counted(access: ClusterAccess, *, settled: bool = False) -> dict[str, dict[str, dict[str, int]]]:
+    """What every member that answers has counted (`NodeFigures.counters`), by the members' ids. All are asked at once.
+
+    With `settled` each waits for its processes before it answers, as `CacheNode.counters` does.
+    """
+    query = {"settled": "1"} if settled else None
+    deadline = _DEADLINE_SECONDS + (PATIENCE_SECONDS if settled else 0.0)
 
     def ask(member: Member) -> tuple[str, Any]:
         try:
-            return member.id, access.client.call(member, "GET", "/v1/counters", deadline=_DEADLINE_SECONDS)
+            return member.id, access.client.call(member, "GET", "/v1/counters", query=query, deadline=deadline)
         except MillraceError:
             return member.id, None
 

@@ -155,9 +155,13 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         """The cache of this process that this file system reads through."""
         return self._attached.node
 
-    def cache_counters(self) -> dict[str, int]:
-        """What the cache on this node did since it was made, over all processes: see `millrace.cache.counters`."""
-        return self.node.counters()
+    def cache_counters(self, *, settled: bool = False) -> dict[str, int]:
+        """What the cache on this node did since it was made, over all processes: see `millrace.cache.counters`.
+
+        Other processes' opens of what is here are counted up to half a second late; with `settled` that is waited for, so
+        that all of what was opened before the call is in the sums (of a process that is stopped it is not: after 5 s).
+        """
+        return self.node.counters(settled=settled)
 
     # --- opening ----------------------------------------------------------------------------------
 

@@ -44,8 +44,8 @@ class _Commands:
     def status(self, _: Call) -> Any:
         return self._node.status()
 
-    def counters(self, _: Call) -> Any:
-        return self._node.counters()
+    def counters(self, call: Call) -> Any:
+        return self._node.counters(settled=call.query.get("settled") == "1")
 
     # --- loads ------------------------------------------------------------------------------------
 

@@ -373,9 +373,9 @@ class NodeProcess:
             **self._figures.now(),
         }
 
-    def counters(self) -> dict[str, dict[str, int]]:
+    def counters(self, *, settled: bool) -> dict[str, dict[str, int]]:
         """See `NodeFigures.counters`."""
-        return self._figures.counters()
+        return self._figures.counters(settled=settled)
 
     def _waiting_for(self) -> list[str]:
         """The addresses of those that a planned leave waits for."""

@@ -25,9 +25,11 @@ class NodeFigures:
         self._counts = (0, 0)
         self._at_start = node.counters()
 
-    def counters(self) -> dict[str, dict[str, int]]:
-        """What the node counted: `now`, and `at_start` of this process. Quick, unlike the other figures."""
-        return {"now": self._node.counters(), "at_start": self._at_start}
+    def counters(self, *, settled: bool) -> dict[str, dict[str, int]]:
+        """What the node counted: `now`, and `at_start` of this process. Quick, unlike the other figures; half a second when
+        `settled`.
+        """
+        return {"now": self._node.counters(settled=settled), "at_start": self._at_start}
 
     def now(self) -> dict[str, Any]:
         """The figures as plain values."""

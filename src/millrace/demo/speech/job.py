@@ -34,7 +34,8 @@ class SpeechJob:
     """What travels to the workers. `run` is where everything lands; `train_rows` is the size of the whole split.
 
     `counters` gives running totals of `origin_bytes`, `cache_bytes` and `peer_bytes` of the data set's file system, over
-    all processes and nodes. `checkpoint_options` may hold secrets; they travel in the pickle only.
+    all processes and nodes; an epoch's are the difference, so nothing that was read may be counted later.
+    `checkpoint_options` may hold secrets; they travel in the pickle only.
     """
 
     settings: SpeechSettings

@@ -124,6 +124,7 @@ class Training:
         )
         self._spare: Example | None = None
         self._seen_first: str | None = None
+        self._counted: dict[str, int] | None = None  # at the end of the epoch before
         self._may_kill = True
 
     def _wrapped(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -178,7 +179,9 @@ class Training:
 
     def _epoch(self, epoch: int) -> None:
         """Learn from every clip once, hear the dev split, begin to save, and tell."""
-        before = self._totals(self._log, epoch) if self._log is not None else None
+        before = self._counted
+        if before is None and self._log is not None:
+            before = self._totals(self._log, epoch)
         watch = _Stopwatch()
         seed = self._settings.seed * 100_003 + epoch * 101 + self._workers.rank
         torch.manual_seed(seed)
@@ -310,6 +313,7 @@ class Training:
         before: dict[str, int] | None,
     ) -> None:
         after = None if before is None else self._totals(log, epoch)
+        self._counted = after  # the next epoch counts from here, so that nothing is lost between two
         if before is None or after is None:
             before = after = {}
         digest = f"{joined(share.digest for share in shares):016x}"
