@@ -12,6 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import millrace
+from millrace.filesystem import MillraceFileSystem
+from millrace.testing.region import EmulatedRegion
+from millrace.testing.s3 import S3Server
+
 _STORE_BYTES = 80 << 20
 _PATIENCE_SECONDS = 180.0
 _IMPATIENT = {
@@ -133,6 +138,18 @@ def raylets(nodes: int) -> Iterator[Raylets]:
             cluster.close()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def through_region(s3: S3Server, region: EmulatedRegion, cache_dir: Path, *, capacity: str) -> MillraceFileSystem:
+    """All that a user writes: `members` is left to its default."""
+    return millrace.filesystem(
+        "s3",
+        target_options={**s3.target_options, "endpoint_url": region.endpoint_url},
+        cache_dir=str(cache_dir),
+        capacity=capacity,
+        min_free=0,
+        consistency="immutable",
+    )
 
 
 def on(node_id: str, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.raylets import Raylets, raylets
+from tests.raylets import Raylets, raylets, through_region
 
 import millrace
 from millrace.cluster import cluster_counters, homes, read_near
@@ -53,14 +53,7 @@ def region(s3: S3Server) -> Iterator[EmulatedRegion]:
 
 @pytest.fixture
 def fs(s3: S3Server, region: EmulatedRegion, tmp_path: Path) -> MillraceFileSystem:
-    return millrace.filesystem(
-        "s3",
-        target_options={**s3.target_options, "endpoint_url": region.endpoint_url},
-        cache_dir=str(tmp_path / "cache"),
-        capacity="1GB",
-        min_free=0,
-        consistency="immutable",
-    )
+    return through_region(s3, region, tmp_path / "cache", capacity="1GB")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.raylets import Raylets, on, raylets, wait_until
+from tests.raylets import Raylets, on, raylets, through_region, wait_until
 
 import millrace
 from millrace.filesystem import MillraceFileSystem
@@ -52,15 +52,7 @@ def region(s3: S3Server) -> Iterator[EmulatedRegion]:
 
 @pytest.fixture
 def fs(s3: S3Server, region: EmulatedRegion, tmp_path: Path) -> MillraceFileSystem:
-    """All that a user writes: `members` is left to its default."""
-    return millrace.filesystem(
-        "s3",
-        target_options={**s3.target_options, "endpoint_url": region.endpoint_url},
-        cache_dir=str(tmp_path / "cache"),
-        capacity="2GB",
-        min_free=0,
-        consistency="immutable",
-    )
+    return through_region(s3, region, tmp_path / "cache", capacity="2GB")
 
 
 @pytest.fixture
