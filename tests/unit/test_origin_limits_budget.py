@@ -25,7 +25,7 @@ from millrace.origin.limits import board as board_module
 from millrace.origin.limits.board import Board, Number
 from millrace.origin.limits.budget import Budget, Closed, Turn, shared_budget
 from millrace.origin.limits.decisions import FEW_REQUESTS
-from millrace.origin.limits.retrying import carry_out
+from millrace.origin.limits.retrying import in_turn
 from millrace.testing.origins import MemoryOrigin
 
 DEADLINE = 30.0
@@ -289,7 +289,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing_behind(path: Path) -> None:
 
     def work() -> None:
         while not stop.is_set():
-            carry_out(budget, "x", lambda: time.sleep(0), lambda: None)
+            in_turn(budget, "x", lambda: time.sleep(0), lambda: None)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -301,7 +301,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing_behind(path: Path) -> None:
             with contextlib.suppress(KeyboardInterrupt):
                 signal.setitimer(signal.ITIMER_REAL, 0.0002 + number * 5e-6)
                 while True:
-                    carry_out(budget, "x", lambda: None, lambda: None)
+                    in_turn(budget, "x", lambda: None, lambda: None)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

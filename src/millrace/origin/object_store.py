@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +24,7 @@ from millrace.errors import (
 from millrace.origin.local_places import check_place
 from millrace.origin.obstore_library import obstore_library
 from millrace.origin.protocol import ObjectInfo
+from millrace.origin.side_by_side import side_by_side
 from millrace.origin.store_access import MADE_UP
 from millrace.origin.store_listing import StoreListing
 from millrace.origin.translation import is_outside
@@ -32,6 +32,7 @@ from millrace.origin.upload import PART_BYTES, ObjectUpload
 
 _UPLOAD_CONCURRENCY = 4
 _DELETE_THREADS = 8
+_DELETE_KEYS = 1000  # of one request
 _URL_LASTS = timedelta(minutes=1)
 
 
@@ -58,21 +59,27 @@ class ObjectStoreOrigin(StoreListing):
         if version and _is_strong(version):
             options["if_match"] = version
 
-        def request(client: Any, path: str) -> tuple[Any, Buffer]:
+        def request(client: Any, path: str) -> tuple[Any, Buffer] | Exception:
             try:
                 result = obstore_library().get(client, path, options=options)
             except obstore_library().exceptions.GenericError as error:
                 if is_outside(error) or self._scheme == "file":
-                    info = self.head(key)
-                    if start >= info.size:
-                        raise self._outside(info, start, stop, version) from error
+                    refused: Exception = error
+                    return refused  # whether it is behind the end, another request tells
                 raise
             # Also where it was a precondition: something in between may have lost that.
             if version and not _is_version(self._info(key, result.meta).version, version):
                 raise self._overwritten(key)
             return result.meta, result.bytes()
 
-        meta, data = self._request(key, request)
+        answer = self._request(key, request)
+        if isinstance(answer, Exception):
+            info = self.head(key)
+            if start >= info.size:
+                raise self._outside(info, start, stop, version) from answer
+            with self._translated(key):
+                raise answer
+        meta, data = answer
         got = len(memoryview(data))
         if got != stop - start:
             if meta["size"] < stop and got == meta["size"] - start:
@@ -152,21 +159,32 @@ class ObjectStoreOrigin(StoreListing):
             by_bucket.setdefault(self._bucket(key), []).append(key)
         for members in by_bucket.values():
             self._check_may_write(members[0])
-            paths = [self._locate(key)[1] for key in members]
+            paths = {
+                key: self._locate(key)[1] for key in members
+            }  # a key that cannot be is an error before any is gone
+            if self._scheme == "s3":
+                for start in range(0, len(members), _DELETE_KEYS):
+                    self._delete_together([paths[key] for key in members[start : start + _DELETE_KEYS]], members[start])
+            elif self._scheme == "file":
+                for key in members:
+                    self._delete_one(key)
+            else:  # their requests for many stop at the first that is missing
+                side_by_side(self._delete_one, members, _DELETE_THREADS, "millrace-delete")
 
-            def request(client: Any, _: str, paths: Sequence[str] = paths) -> None:
-                if self._scheme == "s3":
-                    obstore_library().delete(client, paths)
-                elif self._scheme == "file" or len(paths) == 1:
-                    for path in paths:
-                        _delete_one(client, path)
-                else:  # their requests for many stop at the first that is missing
-                    with ThreadPoolExecutor(
-                        min(len(paths), _DELETE_THREADS), thread_name_prefix="millrace-delete"
-                    ) as pool:
-                        list(pool.map(lambda path: _delete_one(client, path), paths))
+    def _delete_together(self, paths: Sequence[str], key: str) -> None:
+        """Remove objects of the bucket of `key` by one request."""
 
-            self._request(members[0], request)
+        def request(client: Any, _: str) -> None:
+            obstore_library().delete(client, paths)
+
+        self._retrying(key, lambda: self._request(key, request))
+
+    def _delete_one(self, key: str) -> None:
+        def request(client: Any, path: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                obstore_library().delete(client, path)
+
+        self._retrying(key, lambda: self._request(key, request))
 
     def _check_may_write(self, key: str) -> None:
         if not self._clients.may_write:
@@ -177,11 +195,6 @@ class ObjectStoreOrigin(StoreListing):
     def _check_place(self, key: str) -> None:
         if self._scheme == "file":
             check_place("/" + key.strip("/"))
-
-
-def _delete_one(client: Any, path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        obstore_library().delete(client, path)
 
 
 def _is_version(answered: str, wanted: str) -> bool:

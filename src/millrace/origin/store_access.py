@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from millrace.errors import ConfigurationError, DeniedError, MillraceError, ObjectNotFoundError
+from millrace.origin import unusable
 from millrace.origin.clients import Clients
 from millrace.origin.interruptible import interruptible
 from millrace.origin.obstore_library import obstore_library
 from millrace.origin.protocol import ObjectInfo
 from millrace.origin.translation import bucket_word, translate
+from millrace.origin.turns import TakesTurns
 
 Result = TypeVar("Result")
-
-# Control characters, bytes that were no UTF-8 (as Python keeps them in a string), and parts that a URL would resolve away.
-_UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]|(?:^|/)\.{0,2}(?:/|$)")
 
 _QUOTED = re.compile(r"([\"'`]).*?\1")
 
@@ -31,7 +30,7 @@ _PART_BYTES = 255
 MADE_UP = "~"
 
 
-class StoreAccess:
+class StoreAccess(TakesTurns):
     """One storage system (scheme, endpoint, credentials) with all its buckets. Thread-safe; safe across fork."""
 
     def __init__(self, scheme: str, target_options: Mapping[str, Any] | None = None) -> None:
@@ -67,20 +66,30 @@ class StoreAccess:
         return self._request(key, request)
 
     def _request(self, key: str, action: Callable[[Any, str], Result], *, streams: bool = False) -> Result:
-        """Run `action(client, path)` on the client of the key's bucket, with our errors.
+        """Run `action(client, path)`, which is one request, on the client of the key's bucket, with our errors, in a turn.
 
         When it is refused and other credentials are found than those that were used, a second time with those.
         """
         client, path = self._locate(key, streams=streams)
         try:
-            with self._translated(key):
-                return self._waited(lambda: action(client, path))
+            return self._in_turn(key, lambda: action(client, path))
         except DeniedError:
             if not self._clients.renew(client):
                 raise
-        client, path = self._locate(key, streams=streams)
-        with self._translated(key):
-            return self._waited(lambda: action(client, path))
+        renewed, path = self._locate(key, streams=streams)
+        return self._in_turn(key, lambda: action(renewed, path))
+
+    def _in_turn(self, key: str, call: Callable[[], Result]) -> Result:
+        """Make a call of obstore's that sends one request."""
+
+        def request() -> Result:
+            with self._translated(key):
+                return self._waited(call)
+
+        return self._turns.turn(f"{self._scheme}://{key}", request)
+
+    def _retrying(self, key: str, question: Callable[[], Result]) -> Result:
+        return self._turns.retrying(f"{self._scheme}://{key}", question)
 
     def _waited(self, call: Callable[[], Result]) -> Result:
         """Make a call of obstore's so that Ctrl-C is heard; local files are not waited for as long."""
@@ -102,7 +111,7 @@ class StoreAccess:
                 raise ConfigurationError(
                     f"{self._scheme}:// without a {word}", next_step=f"write {self._scheme}://{word}/key"
                 )
-        if name and _UNUSABLE.search(name):  # obstore would call it a bad value, and not say of what
+        if name and unusable.IN_PATHS.search(name):  # obstore would call it a bad value, and not say of what
             raise ObjectNotFoundError(
                 f"{self._scheme}://{key} is no valid object name",
                 next_step="use UTF-8 without control characters, and no empty, '.' or '..' parts",

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 from millrace.errors import DeniedError, ObjectNotFoundError, UsageError
 from millrace.origin.obstore_library import obstore_library
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo
+from millrace.origin.side_by_side import side_by_side
 from millrace.origin.store_access import StoreAccess
+from millrace.origin.turns import resumed
 
 LIST_PAGE = 1000
 _MARKER_THREADS = 16
@@ -40,7 +41,7 @@ class StoreListing(StoreAccess):
                 or (self._scheme == "file" and os.path.isdir("/" + path)),
             )
 
-        return self._request(prefix, request)
+        return self._retrying(prefix, lambda: self._request(prefix, request))
 
     def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
         for page in self.list_pages(prefix):
@@ -52,16 +53,26 @@ class StoreListing(StoreAccess):
     ) -> Iterator[ListingPage]:
         if self._scheme == "file":
             return self._list_local_pages(prefix.strip("/"), after)
-        return self._list_remote_pages(prefix.strip("/"), after, settled or (lambda _: None))
+        return self._settled_pages(prefix.strip("/"), after, settled or (lambda _: None))
 
-    def _list_remote_pages(
+    def _settled_pages(
         self, prefix: str, after: str, settled: Callable[[str], ObjectInfo | None]
     ) -> Iterator[ListingPage]:
+        pages = resumed(
+            lambda behind: self._list_remote_pages(prefix, behind),
+            after,
+            lambda next_page: self._retrying(prefix, next_page),
+        )
+        for page in pages:
+            yield replace(page, objects=self._with_empty_folders(page.objects, settled))
+
+    def _list_remote_pages(self, prefix: str, after: str) -> Iterator[ListingPage]:
+        """The pages as they come, with markers of empty folders among the objects."""
         last = renewed = False
         while not last:
             client, _ = self._locate(prefix)
             try:
-                for page in self._pages_of(client, prefix, after, settled):
+                for page in self._pages_of(client, prefix, after):
                     yield page
                     last, renewed = page.last, False
                     after = page.objects[-1].key if page.objects else after
@@ -71,29 +82,31 @@ class StoreListing(StoreAccess):
                     raise
                 renewed = True
 
-    def _pages_of(
-        self, client: Any, prefix: str, after: str, settled: Callable[[str], ObjectInfo | None]
-    ) -> Iterator[ListingPage]:
+    def _pages_of(self, client: Any, prefix: str, after: str) -> Iterator[ListingPage]:
         path = prefix.partition("/")[2]
         bucket = self._bucket(prefix)
         # The marker of the folder itself is wanted when listing begins, and is not an object below it.
         offset = after.removeprefix(bucket).rstrip("/") if after.rstrip("/") != prefix else ""
+        held_back: list[ObjectInfo] = []
+        is_directory = not path
         with self._translated(prefix), self._listable(prefix):
-            held_back: list[ObjectInfo] = []
-            is_directory = not path
             stream = obstore_library().list(client, path or None, offset=offset or None, chunk_size=LIST_PAGE)
-            while (chunk := self._waited(lambda: next(stream, None))) is not None:
-                last = len(chunk) < LIST_PAGE
-                is_directory = is_directory or any(meta["path"] == path for meta in chunk)
-                found = held_back + [self._info(bucket + meta["path"], meta) for meta in chunk if meta["path"] != path]
-                objects = without_folder_markers(found)
-                # Whether the last one is a marker shows with the first of the next page.
-                held_back = objects[-1:] if objects and objects[-1].size == 0 and not last else []
-                objects = objects[: len(objects) - len(held_back)]
-                yield ListingPage(self._with_empty_folders(objects, settled), last, is_directory)
-                if last:
-                    return
-            yield ListingPage(self._with_empty_folders(held_back, settled), True, is_directory)
+
+        def next_chunk() -> Sequence[Any] | None:
+            with self._listable(prefix):
+                return next(stream, None)
+
+        while (chunk := self._in_turn(prefix, next_chunk)) is not None:
+            last = len(chunk) < LIST_PAGE
+            is_directory = is_directory or any(meta["path"] == path for meta in chunk)
+            found = held_back + [self._info(bucket + meta["path"], meta) for meta in chunk if meta["path"] != path]
+            objects = without_folder_markers(found)
+            # Whether the last one is a marker shows with the first of the next page.
+            held_back = objects[-1:] if objects and objects[-1].size == 0 and not last else []
+            yield ListingPage(objects[: len(objects) - len(held_back)], last, is_directory)
+            if last:
+                return
+        yield ListingPage(held_back, True, is_directory)
 
     def _list_local_pages(self, prefix: str, after: str) -> Iterator[ListingPage]:
         """A walk in the order of the keys, which obstore's own is not; bounded by the largest directory."""
@@ -132,14 +145,13 @@ class StoreListing(StoreAccess):
         names = {info.key: told.key for info in empty if (told := earlier[info.key]) is not None and _same(info, told)}
         unsure = [info.key for info in empty if info.key not in names]
         if unsure:
-            with ThreadPoolExecutor(min(len(unsure), _MARKER_THREADS), thread_name_prefix="millrace-markers") as pool:
-                for key, found in zip(unsure, pool.map(self._is_object, unsure), strict=True):
-                    names[key] = key if found else f"{key}/"
+            found = side_by_side(self._is_object, unsure, _MARKER_THREADS, "millrace-markers")
+            names |= {key: key if is_object else f"{key}/" for key, is_object in zip(unsure, found, strict=True)}
         return [info if info.size else replace(info, key=names[info.key]) for info in objects]
 
     def _is_object(self, key: str) -> bool:
         try:
-            self.head(key)
+            self._retrying(key, lambda: self.head(key))
         except ObjectNotFoundError:
             return False
         return True

@@ -7,6 +7,7 @@ answer in its text: status and code are read from there.
 from __future__ import annotations
 
 import re
+from urllib.parse import unquote
 
 from millrace.errors import (
     DeniedError,
@@ -22,6 +23,10 @@ from millrace.origin.obstore_library import obstore_library
 # The error code of S3, GCS and Azure, in the body of an answer.
 _CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3})\b|\bstatus: (\d{3})\b")
+# The address of the request that failed, which obstore hides where there is a token in it.
+_ASKED = re.compile(r"Error performing [A-Z]+ (\S+) in ")
+# What an answer held in the place of something else.
+_HELD = re.compile(r'\bstring ".*?"(?=, expected)')
 
 _NO_BUCKET = frozenset(
     {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "InvalidBucketName", "InvalidResourceName"}
@@ -63,6 +68,16 @@ def http_status(error: BaseException) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
+def asked_for_credentials(error: BaseException, url: str) -> bool:
+    """Whether what failed was no request for the object `url` but one for the identity of this machine or pod.
+
+    The address of such a question does not name the bucket. (Where it does by chance, the error is told as any other.)
+    """
+    match = _ASKED.search(str(error))
+    bucket = url.partition("://")[2].partition("/")[0]
+    return match is not None and bucket not in unquote(match[1])
+
+
 def bucket_word(scheme: str) -> str:
     """What users of the service call a bucket."""
     return "container" if scheme == "az" else "bucket"
@@ -78,6 +93,8 @@ def translate(
     library = obstore_library().exceptions
     if credentials_error is not None and isinstance(error, library.BaseError) and http_status(error) is None:
         return type(credentials_error)(credentials_error.message, next_step=credentials_error.next_step)
+    if isinstance(error, library.BaseError | OSError) and asked_for_credentials(error, url):
+        return _no_credentials(http_status(error), url)
     code = server_code(error)
     if code in _NO_BUCKET:
         bucket = "/".join(url.split("/", 3)[:3])
@@ -125,6 +142,20 @@ def translate(
     return None
 
 
+def _no_credentials(status: int | None, url: str) -> MillraceError:
+    """The error for a question for credentials that was answered with an error, or not at all."""
+    if _is_final(status):
+        return DeniedError(
+            f"{url}: the service that gives this machine or pod its credentials refuses them (status {status})",
+            next_step="check its role or identity, and the token file and the variables that name them",
+        )
+    return OriginUnavailableError(
+        f"{url}: the service that gives this machine or pod its credentials does not answer"
+        + (f" (status {status})" if status is not None else ""),
+        next_step="check that it is up and reachable from this machine",
+    )
+
+
 def _is_final(status: int | None) -> bool:
     """Whether an answer says that the same request will not succeed later either."""
     return status is not None and (status in (501, 505) or (400 <= status < 500 and status not in (408, 425, 429)))
@@ -133,4 +164,4 @@ def _is_final(status: int | None) -> bool:
 def _first_line(error: BaseException) -> str:
     """The first line of a dependency's message, short enough for one line of ours."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]
+    return _HELD.sub("a string", lines[0])[:200]

@@ -7,16 +7,19 @@ the object is still of that version: since the version was that before, too, it 
 from __future__ import annotations
 
 import contextlib
+import functools
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from typing_extensions import Buffer
 
 from millrace.errors import (
     ConfigurationError,
+    MillraceError,
     ObjectChangedError,
     ObjectNotFoundError,
+    OriginBusyError,
     OriginUnavailableError,
     UsageError,
 )
@@ -35,7 +38,10 @@ from millrace.origin.fsspec_origin.naming import (
 )
 from millrace.origin.fsspec_origin.translation import translated
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo
+from millrace.origin.turns import TakesTurns
 from millrace.origin.upload import ObjectUpload
+
+Result = TypeVar("Result")
 
 _LIST_PAGE = 1000
 
@@ -43,8 +49,10 @@ _LIST_PAGE = 1000
 _READ_ONLY = frozenset({"data", "gist", "git", "github", "libarchive", "reference", "tar", "zip"})
 
 
-class FsspecOrigin:
+class FsspecOrigin(TakesTurns):
     """The storage that fsspec has a library for, with `target_options` for that library.
+
+    A call of the library counts as a request: how many it sends for one, and whether it repeats them, is its own.
 
     Thread-safe, safe across fork; picklable by its two arguments, secrets included, where these are picklable. What lies in
     memory (`memory://`) exists in one process only. Raises `ConfigurationError` for a protocol that fsspec does not know,
@@ -82,19 +90,17 @@ class FsspecOrigin:
     # --- reading ----------------------------------------------------------------------------------
 
     def head(self, key: str) -> ObjectInfo:
-        with self._ask(key) as (fs, path):
-            return self._describe(fs, path, key)
+        return self._request(key, lambda fs, path: self._describe(fs, path, key))
 
     def read(self, key: str, start: int, stop: int, *, version: str | None = None) -> Buffer:
         if not 0 <= start <= stop:
             raise ConfigurationError(f"bad byte range [{start}, {stop}) of {key}")
         if start == stop:
             return b""
-        with self._ask(key) as (fs, path):
-            data = self._cat(fs, path, key, start, stop)
-            if version is None and len(data) == stop - start:
-                return data
-            info = self._describe(fs, path, key)
+        data = self._cat(key, start, stop)
+        if version is None and len(data) == stop - start:
+            return data
+        info = self.head(key)
         if version is not None and info.version != version:
             raise ObjectChangedError(f"{self._url(key)} was overwritten while it was read", next_step="open it again")
         if stop > info.size:
@@ -106,14 +112,25 @@ class FsspecOrigin:
             )
         return data
 
-    def _cat(self, fs: Any, path: str, key: str, start: int, stop: int) -> bytes:
+    def _cat(self, key: str, start: int, stop: int) -> bytes:
+        is_unclear = False
+
+        def request(fs: Any, path: str) -> bytes:
+            nonlocal is_unclear
+            try:
+                return bytes(fs.cat_file(path, start=start, end=stop))
+            except (FileNotFoundError, PermissionError, ConnectionError, TimeoutError):
+                raise
+            except Exception:  # some say so of a range behind the end, each in its own way
+                is_unclear = True
+                raise
+
         try:
-            return bytes(fs.cat_file(path, start=start, end=stop))
-        except (FileNotFoundError, PermissionError, ConnectionError, TimeoutError):
+            return self._request(key, request)
+        except OriginBusyError:
             raise
-        except Exception as error:  # some say so of a range behind the end, each in its own way
-            info = self._describe(fs, path, key)
-            if stop > info.size:
+        except MillraceError as error:
+            if is_unclear and stop > (info := self.head(key)).size:
                 raise self._outside(info, start, stop) from error
             raise
 
@@ -134,7 +151,8 @@ class FsspecOrigin:
 
     def list_level(self, prefix: str) -> Listing:
         prefix = prefix.strip("/")
-        with self._ask(prefix) as (fs, path):
+
+        def request(fs: Any, path: str) -> Listing:
             fs.invalidate_cache()
             try:
                 entries = fs.ls(path, detail=True)
@@ -151,6 +169,8 @@ class FsspecOrigin:
             ]
             prefixes = [key for key, entry in below if is_directory(entry)]
             return Listing(objects, prefixes, is_directory=bool(below) or not named)
+
+        return self._turns.retrying(self._url(prefix), lambda: self._request(prefix, request))
 
     def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
         return (page.objects for page in self.list_pages(prefix) if page.objects)
@@ -184,11 +204,14 @@ class FsspecOrigin:
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         self._require_writable(key)
         body = memoryview(data).cast("B")
-        with self._ask(key) as (fs, path):
+
+        def request(fs: Any, path: str) -> None:
             if if_absent:
                 uploads.create(fs, path, body, self._url(key))
             else:
                 uploads.write_one(fs, path, body)
+
+        self._request(key, request)
 
     def open_writer(self, key: str) -> ObjectUpload:
         self._require_writable(key)
@@ -202,14 +225,22 @@ class FsspecOrigin:
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._require_writable(key)
-            with self._ask(key) as (fs, path):
-                uploads.remove(fs, path)
+            self._turns.retrying(self._url(key), functools.partial(self._request, key, uploads.remove))
 
     def _require_writable(self, key: str) -> None:
         if self._scheme in _READ_ONLY:
             raise UsageError(f"{self._url(key)} can only be read", next_step="write to another storage")
 
     # --- names ------------------------------------------------------------------------------------
+
+    def _request(self, key: str, action: Callable[[Any, str], Result]) -> Result:
+        """Run `action(fs, path)`, which is one call of the library or a few that belong together, in a turn."""
+
+        def request() -> Result:
+            with self._ask(key) as (fs, path):
+                return action(fs, path)
+
+        return self._turns.turn(self._url(key), request)
 
     @contextlib.contextmanager
     def _ask(self, key: str, *, long: bool = False) -> Iterator[tuple[Any, str]]:

@@ -6,14 +6,15 @@ itself, which would multiply with the retries of the node and pass by its limits
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urljoin
 
 from typing_extensions import Buffer
@@ -22,10 +23,13 @@ from millrace import _version
 from millrace.errors import DeniedError, MillraceError, ObjectNotFoundError, OriginUnavailableError
 from millrace.origin.hub.names import Repository, file_url, revision_url, tree_url
 from millrace.origin.hub.options import HubOptions, find_token
+from millrace.origin.turns import FREE, Turns
 from millrace.origin.web.addresses import redirected, same_server, shown
 from millrace.origin.web.answers import check_encoding, content_length, content_range, number, refusal
 from millrace.origin.web.bodies import announced_range, exact_body, outside
 from millrace.origin.web.connections import Answer, Connections
+
+Result = TypeVar("Result")
 
 _MOST_JSON_BYTES = 64 << 20
 _MOST_UNASKED_BYTES = 64 << 20
@@ -68,49 +72,60 @@ class RouteGoneError(Exception):
 class HubClient:
     """Sends the requests of one origin. Thread-safe; for one process.
 
-    `subject` is the URL that the user reads, which errors name.
+    `subject` is the URL that the user reads, which errors name. Each request takes one of `turns`.
     """
 
-    def __init__(self, options: HubOptions) -> None:
+    def __init__(self, options: HubOptions, turns: Turns = FREE) -> None:
         self._options = options
+        self._turns = turns
         self._connections = Connections()
 
     # --- what is there ----------------------------------------------------------------------------
 
     def commit(self, repository: Repository, revision: str, subject: str) -> Commit:
         """The commit that `revision` names now. Raises `ObjectNotFoundError`, `DeniedError`."""
-        answer = self._ask("GET", revision_url(self._options.endpoint, repository, revision))
-        with answer:
+
+        def commit_of(answer: Answer) -> Commit:
             told = self._json(answer, repository, subject)
             commit = told.get("sha") if isinstance(told, dict) else None
             if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
                 raise _nonsense(answer)
             return Commit(commit, _seconds(told.get("lastModified")))
 
+        return self._ask("GET", revision_url(self._options.endpoint, repository, revision), commit_of)
+
     def describe(self, repository: Repository, revision: str, path: str, subject: str) -> Described:
         """What a file is, and of which commit, by one request. Raises `ObjectNotFoundError`, `DeniedError`."""
-        with self._ask("HEAD", file_url(self._options.endpoint, repository, revision, path)) as answer:
-            return self._described(answer, repository, revision, subject)
+        return self._ask(
+            "HEAD",
+            file_url(self._options.endpoint, repository, revision, path),
+            lambda answer: self._described(answer, repository, revision, subject),
+        )
 
     def tree(
         self, repository: Repository, commit: str, path: str, subject: str, *, recursive: bool
     ) -> Iterator[Sequence[Entry]]:
         """The directory `path` of a commit, in pages, in no particular order; one request for each page that is taken.
 
-        Raises `ObjectNotFoundError` where there is no such directory.
+        Each page is tried again by itself. Raises `ObjectNotFoundError` where there is no such directory.
         """
-        url: str | None = tree_url(self._options.endpoint, repository, commit, path, recursive=recursive)
-        while url is not None:
-            with self._ask("GET", url) as answer:
-                told = self._json(answer, repository, subject)
-                following = _NEXT_PAGE.search(answer.headers.get("Link", ""))
-                try:
-                    page = [_entry(each) for each in told if each["type"] in ("file", "directory")]
-                except (KeyError, TypeError, ValueError) as error:
-                    raise _nonsense(answer) from error
+
+        def page_of(answer: Answer) -> tuple[list[Entry], str | None]:
+            told = self._json(answer, repository, subject)
+            following = _NEXT_PAGE.search(answer.headers.get("Link", ""))
+            try:
+                page = [_entry(each) for each in told if each["type"] in ("file", "directory")]
+            except (KeyError, TypeError, ValueError) as error:
+                raise _nonsense(answer) from error
             url = urljoin(answer.url, following[1]) if following else None
             if url is not None and not same_server(url, self._options.endpoint):
                 raise _nonsense(answer)
+            return page, url
+
+        url: str | None = tree_url(self._options.endpoint, repository, commit, path, recursive=recursive)
+        while url is not None:
+            ask = functools.partial(self._ask, "GET", url, page_of)
+            page, url = self._turns.retrying(subject, ask)
             yield page
 
     # --- bytes ------------------------------------------------------------------------------------
@@ -124,27 +139,45 @@ class HubClient:
         `UsageError` for a range that ends past the end.
         """
         url = file_url(self._options.endpoint, repository, commit, path)
-        with self._ask("GET", url, {"Range": f"bytes={start}-{stop - 1}"}) as answer:
-            if answer.status == 416:
-                described = self.describe(repository, commit, path, subject)
-            else:
-                described = self._described(answer, repository, commit, subject)
+
+        def is_elsewhere(described: Described) -> bool:
             if version is not None and described.version != version:
-                return described, None
+                return True
             if stop > described.size:
                 raise outside(subject, start, stop, described.size)
-            if described.route is not None:
+            return described.route is not None
+
+        def use(answer: Answer) -> tuple[Described, Buffer | None] | None:
+            if answer.status == 416:
+                return None
+            described = self._described(answer, repository, commit, subject)
+            if is_elsewhere(described):
                 return described, None
             return described, self._range(answer, url, start, stop, described.size)
 
+        got = self._ask("GET", url, use, {"Range": f"bytes={start}-{stop - 1}"})
+        if got is None:
+            described = self.describe(repository, commit, path, subject)
+            if not is_elsewhere(described):
+                raise OriginUnavailableError(f"{shown(url)} refuses a range inside the file", next_step="read again")
+            got = described, None
+        return got
+
     def read_route(self, url: str, start: int, stop: int, size: int) -> Buffer:
         """The range from the server that the hub sends readers to. Raises `RouteGoneError`."""
-        with self._connections.request("GET", url, lambda _: {"Range": f"bytes={start}-{stop - 1}"}) as answer:
+
+        def use(answer: Answer) -> Buffer | None:
             if answer.status in _GONE_ROUTE:
-                raise RouteGoneError
+                return None
             if answer.status not in (200, 206):
                 raise refusal(answer.status, answer.headers, answer.url, time.time())
             return self._range(answer, answer.url, start, stop, size)
+
+        headers = {"Range": f"bytes={start}-{stop - 1}"}
+        data = self._connections.ask("GET", url, lambda _: headers, use, turns=self._turns)
+        if data is None:
+            raise RouteGoneError
+        return data
 
     def _range(self, answer: Answer, url: str, start: int, stop: int, size: int) -> Buffer:
         check_encoding(answer.headers, url)
@@ -161,8 +194,13 @@ class HubClient:
 
     # --- requests and answers ---------------------------------------------------------------------
 
-    def _ask(self, method: str, url: str, extra: Mapping[str, str] | None = None) -> Answer:
-        """Ask the hub; it may send us elsewhere within itself. Another server's address is the answer, not followed."""
+    def _ask(
+        self, method: str, url: str, use: Callable[[Answer], Result], extra: Mapping[str, str] | None = None
+    ) -> Result:
+        """What `use` makes of the hub's answer while that has its turn.
+
+        The hub may send us elsewhere within itself. Another server's address is the answer, not followed.
+        """
         token = find_token(self._options.token, os.environ)
 
         def headers(target: str) -> Mapping[str, str]:
@@ -171,8 +209,13 @@ class HubClient:
                 mine["Authorization"] = f"Bearer {token}"
             return mine
 
-        return self._connections.request(
-            method, url, headers, follow=lambda target, _: same_server(target, self._options.endpoint)
+        return self._connections.ask(
+            method,
+            url,
+            headers,
+            use,
+            turns=self._turns,
+            follow=lambda target: same_server(target, self._options.endpoint),
         )
 
     def _described(self, answer: Answer, repository: Repository, revision: str, subject: str) -> Described:

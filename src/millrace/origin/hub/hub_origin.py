@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from typing_extensions import Buffer
 
@@ -27,6 +27,7 @@ from millrace.origin.hub.options import hub_options
 from millrace.origin.hub.pins import Pins
 from millrace.origin.hub.trees import walk
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo
+from millrace.origin.turns import TakesTurns, Turns
 from millrace.origin.web.read_only import ReadOnlyOrigin
 
 _LIST_PAGE = 1000
@@ -39,7 +40,7 @@ class _Session:
         self.pid, self.client, self.pins = os.getpid(), client, pins
 
 
-class HubOrigin(ReadOnlyOrigin):
+class HubOrigin(TakesTurns, ReadOnlyOrigin):
     """One hub (endpoint) with all its repositories.
 
     Thread-safe; picklable (with the explicit `target_options`, a token included); safe across fork. A token that is not
@@ -61,6 +62,11 @@ class HubOrigin(ReadOnlyOrigin):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ("hf", self._target_options)
+
+    def within(self, turns: Turns) -> Self:
+        twin = super().within(turns)
+        twin._session = _Session(HubClient(self._options, turns), self._now().pins)
+        return twin
 
     @property
     def identity(self) -> str:
@@ -206,12 +212,18 @@ class HubOrigin(ReadOnlyOrigin):
         yield ListingPage(objects, True, is_directory)
 
     def _commit_to_list(self, name: HubName) -> str:
-        return name.revision if name.names_a_commit else self._look_up(name)
+        if name.names_a_commit:
+            return name.revision
+        return self._turns.retrying(name.url, lambda: self._look_up(name))
 
     def _info(self, name: HubName, commit: str, entry: Entry) -> ObjectInfo:
         assert entry.version is not None
-        self._now().pins.saw(name.repository, entry.path, entry.version, commit)
-        return ObjectInfo(name.key(entry.path), entry.size, entry.version, self._date(name, commit))
+        pins = self._now().pins
+        pins.saw(name.repository, entry.path, entry.version, commit)
+        date = pins.date(name.repository, commit)
+        if date is None:
+            date = self._turns.retrying(name.url, lambda: self._date(name, commit))
+        return ObjectInfo(name.key(entry.path), entry.size, entry.version, date)
 
     # --- names and processes ----------------------------------------------------------------------
 
@@ -224,5 +236,5 @@ class HubOrigin(ReadOnlyOrigin):
     def _now(self) -> _Session:
         """What this process has open; a forked child has connections of its own, and knows what its parent knew."""
         if self._session.pid != os.getpid():
-            self._session = _Session(HubClient(self._options), Pins(self._session.pins))
+            self._session = _Session(HubClient(self._options, self._turns), Pins(self._session.pins))
         return self._session

@@ -135,8 +135,7 @@ class Budget:
                 continue
             if not self._take_slot(turn):
                 continue
-            if self.per_second is not None:
-                self._await_schedule(self.per_second)
+            self.book()
             if self._closed_for() <= 0:
                 turn.began = time.monotonic()
                 return turn
@@ -147,6 +146,15 @@ class Budget:
         self._let_go(turn)
         if answered:
             self._succeeded(turn)
+
+    def answered(self, turn: Turn) -> None:
+        """Note that the origin has answered, of a turn that goes on."""
+        self._succeeded(turn)
+
+    def book(self) -> None:
+        """Wait until the rate allows one request more, for one that is sent in a turn after its own."""
+        if self.per_second is not None:
+            self._await_schedule(self.per_second)
 
     def busy(self, turn: Turn, retry_after: float | None) -> bool:
         """The origin wants fewer requests: close the gate for the whole node, for `retry_after` seconds if it said so.

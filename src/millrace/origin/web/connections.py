@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import encodings.idna  # noqa: F401  # else by the first thread that looks up a host, see `origin.importing`
+import functools
 import logging
 import os
 import queue
@@ -14,8 +15,9 @@ import time
 import urllib.request
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import urllib3
@@ -29,8 +31,11 @@ from millrace.errors import (
     UsageError,
 )
 from millrace.origin.importing import imported
+from millrace.origin.turns import FREE, Turns
 from millrace.origin.web.addresses import redirected, shown
 from millrace.origin.web.options import SILENCE_SECONDS
+
+Result = TypeVar("Result")
 
 _CONNECT_SECONDS = 5.0
 _BODY_SECONDS = 120.0  # as for object stores: below 70 KB/s a block of 8 MiB is given up
@@ -107,9 +112,24 @@ class Answer:
     `url` is what answered, after redirects. For one thread.
     """
 
-    def __init__(self, response: urllib3.BaseHTTPResponse, url: str) -> None:
+    def __init__(
+        self, response: urllib3.BaseHTTPResponse, url: str, keep: Callable[[], Callable[[], None]] = FREE.keep
+    ) -> None:
         self._response = response
         self.url = url
+        self._keep = keep
+        self._end_of_turn: Callable[[], None] | None = None
+        self._is_given_away = False
+
+    def give_away(self) -> Answer:
+        """The same answer for another owner, another thread too: closing this one does nothing from now on.
+
+        Called where the answer is used: its turn ends when the other owner closes it.
+        """
+        other = Answer(self._response, self.url)
+        other._end_of_turn = self._keep()
+        self._is_given_away = True
+        return other
 
     @property
     def status(self) -> int:
@@ -152,6 +172,15 @@ class Answer:
 
     def close(self, *, drain: bool = True) -> None:
         """Give the connection back if the body is read nearly to its end, close it if not. Idempotent."""
+        if self._is_given_away:
+            return
+        try:
+            self._close(drain)
+        finally:
+            if self._end_of_turn is not None:
+                self._end_of_turn()
+
+    def _close(self, drain: bool) -> None:
         left = self._response.length_remaining
         # Cheaper than another connection: redirects, refusals, HEAD.
         if drain and left is not None and left <= _DRAINED_BYTES:
@@ -173,6 +202,13 @@ class Answer:
         sock.settimeout(patience)
 
 
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """An answer that is elsewhere."""
+
+    target: str
+
+
 class Connections:
     """The connections of one origin, with `use_proxies` through those of the environment (HTTPS_PROXY, NO_PROXY and so on).
 
@@ -187,49 +223,56 @@ class Connections:
         self._managers: dict[tuple[str, bool], urllib3.PoolManager] = {}
         self._lock, self._pid = threading.Lock(), os.getpid()
 
-    def request(
+    def ask(
         self,
         method: str,
         url: str,
         headers: Callable[[str], Mapping[str, str]],
+        use: Callable[[Answer], Result],
         *,
-        body: bytes | None = None,
-        follow: Callable[[str, Answer], bool] = lambda target, answer: True,
-    ) -> Answer:
-        """Send a request, and again to where the answer redirects as long as `follow(target, answer)` says so.
+        turns: Turns = FREE,
+        follow: Callable[[str], bool] = lambda target: True,
+    ) -> Result:
+        """What `use` makes of the answer to a request, sent again to where it redirects as long as `follow(target)` says so.
 
-        `headers` gives those for a URL: it decides what another server is told. Raises `OriginUnavailableError` for what
-        another try may cure, `UsageError` for what it will not.
+        Each of them has a turn of its own, which lasts until `use` has returned: that sends no request, and gives the answer
+        away if it is to stay open. `headers` gives those for a URL: it decides what another server is told. Raises
+        `OriginUnavailableError` for what another try may cure, `UsageError` for what it will not.
         """
         for _ in range(_REDIRECTS):
-            answer = self._send(method, url, headers(url), body)
-            location = answer.headers.get("Location")
-            if answer.status not in _MOVED or not location:
-                return answer
-            try:
-                target = redirected(url, location)
-                if not follow(target, answer):
-                    return answer
-            except BaseException:
-                answer.close()
-                raise
-            answer.close()
-            url = target
+            told = turns.turn(shown(url), functools.partial(self._hop, method, url, headers, use, turns, follow))
+            if not isinstance(told, _Moved):
+                return told
+            url = told.target
         raise UsageError(f"{shown(url)} redirects in a circle", next_step="read the address where the bytes are")
 
-    def _send(self, method: str, url: str, headers: Mapping[str, str], body: bytes | None) -> Answer:
+    def _hop(
+        self,
+        method: str,
+        url: str,
+        headers: Callable[[str], Mapping[str, str]],
+        use: Callable[[Answer], Result],
+        turns: Turns,
+        follow: Callable[[str], bool],
+    ) -> Result | _Moved:
+        with self._send(method, url, headers(url), turns) as answer:
+            location = answer.headers.get("Location")
+            if answer.status in _MOVED and location and follow(target := redirected(url, location)):
+                return _Moved(target)
+            return use(answer)
+
+    def _send(self, method: str, url: str, headers: Mapping[str, str], turns: Turns) -> Answer:
         with _translated(url), _quiet.sending():
             response = self._manager(url).request(
                 method,
                 url,
-                body=body,
                 headers={"Accept-Encoding": "identity", **headers},
                 retries=False,
                 redirect=False,
                 preload_content=False,
                 decode_content=False,
             )
-        return Answer(response, url)
+        return Answer(response, url, turns.keep)
 
     def _manager(self, url: str) -> urllib3.PoolManager:
         if self._pid != os.getpid():  # the parent's connections are its own

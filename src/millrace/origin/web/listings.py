@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from millrace.errors import ObjectNotFoundError, UsageError
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo
+from millrace.origin.side_by_side import side_by_side
 from millrace.origin.web.index_pages import IndexPage
 
 _PAGE = 64  # each object of a page costs a request, and who asks only whether there is something takes one page
@@ -62,11 +62,7 @@ class IndexListings:
 
     def _heads(self, keys: Sequence[str]) -> list[ObjectInfo]:
         """What `head` says of each; without links that lead nowhere."""
-        if len(keys) < 2:
-            found = [self._head_if_there(key) for key in keys]
-        else:
-            with ThreadPoolExecutor(min(len(keys), _HEADS_AT_ONCE), thread_name_prefix="millrace-heads") as pool:
-                found = list(pool.map(self._head_if_there, keys))
+        found = side_by_side(self._head_if_there, keys, _HEADS_AT_ONCE, "millrace-heads")
         return [info for info in found if info is not None]
 
     def _head_if_there(self, key: str) -> ObjectInfo | None:

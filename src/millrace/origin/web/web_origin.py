@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from typing_extensions import Buffer
@@ -22,8 +23,10 @@ from millrace.errors import (
     UsageError,
 )
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo
+from millrace.origin.turns import TakesTurns
 from millrace.origin.web.addresses import same_server, shown, url_of
 from millrace.origin.web.answers import (
+    ContentRange,
     check_encoding,
     content_length,
     content_range,
@@ -42,13 +45,22 @@ from millrace.origin.web.read_only import ReadOnlyOrigin
 from millrace.origin.web.session import Session, SizeDiffersError
 from millrace.origin.web.whole import WholeCopy
 
+Result = TypeVar("Result")
+
 _MOST_INDEX_BYTES = 64 << 20
 _ROUTE_SECONDS = 300.0  # for how long a redirect is believed: without, each range of an object would cost two requests
 # Statuses of servers that do not answer to HEAD although they have the object.
 _TRY_GET = frozenset({400, 403, 405, 406, 500, 501})
 
 
-class WebOrigin(ReadOnlyOrigin):
+@dataclass(frozen=True, slots=True)
+class _Unsatisfied:
+    """A range was refused; what the answer told of the object."""
+
+    told: ContentRange | None
+
+
+class WebOrigin(TakesTurns, ReadOnlyOrigin):
     """Everything that `http://` or `https://` reaches.
 
     Thread-safe; picklable (with the explicit `target_options`, passwords included); safe across fork.
@@ -90,51 +102,61 @@ class WebOrigin(ReadOnlyOrigin):
         if parts.path.endswith("/") and not parts.query:
             raise ObjectNotFoundError(f"{shown(url)} names a directory", next_step="name an object in it")
         session = self._now()
+        refused = False
         if parts.netloc not in session.without_head:
-            with self._ask("HEAD", url, {}) as answer:
-                if answer.status == 200:
-                    size = content_length(answer.headers)
-                    if size:  # some servers say 0 to HEAD for what they make on demand
-                        return self._info(key, url, answer, size)
-                elif answer.status not in _TRY_GET:
-                    raise self._refusal(answer)
+
+            def described(answer: Answer) -> ObjectInfo | None:
+                nonlocal refused
                 refused = answer.status != 200
-            info = self._head_by_get(key, url)
-            if refused:
-                session.without_head.add(parts.netloc)
-            return info
-        return self._head_by_get(key, url)
+                if refused and answer.status not in _TRY_GET:
+                    raise self._refusal(answer)
+                size = content_length(answer.headers) if not refused else None
+                return (
+                    self._info(key, url, answer, size) if size else None
+                )  # some say 0 to HEAD for what they make on demand
+
+            if (told := self._ask("HEAD", url, {}, described)) is not None:
+                return told
+        info = self._head_by_get(key, url)
+        if refused:
+            session.without_head.add(parts.netloc)
+        return info
 
     def _head_by_get(self, key: str, url: str) -> ObjectInfo:
         """Describe an object by its first byte, or by all of it where the server does not tell its size."""
-        for headers in ({"Range": "bytes=0-0"}, {}):
-            answer = self._ask("GET", url, headers)
-            with answer:
+        is_range = True
+
+        def described(answer: Answer) -> ObjectInfo | None:
+            nonlocal is_range
+            is_range = answer.status in (206, 416)
+            if is_range:
                 if answer.status == 206:
                     answer.read(1)
-                    told = content_range(answer.headers)
-                    if told is not None and told.total is not None:
-                        return self._info(key, url, answer, told.total)
-                    continue
-                if answer.status == 416:
-                    told = content_range(answer.headers)
-                    if told is not None and told.total == 0:
-                        return self._info(key, url, answer, 0)
-                    continue
-                if answer.status != 200:
-                    raise self._refusal(answer)
+                told = content_range(answer.headers)
+                size = told.total if told is not None else None
+                believed = size is not None and (answer.status == 206 or size == 0)
+            elif answer.status == 200:
                 size = content_length(answer.headers)
-                if size is not None:
-                    return self._info(key, url, answer, size)
-            break
-        with self._now().whole.turn(url):
-            answer = self._ask("GET", url, {})
+                believed = size is not None
+            else:
+                raise self._refusal(answer)
+            return self._info(key, url, answer, size) if size is not None and believed else None
+
+        for headers in ({"Range": "bytes=0-0"}, {}):
+            if (info := self._ask("GET", url, headers, described)) is not None:
+                return info
+            if not is_range:
+                break
+        whole = self._now().whole
+
+        def adopted(answer: Answer) -> WholeCopy:
             if answer.status != 200:
-                with answer:
-                    raise self._refusal(answer)
+                raise self._refusal(answer)
             self._check(url, answer)
-            with self._now().whole.adopt(url, answer) as copy:
-                return ObjectInfo(key=key, size=copy.size(), version=copy.version(), modified=copy.modified())
+            return whole.adopt(url, answer.give_away())
+
+        with whole.turn(url), self._ask("GET", url, {}, adopted) as copy:
+            return ObjectInfo(key=key, size=copy.size(), version=copy.version(), modified=copy.modified())
 
     def read(self, key: str, start: int, stop: int, *, version: str | None = None) -> Buffer:
         if not 0 <= start <= stop:
@@ -155,20 +177,27 @@ class WebOrigin(ReadOnlyOrigin):
 
     def _read(self, key: str, url: str, start: int, stop: int, version: str | None) -> Buffer:
         whole = self._now().whole
+
+        def use(answer: Answer) -> Buffer | WholeCopy | _Unsatisfied:
+            with_length = content_length(answer.headers)
+            if answer.status == 416:
+                return _Unsatisfied(content_range(answer.headers))
+            if answer.status != 200 or (start == 0 and stop == with_length):
+                return self._read_answer(url, answer, start, stop, version)
+            self._check(url, answer)
+            if with_length is not None:  # else a part might say that it is the whole
+                self._now().check_size(url, version_of(answer.headers, with_length), with_length)
+            return whole.adopt(url, answer.give_away())
+
         with whole.turn(url):
             copy = whole.find(url, version)
-            if copy is None:
-                answer = self._ask_for_range(url, start, stop, version)
-                with_length = content_length(answer.headers)
-                if answer.status != 200 or (start == 0 and stop == with_length):
-                    with answer:
-                        return self._read_answer(key, url, answer, start, stop, version)
-                self._check(url, answer)
-                if with_length is not None:
-                    self._check_size(url, answer, with_length)
-                copy = whole.adopt(url, answer)
-        with copy:  # outside of the turn: others may wait for their part of it
-            return self._read_copy(copy, url, start, stop, version)
+            got = copy if copy is not None else self._ask_for_range(url, start, stop, version, use)
+        if isinstance(got, _Unsatisfied):
+            raise self._unsatisfied(key, url, start, stop, version, got.told)
+        if not isinstance(got, WholeCopy):
+            return got
+        with got:  # outside of the turn: others may wait for their part of it
+            return self._read_copy(got, url, start, stop, version)
 
     def _read_copy(self, copy: WholeCopy, url: str, start: int, stop: int, version: str | None) -> Buffer:
         if version is not None and copy.version() != version:
@@ -183,17 +212,20 @@ class WebOrigin(ReadOnlyOrigin):
             raise outside(url, start, stop, size)
         return copy.read(start, stop)
 
-    def _read_answer(self, key: str, url: str, answer: Answer, start: int, stop: int, version: str | None) -> Buffer:
+    def _unsatisfied(
+        self, key: str, url: str, start: int, stop: int, version: str | None, told: ContentRange | None
+    ) -> MillraceError:
+        """The error for a range that the server refuses: it ends behind the end, or the object is another one."""
+        info = self.head(key) if told is None or told.total is None or version is not None else None
+        if version is not None and info is not None and info.version != version:
+            return self._overwritten(url)
+        total = info.size if info is not None else told.total if told is not None else None
+        if total is not None and stop <= total:
+            return OriginUnavailableError(f"{shown(url)} refuses a range inside the object", next_step="read again")
+        return outside(url, start, stop, total)
+
+    def _read_answer(self, url: str, answer: Answer, start: int, stop: int, version: str | None) -> Buffer:
         """The bytes of an answer that holds this range and nothing else; what it must be is checked before they are read."""
-        if answer.status == 416:
-            told = content_range(answer.headers)
-            info = self.head(key) if told is None or told.total is None or version is not None else None
-            if version is not None and info is not None and info.version != version:
-                raise self._overwritten(url)
-            total = info.size if info is not None else told.total if told is not None else None
-            if total is not None and stop <= total:
-                raise OriginUnavailableError(f"{shown(url)} refuses a range inside the object", next_step="read again")
-            raise outside(url, start, stop, total)
         if answer.status not in (200, 206):
             raise self._refusal(answer)
         self._check(url, answer)
@@ -215,7 +247,7 @@ class WebOrigin(ReadOnlyOrigin):
     # --- listing ----------------------------------------------------------------------------------
 
     def list_level(self, prefix: str) -> Listing:
-        return IndexListings(self._index, self.head).level(prefix)
+        return self._listings().level(prefix)
 
     def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
         return (page.objects for page in self.list_pages(prefix) if page.objects)
@@ -223,7 +255,15 @@ class WebOrigin(ReadOnlyOrigin):
     def list_pages(
         self, prefix: str, *, after: str = "", settled: Callable[[str], ObjectInfo | None] | None = None
     ) -> Iterator[ListingPage]:
-        return IndexListings(self._index, self.head).pages(prefix, after)
+        return self._listings().pages(prefix, after)
+
+    def _listings(self) -> IndexListings:
+        """Each of the questions that a listing asks is tried again by itself."""
+
+        def retrying(key: str, question: Callable[[str], Result]) -> Result:
+            return self._turns.retrying(f"{self._scheme}://{key}", lambda: question(key))
+
+        return IndexListings(lambda prefix: retrying(prefix, self._index), lambda key: retrying(key, self.head))
 
     def _index(self, prefix: str) -> IndexPage | None:
         """The index page of a directory, None where there is no such directory.
@@ -231,7 +271,8 @@ class WebOrigin(ReadOnlyOrigin):
         Raises `UsageError` where there is something, but no page with links.
         """
         url = self._url(prefix.rstrip("/") + "/")
-        with self._ask("GET", url, {"Accept": "text/html"}) as answer:
+
+        def parsed(answer: Answer) -> IndexPage | None:
             if answer.status in (404, 410):
                 return None
             if answer.status != 200:
@@ -248,6 +289,8 @@ class WebOrigin(ReadOnlyOrigin):
                 raise UsageError(f"the index page {shown(url)} is too long", next_step="list directories below it")
             return parse_index(answer.url, body.decode("utf-8", "replace"))
 
+        return self._ask("GET", url, {"Accept": "text/html"}, parsed)
+
     # --- requests ---------------------------------------------------------------------------------
 
     def _now(self) -> Session:
@@ -259,33 +302,52 @@ class WebOrigin(ReadOnlyOrigin):
     def _url(self, key: str) -> str:
         return url_of(self._scheme, key)
 
-    def _ask(self, method: str, url: str, extra: Mapping[str, str], *, route: str | None = None) -> Answer:
-        """Ask for `url`, or at once where that led to before. The login for its server is sent to that one only."""
+    def _ask(
+        self,
+        method: str,
+        url: str,
+        extra: Mapping[str, str],
+        use: Callable[[Answer], Result],
+        *,
+        route: str | None = None,
+    ) -> Result:
+        """Ask for `url`, or at once where that led to before; what `use` makes of the answer while it has its turn.
+
+        The login for its server is sent to that one only.
+        """
         session = self._now()
 
         def headers(target: str) -> Mapping[str, str]:
             given = self._options.headers if same_server(target, url) else self._options.open_headers
             return {**self._netrc(session, target), **given, **extra}
 
-        return session.connections.request(method, route or url, headers)
+        return session.connections.ask(method, route or url, headers, use, turns=self._turns)
 
-    def _ask_for_range(self, url: str, start: int, stop: int, version: str | None) -> Answer:
+    def _ask_for_range(
+        self, url: str, start: int, stop: int, version: str | None, use: Callable[[Answer], Result]
+    ) -> Result:
         """Ask for a range, if there was a redirect at the place where that led to; of what is new there, from the start."""
         headers = {"Range": f"bytes={start}-{stop - 1}", **precondition(version)}
         routes = self._now().routes
         route, until = routes.get(url, ("", 0.0))
         if route and time.monotonic() < until:
-            answer = self._ask("GET", url, headers, route=route)
-            told = content_range(answer.headers)
-            size = told.total if told is not None else content_length(answer.headers)
-            if answer.status in (200, 206) and size is not None and version in (None, version_of(answer.headers, size)):
-                return answer
-            answer.close()
+
+            def use_if_same(answer: Answer) -> Result | None:
+                told = content_range(answer.headers)
+                size = told.total if told is not None else content_length(answer.headers)
+                is_known = answer.status in (200, 206) and size is not None
+                return use(answer) if is_known and version in (None, version_of(answer.headers, size or 0)) else None
+
+            if (got := self._ask("GET", url, headers, use_if_same, route=route)) is not None:
+                return got
             routes.pop(url, None)
-        answer = self._ask("GET", url, headers)
-        if answer.url != url and answer.status == 206:
-            self._now().note_route(url, answer.url, time.monotonic() + _ROUTE_SECONDS)
-        return answer
+
+        def use_and_note(answer: Answer) -> Result:
+            if answer.url != url and answer.status == 206:
+                self._now().note_route(url, answer.url, time.monotonic() + _ROUTE_SECONDS)
+            return use(answer)
+
+        return self._ask("GET", url, headers, use_and_note)
 
     def _netrc(self, session: Session, url: str) -> Mapping[str, str]:
         if self._options.signs_in or not self._options.trusts_environment:
@@ -296,22 +358,10 @@ class WebOrigin(ReadOnlyOrigin):
         return session.netrc[server]
 
     def _check(self, url: str, answer: Answer) -> None:
-        """Refuse what is no plain body of this object. Closes `answer` then."""
-        try:
-            check_encoding(answer.headers, url)
-            if urlsplit(answer.url).path == urlsplit(url).path + "/":
-                raise ObjectNotFoundError(f"{shown(url)} is a directory", next_step="name an object in it")
-        except MillraceError:
-            answer.close()
-            raise
-
-    def _check_size(self, url: str, answer: Answer, size: int) -> None:
-        """Refuse a part that says it is the whole. Closes `answer` then."""
-        try:
-            self._now().check_size(url, version_of(answer.headers, size), size)
-        except OriginUnavailableError:
-            answer.close()
-            raise
+        """Refuse what is no plain body of this object."""
+        check_encoding(answer.headers, url)
+        if urlsplit(answer.url).path == urlsplit(url).path + "/":
+            raise ObjectNotFoundError(f"{shown(url)} is a directory", next_step="name an object in it")
 
     def _info(self, key: str, url: str, answer: Answer, size: int) -> ObjectInfo:
         self._check(url, answer)
