@@ -15,24 +15,20 @@ import hmac
 import http.client
 import importlib.util
 import json
-import os
 import secrets
 import shutil
 import ssl
-import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode
 
-from millrace.errors import MissingDependencyError, RetryableError, UsageError
-from millrace.testing.process import ChildProcess, free_ports, log_tail
+from millrace.errors import MissingDependencyError, RetryableError
+from millrace.testing.server_process import HOST, ServerProcess, get, runs_here
 
-_HOST = "127.0.0.1"
-_ATTEMPTS = 3
 _VERSION = "2021-12-02"  # of the protocol, for signatures
 
 
@@ -48,17 +44,9 @@ def find_azurite() -> tuple[Path, Path]:
     wheel = Path(spec.origin).parent / "bin" / "node" if spec is not None and spec.origin else None
     on_path = shutil.which("node")
     for node in (wheel, Path(on_path) if on_path else None):
-        if node is not None and program.is_file() and _runs(node):
+        if node is not None and program.is_file() and runs_here(node):
             return node, program
     raise MissingDependencyError("no Azurite", next_step="run tools/azurite.sh")
-
-
-def _runs(node: Path) -> bool:
-    """Whether it starts here: the package might be of another machine."""
-    try:
-        return subprocess.run([node, "--version"], capture_output=True, timeout=30, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
 
 
 class AzuriteServer:
@@ -75,15 +63,12 @@ class AzuriteServer:
         self._tls = tls
         self.log_path = self.directory / "azurite.log"
         self.key = base64.b64encode(secrets.token_bytes(64)).decode()
-        self._port = 0
-        self._process: ChildProcess | None = None
+        self._process = ServerProcess("Azurite", self.log_path, not_inherited=("AZURITE_", "NODE_"))
 
     @property
     def endpoint(self) -> str:
         """The URL below which the containers lie."""
-        if not self._port:
-            raise UsageError("Azurite has not been started", next_step="call start()")
-        return f"{'https' if self._tls else 'http'}://{_HOST}:{self._port}/{self.account}"
+        return f"{'https' if self._tls else 'http'}://{HOST}:{self._process.ports[0]}/{self.account}"
 
     @property
     def connection_string(self) -> str:
@@ -106,7 +91,7 @@ class AzuriteServer:
     def create_container(self, name: str, *, public: bool = False) -> None:
         """Make a container; with `public`, anybody may read and list it. Raises `RetryableError`."""
         headers = {"Content-Length": "0"} | ({"x-ms-blob-public-access": "container"} if public else {})
-        connection = self._connect(self._port)
+        connection = self._connect(self._process.ports[0])
         try:
             path = f"/{self.account}/{name}?restype=container&{self.signature()}"
             connection.request("PUT", path, headers={"x-ms-version": _VERSION, **headers})
@@ -132,57 +117,30 @@ class AzuriteServer:
 
     def _connect(self, port: int) -> http.client.HTTPConnection:
         if self._tls is None:
-            return http.client.HTTPConnection(_HOST, port, timeout=30)
+            return http.client.HTTPConnection(HOST, port, timeout=30)
         context = ssl.create_default_context(cafile=str(self._tls[0]))
-        return http.client.HTTPSConnection(_HOST, port, timeout=30, context=context)
+        return http.client.HTTPSConnection(HOST, port, timeout=30, context=context)
 
     def start(self) -> None:
         """Start it, empty, and wait until it answers. Raises `MissingDependencyError` and `RetryableError`."""
-        if self._process is not None:
-            raise UsageError("Azurite runs already", next_step="call stop() first")
         node, program = find_azurite()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        for _ in range(_ATTEMPTS if not self._port else 1):
-            port = self._port or free_ports(1)[0]
-            self._launch(node, program, port)
-            if self._wait(port):
-                self._port = port
-                return
-            self.stop()  # somebody else took the port
-        raise RetryableError(f"Azurite did not start; its log ends: {log_tail(self.log_path)}", next_step="try again")
 
-    def _launch(self, node: Path, program: Path, port: int) -> None:
-        command: list[str | Path] = [node, program, "--blobHost", _HOST, "--blobPort", str(port), "--silent"]
-        command += ["--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck"]
-        if self._tls is not None:
-            command += ["--cert", self._tls[0], "--key", self._tls[1], "--oauth", "basic"]
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("AZURITE_", "NODE_"))}
-        env["AZURITE_ACCOUNTS"] = f"{self.account}:{self.key}"
-        self._process = ChildProcess(command, log=self.log_path, cwd=self.directory, env=env, grace_seconds=3.0)
+        def command(ports: Sequence[int]) -> list[str | Path]:
+            line: list[str | Path] = [node, program, "--blobHost", HOST, "--blobPort", str(ports[0]), "--silent"]
+            line += ["--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck"]
+            if self._tls is not None:
+                line += ["--cert", self._tls[0], "--key", self._tls[1], "--oauth", "basic"]
+            return line
 
-    def _wait(self, port: int) -> bool:
-        """True when it answers, False when it has ended. Raises `RetryableError` after a minute."""
-        deadline = time.monotonic() + 60
-        while self._process is not None and self._process.exit_status() is None:
-            connection = self._connect(port)
-            try:
-                connection.request("GET", "/")
-                connection.getresponse().read()
-                return True
-            except (OSError, http.client.HTTPException):
-                pass  # not up yet: asked again until the deadline, whose error shows its log
-            finally:
-                connection.close()
-            if time.monotonic() > deadline:
-                raise RetryableError(f"Azurite does not answer; its log ends: {log_tail(self.log_path)}")
-            time.sleep(0.05)
-        return False
+        def answers(port: int) -> bool:
+            get(self._connect(port), "/")
+            return True
+
+        self._process.start(command, answers, env={"AZURITE_ACCOUNTS": f"{self.account}:{self.key}"})
 
     def stop(self) -> None:
         """End it; what it kept is gone. Idempotent."""
-        if self._process is not None:
-            self._process.kill()
-            self._process = None
+        self._process.kill()
 
     def __enter__(self) -> Self:
         self.start()

@@ -10,17 +10,13 @@ import http.client
 import os
 import shutil
 import signal
-import subprocess
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from millrace.errors import MissingDependencyError, RetryableError, UsageError
-from millrace.testing.process import ChildProcess, free_ports, log_tail
-
-_HOST = "127.0.0.1"
-_ATTEMPTS = 3
+from millrace.errors import MissingDependencyError
+from millrace.testing.server_process import HOST, ServerProcess, get, runs_here
 
 
 @functools.cache
@@ -32,17 +28,9 @@ def find_etcd() -> Path:
     clone = Path(__file__).parents[3]
     candidates = [shutil.which("etcd"), clone / ".deps" / "debian" / "usr" / "bin" / "etcd"]
     for path in (Path(candidate) for candidate in candidates if candidate):
-        if os.access(path, os.X_OK) and path.is_file() and _runs(path):
+        if os.access(path, os.X_OK) and path.is_file() and runs_here(path):
             return path.resolve()
     raise MissingDependencyError("no etcd", next_step="install Debian's package etcd-server")
-
-
-def _runs(path: Path) -> bool:
-    """Whether it starts here: an unpacked one might be of another machine."""
-    try:
-        return subprocess.run([path, "--version"], capture_output=True, timeout=30, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
 
 
 class EtcdServer:
@@ -54,15 +42,13 @@ class EtcdServer:
     def __init__(self, directory: Path) -> None:
         self.directory = directory.resolve()
         self.log_path = self.directory / "etcd.log"
-        self._ports: tuple[int, int] | None = None
-        self._process: ChildProcess | None = None
+        # Its other settings come from ETCD_* variables.
+        self._process = ServerProcess("etcd", self.log_path, port_count=2, not_inherited=("ETCD_",))
 
     @property
     def address(self) -> str:
         """`host:port` for clients."""
-        if self._ports is None:
-            raise UsageError("etcd has not been started", next_step="call start()")
-        return f"{_HOST}:{self._ports[0]}"
+        return f"{HOST}:{self._process.ports[0]}"
 
     @property
     def members(self) -> str:
@@ -70,23 +56,16 @@ class EtcdServer:
         return f"etcd://{self.address}"
 
     def start(self) -> None:
-        """Start it, with the data that the last one left, and wait until it answers. Raises `RetryableError`."""
-        if self._process is not None:
-            raise UsageError("etcd runs already", next_step="call stop() or kill() first")
-        binary = find_etcd()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        for _ in range(_ATTEMPTS if self._ports is None else 1):
-            ports = self._ports or tuple(free_ports(2))
-            self._launch(binary, ports[0], ports[1])
-            if self._wait(ports[0]):
-                self._ports = (ports[0], ports[1])
-                return
-            self._end(kill=True)  # somebody else took a port
-        raise RetryableError(f"etcd did not start; its log ends: {log_tail(self.log_path)}", next_step="try again")
+        """Start it, with the data that the last one left, and wait until it answers.
 
-    def _launch(self, binary: Path, client_port: int, peer_port: int) -> None:
-        client, peer = f"http://{_HOST}:{client_port}", f"http://{_HOST}:{peer_port}"
-        command: list[str | Path] = [
+        Raises `MissingDependencyError` and `RetryableError`.
+        """
+        binary = find_etcd()
+        self._process.start(lambda ports: self._command(binary, ports), _is_healthy)
+
+    def _command(self, binary: Path, ports: Sequence[int]) -> list[str | Path]:
+        client, peer = (f"http://{HOST}:{port}" for port in ports)
+        return [
             binary,
             "--name=test",
             f"--data-dir={self.directory / 'data'}",
@@ -96,59 +75,27 @@ class EtcdServer:
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=test={peer}",
         ]
-        # Its other settings come from ETCD_* variables, which are those of another etcd.
-        env = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
-        self._process = ChildProcess(command, log=self.log_path, cwd=self.directory, env=env, grace_seconds=3.0)
-
-    def _wait(self, port: int) -> bool:
-        """True when it answers, False when it has ended. Raises `RetryableError` after half a minute."""
-        deadline = time.monotonic() + 30
-        while self._process is not None and self._process.exit_status() is None:
-            connection = http.client.HTTPConnection(_HOST, port, timeout=2)
-            try:
-                connection.request("GET", "/health")
-                if b'"true"' in connection.getresponse().read():
-                    return True
-            except (OSError, http.client.HTTPException):
-                pass  # not up yet: asked again until the deadline, whose error shows its log
-            finally:
-                connection.close()
-            if time.monotonic() > deadline:
-                raise RetryableError(f"etcd does not answer; its log ends: {log_tail(self.log_path)}")
-            time.sleep(0.02)
-        return False
 
     def stop(self) -> None:
         """End it in order. Idempotent."""
-        self._end(kill=False)
+        self._process.stop()
 
     def kill(self) -> None:
         """End it at once, as a crash would."""
-        self._end(kill=True)
+        self._process.kill()
 
     def wipe(self) -> None:
         """Remove its data; it must not run."""
-        if self._process is not None:
-            raise UsageError("etcd runs", next_step="call stop() or kill() first")
+        self._process.check_ended()
         shutil.rmtree(self.directory / "data")
 
     def pause(self) -> None:
         """Have it be silent, with its connections open, until `go_on`."""
-        self._signal(signal.SIGSTOP)
+        self._process.signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         """The end of `pause`."""
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: int) -> None:
-        if self._process is None:
-            raise UsageError("etcd does not run", next_step="call start() first")
-        os.kill(self._process.pid, number)
-
-    def _end(self, *, kill: bool) -> None:
-        if self._process is not None:
-            self._process.kill() if kill else self._process.stop()
-            self._process = None
+        self._process.signal(signal.SIGCONT)
 
     def __enter__(self) -> Self:
         self.start()
@@ -158,3 +105,7 @@ class EtcdServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
+
+
+def _is_healthy(port: int) -> bool:
+    return b'"true"' in get(http.client.HTTPConnection(HOST, port, timeout=2), "/health")
