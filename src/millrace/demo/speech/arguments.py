@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from millrace.demo import interrupts
 from millrace.demo.needs import SPEECH_MODULES, check_modules
@@ -26,6 +26,9 @@ from millrace.demo.speech.ray_cluster import given_cluster
 from millrace.demo.speech.settings import FAMILIES, PRECISIONS, SpeechSettings
 from millrace.errors import ConfigurationError, MillraceError
 from millrace.origin import split_url
+
+if TYPE_CHECKING:
+    from argparse import _ArgumentGroup as _Group
 
 _STARTED = time.monotonic()
 
@@ -169,7 +172,15 @@ def _parser(description: str | None, *, choose_workers: bool) -> argparse.Argume
         formatter_class=_Wide,
         allow_abbrev=False,
     )
-    group = parser.add_argument_group("data and outputs")
+    _add_data(parser.add_argument_group("data and outputs"))
+    _add_model(parser.add_argument_group("model"))
+    _add_training(parser.add_argument_group("training"))
+    _add_workers(parser.add_argument_group("workers"), choose=choose_workers)
+    _add_storage(parser.add_argument_group("storage"))
+    return parser
+
+
+def _add_data(group: _Group) -> None:
     group.add_argument(
         "--data", required=True, metavar="URL", type=_url,
         help="a Common Voice release: the folder with train.tsv, dev.tsv, test.tsv and clips/. s3://bucket/..., or a "
@@ -190,7 +201,8 @@ def _parser(description: str | None, *, choose_workers: bool) -> argparse.Argume
         help="leave longer clips out. Default: %(default)g",
     )  # fmt: skip
 
-    group = parser.add_argument_group("model")
+
+def _add_model(group: _Group) -> None:
     group.add_argument(
         "--model", metavar="NAME",
         help="what to fine-tune: a local folder (on all nodes) or a name of the Hugging Face hub, of the Whisper or the "
@@ -200,7 +212,8 @@ def _parser(description: str | None, *, choose_workers: bool) -> argparse.Argume
     group.add_argument("--hidden-size", metavar="N", type=_width, default=128, help="of a small one. Default: 128")
     group.add_argument("--layers", metavar="N", type=_count, default=3, help="of a small one. Default: 3")
 
-    group = parser.add_argument_group("training")
+
+def _add_training(group: _Group) -> None:
     passes = ", ".join(f"{epochs} for {name}" for name, epochs in SMALL_EPOCHS.items())
     group.add_argument(
         "--epochs", metavar="N", type=_count,
@@ -221,8 +234,9 @@ def _parser(description: str | None, *, choose_workers: bool) -> argparse.Argume
         "--keep", metavar="N", type=_count, help="so many checkpoints stay, the newest. Default: all, one an epoch"
     )
 
-    group = parser.add_argument_group("workers")
-    if choose_workers:
+
+def _add_workers(group: _Group, *, choose: bool) -> None:
+    if choose:
         group.add_argument("--workers", metavar="N", type=_count, default=2, help="training workers. Default: 2")
         group.add_argument(
             "--min-workers", metavar="N", type=_count,
@@ -244,10 +258,10 @@ def _parser(description: str | None, *, choose_workers: bool) -> argparse.Argume
         help="kill one training process in the middle of this epoch, once, to see what happens. Default: leave them alone",
     )  # fmt: skip
 
-    group = parser.add_argument_group("storage")
+
+def _add_storage(group: _Group) -> None:
     group.add_argument("--endpoint-url", metavar="URL", help="address of an S3 service other than AWS")
     group.add_argument("--profile", metavar="NAME", help="profile of ~/.aws, which every node must have")
-    return parser
 
 
 def _count(text: str) -> int:
