@@ -28,6 +28,7 @@ from millrace.errors import (
     ConfigurationError,
     DeniedError,
     DiskFullError,
+    MillraceError,
     MissingError,
     ObjectExistsError,
     ObjectNotFoundError,
@@ -99,6 +100,15 @@ class CheckpointStorage(Protocol):
     def delete(self, names: Sequence[str]) -> None:
         """Remove files. A name that does not exist is no error."""
         ...
+
+
+def can_open_storage(location: str | os.PathLike[str]) -> bool:
+    """Whether `open_storage` knows what the name means; says nothing of what is there."""
+    try:
+        open_storage(location)
+    except MillraceError:
+        return False
+    return True
 
 
 def open_storage(

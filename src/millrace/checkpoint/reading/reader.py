@@ -34,7 +34,7 @@ from millrace.checkpoint.places.manifests import (
     summarize,
 )
 from millrace.checkpoint.places.stock_metadata import summarize_stock
-from millrace.checkpoint.places.storage import CheckpointStorage, open_storage
+from millrace.checkpoint.places.storage import CheckpointStorage, can_open_storage, open_storage
 from millrace.checkpoint.reading.stock import StockReader
 from millrace.checkpoint.state.tensors import (
     bytes_of,
@@ -114,11 +114,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this reader can read from a place of this name."""
-        try:
-            open_storage(checkpoint_id)
-        except MillraceError:
-            return False
-        return True
+        return can_open_storage(checkpoint_id)
 
     def summary(self) -> CheckpointSummary:
         """What the checkpoint holds, in short. Raises as `describe`."""

@@ -39,7 +39,7 @@ from millrace.checkpoint.places.manifests import (
 )
 from millrace.checkpoint.places.orphans import sweep
 from millrace.checkpoint.places.stock_metadata import stock_files
-from millrace.checkpoint.places.storage import CheckpointStorage, open_storage
+from millrace.checkpoint.places.storage import CheckpointStorage, can_open_storage, open_storage
 from millrace.checkpoint.writing.assembly import build_manifest, written_files
 from millrace.checkpoint.writing.bases import Base, ItemKey, MemoryBase, Place, check_files
 from millrace.checkpoint.writing.delta import RESTORE_LIMIT
@@ -167,11 +167,7 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this writer can write to a place of this name."""
-        try:
-            open_storage(checkpoint_id)
-        except MillraceError:
-            return False
-        return True
+        return can_open_storage(checkpoint_id)
 
     # --- the calls of a save, in order ------------------------------------------------------------
 
