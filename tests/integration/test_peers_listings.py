@@ -54,13 +54,17 @@ class Node:
     cluster: Cluster
 
 
+MakeNodes = Callable[[int, str], list[Node]]
+"""So many nodes, with this `consistency`."""
+
+
 @pytest.fixture
 def origin() -> MemoryOrigin:
     return MemoryOrigin()
 
 
 @pytest.fixture
-def make_nodes(tmp_path: Path, origin: MemoryOrigin) -> Iterator[Callable[[int, str], list[Node]]]:
+def make_nodes(tmp_path: Path, origin: MemoryOrigin) -> Iterator[MakeNodes]:
     made: list[Node] = []
 
     def make(count: int, consistency: str) -> list[Node]:
@@ -98,20 +102,24 @@ def names(node: Node, origin: MemoryOrigin, prefix: str) -> list[str]:
     return [info.key for page in node.reading.metadata.list_all(origin, prefix) for info in page]
 
 
-def owner_of(nodes: list[Node], bucket: str) -> Node:
-    owner = nodes[0].cluster.placement().order(teller_id("memory", bucket))[0]
-    return next(node for node in nodes if node.member.id == owner.id)
+def in_order(nodes: list[Node]) -> list[Node]:
+    """The nodes as they are asked about the bucket `b`: its teller, who takes its place, and so on."""
+    by_id = {node.member.id: node for node in nodes}
+    return [by_id[member.id] for member in nodes[0].cluster.placement().order(teller_id("memory", "b"))]
 
 
-def test_a_listing_is_made_once_for_all_nodes(
-    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
-) -> None:
-    expected = [f"b/train/{number:05d}" for number in range(2500)]
-    for key in expected:
+def filled(origin: MemoryOrigin, count: int) -> list[str]:
+    """So many objects in `b/train`, each with its key as its content; gives the keys, sorted."""
+    keys = [f"b/train/{number:05d}" for number in range(count)]
+    for key in keys:
         origin.put(key, key.encode())
+    return keys
+
+
+def test_a_listing_is_made_once_for_all_nodes(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    expected = filled(origin, 2500)
     nodes = make_nodes(3, "immutable")
-    teller = owner_of(nodes, "b")
-    others = [node for node in nodes if node is not teller]
+    _, *others = in_order(nodes)
     for node in others:
         assert names(node, origin, "b/train") == expected
     assert origin.count("list") == 3  # 2,500 keys, a thousand a request
@@ -121,14 +129,11 @@ def test_a_listing_is_made_once_for_all_nodes(
     assert (origin.count("list"), origin.count("head")) == (3, 0)
 
 
-def test_levels_and_descriptions_are_asked_once(
-    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
-) -> None:
+def test_levels_and_descriptions_are_asked_once(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     for key in ("b/one/x", "b/one/y", "b/two/z"):
         origin.put(key, b"data")
     nodes = make_nodes(3, "immutable")
-    teller = owner_of(nodes, "b")
-    others = [node for node in nodes if node is not teller]
+    _, *others = in_order(nodes)
     for node in others:
         listing = node.reading.metadata.list_level(origin, "b")
         assert list(listing.prefixes) == ["b/one", "b/two"]
@@ -138,12 +143,10 @@ def test_levels_and_descriptions_are_asked_once(
     assert origin.count("head") == 1
 
 
-def test_what_is_written_through_a_node_is_seen_by_it(
-    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
-) -> None:
+def test_what_is_written_through_a_node_is_seen_by_it(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     origin.put("b/data/one", b"1")
     nodes = make_nodes(3, "1h")
-    writer = next(node for node in nodes if node is not owner_of(nodes, "b"))
+    writer = in_order(nodes)[1]
     assert names(writer, origin, "b/data") == ["b/data/one"]
     origin.put("b/data/two", b"2")
     writer.reading.metadata.forget(origin, "b/data/two")
@@ -153,18 +156,16 @@ def test_what_is_written_through_a_node_is_seen_by_it(
     assert writer.reading.metadata.stat(origin, "b/data/one").size == 7
 
 
-def test_what_is_heard_counts_as_half_as_old_as_is_believed(
-    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
-) -> None:
+def test_what_is_heard_counts_as_half_as_old_as_is_believed(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     origin.put("b/data/one", b"1")
     nodes = make_nodes(2, "1h")
-    asker = next(node for node in nodes if node is not owner_of(nodes, "b"))
+    teller, asker = in_order(nodes)
     _, heard_until = asker.reading.metadata.stat_until(origin, "b/data/one")
-    _, asked_until = owner_of(nodes, "b").reading.metadata.stat_until(origin, "b/data/one")
+    _, asked_until = teller.reading.metadata.stat_until(origin, "b/data/one")
     assert asked_until - heard_until == pytest.approx(1800, abs=60)
 
 
-def test_consistency_always_asks_the_origin(make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin) -> None:
+def test_consistency_always_asks_the_origin(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     origin.put("b/data/one", b"1")
     nodes = make_nodes(3, "always")
     for count, node in enumerate(nodes, 1):
@@ -172,20 +173,14 @@ def test_consistency_always_asks_the_origin(make_nodes: Callable[[int, str], lis
         assert origin.count("list") == count
 
 
-def test_dead_tellers_cost_nobody_his_answer(
-    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
-) -> None:
-    expected = [f"b/train/{number:05d}" for number in range(1500)]
-    for key in expected:
-        origin.put(key, b"x")
+def test_dead_tellers_cost_nobody_his_answer(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    expected = filled(origin, 1500)
     nodes = make_nodes(3, "immutable")
-    order = [member.id for member in nodes[0].cluster.placement().order(teller_id("memory", "b"))]
-    by_id = {node.member.id: node for node in nodes}
-    last = by_id[order[2]]
-    by_id[order[0]].server.close()
+    first, second, last = in_order(nodes)
+    first.server.close()
     assert names(last, origin, "b/train") == expected  # by the second
     assert origin.count("list") == 2
-    by_id[order[1]].server.close()
+    second.server.close()
     last.reading.metadata.forget_all()
     assert names(last, origin, "b/train") == expected  # by nobody but the origin
     assert origin.count("list") == 4
@@ -193,15 +188,10 @@ def test_dead_tellers_cost_nobody_his_answer(
         last.reading.metadata.stat(origin, "b/nothing")
 
 
-def test_a_teller_that_dies_in_the_middle_of_a_listing(
-    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
-) -> None:
-    expected = [f"b/train/{number:05d}" for number in range(2500)]
-    for key in expected:
-        origin.put(key, b"x")
+def test_a_teller_that_dies_in_the_middle_of_a_listing(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    expected = filled(origin, 2500)
     nodes = make_nodes(2, "immutable")
-    teller = owner_of(nodes, "b")
-    asker = next(node for node in nodes if node is not teller)
+    teller, asker = in_order(nodes)
     pages = asker.reading.metadata.list_all(origin, "b/train")
     found = [info.key for info in next(iter(pages))]
     teller.server.close()
@@ -209,29 +199,23 @@ def test_a_teller_that_dies_in_the_middle_of_a_listing(
     assert found == expected
 
 
-def test_an_error_of_the_origin_is_raised_as_its_own(
-    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
-) -> None:
+def test_an_error_of_the_origin_is_raised_as_its_own(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     nodes = make_nodes(2, "immutable")
-    asker = next(node for node in nodes if node is not owner_of(nodes, "b"))
+    _, asker = in_order(nodes)
     with pytest.raises(ObjectNotFoundError, match="does not exist"):
         asker.reading.metadata.stat(origin, "b/nothing")
     assert asker.reading.metadata.below(origin, "b/nothing") == "nothing"
 
 
-def test_a_kept_age_limit(make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin) -> None:
+def test_a_kept_age_limit(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     nodes = make_nodes(1, "immutable")
     assert nodes[0].reading.metadata_within(math.inf).list_level(origin, "b").objects == []
 
 
-def test_who_asks_at_the_same_time_waits_for_the_same_answer(
-    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
-) -> None:
-    expected = [f"b/train/{number:05d}" for number in range(2500)]
-    for key in expected:
-        origin.put(key, b"x")
+def test_who_asks_at_the_same_time_waits_for_the_same_answer(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    expected = filled(origin, 2500)
     nodes = make_nodes(5, "immutable")
-    others = [node for node in nodes if node is not owner_of(nodes, "b")]
+    _, *others = in_order(nodes)
     together = threading.Barrier(len(others))
     origin.before_list = lambda *_: time.sleep(0.2)
 
@@ -259,43 +243,32 @@ def test_who_asks_at_the_same_time_waits_for_the_same_answer(
     ],
     ids=["text", "null", "large", "negative", "elsewhere", "backwards", "number", "nowhere", "list"],
 )  # fmt: skip
-def test_a_teller_that_answers_nonsense(
-    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin, listing: object
-) -> None:
-    expected = [f"b/train/{number:05d}" for number in range(3)]
-    for key in expected:
-        origin.put(key, b"x")
+def test_a_teller_that_answers_nonsense(make_nodes: MakeNodes, origin: MemoryOrigin, listing: object) -> None:
+    expected = filled(origin, 3)
     nodes = make_nodes(2, "1h")
-    teller = owner_of(nodes, "b")
-    asker = next(node for node in nodes if node is not teller)
+    teller, asker = in_order(nodes)
     for path in ("/v1/listing", "/v1/level", "/v1/head", "/v1/forget"):
         teller.server.route("POST" if path == "/v1/forget" else "GET", path, lambda call: listing)
     assert names(asker, origin, "b/train") == expected
     asker.reading.metadata.forget_all()
     assert [info.key for info in asker.reading.metadata.list_level(origin, "b/train").objects] == expected
     asker.reading.metadata.forget_all()
-    assert asker.reading.metadata.stat(origin, "b/train/00002").size == 1
+    assert asker.reading.metadata.stat(origin, "b/train/00002").size == len("b/train/00002")
     asker.reading.metadata.forget(origin, "b/train/00002")
 
 
-def test_a_teller_that_describes_another_object(
-    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
-) -> None:
+def test_a_teller_that_describes_another_object(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     origin.put("b/one", b"1")
     nodes = make_nodes(2, "1h")
-    teller = owner_of(nodes, "b")
-    asker = next(node for node in nodes if node is not teller)
+    teller, asker = in_order(nodes)
     teller.server.route("GET", "/v1/head", lambda call: ["b/two", 7, "v", 0.0])
     assert asker.reading.metadata.stat(origin, "b/one").size == 1
 
 
-def test_a_member_without_an_address_costs_nobody_his_answer(
-    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
-) -> None:
+def test_a_member_without_an_address_costs_nobody_his_answer(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     origin.put("b/one", b"1")
     nodes = make_nodes(2, "1h")
-    teller = owner_of(nodes, "b")
-    asker = next(node for node in nodes if node is not teller)
+    teller, asker = in_order(nodes)
     asker.cluster.link.views.now = View.of(  # type: ignore[attr-defined]
         [asker.member, Member(id=teller.member.id, address="no address")]
     )
@@ -303,15 +276,11 @@ def test_a_member_without_an_address_costs_nobody_his_answer(
     asker.reading.metadata.forget(origin, "b/one")
 
 
-def test_who_could_not_tell_of_a_write_asks_the_origin_himself(
-    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
-) -> None:
+def test_who_could_not_tell_of_a_write_asks_the_origin_himself(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     origin.put("b/data/one", b"1")
     origin.put("b/other/x", b"1")
     nodes = make_nodes(3, "1h")
-    order = [member.id for member in nodes[0].cluster.placement().order(teller_id("memory", "b"))]
-    by_id = {node.member.id: node for node in nodes}
-    writer, teller = by_id[order[2]], by_id[order[0]]
+    teller, second, writer = in_order(nodes)
     assert names(writer, origin, "b/data") == ["b/data/one"]  # which the teller remembers from now on
     writer.cluster.breakers.failed(teller.member.id)  # it does not answer for a moment
     origin.put("b/data/two", b"2")
@@ -324,17 +293,16 @@ def test_who_could_not_tell_of_a_write_asks_the_origin_himself(
     ]
     before = origin.count("list")
     # Of what lies elsewhere in the bucket the teller is still asked.
-    assert names(writer, origin, "b/other") == names(by_id[order[1]], origin, "b/other") == ["b/other/x"]
+    assert names(writer, origin, "b/other") == names(second, origin, "b/other") == ["b/other/x"]
     assert origin.count("list") == before + 1
 
 
 def test_a_teller_forgets_also_what_it_has_no_access_to_just_now(
-    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+    make_nodes: MakeNodes, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     origin.put("b/one", b"1")
     nodes = make_nodes(3, "1h")
-    teller = owner_of(nodes, "b")
-    writer, reader = (node for node in nodes if node is not teller)
+    _, writer, reader = in_order(nodes)
     assert writer.reading.metadata.stat(origin, "b/one").size == 1
     origin.put("b/one", b"22")
     with monkeypatch.context() as denied:
@@ -344,9 +312,7 @@ def test_a_teller_forgets_also_what_it_has_no_access_to_just_now(
 
 
 @pytest.mark.parametrize("consistency", ["1h", "immutable"])
-def test_a_write_is_told_to_every_node(
-    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin, consistency: str
-) -> None:
+def test_a_write_is_told_to_every_node(make_nodes: MakeNodes, origin: MemoryOrigin, consistency: str) -> None:
     keys = [f"b/data/{number}" for number in range(5)] + ["another/x", "another/y"]
     for key in keys:
         origin.put(key, b"1")
@@ -368,9 +334,7 @@ def test_a_write_is_told_to_every_node(
                 node.serving.metadata.forget(origin, *keys)
 
 
-def test_a_writer_that_remembers_nothing_tells_the_others(
-    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
-) -> None:
+def test_a_writer_that_remembers_nothing_tells_the_others(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     origin.put("b/one", b"1")
     nodes = make_nodes(3, "1h")
     always = ClusterListings(nodes[0].cluster, max_age_seconds=0.0)
@@ -391,12 +355,10 @@ def test_a_writer_that_remembers_nothing_tells_the_others(
         assert [node.serving.metadata.known(origin, "b/one") for node in nodes[1:]] == [None, None]
 
 
-def test_who_was_away_is_told_later(make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin) -> None:
+def test_who_was_away_is_told_later(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     origin.put("b/one", b"1")
     nodes = make_nodes(4, "immutable")
-    order = [member.id for member in nodes[0].cluster.placement().order(teller_id("memory", "b"))]
-    by_id = {node.member.id: node for node in nodes}
-    writer, reader, away = by_id[order[3]], by_id[order[2]], by_id[order[0]]
+    away, _, reader, writer = in_order(nodes)
     for node in nodes:
         node.serving.metadata.stat(origin, "b/one")
     asking = writer.reading.asking
@@ -420,15 +382,11 @@ def test_who_was_away_is_told_later(make_nodes: Callable[[int, str], list[Node]]
     assert reader.serving.metadata.stat(origin, "b/one").size == 2
 
 
-def test_nobody_who_is_told_hears_the_old_answer_from_a_teller(
-    make_nodes: Callable[[int, str], list[Node]], origin: MemoryOrigin
-) -> None:
+def test_nobody_who_is_told_hears_the_old_answer_from_a_teller(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     """Readers that ask without end, while one writes: after a write returns each sees it."""
     origin.put("b/one", b"")
     nodes = make_nodes(4, "1h")
-    order = [member.id for member in nodes[0].cluster.placement().order(teller_id("memory", "b"))]
-    by_id = {node.member.id: node for node in nodes}
-    writer, readers = by_id[order[0]], [by_id[name] for name in order[1:]]
+    writer, *readers = in_order(nodes)
     # The reader of a node is told by what its server hears: here they have memories of their own.
     for node in readers:
         node.serving.asking = node.reading.asking
@@ -477,7 +435,7 @@ def test_many_keys_fit_into_requests() -> None:
 @pytest.mark.parametrize(
     "body", [None, [], "x", {}, {"origin": 1, "key": "b/one"}, {"origin": "memory", "keys": ["b", 1]}], ids=str
 )
-def test_who_says_nothing_to_forget_is_told(make_nodes: Callable[[int, str], list[Node]], body: object) -> None:
+def test_who_says_nothing_to_forget_is_told(make_nodes: MakeNodes, body: object) -> None:
     (node,) = make_nodes(1, "1h")
     with pytest.raises(PeerRefusedError) as refused:
         node.cluster.client.call(node.member, "POST", "/v1/forget", body)
