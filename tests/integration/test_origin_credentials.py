@@ -13,14 +13,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from tests.identities import certificate
 
 from millrace.errors import DeniedError
 from millrace.origin import Origin, open_origin
@@ -176,6 +173,44 @@ def test_a_profile_with_a_role_is_assumed_and_assumed_again(
         server.server_close()
 
 
+class _StsThatRefuses(_Sts):
+    """As AWS's where the role does not trust who asks; the message tells what nobody shall read."""
+
+    def do_POST(self) -> None:
+        self.asked.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        body = b"<ErrorResponse><Error><Code>AccessDenied</Code><Message>hush</Message></Error></ErrorResponse>"
+        self.send_response(403)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_a_role_that_is_refused_is_a_clear_error(
+    s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler: Any = type("_Handler", (_StsThatRefuses,), {"asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        (tmp_path / "config").write_text(
+            "[profile base]\naws_access_key_id = BASE\naws_secret_access_key = hush\n"
+            "[profile team]\nrole_arn = arn:aws:iam::1:role/reader\nsource_profile = base\nregion = us-east-1\n"
+        )
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(DeniedError) as caught:
+            open_origin("s3", {"profile": "team", "endpoint_url": s3.endpoint_url}).head(f"{bucket}/object")
+        assert caught.value.next_step
+        assert "hush" not in f"{caught.value!r} {caught.value}"
+        assert handler.asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 @pytest.fixture
 def gcs(s3: S3Server) -> Iterator[GcsFront]:
     with GcsFront(s3, token_seconds=1) as front:
@@ -285,15 +320,15 @@ except DeniedError:
 @pytest.mark.azurite
 def test_tokens_of_an_azure_identity_are_renewed(tmp_path: Path) -> None:
     """The server checks when a token ends; who gave it is stood in for, since no identity service can be had here."""
-    certificate, key = _certificate(tmp_path)
-    with AzuriteServer(tmp_path / "azurite", tls=(certificate, key)) as server:
+    files = certificate(tmp_path)
+    with AzuriteServer(tmp_path / "azurite", tls=files) as server:
         server.create_container("data")
         short, long = (f"{server.token(seconds=seconds)}@{time.time() + seconds}" for seconds in (4, 600))
 
         def read(tokens: Sequence[str]) -> str:
             done = subprocess.run(
                 [sys.executable, "-c", _READ_WITH_TOKENS, server.account, server.endpoint, *tokens],
-                env={**os.environ, "SSL_CERT_FILE": str(certificate)},
+                env={**os.environ, "SSL_CERT_FILE": str(files[0])},
                 capture_output=True,
                 text=True,
                 timeout=60,
@@ -304,29 +339,3 @@ def test_tokens_of_an_azure_identity_are_renewed(tmp_path: Path) -> None:
 
         with ThreadPoolExecutor(2) as pool:
             assert list(pool.map(read, [(short, long), (short,)])) == ["data True", "denied"]
-
-
-def _certificate(directory: Path) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that vouches for itself, and its key."""
-    private = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
-    now = datetime.now(UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(private.public_key())
-        .serial_number(1)
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-        .sign(private, hashes.SHA256())
-    )
-    certificate, key = directory / "cert.pem", directory / "key.pem"
-    certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    key.write_bytes(
-        private.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-    )
-    return certificate, key

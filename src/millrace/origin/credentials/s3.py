@@ -47,17 +47,19 @@ def s3_credentials(options: StoreOptions, environ: Mapping[str, str]) -> Found:
     if profile is None and any(all(environ.get(name) for name in names) for names in _OBSTORE_READS):
         return Found()
     profile = profile or environ.get("AWS_PROFILE") or None
+    if profile is None and environ.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
+        raise DeniedError("AWS_WEB_IDENTITY_TOKEN_FILE is set without AWS_ROLE_ARN", next_step="set both, or neither")
     if is_installed("botocore"):
         return Found(provider=Provider(lambda: _by_botocore(profile)))
     if profile is not None:
         raise MissingDependencyError(
             f"the AWS profile {profile!r} cannot be read without botocore", next_step="pip install 'millrace[s3]'"
         )
-    for name, beside in (names for names in _OBSTORE_READS if len(names) == 2):
-        if environ.get(name):
-            raise MissingDependencyError(
-                f"{name} without {beside} cannot be used without botocore", next_step="pip install 'millrace[s3]'"
-            )
+    if environ.get("AWS_CONTAINER_CREDENTIALS_FULL_URI"):
+        raise MissingDependencyError(
+            "AWS_CONTAINER_CREDENTIALS_FULL_URI without AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE needs botocore",
+            next_step="pip install 'millrace[s3]'",
+        )
     if not metadata_answers(_METADATA_ADDRESS):
         raise none_found()
     return Found()

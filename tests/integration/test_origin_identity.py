@@ -1,0 +1,260 @@
+"""Machines and pods without any key: S3 by instance metadata, by container credentials and by a web identity.
+
+The services of the clouds cannot be had here: `tests/identities.py` stands in for them, and for a service that knows their
+sessions, in front of a real S3 server. They are found by the variables that botocore and obstore read, each of its own:
+`AWS_EC2_METADATA_SERVICE_ENDPOINT`, `AWS_CONTAINER_CREDENTIALS_FULL_URI`, `AWS_ENDPOINT_URL_STS`. No variable leads
+`AWS_CONTAINER_CREDENTIALS_RELATIVE_URI` (ECS) elsewhere than to 169.254.170.2, nor Millrace's look for EC2's metadata
+without botocore elsewhere than to 169.254.169.254: these two are not tried.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from tests.identities import (
+    ContainerCredentials,
+    InstanceMetadata,
+    SessionGate,
+    Stand,
+    TokenService,
+    certificate,
+    tls_context,
+)
+
+import millrace
+from millrace.errors import DeniedError, MillraceError, OriginUnavailableError
+from millrace.filesystem import MillraceFileSystem
+from millrace.origin import open_origin
+from millrace.origin.object_store import ObjectStoreOrigin
+from millrace.testing.http_service import Reply
+from millrace.testing.s3 import S3Server
+
+_OBJECTS = {f"object-{number}": os.urandom(1000) for number in range(6)}
+
+
+@dataclass
+class Place:
+    """A bucket with objects behind a gate, and a process's environment that has no key for it."""
+
+    gate: SessionGate
+    bucket: str
+    directory: Path
+    monkeypatch: pytest.MonkeyPatch
+    secrets: list[str] = field(default_factory=list)
+    """What may not be told, beside what the sessions have."""
+
+    def fs(self) -> MillraceFileSystem:
+        """Another file system each time, with nothing in the cache."""
+        cache = self.directory / f"cache-{len(list(self.directory.glob('cache-*')))}"
+        cache.mkdir()
+        return millrace.filesystem(
+            "s3", target_options={"endpoint_url": self.gate.url}, cache_dir=str(cache), min_free=0
+        )
+
+    def setenv(self, **variables: str) -> None:
+        for name, value in variables.items():
+            self.monkeypatch.setenv(name, value)
+
+    def token_file(self, content: str) -> str:
+        self.secrets.append(content)
+        path = self.directory / "token"
+        path.write_text(content)
+        return str(path)
+
+    def assert_clear(self, error: MillraceError) -> None:
+        """One line, with a next step, and without a secret."""
+        assert error.next_step
+        assert "\n" not in str(error)
+        told = self.secrets + [text for each in self.gate.sessions for text in (each.secret, each.token)]
+        assert told
+        assert not [secret for secret in told if secret in f"{error} {error!r} {error.args}"]
+
+
+@pytest.fixture
+def place(s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    origin = open_origin("s3", s3.target_options)
+    for name, data in _OBJECTS.items():
+        origin.put(f"{bucket}/{name}", data)
+    monkeypatch.setenv("HOME", str(tmp_path))  # no files of the user's
+    with SessionGate(s3) as gate:
+        yield Place(gate, bucket, tmp_path, monkeypatch)
+
+
+def _instance(place: Place) -> Stand:
+    stand = InstanceMetadata(place.gate)
+    place.setenv(AWS_EC2_METADATA_SERVICE_ENDPOINT=stand.url)
+    return stand
+
+
+def _pod(place: Place) -> Stand:
+    stand = ContainerCredentials(place.gate, "the-token-of-the-pod")
+    place.setenv(
+        AWS_CONTAINER_CREDENTIALS_FULL_URI=f"{stand.url}/v1/credentials",
+        AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE=place.token_file("the-token-of-the-pod"),
+    )
+    return stand
+
+
+def _pod_with_the_token_itself(place: Place) -> Stand:
+    """As a task of ECS outside of AWS; obstore alone would ask the metadata of EC2."""
+    stand = ContainerCredentials(place.gate, "the-token-of-the-task")
+    place.secrets.append("the-token-of-the-task")
+    place.setenv(
+        AWS_CONTAINER_CREDENTIALS_FULL_URI=f"{stand.url}/v1/credentials",
+        AWS_CONTAINER_AUTHORIZATION_TOKEN="the-token-of-the-task",
+    )
+    return stand
+
+
+def _web_identity(place: Place) -> Stand:
+    files = certificate(place.directory)
+    stand = TokenService(place.gate, "the-token-of-the-service-account", tls=tls_context(files))
+    place.setenv(
+        SSL_CERT_FILE=str(files[0]),
+        AWS_ENDPOINT_URL_STS=stand.url,
+        AWS_ROLE_ARN="arn:aws:iam::1:role/reader",
+        AWS_WEB_IDENTITY_TOKEN_FILE=place.token_file("the-token-of-the-service-account"),
+    )
+    return stand
+
+
+def _web_identity_of_a_profile(place: Place) -> Stand:
+    """In the user's file, so that botocore asks."""
+    files = certificate(place.directory)
+    stand = TokenService(place.gate, "the-token-of-the-service-account", tls=tls_context(files))
+    config = place.directory / "config"
+    config.write_text(
+        "[default]\nrole_arn = arn:aws:iam::1:role/reader\nregion = us-east-1\n"
+        f"web_identity_token_file = {place.token_file('the-token-of-the-service-account')}\n"
+    )
+    place.setenv(AWS_CA_BUNDLE=str(files[0]), AWS_ENDPOINT_URL_STS=stand.url, AWS_CONFIG_FILE=str(config))
+    return stand
+
+
+_every = pytest.mark.parametrize(
+    "identity", [_instance, _pod, _pod_with_the_token_itself, _web_identity, _web_identity_of_a_profile]
+)
+
+
+@_every
+def test_objects_are_read_and_the_identity_is_asked_once(identity: Callable[[Place], Stand], place: Place) -> None:
+    with identity(place) as stand:
+        fs = place.fs()
+        with ThreadPoolExecutor(4) as pool:
+            read = list(pool.map(lambda name: fs.cat_file(f"{place.bucket}/{name}"), _OBJECTS))
+        assert read == list(_OBJECTS.values())
+        assert sorted(fs.ls(place.bucket, detail=False)) == sorted(f"{place.bucket}/{name}" for name in _OBJECTS)
+        assert stand.given == 1
+
+
+@_every
+def test_sessions_that_end_are_renewed_while_objects_are_read(identity: Callable[[Place], Stand], place: Place) -> None:
+    """botocore takes what EC2 gives as good for 12 minutes more: there it is the refusal that has it asked again."""
+    place.gate.seconds = 2
+    with identity(place) as stand:
+        fs, first, second = place.fs(), *list(_OBJECTS)[:2]
+        assert fs.cat_file(f"{place.bucket}/{first}") == _OBJECTS[first]
+        asked = stand.given
+        place.gate.wait_for_the_end()
+        assert fs.cat_file(f"{place.bucket}/{second}") == _OBJECTS[second]
+        assert stand.given > asked
+
+
+def assert_refused(place: Place, stand: Stand, status: int, fs: MillraceFileSystem) -> None:
+    """The stand-in answers with a secret from now on, which nobody shall read in the error."""
+    body = f"<Error><Code>No</Code><Message>{place.gate.sessions[0].secret}</Message></Error>".encode()
+    stand.refusal = Reply(status=status, body=body)
+    with pytest.raises(DeniedError) as caught:
+        fs.cat_file(f"{place.bucket}/object-1")
+    place.assert_clear(caught.value)
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404])
+@pytest.mark.parametrize("identity", [_instance, _pod, _web_identity, _web_identity_of_a_profile])
+def test_a_refusal_is_told_as_one(identity: Callable[[Place], Stand], place: Place, status: int) -> None:
+    """At first, and when a session is to be renewed."""
+    with identity(place) as stand:
+        place.gate.open()
+        assert_refused(place, stand, status, place.fs())
+
+
+@pytest.mark.parametrize("identity", [_instance, _pod, _web_identity, _web_identity_of_a_profile])
+def test_a_refusal_to_renew_is_told_as_one(identity: Callable[[Place], Stand], place: Place) -> None:
+    place.gate.seconds = 1
+    with identity(place) as stand:
+        fs = place.fs()
+        fs.cat_file(f"{place.bucket}/object-0")
+        place.gate.wait_for_the_end()
+        assert_refused(place, stand, 403, fs)
+
+
+@pytest.mark.parametrize("identity", [_instance, _pod_with_the_token_itself])
+def test_sessions_that_were_revoked_are_replaced(identity: Callable[[Place], Stand], place: Place) -> None:
+    """Where botocore asks. obstore keeps what it has found until its end is near."""
+    with identity(place) as stand:
+        fs = place.fs()
+        fs.cat_file(f"{place.bucket}/object-0")
+        place.gate.revoke_all()
+        assert fs.cat_file(f"{place.bucket}/object-1") == _OBJECTS["object-1"]
+        assert stand.given == 2
+
+
+@pytest.mark.parametrize("identity", [_pod, _web_identity])
+def test_a_token_that_was_replaced_in_its_file_is_read_again(identity: Callable[[Place], Stand], place: Place) -> None:
+    """As the kubelet does, long before its end."""
+    place.gate.seconds = 1
+    with identity(place) as stand:
+        assert isinstance(stand, ContainerCredentials | TokenService)
+        fs = place.fs()
+        fs.cat_file(f"{place.bucket}/object-0")
+        stand.token = "the-next-token"
+        place.token_file("the-next-token")
+        place.gate.wait_for_the_end()
+        assert fs.cat_file(f"{place.bucket}/object-1") == _OBJECTS["object-1"]
+
+
+@pytest.mark.parametrize("identity", [_pod, _web_identity])
+def test_a_service_that_is_busy_is_asked_again(identity: Callable[[Place], Stand], place: Place) -> None:
+    with identity(place) as stand:
+        times = iter([503, 500, 429])
+
+        def busy(request: object, reply: Reply) -> Reply | None:
+            return Reply(status=status) if (status := next(times, None)) else None
+
+        stand.service.interfere(busy)
+        assert place.fs().cat_file(f"{place.bucket}/object-0") == _OBJECTS["object-0"]
+        assert len(stand.service.requests) == 4
+
+
+@pytest.mark.parametrize("identity", [_web_identity, _web_identity_of_a_profile])
+def test_a_missing_token_file_is_no_missing_object(identity: Callable[[Place], Stand], place: Place) -> None:
+    with identity(place):
+        (place.directory / "token").unlink()
+        origin = ObjectStoreOrigin("s3", {"endpoint_url": place.gate.url})
+        with pytest.raises((DeniedError, OriginUnavailableError)) as caught:
+            origin.head(f"{place.bucket}/object-0")
+        place.gate.open()
+        place.assert_clear(caught.value)
+
+
+def test_half_a_web_identity_is_told(place: Place) -> None:
+    place.setenv(AWS_WEB_IDENTITY_TOKEN_FILE=place.token_file("the-token"))
+    with pytest.raises(DeniedError, match="AWS_ROLE_ARN"):
+        place.fs().cat_file(f"{place.bucket}/object-0")
+
+
+def test_an_answer_that_is_no_answer_tells_no_secret(place: Place) -> None:
+    """A service that is not what the variable says it is. Without the limits, by which it is asked again for a minute."""
+    with _web_identity(place) as stand:
+        content = json.dumps(place.gate.open().content)
+        stand.refusal = Reply(body=content.encode())
+        origin = ObjectStoreOrigin("s3", {"endpoint_url": place.gate.url})
+        with pytest.raises(OriginUnavailableError) as caught:
+            origin.head(f"{place.bucket}/object-0")
+        place.assert_clear(caught.value)
