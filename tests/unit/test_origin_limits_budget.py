@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pickle
 import signal
@@ -589,24 +590,62 @@ def test_without_a_shared_file_a_process_keeps_to_its_own_budget(
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 20_000, b"millrace-limits 1 of another boot\n" + b"\xff" * 9_000])
-def test_what_another_boot_or_program_left_is_begun_anew(path: Path, content: bytes) -> None:
+def test_what_another_boot_or_program_left_is_begun_anew(path: Path, content: bytes, events: list[Event]) -> None:
+    """Its numbers would be a closed gate, a schedule of another clock, and slots that nobody has."""
     path.parent.mkdir(mode=0o700)
     path.write_bytes(content)
-    budget = make(path)
-    turn = budget.enter(0.0)
-    assert isinstance(turn, Turn)
-    assert budget._window().is_open
+    budget = make(path, most=3)
+    turns = [budget.enter(0.0) for _ in range(3)]
+    assert all(isinstance(turn, Turn) for turn in turns)
+    board = budget._the_board()
+    assert board.is_shared
+    assert list(board.numbers[: len(Number)]) == [0.0] * len(Number)
+    assert not events
+    after = Board(path)  # as another process opens it: it is what it should be, and not begun a second time
+    with after.exclusive():
+        after.numbers[Number.CLOSINGS] = 7.0
+    assert [Board(path).numbers[number] for number in Number] == [
+        7.0 * (number is Number.CLOSINGS) for number in Number
+    ]
+    assert [slot for slot in range(8) if not after.take(slot)] == sorted(budget._held)
 
 
 def test_a_process_that_stopped_in_the_middle_of_a_change_stops_nobody(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A real one, which the others wait for each time, but not for ever, and whose lock nobody takes away."""
     monkeypatch.setattr(board_module, "_MUTEX_SECONDS", 0.1)
-    stopped = Board(path)
-    budget = make(path, per_second=1000.0)
-    with stopped.exclusive():
-        turn = enter(budget)  # after a while
+    program = """
+import os, signal, sys
+from pathlib import Path
+from millrace.origin.limits.board import Board
+with Board(Path(sys.argv[1])).exclusive():
+    print("in", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    budget = make(path, most=1, per_second=1000.0)
+    numbers = budget._the_board().numbers
+    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"in\n"
+            began = time.monotonic()
+            turn = enter(budget)
+            assert time.monotonic() - began >= 0.1
+            booked = numbers[Number.BOOKED_UNTIL]
+            assert booked > began  # the rate counts all the same, and so does the gate
+            assert budget.busy(turn, 30.0)
+            assert isinstance(budget.enter(1.0), Closed)
+            assert not budget._the_board()._lock(board_module._flock(fcntl.F_WRLCK, board_module._MUTEX_BYTE))
+        finally:
+            process.kill()
+    # Dead, it holds up nobody any more.
+    monkeypatch.setattr(board_module, "_MUTEX_SECONDS", 600.0)
+    with budget._the_board().exclusive():
+        numbers[Number.CLOSED_UNTIL] = 0.0
     budget.leave(turn, answered=True)
+    budget.leave(enter(budget), answered=True)
+    assert numbers[Number.BOOKED_UNTIL] > booked
 
 
 def test_who_was_killed_while_it_waited_for_the_schedule_has_booked_nothing(path: Path) -> None:
