@@ -1,4 +1,14 @@
-from millrace.cache.held import HeldBlocks
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millrace.cache import held as held_module
+from millrace.cache.disk import Disk
+from millrace.cache.held import HELD_BYTES, HeldBlocks
+from millrace.config import resolve
 
 NAME = bytes(16)
 
@@ -19,3 +29,75 @@ def test_what_is_larger_than_all_is_not_held() -> None:
     held = HeldBlocks(capacity_bytes=5)
     held.put((NAME, 0), b"123456")
     assert held.get(NAME, [0]) == {}
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> Iterator[list[Disk]]:
+    opened = []
+    for number in range(2):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        opened.append(Disk(directory, resolve({"cache_dir": str(directory), "min_free": 0})))
+    yield opened
+    for disk in opened:
+        disk.close()
+
+
+_BLOCK = HELD_BYTES // 8
+
+
+def held_by(disk: Disk) -> list[int]:
+    return sorted(disk.held.get(NAME, range(16)))
+
+
+def test_two_disks_of_a_process_hold_no_more_than_one(disks: list[Disk]) -> None:
+    for block in range(8):
+        for disk in disks:
+            disk.held.put((NAME, block), bytes(_BLOCK))
+    assert [held_by(disk) for disk in disks] == [[4, 5, 6, 7]] * 2
+
+
+def test_a_disk_sees_its_own_blocks_only_and_lets_go_of_them_at_its_end(disks: list[Disk]) -> None:
+    one, other = disks
+    one.held.put((NAME, 0), b"one")
+    assert held_by(other) == []
+    other.held.put((NAME, 0), b"other")
+    other.held.drop(NAME, [0])
+    assert one.held.get(NAME, [0]) == {0: b"one"}
+    for block in range(1, 8):  # with what the other has held until its end this would be too much
+        other.held.put((NAME, block), bytes(_BLOCK))
+    other.held.clear()
+    for block in range(8, 15):
+        one.held.put((NAME, block), bytes(_BLOCK))
+    assert held_by(one) == [0, *range(8, 15)]
+
+
+def test_closing_a_disk_frees_its_share(disks: list[Disk], tmp_path: Path) -> None:
+    directory = tmp_path / "short"
+    directory.mkdir()
+    short = Disk(directory, resolve({"cache_dir": str(directory), "min_free": 0}))
+    disks[0].held.put((NAME, 0), b"stays")
+    for block in range(7):
+        short.held.put((NAME, block), bytes(_BLOCK))
+    short.close()
+    for block in range(1, 8):
+        disks[0].held.put((NAME, block), bytes(_BLOCK))
+    assert held_by(disks[0]) == list(range(8))
+
+
+def test_a_forked_child_starts_with_none_of_it_and_waits_for_no_thread_of_its_parent() -> None:
+    parent = HeldBlocks()
+    parent.put((NAME, 0), b"of the parent")
+    with held_module._shared.lock:  # as another thread of the parent may have it
+        child = os.fork()
+        if child == 0:
+            right = False
+            try:
+                signal.alarm(30)
+                own = HeldBlocks()
+                own.put((NAME, 1), b"x")
+                right = own.get(NAME, [0, 1]) == {1: b"x"} and held_module._shared.used == 1
+            finally:
+                os._exit(0 if right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    parent.clear()

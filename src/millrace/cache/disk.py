@@ -330,6 +330,7 @@ class Disk:
         except StorageError as error:
             self.report(error)
         self.maps.clear()
+        self.held.clear()
         self.segments.close()
         self.counters.close()
         self.locks.close()
