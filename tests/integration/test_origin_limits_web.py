@@ -82,3 +82,23 @@ def test_the_hub_is_left_alone_for_as_long_as_it_asks(tmp_path: Path, monkeypatc
         hub.service.interfere(busy, count=1)
         assert bytes(origin.read("datasets/u/r/x.bin", 0, 7)) == b"content"
         assert time.monotonic() - asked_at[0] >= 1.0
+
+
+def test_what_follows_a_question_mark_is_told_to_nobody(
+    server: WebServer, tmp_path: Path, events: list[Event], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be a signature: neither an error nor an event shows it, also of a server that a redirect leads to."""
+    origin = open_origin("http", {}, {"cache_dir": str(tmp_path)})
+    with WebServer() as other:
+        other.service.interfere(lambda *_: Reply(status=429, headers={"Retry-After": "600"}))
+        server.redirect("/moved.bin", f"{other.url}/x.bin?signature=planted2")
+        for key in (f"{server.host}/moved.bin?signature=planted1", f"{other.host}/x.bin?signature=planted1"):
+            for _ in range(2):  # refused by the server, and by the gate
+                with pytest.raises(OriginBusyError, match=r"\.bin\?\.\.\.: the origin asks for fewer") as caught:
+                    origin.read(key, 0, 7)
+                told = [repr(each) for each in (caught.value, caught.value.__cause__)]
+                assert "planted" not in "".join(told)
+    assert "origin.request.failed" in [event.name for event in events]
+    assert "planted" not in repr(events)
+    assert "planted" not in caplog.text
+    assert "planted" not in "".join(str(path) for path in tmp_path.rglob("*"))
