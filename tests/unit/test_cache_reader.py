@@ -162,6 +162,44 @@ def test_small_reads_without_room_fetch_a_block_once(make_node: Callable[..., Ca
     assert origin.bytes_read() == info.size
 
 
+def test_random_reads_without_room_fetch_what_they_ask_for(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin
+) -> None:
+    node = make_node(capacity=0)
+    info = origin.head("b/large")
+    reader = node.open_reader(origin, info)
+    starts = [5 * BLOCK_BYTES + 77, 2 * BLOCK_BYTES - 300, BLOCK_BYTES // 2, 4 * BLOCK_BYTES, 3 * BLOCK_BYTES + 1]
+    for start in starts:
+        assert bytes(reader.read(start, start + 1000)) == content(origin, "b/large")[start : start + 1000]
+    reader.close()
+    assert origin.bytes_read() == 1000 * len(starts)
+
+
+def test_without_room_what_is_on_its_way_is_not_asked_for_again(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin
+) -> None:
+    node = make_node(capacity=0)
+    info = origin.head("b/large")
+    on_its_way, go_on = threading.Event(), threading.Event()
+
+    def hold_up(key: str, start: int, stop: int) -> None:
+        on_its_way.set()
+        assert go_on.wait(30)
+
+    origin.before_read = hold_up
+    reader = node.open_reader(origin, info)
+    reader.prefetch(range(2, 3))
+    assert on_its_way.wait(30)
+    start = 2 * BLOCK_BYTES + 77
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(reader.read, start, start + 1000)
+        go_on.set()
+        assert bytes(reading.result(30)) == content(origin, "b/large")[start : start + 1000]
+    assert bytes(reader.read(start + 2000, start + 3000)) == content(origin, "b/large")[start + 2000 : start + 3000]
+    reader.close()
+    assert origin.bytes_read() == BLOCK_BYTES
+
+
 def seal(node: CacheNode) -> None:
     """Wait until everything that is complete is sealed."""
     for disk in node._disks:
@@ -356,7 +394,7 @@ def test_a_removed_object_is_read_on_by_who_has_it_open(
 def test_a_stopped_fetcher_is_overtaken(
     make_node: Callable[..., CacheNode], origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.cache.reader.PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("millrace.cache.fetching.PATIENCE_SECONDS", 0.3)
     node = make_node()
     info = origin.head("b/large")
     directory = node.disks()[0][0]
@@ -374,6 +412,44 @@ def test_a_stopped_fetcher_is_overtaken(
         assert read_all(node, origin, info) == content(origin, "b/large")
         assert time.monotonic() - started > 0.25
         other.kill()
+
+
+def test_waiting_for_another_process_takes_no_thread_from_other_reads(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin
+) -> None:
+    """More reads wait for a stopped process than there are threads to fetch in."""
+    node = make_node()
+    names = [f"b/{number}" for number in range(40)]
+    for name in names:
+        origin.put(name, content(origin, "b/large"))
+    infos = [origin.head(name) for name in names]
+    ids = [object_id(origin.identity, info.key, info.version, info.size).hex() for info in infos]
+    code = (
+        "import sys, pathlib; from millrace.cache.flight import ProcessLocks;"
+        "locks = ProcessLocks(pathlib.Path(sys.argv[1]));"
+        "assert all(locks.try_acquire((bytes.fromhex(name), 0)) for name in sys.argv[2:]);"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(node.disks()[0][0] / "locks"), *ids]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other,
+        ThreadPoolExecutor(len(names)) as pool,
+    ):
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        readers = [node.open_reader(origin, info) for info in infos]
+        waiting = [pool.submit(reader.read, 0, 100) for reader in readers]
+        info = origin.head("b/large")
+        last = object_id(origin.identity, info.key, info.version, info.size), 0
+        while len(node._disks[0].flights._futures) < len(names):
+            time.sleep(0.01)
+        assert read_all(node, origin, info) == content(origin, "b/large")
+        assert last not in node._disks[0].flights
+        assert not any(read.done() for read in waiting)
+        other.kill()  # its locks end with it
+        assert all(read.result(60) == content(origin, "b/large")[:100] for read in waiting)
+        for reader in readers:
+            reader.close()
 
 
 def test_flights_end_only_their_own() -> None:

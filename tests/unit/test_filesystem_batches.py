@@ -2,7 +2,9 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,8 @@ def test_the_first_read_of_a_stream_waits_for_its_own_block_only(node: CacheNode
     info = origin.head("k")
     file = CachedFile(node.open_reader(origin, info), path="k", sequential=True)
     try:
+        time.sleep(0.2)  # for whatever else were asked for
+        assert [(start, stop) for what, _, start, stop in origin.requests if what == "read"] == [(0, BLOCK)]
         assert len(file.read(100)) == 100  # while everything else is held up
         assert not go_on.is_set()
     finally:
@@ -123,6 +127,31 @@ def test_the_first_read_of_a_stream_waits_for_its_own_block_only(node: CacheNode
     file.close()
     assert origin.bytes_read() == 9 * BLOCK
     assert node.find_native(origin, info) is not None  # filled in the background
+
+
+def test_the_first_read_of_a_stream_does_not_wait_for_the_read_ahead_of_others(node: CacheNode) -> None:
+    """More is expected by other streams than there are threads to fetch it in, and none of it comes."""
+    origin = MemoryOrigin()
+    for number in range(9):
+        origin.put(f"k{number}", os.urandom(17 * BLOCK))
+    go_on = threading.Event()
+    origin.before_read = lambda key, start, stop: None if stop <= BLOCK else go_on.wait(60) and None
+    files = []
+    try:
+        for number in range(9):
+            files.append(CachedFile(node.open_reader(origin, origin.head(f"k{number}")), path="k", sequential=True))
+            with ThreadPoolExecutor(1) as pool:
+                assert len(pool.submit(files[-1].read, 100).result(30)) == 100
+        # What somebody waits for by now is taken out of the queue, too.
+        origin.before_read = None
+        with ThreadPoolExecutor(1) as pool:
+            files[-1].seek(16 * BLOCK)
+            assert len(pool.submit(files[-1].read, 100).result(30)) == 100
+        assert not go_on.is_set()
+    finally:
+        go_on.set()
+        for file in files:
+            file.close()
 
 
 def test_columns_that_are_read_in_turn_are_read_ahead(node: CacheNode) -> None:

@@ -68,6 +68,11 @@ class ReadAhead:
     covered: int = 0
     window: int = 0
 
+    @property
+    def scans(self) -> bool:
+        """Whether the reads so far are a scan."""
+        return self.window > 0
+
     def after(self, start: int, stop: int) -> ReadAhead:
         """The state after the bytes `[start, stop)` were read."""
         frontier = max(self.frontier, stop)

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
 
 from millrace.cache.blocks import block_count, blocks_of, coalesce, span_of
 from millrace.cache.node import CacheNode
-from millrace.cache.reader import BlockReader, Threads
+from millrace.cache.reader import BlockReader
 from millrace.cache.small import SmallReader
+from millrace.cache.threads import CALLERS_THREAD
 from millrace.errors import StorageError
 from millrace.origin import ObjectInfo, Origin
 
 PIECE_BLOCKS = 2
 """Blocks that are asked for with one request (8 MiB): few enough bytes for many requests at a time to fit into memory."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class _Inline(Executor):
-    """Runs what is submitted at once, in the calling thread."""
-
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        future: Future[T] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001 - the future carries it, as with any executor
-            future.set_exception(error)
-        return future
-
-
-INLINE = Threads(demand=_Inline(), ahead=_Inline())
-"""Has a reader fetch in the thread that asks it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +44,7 @@ class Fill:
         verify: bool = False,
         spans: Iterable[tuple[int, int]] | None = None,
     ) -> None:
-        reader = node.open_reader(origin, info, threads=INLINE)
+        reader = node.open_reader(origin, info, threads=CALLERS_THREAD)
         if not isinstance(reader, BlockReader | SmallReader):
             raise StorageError("no cache directory can be used", next_step="'millrace doctor' says why")
         self.info = info

@@ -14,7 +14,7 @@ import hashlib
 import os
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -60,27 +60,50 @@ class ProcessLocks:
         fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0))
 
 
+class Flight(Future[Buffer]):
+    """A block on its way here. Thread-safe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hasten: Callable[[], None] | None = None
+        self._wanted = False
+
+    def carried_by(self, hasten: Callable[[], None]) -> None:
+        """Have `hasten` called, once or twice, when somebody waits for the block: at once, where somebody does already."""
+        self._hasten = hasten
+        if self._wanted:
+            hasten()
+
+    def hasten(self) -> None:
+        """Say that somebody waits for the block, which was only expected to be wanted so far."""
+        # Written before the other is read, as in `carried_by`: one of the two sees both.
+        self._wanted = True
+        if self._hasten is not None:
+            self._hasten()
+
+
 class Flights:
     """The fetches under way in this process. Thread-safe."""
 
     def __init__(self) -> None:
-        self._futures: dict[BlockKey, Future[Buffer]] = {}
+        self._futures: dict[BlockKey, Flight] = {}
         self._lock = threading.Lock()
 
-    def board(
-        self, object_id: bytes, blocks: Iterable[int]
-    ) -> tuple[dict[int, Future[Buffer]], dict[int, Future[Buffer]]]:
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._futures
+
+    def board(self, object_id: bytes, blocks: Iterable[int]) -> tuple[dict[int, Flight], dict[int, Flight]]:
         """Split `blocks` into those that the caller must fetch and those that are on their way already.
 
         The caller must land every one of the first kind, by `land` or `fail`, with the future that it got here.
         """
-        mine: dict[int, Future[Buffer]] = {}
-        theirs: dict[int, Future[Buffer]] = {}
+        mine: dict[int, Flight] = {}
+        theirs: dict[int, Flight] = {}
         with self._lock:
             for block in blocks:
                 future = self._futures.get((object_id, block))
                 if future is None:
-                    self._futures[object_id, block] = mine[block] = Future()
+                    self._futures[object_id, block] = mine[block] = Flight()
                 else:
                     theirs[block] = future
         return mine, theirs

@@ -32,12 +32,13 @@ from millrace.cache.native import NativeObject, open_entry
 from millrace.cache.no_memory import NoMemory
 from millrace.cache.page_map import PageMap
 from millrace.cache.placement import owners
-from millrace.cache.reader import BlockReader, ObjectReader, OriginReader, Threads
+from millrace.cache.reader import BlockReader, ObjectReader, OriginReader
 from millrace.cache.records import Entry, ObjectName
 from millrace.cache.setup import check_directory
 from millrace.cache.signals import Stamp
 from millrace.cache.small import SmallReader, is_small
 from millrace.cache.source import MakeSource, direct
+from millrace.cache.threads import Pools, Threads
 from millrace.cache.turns import Turns
 from millrace.cache.usage import Use
 from millrace.config import LOCAL_FOLDER, CacheOptions
@@ -48,7 +49,7 @@ from millrace.private_files import make_folder
 
 _log = logging.getLogger("millrace")
 
-# Reads that somebody waits for never queue behind those that are only expected.
+# Two pools: what somebody waits for does not lie in a queue behind what is only expected, see `fetching.py`.
 _FETCH_THREADS = 24
 _PREFETCH_THREADS = 16
 
@@ -79,7 +80,7 @@ class CacheNode:
         """Whom to ask about keys; a cluster puts its own in this place, too."""
         self.closed = False
         self._disks = _open_disks(options)
-        self._threads = Threads(
+        self._threads = Pools(
             demand=ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-fetch"),
             ahead=ThreadPoolExecutor(_PREFETCH_THREADS, thread_name_prefix="millrace-ahead"),
         )

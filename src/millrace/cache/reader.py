@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Protocol
 
 from typing_extensions import Buffer
 
-from millrace.cache.blocks import BLOCK_BYTES, RUN_BLOCKS, blocks_of, coalesce, span_of
+from millrace.cache.blocks import BLOCK_BYTES, RUN_BLOCKS, ReadAhead, blocks_of, span_of
 from millrace.cache.counters import Counters
 from millrace.cache.disk import Disk
-from millrace.cache.evictor import Newcomer
 from millrace.cache.failures import disk_errors
-from millrace.cache.flight import PATIENCE_SECONDS, BlockKey
+from millrace.cache.fetching import Fetcher
 from millrace.cache.held import HELD_BYTES
 from millrace.cache.records import Entry
 from millrace.cache.sealing import seal_holds
-from millrace.cache.source import Keep, Source, lock_key
+from millrace.cache.source import Source
+from millrace.cache.threads import Threads
 from millrace.cache.usage import FindGroup
-from millrace.errors import OriginUnavailableError, StorageError
+from millrace.errors import StorageError
 from millrace.origin import ObjectInfo
-
-_POLL_SECONDS = (0.001, 0.05)  # first and longest pause while another process fetches
-
-
-@dataclass(frozen=True, kw_only=True)
-class Threads:
-    """The pools of a node: one for what somebody waits for, one for what is only expected."""
-
-    demand: Executor
-    ahead: Executor
-
-    def close(self) -> None:
-        """Wait for what is under way."""
-        self.ahead.shutdown(wait=True, cancel_futures=False)
-        self.demand.shutdown(wait=True)
 
 
 class ObjectReader(Protocol):
@@ -133,7 +115,6 @@ class BlockReader:
         self._entry = entry
         self._disk = disk
         self._store = disk.store
-        self._threads = threads
         self._verify = verify
         self._group = group
         self._reopen = reopen
@@ -143,7 +124,16 @@ class BlockReader:
         BlockReader._open_readers += 1
         self._verified = disk.verified.of(entry.generation)
         self._believed = self._seal_holds()
-        self._removed = False  # evicted or freed while this reader is open
+        self._fetcher = Fetcher(
+            source=source,
+            key=info.key,
+            entry=self._entry,
+            disk=disk,
+            threads=threads,
+            verified=self._verified,
+            group=group,
+        )
+        self._reads = ReadAhead()
 
     @property
     def size(self) -> int:
@@ -190,7 +180,7 @@ class BlockReader:
         self.close()
 
     def read(self, start: int, stop: int) -> Buffer:
-        if self._removed or self._pid != os.getpid():
+        if self._fetcher.removed or self._pid != os.getpid():
             return self._anew().read(start, stop)
         if self._descriptor < 0:
             raise ValueError(f"the reader of {self._info.key} is closed")
@@ -203,7 +193,8 @@ class BlockReader:
         if tail is not None:
             self._disk.counters.add("cache_bytes", stop - start)
             return tail
-        if len(missing) == len(blocks) and self._crowded() and not self.has_room(stop - start):
+        reads = self._reads = self._reads.after(start, stop)
+        if missing and self._better_read_alone(start, stop, missing, reads) and not self.has_room(stop - start):
             wanted = read_through(self._source, start, stop, self._disk.counters)
             self._disk.missed(self._entry, stop - start, self._group)
             self._offer_tail(start, stop, wanted)
@@ -234,7 +225,8 @@ class BlockReader:
         if not blocks:
             return {}
         held = self._disk.held.get(self._entry.object_id, blocks)
-        waiting = self._start_fetch([block for block in blocks if block not in held], self._threads.demand)
+        wanted = [block for block in blocks if block not in held]
+        waiting = self._fetcher.start(wanted, self._descriptor, waited_for=True)
         wait(waiting.values())
         return {**held, **{block: future.result() for block, future in waiting.items()}}
 
@@ -243,7 +235,7 @@ class BlockReader:
         self._disk.held.drop(self._entry.object_id, blocks)
 
     def prefetch(self, blocks: range) -> None:
-        if self._removed or self._pid != os.getpid():
+        if self._fetcher.removed or self._pid != os.getpid():
             self._anew().prefetch(blocks)
             return
         if self._descriptor < 0 or not blocks:
@@ -254,7 +246,8 @@ class BlockReader:
         missing = self._missing(blocks)
         held = self._disk.held.get(self._entry.object_id, missing)
         if len(held) < len(missing):
-            self._start_fetch([block for block in missing if block not in held], self._threads.ahead)
+            wanted = [block for block in missing if block not in held]
+            self._fetcher.start(wanted, self._descriptor, waited_for=False)
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -282,9 +275,19 @@ class BlockReader:
         if stop == self._entry.size and self._missing([last]):
             self._disk.footers.put(self._entry.object_id, start, data)
 
-    def _crowded(self) -> bool:
-        """More readers than there is memory to hold a block of each: better read just what is asked for."""
-        return BlockReader._open_readers * self._entry.block_bytes > HELD_BYTES // 2
+    def _better_read_alone(self, start: int, stop: int, missing: Sequence[int], reads: ReadAhead) -> bool:
+        """Whether to read just what is asked for, where nothing can be kept: none of its blocks is here, held or on its
+        way, and what lies around it is not likely to be asked for next.
+        """
+        name, blocks = self._entry.object_id, blocks_of(start, stop, self._entry.block_bytes)
+        if len(missing) < len(blocks) or self._disk.held.get(name, blocks):
+            return False
+        if any((name, block) in self._disk.flights for block in blocks):
+            return False
+        crowded = BlockReader._open_readers * self._entry.block_bytes > HELD_BYTES // 2  # a block of each would not fit
+        # Who begins at the beginning goes on, as a rule. What needs several requests comes faster block by block.
+        scans = reads.scans or start == 0 or stop - start > RUN_BLOCKS * self._entry.block_bytes
+        return crowded or not scans
 
     def _missing(self, blocks: Sequence[int]) -> list[int]:
         try:
@@ -295,124 +298,6 @@ class BlockReader:
 
     def _report(self, error: StorageError) -> None:
         self._disk.report(error, self._store.path(self._entry))
-
-    def _start_fetch(self, blocks: Sequence[int], executor: Executor) -> dict[int, Future[Buffer]]:
-        """Begin to fetch missing blocks; returns a future for each of them."""
-        mine, theirs = self._disk.flights.board(self._entry.object_id, blocks)
-        for run in coalesce(mine, RUN_BLOCKS):
-            flights = {block: mine[block] for block in run}
-            descriptor = -1
-            try:
-                # A descriptor of its own: the reader may be closed before the fetch ends, and opening the name again
-                # could make a new file where this one was removed.
-                descriptor = os.dup(self._descriptor)
-                executor.submit(self._fetch_run, flights, descriptor, executor is self._threads.ahead)
-            except (OSError, RuntimeError) as error:  # out of descriptors, or the interpreter is shutting down
-                if descriptor >= 0:
-                    os.close(descriptor)
-                reason = OriginUnavailableError(f"cannot fetch {self._info.key}: {error}", next_step="read it again")
-                reason.__cause__ = error
-                self._fail(flights, reason)
-        return {**mine, **theirs}
-
-    def _fail(self, flights: dict[int, Future[Buffer]], error: BaseException) -> None:
-        for block, future in flights.items():
-            self._disk.flights.fail((self._entry.object_id, block), future, error)
-
-    # --- one run of blocks, in a thread of a pool -------------------------------------------------
-
-    def _fetch_run(self, flights: dict[int, Future[Buffer]], descriptor: int, ahead: bool) -> None:
-        try:
-            if ahead and not threading.main_thread().is_alive():
-                # The interpreter is ending and waits for its pools: what nobody waits for is not fetched any more.
-                raise OriginUnavailableError(f"{self._info.key} was not fetched: the process is ending")
-            self._fetch_pending(flights, descriptor)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for these blocks must hear of it
-            self._fail(flights, error)
-        finally:
-            os.close(descriptor)
-
-    def _fetch_pending(self, flights: dict[int, Future[Buffer]], descriptor: int) -> None:
-        """Fetch or await every block of a run, whichever process gets to it first."""
-        locks = self._disk.locks
-        pending = set(flights)
-        keys = {block: self._lock_key(block) for block in flights}
-        pause, longest = _POLL_SECONDS
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while pending:
-            overdue = time.monotonic() > deadline
-            locked: list[int] = []
-            try:
-                for block in sorted(pending):
-                    if locks.try_acquire(keys[block]):
-                        locked.append(block)
-                # Another process may have finished a block between the caller's look and the lock.
-                landed = {block for block in pending if self._land_stored(block, flights[block], descriptor)}
-                for part in coalesce(set(pending if overdue else locked) - landed, RUN_BLOCKS):
-                    self._fetch_part(part, flights, descriptor)
-                    landed.update(part)
-            finally:
-                for block in locked:
-                    locks.release(keys[block])
-            pending -= landed
-            if pending:
-                time.sleep(pause)
-                pause = min(pause * 2, longest)
-
-    def _lock_key(self, block: int) -> BlockKey:
-        return lock_key(self._source, self._entry.object_id, block, block * self._entry.block_bytes)
-
-    def _land_stored(self, block: int, future: Future[Buffer], descriptor: int) -> bool:
-        try:
-            data = self._store.read_block(self._entry, descriptor, block)
-        except StorageError as error:
-            self._report(error)
-            return False
-        if data is None:
-            return False
-        self._verified.add(block)
-        self._disk.counters.add("cache_bytes", len(data))
-        self._disk.flights.land((self._entry.object_id, block), future, data)
-        return True
-
-    def _fetch_part(self, part: range, flights: dict[int, Future[Buffer]], descriptor: int) -> None:
-        """One request; its blocks are stored, then given to whoever waits."""
-        entry, counters = self._entry, self._disk.counters
-        start, stop = span_of(part.start, part.stop, entry.size, entry.block_bytes)
-        answer, how = self._source.read(start, stop)
-        data = memoryview(answer).cast("B")
-        self._disk.missed(entry, stop - start, self._group)
-        newcomer = Newcomer(entry.object_id, entry.size, lambda: entry.name, self._group, how)
-        with self._disk.reserved(stop - start, newcomer) as room:
-            keep = bool(room)
-            if not keep and how is Keep.OWNED:
-                self._disk.report_full()
-            for block in part:
-                block_start, block_stop = span_of(block, block + 1, entry.size, entry.block_bytes)
-                piece = data[block_start - start : block_stop - start]
-                keep = keep and self._try_store(descriptor, block, piece, how)
-                if keep:
-                    room.wrote(len(piece))
-                else:
-                    counters.add("uncached_bytes", len(piece))
-                    self._disk.held.put((entry.object_id, block), piece)
-                self._disk.flights.land((entry.object_id, block), flights[block], piece)
-
-    def _try_store(self, descriptor: int, block: int, piece: Buffer, how: Keep) -> bool:
-        """Store a block; a disk that will not take it costs the copy, not the read."""
-        try:
-            entry = self._store.write_block(self._entry, descriptor, block, piece)
-        except StorageError as error:
-            self._report(error)
-            return False
-        if entry is None:
-            self._removed = True
-            return False
-        self._verified.add(block)
-        self._disk.usage.missed(entry, 0, self._group, kept=True, copy=how is Keep.COPY)
-        if entry.complete and not entry.sealed:
-            self._disk.sealer.start(entry)
-        return True
 
     # --- bytes ------------------------------------------------------------------------------------
 

@@ -22,10 +22,11 @@ from millrace.cache.evictor import Newcomer
 from millrace.cache.failures import LostDataError
 from millrace.cache.flight import PATIENCE_SECONDS
 from millrace.cache.maps import MapSlot
-from millrace.cache.reader import ObjectReader, Threads
+from millrace.cache.reader import ObjectReader
 from millrace.cache.records import Entry, ObjectName
 from millrace.cache.segments import SMALL_OBJECT_BYTES, data_path
 from millrace.cache.source import Keep, Source, lock_key
+from millrace.cache.threads import Threads
 from millrace.errors import OriginUnavailableError, StorageError
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin

@@ -8,11 +8,11 @@ from typing_extensions import Buffer
 
 from millrace.cache.blocks import BLOCK_BYTES
 from millrace.cache.disk import Disk
-from millrace.cache.filling import INLINE
 from millrace.cache.node import CacheNode
 from millrace.cache.reader import BlockReader
 from millrace.cache.small import SmallReader
 from millrace.cache.source import Fetched, Keep
+from millrace.cache.threads import CALLERS_THREAD
 from millrace.errors import PeerError, StorageError
 from millrace.origin import ObjectInfo
 from millrace.peers.origins import NamedOrigin
@@ -79,7 +79,7 @@ class Bringing:
             what = self._what
             info = ObjectInfo(key=what.key, size=what.size, version=what.version, modified=0.0)
             reader = self._node.open_reader(
-                NamedOrigin(what.origin), info, threads=INLINE, source=lambda *_: self._brought
+                NamedOrigin(what.origin), info, threads=CALLERS_THREAD, source=lambda *_: self._brought
             )
             if not isinstance(reader, BlockReader | SmallReader):
                 return None

@@ -14,11 +14,11 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing_extensions import Buffer
 
 from millrace.cache.blocks import BLOCK_BYTES, RUN_BLOCKS, coalesce, span_of
-from millrace.cache.filling import INLINE
 from millrace.cache.node import CacheNode
 from millrace.cache.reader import BlockReader, ObjectReader
 from millrace.cache.small import SmallReader
 from millrace.cache.source import MakeSource
+from millrace.cache.threads import CALLERS_THREAD
 from millrace.errors import (
     ChangedError,
     DeniedError,
@@ -206,7 +206,7 @@ class OwnedBlocks:
 
     def _open_reader(self, origin: Origin, what: ObjectDescription, source: MakeSource | None) -> ObjectReader:
         info = ObjectInfo(key=what.key, size=what.size, version=what.version, modified=0.0)
-        return self._node.open_reader(origin, info, threads=INLINE, source=source)
+        return self._node.open_reader(origin, info, threads=CALLERS_THREAD, source=source)
 
     # --- who owns -----------------------------------------------------------------------------------
 
