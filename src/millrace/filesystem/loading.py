@@ -7,6 +7,7 @@ asked for (`load_jobs.py`).
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections import Counter, deque
@@ -205,10 +206,12 @@ class _Load:
         with ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="millrace-load-look") as pool:
             # Wholly, before anything is fetched: what is missing is an error at once.
             selections = list(pool.map(self._select, self._urls))
-        seen: set[int] = set()
+        seen: set[bytes] = set()
         for info in chain.from_iterable(selections):
             if len(selections) > 1:  # two of them may name the same object
-                if (name := hash(info.key)) in seen:
+                # 16 bytes instead of a key of up to 1,024, of a million objects; no two keys share them.
+                name = hashlib.blake2b(info.key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+                if name in seen:
                     continue
                 seen.add(name)
             yield info
