@@ -63,14 +63,15 @@ def in_turn(
 
     `ask_retry_after` is called, once for the whole node, when an origin that is busy did not say for how long.
     """
-    trouble, outer = _now.trouble or _Trouble(what), _now.keeping
-    keeping, answered, turn = _Keeping(), False, Turn()
+    trouble, outer = _now.trouble or _Trouble(what), _now.kept
+    succeeded = answered = False
+    turn = Turn()
     try:
         trouble.enter(budget, turn)
-        _now.keeping = keeping
+        _now.kept = None
         try:
             result = request()
-            answered = True
+            succeeded = answered = True
             return result
         except MillraceError as error:
             answered = verdict_on(error) is Verdict.RAISE
@@ -78,26 +79,23 @@ def in_turn(
                 trouble.close_gate(budget, turn, error, ask_retry_after)
             raise
     finally:
-        _now.keeping = outer
-        if answered and keeping.asked:
-            keeping.begin(budget, turn)
+        kept, _now.kept = _now.kept if turn.began else None, outer
+        if succeeded and kept is not None:
+            kept.begin(budget, turn)
         else:
             budget.leave(turn, answered=answered)
 
 
 def keep() -> Callable[[], None]:
     """Inside of `in_turn`, in its thread: the turn of a request that succeeds ends when what this gives is called."""
-    keeping = _now.keeping
-    assert keeping is not None, "outside of a turn"
-    keeping.asked = True
-    return keeping.end
+    kept = _now.kept = _Kept()
+    return kept.end
 
 
-class _Keeping:
-    """A turn that outlives its request, once it is known that it shall."""
+class _Kept:
+    """A turn that outlives its request."""
 
     def __init__(self) -> None:
-        self.asked = False
         self._lock = threading.Lock()
         self._ended = False
         self._turn: tuple[Budget, Turn] | None = None
@@ -123,7 +121,7 @@ class _Now(threading.local):
     """What this thread is about. A signal's handler may ask something of its own meanwhile: all put back what they found."""
 
     trouble: _Trouble | None = None
-    keeping: _Keeping | None = None
+    kept: _Kept | None = None
 
 
 class _Trouble:
