@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import pyarrow as pa
 
-from millrace.cache.failures import LostDataError, disk_errors
+from millrace.cache.failures import NO_FILE_ERRNOS, LostDataError, disk_errors
 from millrace.errors import StorageError
 
 _MAX_MAPS = 4096  # the kernel allows 65,530 maps a process, and others need some
@@ -194,11 +194,14 @@ class MapCache:
 
 @contextmanager
 def lost_or_failed(path: str) -> Iterator[None]:
-    """Turn the operating system's errors on a data file into ours; a missing one into `LostDataError`."""
+    """Turn the operating system's errors on a data file into ours; one that is gone, or no file, into `LostDataError`."""
     try:
         with disk_errors(path):
             yield
     except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
+        cause = error.__cause__
+        if isinstance(cause, FileNotFoundError):
             raise LostDataError(f"{path} is gone", next_step="open the object again") from error
+        if isinstance(cause, OSError) and cause.errno in NO_FILE_ERRNOS:
+            raise LostDataError(f"{path} is no file any more", next_step="open the object again") from error
         raise

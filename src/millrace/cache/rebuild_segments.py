@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from millrace.cache.groups import group_of
 from millrace.cache.index import Index
 from millrace.cache.records import Entry, SegmentRecord
 from millrace.cache.segment_records import SegmentObject
-from millrace.cache.segments import data_path, generations, group_in, idx_path, scan
+from millrace.cache.segments import data_bytes, data_path, generations, group_in, idx_path, scan
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 
@@ -56,7 +55,7 @@ def _enter_segment(
     live_bytes = objects = 0
     group = None
     try:
-        written_bytes = os.stat(data_path(folder, generation)).st_size
+        written_bytes = data_bytes(folder, generation)
         group = group_in(folder, generation)
         for record in scan(folder, generation):
             if group is None:  # the header is damaged
@@ -66,7 +65,7 @@ def _enter_segment(
                 entered, nbytes = _enter(index, generation, batch)
                 objects, live_bytes = objects + entered, live_bytes + nbytes
                 tick()
-    except (StorageError, FileNotFoundError) as error:
+    except StorageError as error:
         emit(Event(name="cache.file.lost", subject=idx_path(folder, generation), detail=str(error)))
         batch.clear()
     entered, nbytes = _enter(index, generation, batch)

@@ -31,6 +31,7 @@ class RulesFile:
     """The rules of the store in `directory`. Thread- and process-safe. Nothing is opened between two calls.
 
     What cannot be read is reported once, and the last rules that could be read go on holding: a damaged file costs no read.
+    One of which nothing is left (it is empty, or all zeros) is replaced by the next change; any other is left to be mended.
     """
 
     def __init__(self, directory: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,9 +63,10 @@ class RulesFile:
                 directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 try:
                     fcntl.flock(directory, fcntl.LOCK_EX)
-                    old = self._read()
+                    blank = self._is_blank()
+                    old = self._rules if blank else self._read()
                     new = edit(old)
-                    if new != old:
+                    if new != old or blank:
                         self._write(encode(new))
                         os.fsync(directory)
                 finally:
@@ -103,6 +105,13 @@ class RulesFile:
             self._rules = self._read()
         except (MillraceError, OSError) as error:
             self._report(str(error))
+
+    def _is_blank(self) -> bool:
+        """Whether the file is there with nothing in it that somebody could mend."""
+        try:
+            return not read_file(self._path).strip(b"\0")
+        except FileNotFoundError:
+            return False
 
     def _read(self) -> Rules:
         try:

@@ -26,7 +26,7 @@ from millrace.cache.failures import LostDataError
 from millrace.cache.maps import MapCache, MapSlot, is_resident, lost_or_failed, will_need
 from millrace.cache.records import Entry
 from millrace.cache.segment_seals import SegmentSeal
-from millrace.cache.segments import SEGMENT_BYTES, data_path
+from millrace.cache.segments import SEGMENT_BYTES, data_bytes, data_path
 
 _UNIT_SHIFT = 9  # one bit for 512 bytes: no two objects of that size begin in the same unit
 _SLICED_BYTES = 1 << _UNIT_SHIFT
@@ -217,8 +217,7 @@ class SegmentMaps:
     def _map(self, segment: int, stop: int) -> MapSlot:
         """A map of a segment as long as the file is now, at least up to `stop`: never past its end."""
         path = data_path(self._directory, segment)
-        with lost_or_failed(path):
-            nbytes = os.stat(path).st_size
+        nbytes = data_bytes(self._directory, segment)
         if nbytes < stop:
             raise LostDataError(f"{path} is shorter than it was", next_step="open the object again")
         self._maps.drop(segment)  # one from before the segment grew

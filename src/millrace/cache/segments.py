@@ -11,8 +11,10 @@ process ends, however it ends, and the next process that needs a segment for the
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
 import threading
 import time
 from collections import OrderedDict
@@ -25,7 +27,7 @@ from typing import Protocol
 import xxhash
 from typing_extensions import Buffer
 
-from millrace.cache.failures import disk_errors
+from millrace.cache.failures import NO_FILE_ERRNOS, LostDataError, disk_errors
 from millrace.cache.records import ObjectName
 from millrace.cache.segment_records import (
     SegmentObject,
@@ -36,6 +38,7 @@ from millrace.cache.segment_records import (
     encode_object,
 )
 from millrace.errors import StorageError
+from millrace.events import Event, emit
 from millrace.private_files import opener, read_file
 
 SMALL_OBJECT_BYTES = 1 << 20
@@ -84,9 +87,26 @@ def idx_path(directory: Path, generation: int) -> str:
 
 def generations(directory: Path) -> list[int]:
     """The segments in a folder, by their `.idx` files, the oldest first."""
-    with disk_errors(directory):
-        names = os.listdir(directory) if directory.is_dir() else []
-    return sorted(int(stem) for stem, _, suffix in (name.partition(".") for name in names) if _is_idx(stem, suffix))
+    with disk_errors(directory), contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+        return sorted(int(stem) for stem, _, suffix in (name.partition(".") for name in names) if _is_idx(stem, suffix))
+    return []
+
+
+def data_bytes(directory: Path, generation: int) -> int:
+    """How long the `.data` file of a segment is.
+
+    Raises `LostDataError` where there is none, or something else in its place, and `StorageError`.
+    """
+    path = data_path(directory, generation)
+    with disk_errors(path):
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError as error:
+            raise LostDataError(f"{path} is gone", next_step="open the object again") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise LostDataError(f"{path} is no file any more", next_step="open the object again")
+    return status.st_size
 
 
 def scan(directory: Path, generation: int) -> Iterator[SegmentObject]:
@@ -95,10 +115,10 @@ def scan(directory: Path, generation: int) -> Iterator[SegmentObject]:
     That the bytes are right is for the reader to verify. Of two records of one object the later is the newer.
     """
     with disk_errors(idx_path(directory, generation)):
-        data_bytes = os.stat(data_path(directory, generation)).st_size
+        written_bytes = data_bytes(directory, generation)
         records = read_file(Path(idx_path(directory, generation)))
     for record in decode_objects(generation, records):
-        if record.offset + record.size <= data_bytes or not record.size:
+        if record.offset + record.size <= written_bytes or not record.size:
             yield record
 
 
@@ -176,24 +196,21 @@ class Segments:
     def remove(self, generation: int, forget: Callable[[], object]) -> bool:
         """Remove the files of a segment, after `forget()` has taken it out of the index. False when somebody appends to it.
 
-        Whoever has it mapped reads on. A segment to which this process appends is let go of first.
+        Whoever has it mapped reads on. A segment to which this process appends is let go of first. What somebody has put in
+        the place of its files goes, too, but for a folder that is not empty, which is reported.
         """
         with self._lock, disk_errors(idx_path(self.directory, generation)):
             for group, segment in list(self._open.items()):
                 if segment.generation == generation:
                     self._open.pop(group).close()
-            descriptor = -1
+            descriptor = _open_file(idx_path(self.directory, generation), os.O_RDONLY)
             try:
-                descriptor = os.open(idx_path(self.directory, generation), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                _close(descriptor)
-                return False
-            except FileNotFoundError:
-                pass
-            try:
+                if descriptor >= 0:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 forget()
                 _unlink(self.directory, generation)
+            except BlockingIOError:
+                return False
             finally:
                 _close(descriptor)
             return True
@@ -250,8 +267,8 @@ class Segments:
         """Note the segments that other processes made since the last look; gives whether there were any."""
         new = [generation for generation in generations(self.directory) if generation not in self._seen]
         for generation in new:
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                if os.stat(data_path(self.directory, generation)).st_size <= _ROOMY_BYTES:
+            with contextlib.suppress(LostDataError):  # removed meanwhile
+                if data_bytes(self.directory, generation) <= _ROOMY_BYTES:
                     group = _group_or_none(self.directory, generation)
                     if group is None:
                         continue  # just being made; or damaged, and then a rebuild decides
@@ -312,27 +329,28 @@ class _Segment:
 
     @classmethod
     def adopt(cls, directory: Path, generation: int) -> _Segment | _Answer:
-        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         data = idx = -1
         try:
-            idx = os.open(idx_path(directory, generation), flags)
-            fcntl.flock(idx, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            data = os.open(data_path(directory, generation), flags)
-            segment = cls(generation, data, idx)
-            if not segment.removed() and segment._data_end <= _ROOMY_BYTES and segment._idx_end <= _ROOMY_IDX_BYTES:
-                return segment
-        except (BlockingIOError, FileNotFoundError) as error:
+            idx = _open_file(idx_path(directory, generation), os.O_WRONLY)
+            if idx >= 0:
+                fcntl.flock(idx, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                data = _open_file(data_path(directory, generation), os.O_WRONLY)
+            if data >= 0:
+                segment = cls(generation, data, idx)
+                if not segment.removed() and segment._data_end <= _ROOMY_BYTES and segment._idx_end <= _ROOMY_IDX_BYTES:
+                    return segment
+        except BlockingIOError:
             _close(data, idx)
-            return _Answer.BUSY if isinstance(error, BlockingIOError) else _Answer.USELESS
+            return _Answer.BUSY
         except BaseException:
             _close(data, idx)
             raise
-        segment.close()
+        _close(data, idx)
         return _Answer.USELESS
 
     def removed(self) -> bool:
-        """Whether somebody unlinked the files."""
-        return os.fstat(self._idx).st_nlink == 0
+        """Whether somebody unlinked one of the files."""
+        return os.fstat(self._idx).st_nlink == 0 or os.fstat(self._data).st_nlink == 0
 
     def append(self, object_id: bytes, name: ObjectName, view: memoryview, checksum: int) -> Placed | None:
         """Write an object behind the others, then its record. None when there is no room for it in this segment."""
@@ -372,17 +390,39 @@ def _close(*descriptors: int) -> None:
             os.close(descriptor)
 
 
+def _open_file(path: str, flags: int) -> int:
+    """A descriptor of a segment's file; -1 when it is gone, or something else has taken its place. Waits for nobody."""
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, *NO_FILE_ERRNOS):
+            raise
+        return -1
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    return -1
+
+
 def _unlink(directory: Path, generation: int) -> None:
     for path in (idx_path(directory, generation), data_path(directory, generation)):
-        with contextlib.suppress(FileNotFoundError):
+        try:
             os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except IsADirectoryError:
+            try:
+                os.rmdir(path)
+            except OSError as error:
+                # Somebody's files are in it. The segment's name is never used again, so it may stay.
+                emit(Event(name="cache.disk.failed", subject=path, detail=f"{path}: {error.strerror}"))
 
 
 def _group_or_none(directory: Path, generation: int) -> str | None:
     try:
         return group_in(directory, generation)
     except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOENT, *NO_FILE_ERRNOS):
             return None
         raise
 

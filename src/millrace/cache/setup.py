@@ -1,12 +1,14 @@
 """Opening a store directory: recognise, refuse, empty, rebuild or create what lies there.
 
-`FORMAT` names the format and the boot of the machine that wrote the index. All of this happens under one lock, so the
-first process does it and the others wait.
+`FORMAT` names the format and the boot of the machine that wrote the index. It is flushed when it is written, once a boot.
+What a crash can leave of it all the same (nothing, zeros, its beginning) names no boot: then the index is not believed, as
+after every other start of the machine. All of this happens under one lock, so the first process does it and the others wait.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -33,6 +35,7 @@ _log = logging.getLogger("millrace")
 
 FORMAT_NAME = "millrace-store"
 FORMAT_VERSION = 2
+_FORMAT_LINE = f"{FORMAT_NAME} {FORMAT_VERSION}\n"
 _OLD_FORMAT = f"{FORMAT_NAME} 1"
 
 _MARKER = "FORMAT"
@@ -114,7 +117,7 @@ def _open(directory: Path) -> Index:
     for name in ("counters", *_DATA_FOLDERS):
         (directory / name).mkdir(mode=0o700, exist_ok=True)
     boot = boot_id()
-    if lines[1:2] != [boot]:
+    if lines[1:] != [boot, ""]:  # to the last newline
         if (directory / "index").exists():
             _discard(directory, ("index",), "not flushed before the last start of this machine")
         _write_marker(directory, boot)
@@ -151,30 +154,59 @@ def _open_index(directory: Path) -> Index:
 
 
 def _read_marker(directory: Path) -> list[str]:
-    """The lines of `FORMAT`; none where there is no store yet. Refuses what was not made by us."""
+    """The lines of `FORMAT`, with what follows the last newline.
+
+    None where there is no store yet, and where a crash of the machine has left nothing of the marker, or a part that says
+    nothing. Refuses what was not made by us.
+    """
     marker = directory / _MARKER
     require_file(marker)
     try:
-        return read_file(marker).decode("ascii").splitlines()
+        data = read_file(marker)
     except FileNotFoundError:
+        data = b""
+    if _says_nothing(data):
         foreign = sorted(set(os.listdir(directory)) - _OWN_NAMES)
         if foreign:
             raise ConfigurationError(
                 f"{directory} is no cache directory (it holds {foreign[0]!r})",
                 next_step="choose an empty directory for 'cache_dir'",
-            ) from None
+            )
         return []
+    try:
+        return data.decode("ascii").split("\n")
     except UnicodeDecodeError as error:
         raise UnsupportedFormatError(
             f"{marker} was not written by Millrace", next_step="choose another 'cache_dir'"
         ) from error
 
 
+def _says_nothing(marker: bytes) -> bool:
+    """Whether this may be all that a crash has left of our marker: less than the line of the format, and zeros behind it."""
+    return _FORMAT_LINE.encode().startswith(marker.rstrip(b"\0"))
+
+
 def _write_marker(directory: Path, boot: str) -> None:
+    """Have `FORMAT` name this boot, on the disk itself when this returns: a crash would leave a name without content."""
     temporary = directory / f"{_MARKER}.new"
     with open(new_file(temporary), "w", encoding="ascii") as file:
-        file.write(f"{FORMAT_NAME} {FORMAT_VERSION}\n{boot}\n")
+        file.write(f"{_FORMAT_LINE}{boot}\n")
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, directory / _MARKER)
+    _flush_folder(directory)
+
+
+def _flush_folder(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems know no such thing. Then the old marker may come back, which names another boot.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _discard(directory: Path, names: tuple[str, ...], reason: str) -> None:

@@ -24,7 +24,7 @@ from millrace.cache.flight import PATIENCE_SECONDS
 from millrace.cache.maps import MapSlot
 from millrace.cache.reader import ObjectReader
 from millrace.cache.records import Entry, ObjectName
-from millrace.cache.segments import SMALL_OBJECT_BYTES, data_path
+from millrace.cache.segments import SMALL_OBJECT_BYTES, data_bytes
 from millrace.cache.source import Keep, Source, lock_key
 from millrace.cache.threads import Threads
 from millrace.errors import OriginUnavailableError, StorageError
@@ -65,11 +65,13 @@ def stored_object(disk: Disk, entry: Entry, *, verify: bool = False) -> tuple[Bu
 
 
 def _forget_lost(disk: Disk, entry: Entry) -> None:
-    """Forget an object whose segment somebody cut, or all objects of a segment that somebody removed."""
-    if os.path.lexists(data_path(disk.segments.directory, entry.place)):
-        disk.store.index.remove(entry.object_id)
-    else:
+    """Forget an object whose segment somebody cut, or all objects of a segment that somebody removed or replaced."""
+    try:
+        data_bytes(disk.segments.directory, entry.place)
+    except LostDataError:
         disk.store.index.remove_segment(entry.place)
+    else:
+        disk.store.index.remove(entry.object_id)
     disk.segment_maps.forget(entry.place)
 
 
