@@ -27,6 +27,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from millrace.testing.azurite import AzuriteServer
 from millrace.testing.http_service import HttpService, Reply, Request
 from millrace.testing.s3 import S3Server
 from millrace.testing.sigv4 import signed_headers
@@ -265,6 +266,45 @@ class TokenService(Stand):
         """An error of STS."""
         body = f"<ErrorResponse><Error><Code>{code}</Code><Message>{message}</Message></Error></ErrorResponse>"
         return Reply(status=status, headers={"Content-Type": "text/xml"}, body=body.encode())
+
+
+class ManagedIdentity(Stand):
+    """What a machine or an app of Azure asks for tokens: `secret` is what an app sends as its header, None on machines."""
+
+    def __init__(self, server: AzuriteServer, secret: str | None = None) -> None:
+        self._server, self.secret, self.given, self.seconds = server, secret, 0, 3600.0
+        self.tokens: list[str] = []
+        super().__init__()
+
+    def answer(self, request: Request) -> Reply:
+        header = ("metadata", "true") if self.secret is None else ("x-identity-header", self.secret)
+        if request.headers.get(header[0], "").lower() != header[1].lower():
+            return Reply(status=400, body=b'{"error": "invalid_request"}')
+        if not request.query.get("resource", [""])[0].startswith("https://storage.azure.com"):
+            return Reply(status=400, body=b'{"error": "invalid_resource"}')
+        self.given += 1
+        self.tokens.append(self._server.token(seconds=self.seconds))
+        ends = str(int(time.time() + self.seconds))
+        return _json({"access_token": self.tokens[-1], "expires_on": ends, "resource": "r", "token_type": "Bearer"})
+
+
+class FederatedTokens(Stand):
+    """Entra ID as far as a workload's identity goes: gives tokens for the one in the pod's file, over TLS."""
+
+    def __init__(self, server: AzuriteServer, token: str, *, tls: ssl.SSLContext) -> None:
+        self._server, self.token, self.given, self.seconds = server, token, 0, 3600.0
+        self.tokens: list[str] = []
+        super().__init__(tls=tls)
+
+    def answer(self, request: Request) -> Reply:
+        asked = parse_qs(request.body.decode())
+        if request.path != "/the-tenant/oauth2/v2.0/token" or asked.get("client_id") != ["the-client"]:
+            return Reply(status=404)
+        if asked.get("client_assertion") != [self.token]:
+            return Reply(status=401, body=b'{"error": "invalid_client"}')
+        self.given += 1
+        self.tokens.append(self._server.token(seconds=self.seconds))
+        return _json({"access_token": self.tokens[-1], "expires_in": int(self.seconds), "token_type": "Bearer"})
 
 
 def certificate(directory: Path) -> tuple[Path, Path]:

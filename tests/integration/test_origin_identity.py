@@ -1,16 +1,19 @@
-"""Machines and pods without any key: S3 by instance metadata, by container credentials and by a web identity.
+"""Machines and pods without any key: S3 by instance metadata, by container credentials and by a web identity; Azure by
+a managed and by a workload identity.
 
-The services of the clouds cannot be had here: `tests/identities.py` stands in for them, and for a service that knows their
-sessions, in front of a real S3 server. They are found by the variables that botocore and obstore read, each of its own:
-`AWS_EC2_METADATA_SERVICE_ENDPOINT`, `AWS_CONTAINER_CREDENTIALS_FULL_URI`, `AWS_ENDPOINT_URL_STS`. No variable leads
-`AWS_CONTAINER_CREDENTIALS_RELATIVE_URI` (ECS) elsewhere than to 169.254.170.2, nor Millrace's look for EC2's metadata
-without botocore elsewhere than to 169.254.169.254: these two are not tried.
+The services of the clouds cannot be had here: `tests/identities.py` stands in for them, and for a service that knows AWS's
+sessions, in front of a real S3 server; Azurite takes any token that has not ended, over TLS alone. They are found by the
+variables that the libraries read, each of its own: `AWS_EC2_METADATA_SERVICE_ENDPOINT` (botocore), `AWS_ENDPOINT_URL_STS`,
+`AWS_CONTAINER_CREDENTIALS_FULL_URI`, `AZURE_MSI_ENDPOINT` (obstore), `IDENTITY_ENDPOINT` (azure-identity) and
+`AZURE_AUTHORITY_HOST`. No variable leads `AWS_CONTAINER_CREDENTIALS_RELATIVE_URI` (ECS) elsewhere than to 169.254.170.2, nor
+Millrace's look for metadata without botocore or azure-identity elsewhere than to 169.254.169.254: these are not tried.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,7 +22,9 @@ from pathlib import Path
 import pytest
 from tests.identities import (
     ContainerCredentials,
+    FederatedTokens,
     InstanceMetadata,
+    ManagedIdentity,
     SessionGate,
     Stand,
     TokenService,
@@ -32,6 +37,7 @@ from millrace.errors import DeniedError, MillraceError, OriginUnavailableError
 from millrace.filesystem import MillraceFileSystem
 from millrace.origin import open_origin
 from millrace.origin.object_store import ObjectStoreOrigin
+from millrace.testing.azurite import AzuriteServer
 from millrace.testing.http_service import Reply
 from millrace.testing.s3 import S3Server
 
@@ -258,3 +264,81 @@ def test_an_answer_that_is_no_answer_tells_no_secret(place: Place) -> None:
         with pytest.raises(OriginUnavailableError) as caught:
             origin.head(f"{place.bucket}/object-0")
         place.assert_clear(caught.value)
+
+
+@pytest.fixture(scope="module")
+def trusted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def tls_azurite(trusted: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzuriteServer]:
+    with AzuriteServer(tmp_path_factory.mktemp("azurite-tls"), tls=trusted) as server:
+        server.create_container("data")
+        yield server
+
+
+AzureStand = ManagedIdentity | FederatedTokens
+AzureIdentity = Callable[[AzuriteServer, tuple[Path, Path], pytest.MonkeyPatch, Path], AzureStand]
+
+
+def _machine(
+    server: AzuriteServer, trusted: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, directory: Path
+) -> AzureStand:
+    stand = ManagedIdentity(server)
+    monkeypatch.setenv("AZURE_MSI_ENDPOINT", f"{stand.url}/metadata/identity/oauth2/token")
+    return stand
+
+
+def _app(
+    server: AzuriteServer, trusted: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, directory: Path
+) -> AzureStand:
+    pytest.importorskip("azure.identity")
+    stand = ManagedIdentity(server, "the-secret-of-the-app")
+    monkeypatch.setenv("IDENTITY_ENDPOINT", f"{stand.url}/msi/token")
+    monkeypatch.setenv("IDENTITY_HEADER", "the-secret-of-the-app")
+    return stand
+
+
+def _workload(
+    server: AzuriteServer, trusted: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, directory: Path
+) -> AzureStand:
+    stand = FederatedTokens(server, "the-token-of-the-pod", tls=tls_context(trusted))
+    (directory / "token").write_text("the-token-of-the-pod")
+    monkeypatch.setenv("AZURE_FEDERATED_TOKEN_FILE", str(directory / "token"))
+    monkeypatch.setenv("AZURE_AUTHORITY_HOST", stand.url)
+    monkeypatch.setenv("AZURE_TENANT_ID", "the-tenant")
+    monkeypatch.setenv("AZURE_CLIENT_ID", "the-client")
+    return stand
+
+
+@pytest.mark.azurite
+@pytest.mark.parametrize("identity", [_machine, _app, _workload])
+def test_azure_reads_renews_and_tells_of_a_refusal(
+    identity: AzureIdentity,
+    tls_azurite: AzuriteServer,
+    trusted: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(trusted[0]))
+    where = {"account_name": tls_azurite.account, "account_host": tls_azurite.endpoint}
+    with identity(tls_azurite, trusted, monkeypatch, tmp_path) as stand:
+        stand.seconds = 2
+        fs = millrace.filesystem("az", target_options=where, cache_dir=str(tmp_path / "cache"), min_free=0)
+        fs.pipe({f"data/{number}": b"%d" % number for number in range(3)})
+        assert fs.cat_file("data/0") == b"0"
+        asked = stand.given
+        assert asked > 0
+        time.sleep(2.5)  # the end of the token
+        assert fs.cat_file("data/1") == b"1"
+        assert stand.given > asked
+        stand.refusal = Reply(status=401, body=f'{{"error": "no", "error_description": "{stand.tokens[0]}"}}'.encode())
+        time.sleep(2.5)
+        with pytest.raises(DeniedError) as caught:
+            fs.cat_file("data/2")
+        assert caught.value.next_step
+        told = f"{caught.value} {caught.value!r}"
+        assert "\n" not in told
+        secrets = ["the-secret-of-the-app", "the-token-of-the-pod", *stand.tokens]
+        assert not [secret for secret in secrets if secret in told]
