@@ -81,7 +81,8 @@ def test_what_a_crash_leaves_of_the_marker_is_no_marker(directory: Path, left: s
 
 
 @pytest.mark.parametrize(
-    "foreign", [b"millrace-store 3\n", b"millrace-store 22\nboot\n", b"else", b"\0millrace-store 2\n", b"m\0x", b"\xff\n"]
+    "foreign",
+    [b"millrace-store 3\n", b"millrace-store 22\nboot\n", b"else", b"\0millrace-store 2\n", b"m\0x", b"\xff\n"],
 )
 def test_a_marker_of_others_is_refused_and_nothing_changed(directory: Path, foreign: bytes) -> None:
     (directory / "FORMAT").write_bytes(foreign)
