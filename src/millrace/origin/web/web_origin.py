@@ -20,7 +20,6 @@ from millrace.errors import (
     ObjectChangedError,
     ObjectNotFoundError,
     OriginUnavailableError,
-    UsageError,
 )
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo
 from millrace.origin.turns import TakesTurns
@@ -35,7 +34,7 @@ from millrace.origin.web.answers import (
     refusal,
     version_of,
 )
-from millrace.origin.web.bodies import announced_range, exact_body, outside
+from millrace.origin.web.bodies import announced_range, exact_body, index_text, outside
 from millrace.origin.web.connections import Answer
 from millrace.origin.web.credentials import netrc_header
 from millrace.origin.web.index_pages import IndexPage, parse_index
@@ -47,7 +46,6 @@ from millrace.origin.web.whole import WholeCopy
 
 Result = TypeVar("Result")
 
-_MOST_INDEX_BYTES = 64 << 20
 _ROUTE_SECONDS = 300.0  # for how long a redirect is believed: without, each range of an object would cost two requests
 # Statuses of servers that do not answer to HEAD although they have the object.
 _TRY_GET = frozenset({400, 403, 405, 406, 500, 501})
@@ -111,9 +109,8 @@ class WebOrigin(TakesTurns, ReadOnlyOrigin):
                 if refused and answer.status not in _TRY_GET:
                     raise self._refusal(answer)
                 size = content_length(answer.headers) if not refused else None
-                return (
-                    self._info(key, url, answer, size) if size else None
-                )  # some say 0 to HEAD for what they make on demand
+                # Some servers say 0 to HEAD for what they make on demand.
+                return self._info(key, url, answer, size) if size else None
 
             if (told := self._ask("HEAD", url, {}, described)) is not None:
                 return told
@@ -130,17 +127,17 @@ class WebOrigin(TakesTurns, ReadOnlyOrigin):
             nonlocal is_range
             is_range = answer.status in (206, 416)
             if is_range:
-                if answer.status == 206:
-                    answer.read(1)
                 told = content_range(answer.headers)
                 size = told.total if told is not None else None
-                believed = size is not None and (answer.status == 206 or size == 0)
+                if answer.status == 206:
+                    answer.read(1)
+                elif size:  # its first byte cannot be refused
+                    size = None
             elif answer.status == 200:
                 size = content_length(answer.headers)
-                believed = size is not None
             else:
                 raise self._refusal(answer)
-            return self._info(key, url, answer, size) if size is not None and believed else None
+            return self._info(key, url, answer, size) if size is not None else None
 
         for headers in ({"Range": "bytes=0-0"}, {}):
             if (info := self._ask("GET", url, headers, described)) is not None:
@@ -277,17 +274,7 @@ class WebOrigin(TakesTurns, ReadOnlyOrigin):
                 return None
             if answer.status != 200:
                 raise self._refusal(answer)
-            check_encoding(answer.headers, url)
-            kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-            if kind not in ("text/html", "application/xhtml+xml"):
-                raise UsageError(
-                    f"{shown(url)} cannot be listed: the server shows no index page of it",
-                    next_step="name each object, or let the server show an index (autoindex)",
-                )
-            body = answer.read(_MOST_INDEX_BYTES + 1)
-            if len(body) > _MOST_INDEX_BYTES:
-                raise UsageError(f"the index page {shown(url)} is too long", next_step="list directories below it")
-            return parse_index(answer.url, body.decode("utf-8", "replace"))
+            return parse_index(answer.url, index_text(answer, url))
 
         return self._ask("GET", url, {"Accept": "text/html"}, parsed)
 
