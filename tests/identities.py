@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import http.client
 import json
+import math
 import re
 import secrets
 import ssl
@@ -50,7 +51,7 @@ class Session:
 
     @property
     def end(self) -> str:
-        """As AWS writes it: of whole seconds, of which the last is not over."""
+        """As AWS writes it."""
         return self.ends.strftime("%Y-%m-%dT%H:%M:%SZ")
 
     @property
@@ -69,7 +70,7 @@ class Session:
 class SessionGate:
     """Stands before a real S3 server, which knows no sessions: lets requests in that are signed by one that has not ended.
 
-    `seconds` is how long the next sessions last. A context manager; thread-safe.
+    `seconds` is how long the next sessions last, at least. A context manager; thread-safe.
     """
 
     def __init__(self, server: S3Server, *, seconds: float = 3600.0) -> None:
@@ -82,7 +83,7 @@ class SessionGate:
 
     def open(self) -> Session:
         """A new session."""
-        ends = datetime.now(UTC) + timedelta(seconds=self.seconds)
+        ends = datetime.fromtimestamp(math.ceil(time.time() + self.seconds), UTC)  # AWS tells no parts of seconds
         session = Session("ASIA" + secrets.token_hex(8).upper(), secrets.token_hex(20), secrets.token_hex(40), ends)
         self.sessions.append(session)
         return session

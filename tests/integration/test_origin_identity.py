@@ -43,6 +43,9 @@ from millrace.testing.s3 import S3Server
 
 _OBJECTS = {f"object-{number}": os.urandom(1000) for number in range(6)}
 
+_ASKED_AGAIN_SECONDS = 0.2
+"""obstore asks for what is near its end no more often than each tenth of a second."""
+
 
 @dataclass
 class Place:
@@ -82,14 +85,21 @@ class Place:
         assert not [secret for secret in told if secret in f"{error} {error!r} {error.args}"]
 
 
-@pytest.fixture
-def place(s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+@pytest.fixture(scope="module")
+def objects(s3: S3Server) -> str:
+    """The bucket with the objects, which all tests only read."""
+    s3.create_bucket("identity")
     origin = open_origin("s3", s3.target_options)
     for name, data in _OBJECTS.items():
-        origin.put(f"{bucket}/{name}", data)
+        origin.put(f"identity/{name}", data)
+    return "identity"
+
+
+@pytest.fixture
+def place(s3: S3Server, objects: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("HOME", str(tmp_path))  # no files of the user's
     with SessionGate(s3) as gate:
-        yield Place(gate, bucket, tmp_path, monkeypatch)
+        yield Place(gate, objects, tmp_path, monkeypatch)
 
 
 def _instance(place: Place) -> Stand:
@@ -181,7 +191,7 @@ def assert_refused(place: Place, stand: Stand, status: int, fs: MillraceFileSyst
     place.assert_clear(caught.value)
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404])
+@pytest.mark.parametrize("status", [401, 404])
 @pytest.mark.parametrize("identity", [_instance, _pod, _web_identity, _web_identity_of_a_profile])
 def test_a_refusal_is_told_as_one(identity: Callable[[Place], Stand], place: Place, status: int) -> None:
     """At first, and when a session is to be renewed."""
@@ -192,11 +202,13 @@ def test_a_refusal_is_told_as_one(identity: Callable[[Place], Stand], place: Pla
 
 @pytest.mark.parametrize("identity", [_instance, _pod, _web_identity, _web_identity_of_a_profile])
 def test_a_refusal_to_renew_is_told_as_one(identity: Callable[[Place], Stand], place: Place) -> None:
-    place.gate.seconds = 1
+    """The end of the session is near, so that the next read asks for another."""
+    place.gate.seconds = 2
     with identity(place) as stand:
         fs = place.fs()
         fs.cat_file(f"{place.bucket}/object-0")
-        place.gate.wait_for_the_end()
+        place.gate.revoke_all()
+        time.sleep(_ASKED_AGAIN_SECONDS)
         assert_refused(place, stand, 403, fs)
 
 
@@ -214,14 +226,15 @@ def test_sessions_that_were_revoked_are_replaced(identity: Callable[[Place], Sta
 @pytest.mark.parametrize("identity", [_pod, _web_identity])
 def test_a_token_that_was_replaced_in_its_file_is_read_again(identity: Callable[[Place], Stand], place: Place) -> None:
     """As the kubelet does, long before its end."""
-    place.gate.seconds = 1
+    place.gate.seconds = 2
     with identity(place) as stand:
         assert isinstance(stand, ContainerCredentials | TokenService)
         fs = place.fs()
         fs.cat_file(f"{place.bucket}/object-0")
         stand.token = "the-next-token"
         place.token_file("the-next-token")
-        place.gate.wait_for_the_end()
+        place.gate.revoke_all()
+        time.sleep(_ASKED_AGAIN_SECONDS)
         assert fs.cat_file(f"{place.bucket}/object-1") == _OBJECTS["object-1"]
 
 
@@ -324,19 +337,21 @@ def test_azure_reads_renews_and_tells_of_a_refusal(
     monkeypatch.setenv("SSL_CERT_FILE", str(trusted[0]))
     where = {"account_name": tls_azurite.account, "account_host": tls_azurite.endpoint}
     with identity(tls_azurite, trusted, monkeypatch, tmp_path) as stand:
-        stand.seconds = 2
-        fs = millrace.filesystem("az", target_options=where, cache_dir=str(tmp_path / "cache"), min_free=0)
+        stand.seconds = 3
+        fs, fresh = (
+            millrace.filesystem("az", target_options=where, cache_dir=str(tmp_path / name), min_free=0)
+            for name in ("cache", "other")
+        )
         fs.pipe({f"data/{number}": b"%d" % number for number in range(3)})
         assert fs.cat_file("data/0") == b"0"
         asked = stand.given
         assert asked > 0
-        time.sleep(2.5)  # the end of the token
+        time.sleep(3.2)  # the end of the token
         assert fs.cat_file("data/1") == b"1"
         assert stand.given > asked
         stand.refusal = Reply(status=401, body=f'{{"error": "no", "error_description": "{stand.tokens[0]}"}}'.encode())
-        time.sleep(2.5)
         with pytest.raises(DeniedError) as caught:
-            fs.cat_file("data/2")
+            fresh.cat_file("data/2")
         assert caught.value.next_step
         told = f"{caught.value} {caught.value!r}"
         assert "\n" not in told
