@@ -33,7 +33,7 @@ from tests.identities import (
 )
 
 import millrace
-from millrace.errors import DeniedError, MillraceError, OriginUnavailableError
+from millrace.errors import DeniedError, MillraceError, MissingDependencyError, OriginUnavailableError
 from millrace.filesystem import MillraceFileSystem
 from millrace.origin import open_origin
 from millrace.origin.object_store import ObjectStoreOrigin
@@ -266,6 +266,13 @@ def test_half_a_web_identity_is_told(place: Place) -> None:
     place.setenv(AWS_WEB_IDENTITY_TOKEN_FILE=place.token_file("the-token"))
     with pytest.raises(DeniedError, match="AWS_ROLE_ARN"):
         place.fs().cat_file(f"{place.bucket}/object-0")
+
+
+def test_a_containers_token_that_only_botocore_takes_is_told_without_it(place: Place) -> None:
+    place.monkeypatch.setattr("millrace.origin.credentials.s3.is_installed", lambda name: False)
+    with _pod_with_the_token_itself(place), pytest.raises(MissingDependencyError) as caught:
+        place.fs().cat_file(f"{place.bucket}/object-0")
+    place.assert_clear(caught.value)
 
 
 def test_an_answer_that_is_no_answer_tells_no_secret(place: Place) -> None:
