@@ -1,4 +1,6 @@
-"""Segments under many processes, kills and full disks: what a record names verifies, and what was acknowledged is there."""
+"""Segments under many processes, kills and full disks: what a record names verifies, and what was acknowledged is there.
+
+And segments that somebody harms: reads are right, nothing waits, and everything else is evicted as before."""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from millrace.cache.node import close_nodes
 from millrace.cache.records import ObjectName
 from millrace.cache.segments import Segments, data_path, generations, scan
 from millrace.errors import DiskFullError
+from millrace.events import Event
 
 
 class Table:
@@ -206,3 +209,217 @@ def test_readers_of_small_objects_that_are_killed_leave_nothing_wrong(tmp_path: 
             assert fs.cat_file(f"{source}/{number}.bin") == data_of(number)
         assert fs.cache_counters()["corrupt_blocks"] == 0
     assert len(fs.node.entries()) == 300
+
+
+# --- what somebody does to the files ------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    offset = path.stat().st_size // 3  # between two objects or records there may be bytes that nobody reads
+    with open(path, "r+b") as file:
+        byte = os.pread(file.fileno(), 1, offset)
+        os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), offset)
+
+
+def flip_and_set_back_the_times(path: Path) -> None:
+    status = path.stat()
+    flip(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def replace_by_noise(path: Path) -> None:
+    size = path.stat().st_size
+    path.unlink()
+    path.write_bytes(os.urandom(size))
+
+
+def replace_by_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def replace_by_a_full_folder(path: Path) -> None:
+    replace_by_a_folder(path)
+    (path / "inside").write_text("precious")
+
+
+def replace_by_a_symlink(path: Path) -> None:
+    elsewhere = path.parents[4] / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def replace_by_a_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def move_away_and_make_a_folder(path: Path) -> None:
+    path.rename(path.parents[4] / "elsewhere")
+    path.mkdir()
+
+
+IN_PLACE: list[Callable[[Path], None]] = [flip, flip_and_set_back_the_times, cut, empty, zeros]
+REPLACED: list[Callable[[Path], None]] = [
+    Path.unlink,
+    replace_by_noise,
+    replace_by_a_folder,
+    replace_by_a_full_folder,
+    replace_by_a_symlink,
+    replace_by_a_fifo,
+    move_away_and_make_a_folder,
+]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Small objects in two folders, which are listed: so they come to lie in two segments."""
+    folder = tmp_path / "small"
+    for number in range(8):
+        path = folder / f"g{number % 2}" / f"{number}.bin"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(random.Random(number).randbytes(20_000 + number))
+    return folder
+
+
+def opened(cache: Path, *, native: bool = True) -> millrace.MillraceFileSystem:
+    return millrace.filesystem("file", cache_dir=str(cache), min_free=0, native=native)
+
+
+def read_all(small: Path, fs: millrace.MillraceFileSystem) -> int:
+    """Read everything in every way; gives how many bytes came from the origin for it."""
+    before = fs.cache_counters()["origin_bytes"]
+    for folder in small.iterdir():
+        fs.ls(str(folder))
+    for path in sorted(small.glob("*/*")):
+        expected = path.read_bytes()
+        assert fs.cat_file(str(path), start=10, end=500) == expected[10:500]
+        assert fs.open_input_stream(str(path)).read() == expected
+        assert fs.open_input_file(str(path)).read() == expected
+        assert fs.cat_file(str(path)) == expected
+        assert fs.open(str(path)).read() == expected
+    return fs.cache_counters()["origin_bytes"] - before
+
+
+def size_of(small: Path) -> int:
+    return sum(path.stat().st_size for path in small.glob("*/*"))
+
+
+def file_of_a_segment(cache: Path, suffix: str) -> Path:
+    paths = sorted(cache.glob(f"millrace/local/segments/*.{suffix}"))
+    assert len(paths) == 2
+    return paths[0]
+
+
+def evict_all_and_fill_again(small: Path, cache: Path, native: bool) -> None:
+    """Whatever was done to a segment, others are evicted, and what is read again is kept, for other processes, too."""
+    fs = opened(cache, native=native)
+    fs.free([str(small / "g0" / "0.bin")])
+    fs.resize("0")
+    assert list(fs.node.entries()) == []
+    fs.free([str(small)])
+    fs.resize("1GB")
+    read_all(small, fs)
+    close_nodes()
+    assert read_all(small, opened(cache, native=native)) == 0
+    assert len(fs.node.entries()) == 8
+    close_nodes()
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("suffix", ["data", "idx"])
+@pytest.mark.parametrize("harm", IN_PLACE + REPLACED)
+def test_a_segment_that_is_harmed_while_nobody_uses_it(
+    small: Path, tmp_path: Path, harm: Callable[[Path], None], suffix: str, native: bool, events: list[Event]
+) -> None:
+    cache = tmp_path / "cache"
+    read_all(small, opened(cache))
+    close_nodes()
+    harm(file_of_a_segment(cache, suffix))
+    fetched = read_all(small, opened(cache, native=native))
+    wrong = {event.name for event in events} & {"cache.file.lost", "cache.block.corrupt"}
+    assert bool(wrong) == bool(fetched) == (suffix == "data")  # the other file is not read while there is an index
+    assert fetched < size_of(small)  # the other segment is here
+    close_nodes()
+    events.clear()
+    assert read_all(small, opened(cache, native=native)) == 0  # it is mended
+    assert events == []
+    close_nodes()
+    evict_all_and_fill_again(small, cache, native)
+
+
+@pytest.mark.parametrize("suffix", ["data", "idx"])
+@pytest.mark.parametrize("harm", IN_PLACE + REPLACED)
+def test_a_segment_that_is_harmed_before_the_index_is_built_anew(
+    small: Path, tmp_path: Path, harm: Callable[[Path], None], suffix: str, events: list[Event]
+) -> None:
+    cache = tmp_path / "cache"
+    read_all(small, opened(cache))
+    close_nodes()
+    harm(file_of_a_segment(cache, suffix))
+    (cache / "millrace" / "local" / "FORMAT").write_text("millrace-store 2\nthe-boot-before\n")
+    assert 0 < read_all(small, opened(cache)) < size_of(small)
+    close_nodes()
+    events.clear()
+    assert read_all(small, opened(cache)) == 0
+    assert events == []
+    close_nodes()
+    evict_all_and_fill_again(small, cache, native=True)
+
+
+@pytest.mark.parametrize("suffix", ["data", "idx"])
+@pytest.mark.parametrize("harm", REPLACED)
+def test_a_segment_that_is_replaced_while_this_process_reads_it_and_appends_to_it(
+    small: Path, tmp_path: Path, harm: Callable[[Path], None], suffix: str
+) -> None:
+    """What is written from then on must come to lie where others find it."""
+    cache = tmp_path / "cache"
+    fs = opened(cache)
+    read_all(small, fs)
+    harm(file_of_a_segment(cache, suffix))
+    for path in sorted(small.glob("*/*")):
+        (path.parent / f"new-{path.name}").write_bytes(path.read_bytes()[::-1])
+    read_all(small, fs)
+    close_nodes()
+    fs = opened(cache)
+    read_all(small, fs)
+    assert read_all(small, fs) == 0
+    assert len(fs.node.entries()) == 16
+    fs.resize("0")
+    assert list(fs.node.entries()) == []
+
+
+@pytest.mark.root
+def test_one_segment_that_cannot_be_removed_keeps_no_other(small: Path, tmp_path: Path, events: list[Event]) -> None:
+    """A file on which something is mounted cannot be unlinked, not even by root."""
+    cache = tmp_path / "cache"
+    fs = opened(cache)
+    read_all(small, fs)
+    close_nodes()
+    stuck = file_of_a_segment(cache, "data")
+    subprocess.run(["mount", "--bind", str(stuck), str(stuck)], check=True)
+    try:
+        fs = opened(cache)
+        fs.resize("0")
+        assert list(fs.node.entries()) == []
+        assert [event.subject for event in events if event.name == "cache.disk.failed"]
+        fs.resize("1GB")
+        read_all(small, fs)
+        assert len(fs.node.entries()) == 8
+    finally:
+        subprocess.run(["umount", str(stuck)], check=True)
+    assert len(list(stuck.parent.glob("*.data"))) == 3
+    close_nodes()
+    assert read_all(small, opened(cache)) == 0

@@ -27,6 +27,7 @@ from millrace.cache.rules import (
 from millrace.cache.rules_file import RulesFile
 from millrace.config import Amount
 from millrace.errors import StorageError, UnsupportedFormatError
+from millrace.events import Event
 
 S3, OTHER = "s3+aws:us-east-1", "s3+http://other"
 GB = Amount(nbytes=10**9)
@@ -212,6 +213,22 @@ def test_a_damaged_file_leaves_the_last_rules_and_is_said_once(
     with pytest.raises(StorageError, match="mend or remove it"):
         rules.change(lambda old: old.with_pin((S3, "c")))
     assert (tmp_path / "rules.json").read_bytes() == b"{"
+
+
+@pytest.mark.parametrize("left", [b"", bytes(100)])
+def test_a_file_of_which_nothing_is_left_is_replaced_by_the_next_change(
+    tmp_path: Path, left: bytes, events: list[Event]
+) -> None:
+    rules = RulesFile(tmp_path)
+    rules.change(lambda old: old.with_pin((S3, "b")))
+    (tmp_path / "rules.json").write_bytes(left)
+    other = RulesFile(tmp_path)
+    assert other.current() == NO_RULES
+    assert [event.name for event in events] == ["cache.rules.unreadable"]
+    assert rules.change(lambda old: old).rule_for(S3, "b/x").pinned  # written again, since this process knows them
+    (tmp_path / "rules.json").write_bytes(left)
+    assert not other.change(lambda old: old.with_capacity(GB)).by_place
+    assert RulesFile(tmp_path).current().capacity == GB
 
 
 def test_nothing_is_written_where_nothing_changes(tmp_path: Path) -> None:

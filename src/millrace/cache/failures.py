@@ -26,8 +26,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 FAILING_ERRNOS = (errno.EIO, errno.EROFS, errno.ENODEV, errno.EUCLEAN, errno.ESTALE)
 """What a device in trouble answers; ext4 and xfs give the first two after they have shut down."""
 
-NO_FILE_ERRNOS = (errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
-"""What opening, without following links or waiting, answers where something else has taken a file's place."""
+NO_FILE_ERRNOS = (errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.ESPIPE)
+"""What opening (following no link, waiting for nobody) or reading answers where something else has taken a file's place."""
 
 
 @contextmanager
