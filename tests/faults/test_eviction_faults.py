@@ -107,6 +107,74 @@ def test_min_free_holds_while_another_program_fills_the_disk(small_disk: Path) -
     assert node.open_disks[0].store.index.used_bytes() == 5 * SIZE
 
 
+_OTHER_PROGRAM = """
+import sys, time
+rate, total = float(sys.argv[2]), int(sys.argv[3])
+with open(sys.argv[1], "wb", buffering=0) as file:
+    begun = time.monotonic()
+    while file.tell() < total:
+        file.write(bytes(1 << 18))
+        time.sleep(max(0, begun + file.tell() / rate - time.monotonic()))
+"""
+
+
+@pytest.fixture
+def loop_disk(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 of 192 MiB on a loop device."""
+    image, place = tmp_path / "disk.img", tmp_path / "disk"
+    place.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(192 * MIB)
+    subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], check=True)
+    if subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=False, capture_output=True).returncode:
+        pytest.skip("this machine allows no loop mounts")
+    try:
+        yield place
+    finally:
+        close_nodes()
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def _lowest_while_another_program_writes(place: Path, rate: float, total: int) -> int:
+    """The least that was free while a process wrote `total` bytes, `rate` a second, with nobody reading meanwhile."""
+    lowest = free_bytes(place)
+    command = [sys.executable, "-c", _OTHER_PROGRAM, str(place / "other"), str(rate), str(total)]
+    with subprocess.Popen(command) as other:
+        while other.poll() is None:
+            lowest = min(lowest, free_bytes(place))
+            time.sleep(0.002)
+    assert other.returncode == 0
+    return lowest
+
+
+@pytest.mark.root
+def test_housekeeping_gives_way_before_another_program_takes_min_free(loop_disk: Path) -> None:
+    """By its thread alone, which a busy machine may keep waiting: the best of three tries counts.
+
+    Looking twice a second lets the other program get 20 MiB ahead, and not looking at all the 60 that it writes.
+    """
+    min_free = 24 * MIB
+    origin = ComputedOrigin({f"b/train/{number}": SIZE for number in range(80)})
+    node = open_node(loop_disk / "cache", capacity="200MiB", min_free=min_free)
+    lowest = []
+    for _ in range(3):
+        for number in range(80):
+            read(node, origin, f"b/train/{number}")
+        assert free_bytes(loop_disk) < min_free + 4 * SIZE  # so that there is something to give
+        lowest.append(_lowest_while_another_program_writes(loop_disk, 40 * MIB, 60 * MIB))
+        deadline = time.monotonic() + 30
+        while free_bytes(loop_disk) < min_free and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert free_bytes(loop_disk) >= min_free
+        if lowest[-1] >= min_free - 8 * MIB:
+            break
+        (loop_disk / "other").unlink()
+    assert max(lowest) >= min_free - 8 * MIB
+    assert node.open_disks[0].store.index.used_bytes() >= 60 * MIB  # and no more than was needed
+    for number in range(0, 80, 7):
+        read(node, origin, f"b/train/{number}")
+
+
 _READER = """
 import json, random, sys, threading, time
 from pathlib import Path

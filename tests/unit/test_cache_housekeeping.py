@@ -1,5 +1,7 @@
 import os
 import threading
+import time
+from itertools import pairwise
 
 import pytest
 
@@ -79,3 +81,30 @@ def test_a_defect_in_one_chore_does_not_end_the_others(caplog: pytest.LogCapture
         housekeeping.no_more(broken)
         housekeeping.no_more(done.set)
     assert "a defect in housekeeping" in caplog.text
+
+
+def test_a_chore_is_done_again_when_it_asks_to_be_and_the_others_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(housekeeping, "TICK_SECONDS", 0.2)
+    often, rarely = [], []
+    enough = threading.Event()
+
+    def asks() -> float | None:
+        often.append(time.monotonic())
+        if len(often) == 20:
+            enough.set()
+        return 0.001
+
+    def does_not_ask() -> None:
+        rarely.append(time.monotonic())
+
+    housekeeping.every_tick(asks)
+    housekeeping.every_tick(does_not_ask)
+    try:
+        assert enough.wait(20)
+    finally:
+        housekeeping.no_more(asks)
+        housekeeping.no_more(does_not_ask)
+    # However slow the machine is, there are pauses between two, and one of these is shorter than a tick.
+    assert min(later - sooner for sooner, later in pairwise(often)) < 0.2
+    assert len(rarely) < len(often)
+    assert all(later - sooner >= 0.2 for sooner, later in pairwise(rarely))

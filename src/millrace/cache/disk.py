@@ -116,6 +116,7 @@ class Disk:
         if not self._keeps_house:
             self.counters.counts_late()
             every_tick(self.tidy)
+            every_tick(self.look_at_room)
             self._keeps_house = True
 
     def tidy(self) -> None:
@@ -127,6 +128,16 @@ class Disk:
             self._tidy()
         except StorageError as error:
             self.report(error)
+
+    def look_at_room(self) -> float | None:
+        """Give way to another program that fills the disk; gives when to look again, as `Evictor.look`."""
+        if self.failed:
+            return None
+        try:
+            return self.evictor.look()
+        except StorageError as error:
+            self.report(error)
+            return None
 
     def add_up(self) -> None:
         """Count what this process has noted so far, and say so to who waits for it."""
@@ -325,6 +336,7 @@ class Disk:
         self.sealer.close()
         self.segment_sealer.close()
         no_more(self.tidy)
+        no_more(self.look_at_room)
         try:
             self.write_down_uses()
         except StorageError as error:
@@ -342,3 +354,4 @@ class Disk:
         self.segments.abandon()
         self.counters.abandon()
         self.locks.close()
+        self.store.index.abandon()

@@ -20,8 +20,11 @@ from functools import partial
 
 from millrace.cache.audit import Audit
 from millrace.cache.copies import Copies
+from millrace.cache.environment import DamagedIndexError
 from millrace.cache.eviction import SAMPLE_SIZE, SHRINK_SAMPLE_SIZE, Group, Unit, choose
+from millrace.cache.failures import FailingDiskError
 from millrace.cache.flight import ProcessLocks
+from millrace.cache.free_space import FreeSpace
 from millrace.cache.records import ObjectName
 from millrace.cache.rules import AppliedRule, Place, Rules
 from millrace.cache.source import Keep
@@ -33,6 +36,7 @@ from millrace.errors import StorageError
 from millrace.events import Event, emit
 
 _LOCK = (b"eviction", 0)
+_LOOKOUT_LOCK = (b"lookout", 0)  # of the process that looks at the disk closely
 _CHORES = b"chores"
 _CHORES_SECONDS = 0.45  # a little less than between two ticks
 _PAGE = 1000
@@ -45,7 +49,6 @@ _PIN_ATTEMPTS = 5
 _PIN_PAUSE_SECONDS = 0.005
 _PINS_REFUSED_SECONDS = 1.0
 _EXTREMES_SECONDS = 5.0
-_UNSEEN_SECONDS = 2.0  # until other processes let go of a removed file, see `Disk.tidy`
 
 _NO_PLACES: Mapping[Place, int] = {}
 
@@ -106,7 +109,7 @@ class Evictor:
         self._turn = threading.Lock()
         self._refused_until = 0.0
         self._pins_refused_until = 0.0
-        self._unseen: list[tuple[float, int]] = []
+        self._space = FreeSpace(store)
         self._over_told = False
         self._extremes_at = 0.0
         self._copies = copies
@@ -128,7 +131,7 @@ class Evictor:
         except StorageError as error:
             self._report(error)
             return False
-        if excess <= 0 and self._store.reserve(nbytes):
+        if excess <= 0 and self._reserve(nbytes):
             return self._count(place, nbytes, newcomer)
         if newcomer.keep is Keep.COPY and self._copies.are_told_apart:
             return False
@@ -136,16 +139,24 @@ class Evictor:
         if rule is not None and rule.pinned and time.monotonic() >= self._pins_refused_until:
             # Room may be taken by others while it is made, and a block counts twice for the moment after it was written.
             for _ in range(_PIN_ATTEMPTS):
-                if self._make_room(nbytes, newcomer, over, excess) and self._store.reserve(nbytes):
+                if self._make_room(nbytes, newcomer, over, excess) and self._reserve(nbytes):
                     return self._count(place, nbytes, newcomer)
                 time.sleep(_PIN_PAUSE_SECONDS)
             self._pins_refused_until = time.monotonic() + _PINS_REFUSED_SECONDS
             return False
         if time.monotonic() < self._refused_until:
             return False
-        if self._make_room(nbytes, newcomer, over, excess) and self._store.reserve(nbytes):
+        if self._make_room(nbytes, newcomer, over, excess) and self._reserve(nbytes):
             return self._count(place, nbytes, newcomer)
         return False
+
+    def _reserve(self, nbytes: int) -> bool:
+        """Reserve what is free beyond the headroom."""
+        try:
+            return self._space.short_of_headroom(nbytes) <= 0 and self._store.reserve(nbytes)
+        except StorageError as error:
+            self._report(error)
+            return False
 
     def _count(self, place: Place | None, nbytes: int, newcomer: Newcomer) -> bool:
         if place is not None:
@@ -158,7 +169,7 @@ class Evictor:
                 if not mine:
                     return False
                 started = time.thread_time()
-                shortage = max(excess, self._store.shortage(nbytes))
+                shortage = max(excess, self._store.shortage(nbytes), self._space.short_of_headroom(nbytes))
                 made = shortage <= 0 or self._replace(shortage, newcomer, over)
                 if not made:
                     cost = time.thread_time() - started
@@ -236,6 +247,23 @@ class Evictor:
 
     # --- bringing the store inside its limits -------------------------------------------------------
 
+    def look(self) -> float | None:
+        """See how free the disk is and make room where another program is about to take it below `min_free`.
+
+        Gives in how many seconds to look again, None: with the next tick. One process of the node looks closely, for as long
+        as that is needed.
+        """
+        pause = self._space.look()
+        if self._space.too_little() + self._space.headroom > 0:
+            self.enforce()
+            if self._pressing() > 0:
+                return None  # there is nothing to evict, or another process is at it
+        if pause is None:
+            self._locks.release(_LOOKOUT_LOCK)
+        elif not self._locks.try_acquire(_LOOKOUT_LOCK):
+            return None
+        return pause
+
     def enforce(self, *, patient: bool = False) -> None:
         """Evict what has expired, and whatever else until every limit holds. `patient` waits for another evictor to end.
 
@@ -246,14 +274,14 @@ class Evictor:
         chores = self._records.claim(_CHORES, _CHORES_SECONDS)
         survey = self._surveyor.current(rules) if chores or patient else Survey()
         over = [place for place in survey.used if self._excess(survey, rules, place) > 0]
-        if not chores and not patient and self._pressing() <= 0:
+        if not chores and not patient and self._pressing_soon() <= 0:
             return
         with self._my_turn(_LONG_TURN_SECONDS if patient else 0.0) as mine:
             if not mine:
                 return
             if chores:
                 self._audit.go_on()
-            if not over and not survey.expired and self._pressing() <= 0:
+            if not over and not survey.expired and self._pressing_soon() <= 0:
                 return
             self._feed()
             self._audit.adopt()
@@ -265,20 +293,22 @@ class Evictor:
                 draw_of_place = partial(self._draw, SHRINK_SAMPLE_SIZE, rules, place)
                 self._shrink(rules, partial(self._excess, survey, rules, place), draw_of_place)
             for draw in (self._copies.draw, self._records.draw):
-                self._shrink(rules, self._pressing, partial(draw, SHRINK_SAMPLE_SIZE))
+                self._shrink(rules, self._pressing_soon, partial(draw, SHRINK_SAMPLE_SIZE))
             self._go_to_extremes(rules, patient=patient)
 
     def _excess(self, survey: Survey, rules: Rules, place: Place) -> int:
         return survey.used.get(place, 0) - _quota_of(self._store, rules, place)
 
     def _pressing(self) -> int:
-        """Bytes that have to go now: those that went a moment ago may still be held by maps of other processes."""
-        return max(self._store.index.used_bytes() - self._store.capacity_bytes(), self._too_little_free())
+        """Bytes that have to go now."""
+        return max(self._over_capacity(), self._space.too_little())
 
-    def _too_little_free(self) -> int:
-        now = time.monotonic()
-        self._unseen = [(until, nbytes) for until, nbytes in self._unseen if until > now]
-        return self._store.min_free_bytes() - self._store.free_bytes() - sum(nbytes for _, nbytes in self._unseen)
+    def _pressing_soon(self) -> int:
+        """Bytes that have to go now for what another program is about to write as well."""
+        return max(self._over_capacity(), self._space.too_little() + self._space.headroom)
+
+    def _over_capacity(self) -> int:
+        return self._store.index.used_bytes() - self._store.capacity_bytes()
 
     def _shrink(self, rules: Rules, pressing: Callable[[], int], draw_some: Callable[[], Draw]) -> None:
         """Evict without a newcomer until nothing is pressing, or nothing that may go is found."""
@@ -327,9 +357,9 @@ class Evictor:
         if self._pressing() > 0:
             self._audit.adopt(again=True)
             self._shrink_all(rules, self._pressing, pinned=False)
-        if self._too_little_free() > 0:
-            self._shrink_all(rules, self._too_little_free, pinned=True)
-        over = self._store.index.used_bytes() - self._store.capacity_bytes()
+        if self._space.too_little() > 0:
+            self._shrink_all(rules, self._space.too_little, pinned=True)
+        over = self._over_capacity()
         if over > 0 and not self._over_told:
             emit(Event(name="cache.over_capacity", subject=str(self._store.directory), nbytes=over))
         self._over_told = over > 0
@@ -383,26 +413,30 @@ class Evictor:
         return {places[place] for place in places if used.get(place, 0) > _quota_of(self._store, rules, place)}
 
     def _remove(self, victims: Iterable[_Candidate]) -> int:
-        """Remove units; gives the bytes of those that went."""
+        """Remove units; gives the bytes of those that went. One that cannot be removed is reported, and keeps none."""
         freed = 0
         gone = []
-        before = self._store.free_bytes()
         for victim in victims:
             key = victim.unit.key
-            went = self._remove_segment(victim.segment) if victim.segment else self._remove_object(key)
+            before = self._store.free_bytes()
+            try:
+                went = self._remove_segment(victim.segment) if victim.segment else self._remove_object(key)
+            except (FailingDiskError, DamagedIndexError):
+                raise  # so it would be with every other
+            except StorageError as error:
+                self._report(error)
+                continue
             if not went:
                 continue
             freed += victim.nbytes
             gone.append(key)
+            self._space.removed(victim.nbytes, self._store.free_bytes() - before)
             place = victim.rule.quota_place
             if place is not None:
                 used = self._surveyor.current(self._store.rules.current()).used
                 used[place] = max(0, used.get(place, 0) - victim.nbytes)
         if gone:
             self._records.gone(gone)
-            unseen = freed - max(0, self._store.free_bytes() - before)
-            if unseen > 0:
-                self._unseen.append((time.monotonic() + _UNSEEN_SECONDS, unseen))
         return freed
 
     def forget_survey(self) -> None:
