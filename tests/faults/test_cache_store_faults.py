@@ -179,9 +179,17 @@ def crash_image(cache: Path, image: Path, seed: int) -> None:
     shutil.copytree(cache, image)
     chooser = random.Random(seed)
     store = image / "millrace" / "local"
-    for path in [*store.glob("objects/*/*"), *store.glob("segments/*"), *store.glob("index/index.mdb*")]:
+    (store / "FORMAT").write_text("millrace-store 2\nthe-boot-before\n")
+    (store / "rules.json").write_text('{"version": 1, "capacity": "90%", "rules": []}')
+    found = [path for path in store.glob("**/*") if path.is_file() and path.stat().st_size]
+    for path in sorted(found, key=lambda path: path.relative_to(store).parts):
         size = path.stat().st_size
-        match chooser.choice(["whole", "zeros", "zeros", "cut", "empty", "noise at the end"]):
+        choices = ["whole", "zeros", "zeros", "cut", "empty", "missing", "noise at the end"]
+        if path.name == "FORMAT":
+            choices.pop()  # it is flushed before it has its name: noise was written by somebody else
+        match chooser.choice(choices):
+            case "missing":
+                path.unlink()
             case "zeros":
                 with open(path, "r+b") as file:
                     for _ in range(chooser.randint(1, 3)):
@@ -196,7 +204,6 @@ def crash_image(cache: Path, image: Path, seed: int) -> None:
                 with open(path, "r+b") as file:
                     file.seek(max(0, size - 4096))
                     file.write(chooser.randbytes(min(size, 4096)))
-    (store / "FORMAT").write_text("millrace-store 2\nthe-boot-before\n")
 
 
 @pytest.mark.parametrize("native", [True, False])
