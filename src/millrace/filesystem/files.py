@@ -12,6 +12,7 @@ from typing_extensions import Buffer
 from millrace.cache.blocks import READ_AHEAD_BLOCKS, ReadAhead
 from millrace.cache.reader import ObjectReader
 from millrace.errors import ObjectChangedError, ObjectNotFoundError
+from millrace.filesystem.native_files import target_of_seek
 
 _BUFFER_BYTES = 256 << 10
 
@@ -53,7 +54,7 @@ class CachedFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         self._check_open()
-        self._position = _target(offset, whence, self._position, self.size)
+        self._position = target_of_seek(offset, whence, self._position, self.size)
         return self._position
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -127,7 +128,7 @@ class _MappedBytes(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._position = _target(offset, whence, self._position, len(self._view))
+        self._position = target_of_seek(offset, whence, self._position, len(self._view))
         return self._position
 
     def readall(self) -> bytes:
@@ -157,16 +158,6 @@ class MappedFile(io.BufferedReader):
         stop = self.size if nbytes is None or nbytes < 0 else min(start + nbytes, self.size)
         self.seek(stop)
         return self._buffer.slice(start, stop - start)
-
-
-def _target(offset: int, whence: int, position: int, size: int) -> int:
-    """Where a file of `size` bytes that stands at `position` is after `seek(offset, whence)`."""
-    base = {io.SEEK_SET: 0, io.SEEK_CUR: position, io.SEEK_END: size}.get(whence)
-    if base is None:
-        raise ValueError(f"invalid whence {whence}")
-    if base + offset < 0:
-        raise ValueError(f"negative position {base + offset}")
-    return base + offset
 
 
 class BufferedFile(io.BufferedReader):

@@ -23,9 +23,10 @@ from millrace.errors import ConfigurationError, IsDirectoryError, ObjectChangedE
 from millrace.filesystem import opens
 from millrace.filesystem.batches import Range, as_list, bounds, read_batch, read_ranges
 from millrace.filesystem.files import BufferedFile, CachedFile, MappedFile
-from millrace.filesystem.handler import MillraceHandler, python_file
+from millrace.filesystem.handler import MillraceHandler
 from millrace.filesystem.hot import HotOpens
 from millrace.filesystem.managing import CacheManagement
+from millrace.filesystem.native_files import FetchingFile, MemoryFile
 from millrace.filesystem.paths import OWN_SCHEME, Paths, without_any_scheme
 from millrace.filesystem.writing import WritingFileSystem
 from millrace.origin import SCHEMES, ObjectInfo, open_origin
@@ -173,25 +174,25 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         buffer = self._hot.find(path)
         if buffer is None:
             buffer = self._find_here(path)
-        return self._open_remote(path, sequential=sequential) if buffer is None else pa.BufferReader(buffer)
+        return self._open_remote(path, sequential=sequential) if buffer is None else MemoryFile(buffer)
 
     def _open_remote(self, path: str, *, sequential: bool) -> pa.NativeFile:
         """Open what `_find_here` has not found."""
         info, buffer = self._look_up(path)
         if buffer is not None:
-            return pa.BufferReader(buffer)
+            return MemoryFile(buffer)
         reader = self.node.open_reader(self._origin, info)
         if info.size <= reader.block_bytes:
             reader.close()
-            return pa.BufferReader(pa.py_buffer(self._read_at_once(info, lambda reader: reader.read(0, reader.size))))
-        return python_file(self._cached_file(reader, info, sequential=sequential))
+            return MemoryFile(pa.py_buffer(self._read_at_once(info, lambda reader: reader.read(0, reader.size))))
+        return FetchingFile(self._cached_file(reader, info, sequential=sequential))
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Override of pyarrow's, which would go through C++ and back."""
         buffer = self._hot.find(path)
         if buffer is None:
             buffer = self._find_here(path)
-        return self._open_remote(path, sequential=False) if buffer is None else pa.BufferReader(buffer)
+        return self._open_remote(path, sequential=False) if buffer is None else MemoryFile(buffer)
 
     def open_input_stream(self, path: str, compression: str | None = "detect", buffer_size: int | None = None) -> Any:
         """Override of pyarrow's, which would go through C++ and back when there is nothing to decompress."""
@@ -200,7 +201,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         buffer = self._hot.find(path)
         if buffer is None:
             buffer = self._find_here(path)
-        return self._open_remote(path, sequential=True) if buffer is None else pa.BufferReader(buffer)
+        return self._open_remote(path, sequential=True) if buffer is None else MemoryFile(buffer)
 
     def open(
         self,

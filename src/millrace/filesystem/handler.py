@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from pyarrow.fs import FileInfo, FileSelector, FileType, FSSpecHandler
@@ -105,8 +105,3 @@ class MillraceHandler(FSSpecHandler):  # type: ignore[misc]
 
 def _file_info(info: ObjectInfo) -> FileInfo:
     return FileInfo(info.key, FileType.File, size=info.size, mtime=datetime.fromtimestamp(info.modified, UTC))
-
-
-def python_file(file: Any) -> pa.PythonFile:
-    """A pyarrow file over a readable Python file object."""
-    return pa.PythonFile(file, mode="r")

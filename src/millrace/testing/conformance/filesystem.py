@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import io
 import pickle
+import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +28,50 @@ def _bytes(size: int, seed: int = 0) -> bytes:
     """Bytes of which no two neighbourhoods are equal, so that a wrong offset shows."""
     words = np.arange(size // 4 + 1, dtype=np.uint32) * np.uint32(2_654_435_761) + np.uint32(seed)
     return words.astype(">u4").tobytes()[:size]
+
+
+_POSITIONS: dict[str, Callable[[Any, int], Any]] = {
+    "the end": lambda file, size: (file.seek(size), file.tell(), file.read()),
+    "past the end": lambda file, size: (
+        file.seek(size + 9),
+        file.tell(),
+        file.read_buffer(5).to_pybytes(),
+        file.tell(),
+    ),
+    "far past the end": lambda file, size: (file.seek(1 << 40), file.tell(), file.read_at(3, 1)),
+    "past the end, relative": lambda file, size: (file.seek(3), file.seek(size, 1), file.tell(), file.read1(4)),
+    "past the end, from the end": lambda file, size: (file.seek(2, 2), file.readinto(bytearray(3)), file.tell()),
+    "past the end and back": lambda file, size: (file.seek(size + 9), file.seek(-10, 1), file.read(5), file.tell()),
+    "past the end and to the begin": lambda file, size: (file.seek(size + 9), file.seek(1), file.read(2), file.tell()),
+    "negative": lambda file, size: file.seek(-1),
+    "negative, relative": lambda file, size: file.seek(-1, 1),
+    "negative, from the end": lambda file, size: file.seek(-size - 1, 2),
+    "no such whence": lambda file, size: file.seek(1, 7),
+    "read at the end": lambda file, size: file.read_at(3, size),
+    "read over the end": lambda file, size: file.read_at(30, size - 2),
+    "read past the end": lambda file, size: file.read_at(3, size + 100),
+    "read at a negative": lambda file, size: file.read_at(3, -1),
+    "read_at keeps the position": lambda file, size: (file.read(2), file.read_at(3, 5), file.tell()),
+    "a stream past the end": lambda file, size: file.get_stream(size + 9, 3).read(),
+    "lines": lambda file, size: file.readline(),
+    "a list of lines": lambda file, size: file.readlines(1),
+    "seek in a closed file": lambda file, size: (file.close(), file.seek(1)),
+    "tell of a closed file": lambda file, size: (file.close(), file.tell()),
+    "read_at of a closed file": lambda file, size: (file.close(), file.read_at(1, 1)),
+    "read_at past the end of a closed file": lambda file, size: (file.close(), file.read_at(1, size + 1)),
+}
+"""What is done with an open file of that size. Not `read()` of all past the end, at which pyarrow's own fails."""
+
+
+def _outcome(call: Callable[[Any, int], Any], file: Any, size: int) -> Any:
+    """What a call gives or, as a class that callers catch, raises."""
+    with file:
+        try:
+            return call(file, size)
+        except io.UnsupportedOperation:
+            return io.UnsupportedOperation
+        except (OSError, ValueError) as error:
+            return OSError if isinstance(error, OSError) else ValueError
 
 
 class FileSystemConformance:
@@ -131,6 +179,30 @@ class FileSystemConformance:
             assert file.read_at(100, 5) == tree[f"{root}/a.bin"][5:]
             file.seek(10)
             assert file.read(1) == b""
+
+    @pytest.mark.parametrize("open_with", ["open_input_file", "open_input_stream"])
+    @pytest.mark.parametrize("name", ["a.bin", "f/g"])
+    @pytest.mark.parametrize("state", ["cold", "warm"])
+    def test_positions_are_those_of_a_local_file_of_pyarrow(
+        self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes], state: str, name: str, open_with: str
+    ) -> None:
+        path, data = f"{root}/{name}", tree[f"{root}/{name}"]
+        with tempfile.TemporaryDirectory() as directory:
+            Path(directory, "same").write_bytes(data)
+            expected = {
+                what: _outcome(call, pafs.LocalFileSystem().open_input_file(f"{directory}/same"), len(data))
+                for what, call in _POSITIONS.items()
+            }
+        found = {}
+        for what, call in _POSITIONS.items():
+            if state == "cold":
+                fs.free([path])
+            else:
+                assert fs.cat_file(path) == data
+                getattr(fs, open_with)(path).close()
+            found[what] = _outcome(call, getattr(fs, open_with)(path), len(data))
+        different = {what: (found[what], expected[what]) for what in found if found[what] != expected[what]}
+        assert not different, different
 
     @pytest.mark.parametrize("open_with", ["open_input_stream", "open_input_file", "open", "cat_file", "info", "size"])
     def test_what_is_missing(self, fs: MillraceFileSystem, root: str, open_with: str) -> None:
