@@ -74,8 +74,12 @@ def asked_for_credentials(error: BaseException, url: str) -> bool:
     The address of such a question does not name the bucket. (Where it does by chance, the error is told as any other.)
     """
     match = _ASKED.search(str(error))
-    bucket = url.partition("://")[2].partition("/")[0]
-    return match is not None and bucket not in unquote(match[1])
+    scheme, _, key = url.partition("://")
+    if match is None:
+        return False
+    if match[1] == "REDACTED":
+        return scheme == "s3"  # there only what STS is asked; of Azure, every request with a signature in its address
+    return key.partition("/")[0] not in unquote(match[1])
 
 
 def bucket_word(scheme: str) -> str:
