@@ -218,5 +218,7 @@ class _Run:
 
     def _end(self, error: BaseException | None = None) -> None:
         os.close(self._descriptor)
+        # Each of them knows its run: as a circle, what they carry would stay in memory until the next collection of garbage.
+        flights, self._flights = self._flights, {}
         if error is not None:
-            self._fetcher.fail(self._flights, error)
+            self._fetcher.fail(flights, error)
