@@ -125,6 +125,13 @@ class IsDirectoryError(UsageError, IsADirectoryError):
     _errno = errno.EISDIR
 
 
+class NotDirectoryError(UsageError, NotADirectoryError):
+    """The call is for a directory, and this is an object."""
+
+    code = "not-directory"
+    _errno = errno.ENOTDIR
+
+
 # --- the thing is not there -----------------------------------------------------------------------
 
 

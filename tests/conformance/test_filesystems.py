@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -12,8 +13,16 @@ import millrace
 from millrace.filesystem import MillraceFileSystem
 from millrace.testing.conformance import FileSystemConformance
 
+_FILES_ARE_SHORT = dict.fromkeys(
+    ("a part of 256 bytes", "a part of 600 bytes"), "a name of a file has 255 bytes at most on Linux"
+)
+
 
 class TestLocalFiles(FileSystemConformance):
+    unsupported_lengths = _FILES_ARE_SHORT | {
+        "a part of 255 bytes": "a file is written aside, under a name that is two bytes longer; reading is tried below"
+    }
+
     @pytest.fixture
     def fs(self, tmp_path: Path) -> MillraceFileSystem:
         return millrace.filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0)
@@ -22,6 +31,14 @@ class TestLocalFiles(FileSystemConformance):
     def root(self, tmp_path: Path) -> str:
         (tmp_path / "root").mkdir()
         return str(tmp_path / "root")
+
+    def test_a_name_of_255_bytes_is_read(self, fs: MillraceFileSystem, root: str) -> None:
+        path = Path(root, "ü" * 127 + "z")
+        path.write_bytes(b"long")
+        for _ in range(2):  # asked, and remembered
+            assert fs.find(root) == [str(path)]
+            with fs.open_input_file(str(path)) as file:
+                assert file.read() == b"long"
 
 
 class TestMemory(FileSystemConformance):
@@ -43,6 +60,7 @@ class TestDirectory(FileSystemConformance):
     """Files through fsspec's library for them, as `sftp` and `smb` show them."""
 
     test_odd_names_through_both_faces = None  # names are files', as above
+    unsupported_lengths = _FILES_ARE_SHORT
 
     @pytest.fixture
     def fs(self, tmp_path: Path) -> MillraceFileSystem:
@@ -57,6 +75,9 @@ class TestDirectory(FileSystemConformance):
 
 class TestS3(FileSystemConformance):
     unsupported_names = frozenset({"back\\slash"})  # SeaweedFS makes slashes of them
+    unsupported_lengths = MappingProxyType(
+        {"a part of 256 bytes": "SeaweedFS refuses objects whose last part has more than 255 bytes"}
+    )
 
     @pytest.fixture
     def fs(self, s3_options: dict[str, Any]) -> MillraceFileSystem:
@@ -69,6 +90,7 @@ class TestS3(FileSystemConformance):
 
 class TestWithoutMaps(TestLocalFiles):
     test_odd_names_through_both_faces = None  # names are the same in every kind of cache
+    test_long_names_through_both_faces = None
 
     @pytest.fixture
     def fs(self, tmp_path: Path) -> MillraceFileSystem:
@@ -79,6 +101,7 @@ class TestWithoutRoom(TestLocalFiles):
     """Nothing can be kept: every read is served from the origin, and right all the same."""
 
     test_odd_names_through_both_faces = None  # names are the same in every kind of cache
+    test_long_names_through_both_faces = None
 
     @pytest.fixture
     def fs(self, tmp_path: Path) -> MillraceFileSystem:
@@ -87,6 +110,7 @@ class TestWithoutRoom(TestLocalFiles):
 
 class TestAlwaysAsking(TestLocalFiles):
     test_odd_names_through_both_faces = None  # names are the same in every kind of cache
+    test_long_names_through_both_faces = None
 
     @pytest.fixture
     def fs(self, tmp_path: Path) -> MillraceFileSystem:
@@ -95,6 +119,7 @@ class TestAlwaysAsking(TestLocalFiles):
 
 class TestTwoDisks(TestLocalFiles):
     test_odd_names_through_both_faces = None  # names are the same in every kind of cache
+    test_long_names_through_both_faces = None
 
     @pytest.fixture
     def fs(self, tmp_path: Path) -> MillraceFileSystem:

@@ -27,7 +27,7 @@ from millrace.filesystem.handler import MillraceHandler
 from millrace.filesystem.hot import HotOpens
 from millrace.filesystem.managing import CacheManagement
 from millrace.filesystem.native_files import FetchingFile, MemoryFile
-from millrace.filesystem.paths import OWN_SCHEME, Paths, without_any_scheme
+from millrace.filesystem.paths import OWN_SCHEME, Paths, names_directory, without_any_scheme
 from millrace.filesystem.writing import WritingFileSystem
 from millrace.origin import SCHEMES, ObjectInfo, open_origin
 from millrace.origin.options.store import checked_mapping
@@ -172,12 +172,14 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         An object of one block is fetched first, and so is native from its first open on. Raises `ObjectNotFoundError`.
         """
         buffer = self._hot.find(path)
-        if buffer is None:
-            buffer = self._find_here(path)
-        return self._open_remote(path, sequential=sequential) if buffer is None else MemoryFile(buffer)
+        return self._open_first(path, sequential=sequential) if buffer is None else MemoryFile(buffer)
 
-    def _open_remote(self, path: str, *, sequential: bool) -> pa.NativeFile:
-        """Open what `_find_here` has not found."""
+    def _open_first(self, path: str, *, sequential: bool) -> pa.NativeFile:
+        """Open for pyarrow what was not opened lately."""
+        self.require_file_name(path)
+        buffer = self._find_here(path)
+        if buffer is not None:
+            return MemoryFile(buffer)
         info, buffer = self._look_up(path)
         if buffer is not None:
             return MemoryFile(buffer)
@@ -190,18 +192,14 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Override of pyarrow's, which would go through C++ and back."""
         buffer = self._hot.find(path)
-        if buffer is None:
-            buffer = self._find_here(path)
-        return self._open_remote(path, sequential=False) if buffer is None else MemoryFile(buffer)
+        return self._open_first(path, sequential=False) if buffer is None else MemoryFile(buffer)
 
     def open_input_stream(self, path: str, compression: str | None = "detect", buffer_size: int | None = None) -> Any:
         """Override of pyarrow's, which would go through C++ and back when there is nothing to decompress."""
         if compression is not None and (compression != "detect" or str(path).endswith(_COMPRESSED)):
             return PyFileSystem.open_input_stream(self, path, compression=compression, buffer_size=buffer_size)
         buffer = self._hot.find(path)
-        if buffer is None:
-            buffer = self._find_here(path)
-        return self._open_remote(path, sequential=True) if buffer is None else MemoryFile(buffer)
+        return self._open_first(path, sequential=True) if buffer is None else MemoryFile(buffer)
 
     def open(
         self,
@@ -272,6 +270,10 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         """The origin's name of what a user calls `path`. Local paths are made absolute against the current directory."""
         return self._paths.key_of(path)
 
+    def _may_keep(self, path: str) -> bool:
+        """Whether `path` may be found without a look: not where it means something else elsewhere, or to pyarrow."""
+        return not self._paths.is_movable(path) and not names_directory(path)
+
     def _find_here(self, path: str) -> pa.Buffer | None:
         """All bytes of what `path` names, if one look at the index finds them; None: `_look_up` says more.
 
@@ -285,7 +287,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
             name = found.entry.name
             opens.tell(name.origin, name.key)
         hot = None
-        if not self._paths.is_movable(path):
+        if self._may_keep(path):
             hot = self._hot.keep(path, found, until=until, changes=(found.disk.signals, stamp.changes))
         found.disk.usage.touched(hot or Use(found.entry))
         return found.buffer
@@ -309,7 +311,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         found = node.find_native(self._origin, info, seen)
         if found is None:
             return info, None
-        if seen is not None and until > self._hot.clock() and not self._paths.is_movable(path):
+        if seen is not None and until > self._hot.clock() and self._may_keep(path):
             self._hot.keep(path, found, until=until, changes=(seen.disk.signals, seen.stamp.changes))
         return info, found.buffer
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyarrow.fs import FileInfo, FileSelector, FileType, FSSpecHandler
 
-from millrace.errors import UsageError
+from millrace.errors import NotDirectoryError, UsageError
 from millrace.filesystem.listing import parents
+from millrace.filesystem.paths import names_directory
 from millrace.origin import ObjectInfo
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class MillraceHandler(FSSpecHandler):  # type: ignore[misc]
             return infos
         info = self.fs.info(base)  # raises FileNotFoundError
         if info["type"] == "file":
-            raise NotADirectoryError(f"{base} is a file, not a directory")
+            raise _no_directory(base)
         return infos
 
     def open_input_file(self, path: str) -> pa.NativeFile:
@@ -69,12 +70,22 @@ class MillraceHandler(FSSpecHandler):  # type: ignore[misc]
         raise UsageError("the root is not emptied", next_step="name a directory")
 
     def delete_file(self, path: str) -> None:
+        self.fs.require_file_name(path)
         self.fs.rm_file(path)  # a name, never a pattern
+
+    def copy_file(self, src: str, dest: str) -> None:
+        self.fs.require_file_name(src)
+        self.fs.require_new_file_name(dest)
+        super().copy_file(src, dest)
+
+    def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
+        self.fs.require_new_file_name(path)
+        return super().open_output_stream(path, metadata)
 
     def _directory(self, path: str) -> str:
         key = self.normalize_path(path)
         if self.fs.isfile(key):
-            raise NotADirectoryError(f"{key} is a file, not a directory")
+            raise _no_directory(key)
         return key
 
     def _info(self, path: str) -> FileInfo:
@@ -84,6 +95,8 @@ class MillraceHandler(FSSpecHandler):  # type: ignore[misc]
             return FileInfo(path, FileType.NotFound)
         if info["type"] == "directory":
             return FileInfo(path, FileType.Directory)
+        if names_directory(path):
+            return FileInfo(path, FileType.NotFound)
         return FileInfo(path, FileType.File, size=info["size"], mtime=info["mtime"])
 
     def _select(self, base: str, *, recursive: bool) -> Iterator[FileInfo]:
@@ -101,6 +114,10 @@ class MillraceHandler(FSSpecHandler):  # type: ignore[misc]
                         yield FileInfo(directory, FileType.Directory)
                 if not info.key.endswith("/"):
                     yield _file_info(info)
+
+
+def _no_directory(key: str) -> NotDirectoryError:
+    return NotDirectoryError(f"{key} is a file, not a directory", next_step="name the directory that it is in")
 
 
 def _file_info(info: ObjectInfo) -> FileInfo:

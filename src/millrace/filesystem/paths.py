@@ -97,6 +97,11 @@ class Paths:
         return key
 
 
+def names_directory(path: Any) -> bool:
+    """Whether `path` ends in a slash, and so can only be a directory's. fsspec takes no notice of it, pyarrow does."""
+    return str(path).endswith("/")
+
+
 def without_any_scheme(path: Any, schemes: Iterable[str]) -> str:
     """What fsspec's class method gives, which knows no file system: a path without its scheme where that is one of ours."""
     text = str(path)

@@ -13,12 +13,14 @@ from millrace.cache.failures import disk_errors
 from millrace.errors import (
     ConfigurationError,
     IsDirectoryError,
+    NotDirectoryError,
     ObjectExistsError,
     ObjectNotFoundError,
     StorageError,
     UsageError,
 )
 from millrace.filesystem.listing import ListingFileSystem, parents
+from millrace.filesystem.paths import names_directory
 from millrace.filesystem.uploads import CompressedUpload, UploadFile
 
 _PIPE_BYTES = 16 << 20
@@ -89,6 +91,25 @@ class WritingFileSystem(ListingFileSystem):
     def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
         if truncate or not self.exists(path):
             self.pipe_file(path, b"")
+
+    # --- names with a slash at their end, as pyarrow takes them ---------------------------------------
+
+    def require_file_name(self, path: str) -> None:
+        """Raises where `path` ends in a slash: `NotDirectoryError`, `IsDirectoryError` or `ObjectNotFoundError`."""
+        if not names_directory(path):
+            return
+        key = self.key_of(path)
+        name = self.unstrip_protocol(key)
+        if self.info(key)["type"] == "file":
+            raise NotDirectoryError(f"{name} is a file, not a directory", next_step="leave out the slash at its end")
+        raise IsDirectoryError(f"{name} is a directory", next_step="name a file in it")
+
+    def require_new_file_name(self, path: str) -> None:
+        """Raises `IsDirectoryError` where `path` ends in a slash, whether there is something of this name or not."""
+        if names_directory(path):
+            raise IsDirectoryError(
+                f"{self.unstrip_protocol(self.key_of(path))}/ is a directory's name", next_step="leave out the slash"
+            )
 
     # --- copying ----------------------------------------------------------------------------------
 

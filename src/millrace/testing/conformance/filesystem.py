@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -29,6 +29,20 @@ def _bytes(size: int, seed: int = 0) -> bytes:
     words = np.arange(size // 4 + 1, dtype=np.uint32) * np.uint32(2_654_435_761) + np.uint32(seed)
     return words.astype(">u4").tobytes()[:size]
 
+
+def _key_of_1024_bytes(root: str) -> str:
+    base = len(root.partition("/")[2].encode()) + 1  # what stands before is a bucket, or nothing
+    parts = "/".join(["k" * 99] * 11)
+    return f"{root}/{parts[: 1024 - base].rstrip('/'):k<{1024 - base}}"
+
+
+LONG_NAMES: dict[str, Callable[[str], str]] = {
+    "a part of 255 bytes": lambda root: f"{root}/long/{'ü' * 127}z",
+    "a part of 256 bytes": lambda root: f"{root}/long/{'z' * 256}",
+    "a part of 600 bytes": lambda root: f"{root}/{'漢' * 200}/z",
+    "a key of 1,024 bytes": _key_of_1024_bytes,
+}
+"""Long paths below a root, by what they are."""
 
 _POSITIONS: dict[str, Callable[[Any, int], Any]] = {
     "the end": lambda file, size: (file.seek(size), file.tell(), file.read()),
@@ -80,6 +94,9 @@ class FileSystemConformance:
     unsupported_names: frozenset[str] = frozenset()
     """Those of `ODD_NAMES` that the storage cannot have."""
 
+    unsupported_lengths: Mapping[str, str] = {}
+    """Those of `LONG_NAMES` that the storage cannot have, and why."""
+
     @pytest.fixture
     def fs(self) -> MillraceFileSystem:
         raise NotImplementedError("give an `fs` fixture")
@@ -124,6 +141,40 @@ class FileSystemConformance:
         assert fs.ls(f"{root}/b/", detail=False) == fs.ls(f"{root}/b", detail=False)
         with_slash = fs.get_file_info(pafs.FileSelector(f"{root}/b/", recursive=True))
         assert sorted(info.path for info in with_slash) == [f"{root}/b/c.bin", f"{root}/b/d", f"{root}/b/d/e.bin"]
+
+    @pytest.mark.parametrize("state", ["cold", "warm"])
+    def test_a_trailing_slash_names_no_file(
+        self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes], state: str
+    ) -> None:
+        for name in ("a.bin", "f/g"):
+            path = f"{root}/{name}"
+            if state == "warm":
+                for _ in range(2):
+                    with fs.open(f"{path}/") as file:  # fsspec takes no notice of the slash
+                        assert file.read() == tree[path]
+            assert fs.get_file_info(f"{path}/").type == pafs.FileType.NotFound
+            for call in (fs.open_input_file, fs.open_input_stream, fs.delete_file):
+                with pytest.raises(NotADirectoryError):
+                    call(f"{path}/")
+            with pytest.raises(NotADirectoryError):
+                fs.open_input_stream(f"{path}/", compression="gzip")
+            with pytest.raises(NotADirectoryError):
+                fs.copy_file(f"{path}/", f"{root}/new")
+            with pytest.raises(NotADirectoryError):
+                fs.get_file_info(pafs.FileSelector(f"{path}/"))
+            assert fs.cat_file(path) == tree[path]
+        for call in (fs.open_input_file, fs.open_input_stream, fs.delete_file):
+            with pytest.raises(IsADirectoryError):
+                call(f"{root}/b/")
+            with pytest.raises(FileNotFoundError):
+                call(f"{root}/none/")
+        for name in ("new", "a.bin", "b"):
+            with pytest.raises(IsADirectoryError):
+                fs.open_output_stream(f"{root}/{name}/")
+            with pytest.raises(IsADirectoryError):
+                fs.copy_file(f"{root}/a.bin", f"{root}/{name}/")
+        assert fs.find(root) == sorted(tree)
+        assert fs.cat_file(f"{root}/a.bin") == tree[f"{root}/a.bin"]
 
     @pytest.mark.parametrize(
         ("recursive", "expected"),
@@ -352,6 +403,23 @@ class FileSystemConformance:
         ]
         assert selected.path == path
         fs.rm(f"{root}/odd {name}", recursive=True)
+        assert not fs.exists(path)
+
+    @pytest.mark.parametrize("kind", LONG_NAMES)
+    def test_long_names_through_both_faces(self, fs: MillraceFileSystem, root: str, kind: str) -> None:
+        if kind in self.unsupported_lengths:
+            pytest.skip(self.unsupported_lengths[kind])
+        path = LONG_NAMES[kind](root)
+        fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        with fs.open_output_stream(path) as stream:
+            stream.write(b"long")
+        for _ in range(2):  # asked, and remembered
+            assert fs.find(root) == [path]
+            assert fs.get_file_info(path).size == 4
+            with fs.open_input_file(path) as file:
+                assert file.read() == b"long"
+            assert fs.cat_file(path) == b"long"
+        fs.delete_file(path)
         assert not fs.exists(path)
 
     # --- versions ---------------------------------------------------------------------------------
