@@ -89,9 +89,10 @@ def test_readers_that_are_killed_leave_nothing_wrong(data: Path) -> None:
     code = (
         "import sys, millrace; fs = millrace.filesystem('file', cache_dir=sys.argv[1], min_free=0);"
         "print('ready', flush=True);"
-        "[fs.cat_file(f'{sys.argv[2]}/{n}.bin') for n in range(6)]"
+        "[(fs.cat_file(f'{sys.argv[2]}/{n}.bin'), print(n, flush=True)) for n in range(6)]"
     )
     chooser = random.Random(3)
+    returned = set()
     for _ in range(12):
         command = [sys.executable, "-c", code, str(cache), str(data)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -99,6 +100,12 @@ def test_readers_that_are_killed_leave_nothing_wrong(data: Path) -> None:
             process.stdout.readline()
             time.sleep(chooser.uniform(0, 0.3))
             process.kill()
+            returned |= {f"{data}/{number}.bin" for number in process.stdout.read().split()}
+        # Nothing that a read has returned is lost, whoever was killed since.
+        fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0)
+        assert returned <= {found.key for found in fs.cached() if found.complete}
+        close_nodes()
+    assert returned
     started = time.monotonic()
     for native in (False, True):
         fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, native=native)
