@@ -79,8 +79,11 @@ def run_epochs(measure: Measure, context: Mapping[str, Any], path: str, filesyst
     return results
 
 
-def add_contenders(case: Case, epoch: Epoch) -> None:
-    """The same epochs from the local disk, directly from S3 with two clients, and through the cache."""
+def add_contenders(case: Case, epoch: Epoch, *, prefetch: bool = False) -> None:
+    """The same epochs from the local disk, directly from S3 with two clients, and through the cache.
+
+    With `prefetch` also through a cache whose driver has told each epoch's files ahead.
+    """
 
     @case.contender(LOCAL)
     def local(measure: Measure, context: Mapping[str, Any]) -> list[Any]:
@@ -101,9 +104,23 @@ def add_contenders(case: Case, epoch: Epoch) -> None:
 
     @case.contender("Millrace")
     def cached(measure: Measure, context: Mapping[str, Any]) -> list[Any]:
-        import millrace
+        return run_epochs(measure, context, f"s3://{BUCKET}/train", _cached(context), epoch)
 
-        filesystem = millrace.filesystem(
-            "s3", target_options=context["options"], cache_dir=str(Path(context["scratch"]) / "cache")
-        )
-        return run_epochs(measure, context, f"s3://{BUCKET}/train", filesystem, epoch)
+    if not prefetch:
+        return
+
+    def told(path: str, filesystem: Any) -> list[int]:
+        with filesystem.prefetch(sorted(filesystem.find(path)), window="1GB"):  # more than the data set has
+            return epoch(path, filesystem)
+
+    @case.contender("Millrace, prefetch")
+    def ahead(measure: Measure, context: Mapping[str, Any]) -> list[Any]:
+        return run_epochs(measure, context, f"s3://{BUCKET}/train", _cached(context), told)
+
+
+def _cached(context: Mapping[str, Any]) -> Any:
+    import millrace
+
+    return millrace.filesystem(
+        "s3", target_options=context["options"], cache_dir=str(Path(context["scratch"]) / "cache")
+    )
