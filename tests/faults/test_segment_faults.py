@@ -19,7 +19,8 @@ import xxhash
 import millrace
 from millrace.cache.node import close_nodes
 from millrace.cache.records import ObjectName
-from millrace.cache.segments import Segments, data_path, generations, scan
+from millrace.cache.segment_files import data_path, generations, scan
+from millrace.cache.segments import Segments
 from millrace.errors import DiskFullError
 from millrace.events import Event
 

@@ -21,8 +21,8 @@ from millrace.cache.maps import is_resident
 from millrace.cache.native import open_entry
 from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.cache.records import Entry, ObjectName, segment_unit
+from millrace.cache.segment_files import data_path
 from millrace.cache.segment_seals import SegmentSeal, SegmentSealer
-from millrace.cache.segments import data_path
 from millrace.cache.small import stored_object
 from millrace.config import resolve
 from millrace.events import Event

@@ -18,18 +18,9 @@ from tests.descriptors import open_below
 
 from millrace.cache import segments as segments_module
 from millrace.cache.records import ObjectName
+from millrace.cache.segment_files import data_path, generations, group_in, idx_path, scan
 from millrace.cache.segment_records import SegmentObject, decode_group, decode_objects, encode_header, encode_object
-from millrace.cache.segments import (
-    SEGMENT_BYTES,
-    SMALL_OBJECT_BYTES,
-    Placed,
-    Segments,
-    data_path,
-    generations,
-    group_in,
-    idx_path,
-    scan,
-)
+from millrace.cache.segments import SEGMENT_BYTES, SMALL_OBJECT_BYTES, Placed, Segments
 from millrace.errors import StorageError
 
 

@@ -19,9 +19,10 @@ from millrace.cache.groups import group_of
 from millrace.cache.maps import MapCache
 from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.cache.records import Entry, ObjectName
+from millrace.cache.segment_files import data_path, generations, group_in
 from millrace.cache.segment_maps import SegmentMaps
 from millrace.cache.segment_seals import SegmentSeals
-from millrace.cache.segments import SMALL_OBJECT_BYTES, Segments, data_path, generations, group_in
+from millrace.cache.segments import SMALL_OBJECT_BYTES, Segments
 from millrace.cache.small import stored_object
 from millrace.cache.store import Store
 from millrace.config import Amount, resolve

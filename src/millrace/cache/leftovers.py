@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from millrace.cache.environment import DATA_NAME
 from millrace.cache.failures import disk_errors
 from millrace.cache.index import Index
-from millrace.cache.segments import Segments, generations
+from millrace.cache.segment_files import generations
+from millrace.cache.segments import Segments
 from millrace.cache.store import Store, unlink
 from millrace.events import Event, emit
 

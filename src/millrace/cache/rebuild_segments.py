@@ -9,8 +9,8 @@ from pathlib import Path
 from millrace.cache.groups import group_of
 from millrace.cache.index import Index
 from millrace.cache.records import Entry, SegmentRecord
+from millrace.cache.segment_files import data_bytes, data_path, generations, group_in, idx_path, scan
 from millrace.cache.segment_records import SegmentObject
-from millrace.cache.segments import data_bytes, data_path, generations, group_in, idx_path, scan
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 

@@ -25,8 +25,9 @@ import xxhash
 from millrace.cache.failures import LostDataError
 from millrace.cache.maps import MapCache, MapSlot, is_resident, lost_or_failed, will_need
 from millrace.cache.records import Entry
+from millrace.cache.segment_files import data_bytes, data_path
 from millrace.cache.segment_seals import SegmentSeal
-from millrace.cache.segments import SEGMENT_BYTES, data_bytes, data_path
+from millrace.cache.segments import SEGMENT_BYTES
 
 _UNIT_SHIFT = 9  # one bit for 512 bytes: no two objects of that size begin in the same unit
 _SLICED_BYTES = 1 << _UNIT_SHIFT

@@ -28,7 +28,7 @@ from millrace.cache.flight import ProcessLocks
 from millrace.cache.index import Index
 from millrace.cache.maps import MapSlot, lost_or_failed
 from millrace.cache.records import Entry, generation_key, segment_unit
-from millrace.cache.segments import data_path
+from millrace.cache.segment_files import data_path
 from millrace.errors import StorageError
 
 _SEAL = struct.Struct("<QqQ")

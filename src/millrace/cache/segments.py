@@ -11,14 +11,12 @@ process ends, however it ends, and the next process that needs a segment for the
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
-import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
@@ -27,19 +25,19 @@ from typing import Protocol
 import xxhash
 from typing_extensions import Buffer
 
-from millrace.cache.failures import NO_FILE_ERRNOS, LostDataError, disk_errors
+from millrace.cache.failures import LostDataError, disk_errors
 from millrace.cache.records import ObjectName
-from millrace.cache.segment_records import (
-    SegmentObject,
-    aligned,
-    decode_group,
-    decode_objects,
-    encode_header,
-    encode_object,
+from millrace.cache.segment_files import (
+    data_bytes,
+    data_path,
+    generations,
+    group_or_none,
+    idx_path,
+    open_file,
+    unlink_files,
 )
+from millrace.cache.segment_records import SegmentObject, aligned, encode_header, encode_object
 from millrace.errors import StorageError
-from millrace.events import Event, emit
-from millrace.private_files import opener, read_file
 
 SMALL_OBJECT_BYTES = 1 << 20
 """Objects up to this size lie in segments, larger ones in a file of their own."""
@@ -50,7 +48,6 @@ SEGMENT_BYTES = 64 << 20
 _IDX_BYTES = 16 << 20  # of very many very small objects a segment holds fewer, so that a rebuild reads it in one piece
 _ALIGNMENT = 64  # of objects in `.data`: what Arrow wishes of its buffers
 _MAX_OPEN = 32  # segments that one process appends to at a time, at two descriptors each
-_HEAD_BYTES = 4096
 _IDLE_SECONDS = 1.5
 
 
@@ -75,62 +72,9 @@ class Placed:
     checksum: int
 
 
-def data_path(directory: Path, generation: int) -> str:
-    """The file of a segment's objects."""
-    return f"{directory}/{generation}.data"
-
-
-def idx_path(directory: Path, generation: int) -> str:
-    """The file that says which objects lie in a segment."""
-    return f"{directory}/{generation}.idx"
-
-
-def generations(directory: Path) -> list[int]:
-    """The segments in a folder, by their `.idx` files, the oldest first."""
-    with disk_errors(directory), contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
-        names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-        return sorted(int(stem) for stem, _, suffix in (name.partition(".") for name in names) if _is_idx(stem, suffix))
-    return []
-
-
-def data_bytes(directory: Path, generation: int) -> int:
-    """How long the `.data` file of a segment is.
-
-    Raises `LostDataError` where there is none, or something else in its place, and `StorageError`.
-    """
-    path = data_path(directory, generation)
-    with disk_errors(path):
-        try:
-            status = os.lstat(path)
-        except FileNotFoundError as error:
-            raise LostDataError(f"{path} is gone", next_step="open the object again") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise LostDataError(f"{path} is no file any more", next_step="open the object again")
-    return status.st_size
-
-
-def scan(directory: Path, generation: int) -> Iterator[SegmentObject]:
-    """What a segment's files still say after a crash: every intact record whose bytes lie inside `.data`.
-
-    That the bytes are right is for the reader to verify. Of two records of one object the later is the newer.
-    """
-    with disk_errors(idx_path(directory, generation)):
-        written_bytes = data_bytes(directory, generation)
-        records = read_file(Path(idx_path(directory, generation)))
-    for record in decode_objects(generation, records):
-        if record.offset + record.size <= written_bytes or not record.size:
-            yield record
-
-
-def group_in(directory: Path, generation: int) -> str | None:
-    """Whose objects lie in a segment; None when its header is damaged."""
-    path = idx_path(directory, generation)
-    with disk_errors(path), open(path, "rb", opener=opener) as file:
-        head = file.read(_HEAD_BYTES)
-        group = decode_group(generation, head)
-        if group is None and len(head) == _HEAD_BYTES:  # a very long name
-            group = decode_group(generation, head + file.read())
-        return group
+def appended_bytes(size: int) -> int:
+    """By how much at most an object makes a segment longer."""
+    return _data_aligned(size)
 
 
 class Segments:
@@ -159,8 +103,12 @@ class Segments:
         self._seen: set[int] = set()
         self._lock = threading.Lock()
 
-    def append(self, group: str, object_id: bytes, name: ObjectName, data: Buffer) -> Placed:
+    def append(
+        self, group: str, object_id: bytes, name: ObjectName, data: Buffer, *, most_bytes: int = SEGMENT_BYTES
+    ) -> Placed:
         """Append one object to a segment of `group`. Nobody finds it there before it is in the store's index.
+
+        A segment with other objects in it does not grow beyond `most_bytes`.
 
         Raises `DiskFullError` or `StorageError`; then nothing that was written of it can be taken for data.
         """
@@ -171,7 +119,7 @@ class Segments:
         with self._lock, disk_errors(self.directory):
             if len(view) > SEGMENT_BYTES or len(name.pack()) > _IDX_BYTES // 4:
                 raise ValueError(f"{len(view)} bytes are too many for a segment")
-            while (placed := self._segment_of(group).append(object_id, name, view, checksum)) is None:
+            while (placed := self._segment_of(group).append(object_id, name, view, checksum, most_bytes)) is None:
                 full = self._open.pop(group)  # the one that is made when no other has room takes anything
                 full.close()
                 self._on_rest(full.generation)
@@ -203,12 +151,12 @@ class Segments:
             for group, segment in list(self._open.items()):
                 if segment.generation == generation:
                     self._open.pop(group).close()
-            descriptor = _open_file(idx_path(self.directory, generation), os.O_RDONLY)
+            descriptor = open_file(idx_path(self.directory, generation), os.O_RDONLY)
             try:
                 if descriptor >= 0:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 forget()
-                _unlink(self.directory, generation)
+                unlink_files(self.directory, generation)
             except BlockingIOError:
                 return False
             finally:
@@ -269,7 +217,7 @@ class Segments:
         for generation in new:
             with contextlib.suppress(LostDataError):  # removed meanwhile
                 if data_bytes(self.directory, generation) <= _ROOMY_BYTES:
-                    group = _group_or_none(self.directory, generation)
+                    group = group_or_none(self.directory, generation)
                     if group is None:
                         continue  # just being made; or damaged, and then a rebuild decides
                     self._spare.setdefault(group, []).append(generation)
@@ -283,7 +231,7 @@ class Segments:
             self._table.add_segment(segment.generation, group)
         except BaseException:
             segment.close()
-            _unlink(self.directory, segment.generation)
+            unlink_files(self.directory, segment.generation)
             raise
         self._seen.add(segment.generation)
         return segment
@@ -324,17 +272,17 @@ class _Segment:
             return cls(generation, data, idx)
         except BaseException:
             _close(data, idx)
-            _unlink(directory, generation)
+            unlink_files(directory, generation)
             raise
 
     @classmethod
     def adopt(cls, directory: Path, generation: int) -> _Segment | _Answer:
         data = idx = -1
         try:
-            idx = _open_file(idx_path(directory, generation), os.O_WRONLY)
+            idx = open_file(idx_path(directory, generation), os.O_WRONLY)
             if idx >= 0:
                 fcntl.flock(idx, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                data = _open_file(data_path(directory, generation), os.O_WRONLY)
+                data = open_file(data_path(directory, generation), os.O_WRONLY)
             if data >= 0:
                 segment = cls(generation, data, idx)
                 if not segment.removed() and segment._data_end <= _ROOMY_BYTES and segment._idx_end <= _ROOMY_IDX_BYTES:
@@ -352,11 +300,14 @@ class _Segment:
         """Whether somebody unlinked one of the files."""
         return os.fstat(self._idx).st_nlink == 0 or os.fstat(self._data).st_nlink == 0
 
-    def append(self, object_id: bytes, name: ObjectName, view: memoryview, checksum: int) -> Placed | None:
+    def append(
+        self, object_id: bytes, name: ObjectName, view: memoryview, checksum: int, most_bytes: int
+    ) -> Placed | None:
         """Write an object behind the others, then its record. None when there is no room for it in this segment."""
         record = SegmentObject(object_id, self._data_end, len(view), checksum, name)
         encoded = encode_object(self.generation, record)
-        if self._data_end + len(view) > SEGMENT_BYTES or self._idx_end + len(encoded) > _IDX_BYTES:
+        most_bytes = SEGMENT_BYTES if not self._data_end else min(most_bytes, SEGMENT_BYTES)
+        if self._data_end + len(view) > most_bytes or self._idx_end + len(encoded) > _IDX_BYTES:
             return None
         self.appended = time.monotonic()
         offset = self._data_end
@@ -390,46 +341,5 @@ def _close(*descriptors: int) -> None:
             os.close(descriptor)
 
 
-def _open_file(path: str, flags: int) -> int:
-    """A descriptor of a segment's file; -1 when it is gone, or something else has taken its place. Waits for nobody."""
-    try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, *NO_FILE_ERRNOS):
-            raise
-        return -1
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    return -1
-
-
-def _unlink(directory: Path, generation: int) -> None:
-    for path in (idx_path(directory, generation), data_path(directory, generation)):
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            pass
-        except IsADirectoryError:
-            try:
-                os.rmdir(path)
-            except OSError as error:
-                # Somebody's files are in it. The segment's name is never used again, so it may stay.
-                emit(Event(name="cache.disk.failed", subject=path, detail=f"{path}: {error.strerror}"))
-
-
-def _group_or_none(directory: Path, generation: int) -> str | None:
-    try:
-        return group_in(directory, generation)
-    except StorageError as error:
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOENT, *NO_FILE_ERRNOS):
-            return None
-        raise
-
-
 def _data_aligned(position: int) -> int:
     return -(-position // _ALIGNMENT) * _ALIGNMENT
-
-
-def _is_idx(stem: str, suffix: str) -> bool:
-    return suffix == "idx" and stem.isascii() and stem.isdigit() and stem[0] != "0"

@@ -21,7 +21,7 @@ from millrace.cache.maps import Sweeper, lost_or_failed
 from millrace.cache.node import CacheNode
 from millrace.cache.records import Entry
 from millrace.cache.sealing import seal_holds
-from millrace.cache.segments import data_path
+from millrace.cache.segment_files import data_path
 from millrace.cache.small import stored_object
 from millrace.errors import StorageError
 from millrace.events import Event, emit
