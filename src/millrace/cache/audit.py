@@ -8,7 +8,6 @@ from millrace.cache.groups import group_of
 from millrace.cache.index import Index
 from millrace.cache.leftovers import Leftovers
 from millrace.cache.records import segment_unit
-from millrace.cache.unit_rules import held_bytes
 from millrace.cache.usage_records import UsageRecords
 
 _ADOPTED = b"adopted"
@@ -54,7 +53,7 @@ class Audit:
         large = [
             (entry.object_id, 0, entry.size, group_of(entry.name.origin, entry.name.key))
             for entry in page
-            if not entry.place and held_bytes(entry)
+            if not entry.place and entry.present
         ]
         if None in self._records.used_at([key for key, *_ in large]):
             self._records.enter_unknown(large, now=time.time())

@@ -9,8 +9,9 @@ from itertools import accumulate
 
 from millrace.cache.disk import Disk
 from millrace.cache.node import CacheNode
-from millrace.cache.records import Entry
+from millrace.cache.records import Entry, ObjectName
 from millrace.cache.rules import Place, Rule, Rules, covers, prefixes_of
+from millrace.cache.unit_rules import held_bytes
 from millrace.config import Amount
 from millrace.errors import StorageError
 
@@ -104,7 +105,7 @@ def cached_objects(node: CacheNode, place: Place | None = None) -> Iterator[Cach
                 key=name.key,
                 version=name.version,
                 size=entry.size,
-                cached_bytes=_cached_bytes(entry),
+                cached_bytes=held_bytes(disk.store.index, entry),
                 pinned=rules.rule_for(name.origin, name.key).pinned,
                 last_used=disk.last_used(entry),
             )
@@ -125,10 +126,6 @@ def _is_at(entry: Entry, place: Place) -> bool:
     return name.origin == place[0] and covers(place[1], name.key)
 
 
-def _cached_bytes(entry: Entry) -> int:
-    return min(entry.size, entry.present * entry.block_bytes)
-
-
 # --- free ---------------------------------------------------------------------------------------------
 
 
@@ -145,8 +142,9 @@ def free(node: CacheNode, place: Place | None, *, on_freed: Callable[[Freed], No
             if rules.rule_for(name.origin, name.key).pinned:
                 freed = replace(freed, pinned_objects=freed.pinned_objects + 1)
                 continue
+            nbytes = held_bytes(disk.store.index, entry)
             disk.remove(entry.object_id)
-            freed = replace(freed, objects=freed.objects + 1, nbytes=freed.nbytes + _cached_bytes(entry))
+            freed = replace(freed, objects=freed.objects + 1, nbytes=freed.nbytes + nbytes)
             if freed.objects % _PAGE == 0:
                 on_freed(freed)
         disk.drop_empty_segments()
@@ -218,7 +216,8 @@ def placed_rules(node: CacheNode) -> list[PlacedRule]:
         for disk in node.open_disks:
             held = disk.store.rules.current()
             for entry in _entries(disk, None):
-                _count(used, places, entry, held.rule_for(entry.name.origin, entry.name.key).quota_place)
+                quota_place = held.rule_for(entry.name.origin, entry.name.key).quota_place
+                _count(used, places, entry.name, held_bytes(disk.store.index, entry), quota_place)
     return [
         PlacedRule(
             origin=place[0],
@@ -234,15 +233,18 @@ def placed_rules(node: CacheNode) -> list[PlacedRule]:
 
 
 def _count(
-    used: dict[Place, tuple[int, int]], places: dict[Place, Rule], entry: Entry, quota_place: Place | None
+    used: dict[Place, tuple[int, int]],
+    places: dict[Place, Rule],
+    name: ObjectName,
+    held: int,
+    quota_place: Place | None,
 ) -> None:
     """Count an object to every rule that holds for it; of several quotas only to the one that it counts to."""
-    name = entry.name
     for prefix in prefixes_of(name.key):
         place = (name.origin, prefix)
         if (rule := places.get(place)) and (rule.quota is None or place == quota_place):
             nbytes, objects = used[place]
-            used[place] = (nbytes + _cached_bytes(entry), objects + 1)
+            used[place] = (nbytes + held, objects + 1)
 
 
 def _rules_below(disk: Disk, place: Place) -> list[Rule]:

@@ -46,7 +46,7 @@ class Holdings:
         entry = self._index.get(record.unit.key)
         if entry is None or entry.place or not entry.present:
             return None
-        return Holding(held_bytes(entry), rule_of(rules, entry.name))
+        return Holding(held_bytes(self._index, entry), rule_of(rules, entry.name))
 
     def _rule_of(self, segment: SegmentRecord, rules: Rules) -> AppliedRule:
         if not rules.by_place:
@@ -69,9 +69,15 @@ def rule_of(rules: Rules, name: ObjectName) -> AppliedRule:
     return rules.rule_for(name.origin, name.key) if rules.by_place else NO_RULE
 
 
-def held_bytes(entry: Entry) -> int:
-    """How much of an object with a file of its own is here."""
-    return min(entry.size, entry.present * entry.block_bytes)
+def held_bytes(index: Index, entry: Entry) -> int:
+    """How many bytes of an object are here. Only a part with a last block that is shorter than others takes a look-up."""
+    if entry.complete:
+        return entry.size
+    short_by = -entry.size % entry.block_bytes
+    if not short_by or not entry.present:
+        return entry.present * entry.block_bytes
+    has_last = index.checksums(entry, [entry.size // entry.block_bytes])[0] is not None
+    return entry.present * entry.block_bytes - (short_by if has_last else 0)
 
 
 def _combined(rules: Iterable[AppliedRule]) -> AppliedRule:
