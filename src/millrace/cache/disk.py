@@ -23,13 +23,14 @@ from millrace.cache.maps import MapCache, Sweeper
 from millrace.cache.page_map import PageMap
 from millrace.cache.records import Entry, ObjectName, segment_unit
 from millrace.cache.sealing import Sealer
+from millrace.cache.segment_files import data_path
 from millrace.cache.segment_maps import SegmentMaps
 from millrace.cache.segment_seals import SegmentSealer
-from millrace.cache.segments import Segments, data_path
+from millrace.cache.segments import SEGMENT_BYTES, Segments
 from millrace.cache.signals import Signals
 from millrace.cache.source import Keep
 from millrace.cache.store import Store
-from millrace.cache.unit_rules import rule_of
+from millrace.cache.unit_rules import held_bytes, rule_of
 from millrace.cache.usage import FindGroup, UsageLog
 from millrace.cache.usage_records import UsageRecords
 from millrace.cache.verified import VerifiedBlocks
@@ -40,6 +41,8 @@ from millrace.events import Event, emit
 _log = logging.getLogger("millrace")
 
 _BATCHES = 64  # uses are written down when they come to one part in so many of the capacity, or twice a second
+
+_SEGMENTS_OF_A_QUOTA = 16  # so many at least fill it
 
 _MOST_METADATA_BYTES = 2 << 30  # some twenty million listed keys
 
@@ -218,6 +221,11 @@ class Disk:
         own = group if place is None else f"{group} {place[1]!r}"
         return own if keep is Keep.OWNED else copies_of(own)
 
+    def segment_bytes(self, name: ObjectName) -> int:
+        """How large a segment with this object may grow: eviction takes it whole, which must not be most of a quota."""
+        quota = rule_of(self.store.rules.current(), name).quota
+        return SEGMENT_BYTES if quota is None else quota.of(self.store.disk_bytes()) // _SEGMENTS_OF_A_QUOTA
+
     @property
     def still_a_copy(self) -> StillACopy | None:
         """Says which objects other nodes own; None where nothing is a copy, or everything. A cluster puts its own here."""
@@ -266,9 +274,10 @@ class Disk:
         entry = self.store.index.get(object_id)
         if entry is None or entry.place:
             return False
+        nbytes = held_bytes(self.store.index, entry)
         self.maps.drop(entry.generation)
         self.store.remove(object_id)
-        emit(Event(name="cache.evicted", subject=self.store.path(entry), nbytes=entry.present * entry.block_bytes))
+        emit(Event(name="cache.evicted", subject=self.store.path(entry), nbytes=nbytes))
         return True
 
     def _evict_segment(self, generation: int) -> bool:

@@ -291,13 +291,17 @@ class Evictor:
                     self._remove([_candidate(record, holding.nbytes, holding.rule, {}, 0.0)])
             for place in over:
                 draw_of_place = partial(self._draw, SHRINK_SAMPLE_SIZE, rules, place)
-                self._shrink(rules, partial(self._excess, survey, rules, place), draw_of_place)
+                self._shrink(rules, partial(self._excess_now, rules, place), draw_of_place)
             for draw in (self._copies.draw, self._records.draw):
                 self._shrink(rules, self._pressing_soon, partial(draw, SHRINK_SAMPLE_SIZE))
             self._go_to_extremes(rules, patient=patient)
 
     def _excess(self, survey: Survey, rules: Rules, place: Place) -> int:
         return survey.used.get(place, 0) - _quota_of(self._store, rules, place)
+
+    def _excess_now(self, rules: Rules, place: Place) -> int:
+        """By the survey that removals are counted in: another one may be due while they go on."""
+        return self._excess(self._surveyor.current(rules), rules, place)
 
     def _pressing(self) -> int:
         """Bytes that have to go now."""

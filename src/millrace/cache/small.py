@@ -24,7 +24,8 @@ from millrace.cache.flight import PATIENCE_SECONDS
 from millrace.cache.maps import MapSlot
 from millrace.cache.reader import ObjectReader
 from millrace.cache.records import Entry, ObjectName
-from millrace.cache.segments import SMALL_OBJECT_BYTES, data_bytes
+from millrace.cache.segment_files import data_bytes
+from millrace.cache.segments import SMALL_OBJECT_BYTES, appended_bytes
 from millrace.cache.source import Keep, Source, lock_key
 from millrace.cache.threads import Threads
 from millrace.errors import OriginUnavailableError, StorageError
@@ -279,7 +280,8 @@ class SmallReader:
         self._disk.missed(
             Entry(key, 0, info.size, max(1, info.size), 0, packed_name=name.pack()), info.size, self._group
         )
-        with self._disk.reserved(info.size, Newcomer(key, info.size, lambda: name, self._group, keep)) as room:
+        newcomer = Newcomer(key, info.size, lambda: name, self._group, keep)
+        with self._disk.reserved(appended_bytes(info.size), newcomer) as room:
             if not room and keep is Keep.OWNED:
                 self._disk.report_full()
             if not (room and self._kept(data, keep)):
@@ -293,7 +295,8 @@ class SmallReader:
         name = ObjectName(self._origin.identity, info.key, info.version)
         try:
             for _ in range(2):
-                placed = disk.segments.append(disk.segment_group(name, self._group(), keep), self._key[0], name, data)
+                group = disk.segment_group(name, self._group(), keep)
+                placed = disk.segments.append(group, self._key[0], name, data, most_bytes=disk.segment_bytes(name))
                 entry = disk.store.index.add_small(
                     self._key[0],
                     info.size,
