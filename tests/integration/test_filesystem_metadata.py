@@ -93,6 +93,11 @@ def cluster() -> Iterator[Any]:
 def test_epochs_of_ray_data(
     cluster: Any, bucket: str, s3: S3Server, region: EmulatedRegion, options: dict[str, Any]
 ) -> None:
+    """1,010 images in folders, so two pages of a listing; of Parquet six files, one page.
+
+    Ray takes half a minute for an epoch of a thousand tables. What it asks for more than a page of those is in
+    `test_a_flat_folder_of_two_pages_costs_three_listings`.
+    """
     files = {f"{bucket}/images/{number % 7}/{number:04}.png": image(number) for number in range(_IMAGES)}
     for number in range(6):
         out = io.BytesIO()
@@ -120,6 +125,30 @@ def test_epochs_of_ray_data(
         let_everything_expire(fs)
         epoch(millrace.filesystem("s3", consistency="immutable", **options))
         assert asked(region) == {}
+
+
+def test_a_flat_folder_of_two_pages_costs_three_listings(
+    bucket: str, s3: S3Server, region: EmulatedRegion, options: dict[str, Any]
+) -> None:
+    """What Ray's readers ask for before an epoch, without Ray: is it a folder, what is in it, what is each file?
+
+    Whether it is a folder costs a page of what lies below, and the files directly in it are asked for at once, with that
+    page once more: one LIST more than there are pages. (It could do without: the goal is one LIST a 1,000 keys.)
+    """
+    keys = [f"{bucket}/train/{number:04}.parquet" for number in range(1001)]
+    fill(s3, dict.fromkeys(keys, b"x"))
+    fs = millrace.filesystem("s3", consistency="1h", **options)
+
+    def ask() -> None:
+        assert fs.get_file_info(f"{bucket}/train").type == pafs.FileType.Directory
+        assert len(selected(fs, pafs.FileSelector(f"{bucket}/train", recursive=False))) == len(keys)
+        assert all(info.size == 1 for info in fs.get_file_info(keys))
+
+    ask()
+    assert asked(region) == {"LIST": 3, "HEAD": 1}
+    let_everything_expire(fs)
+    ask()
+    assert asked(region) == {"LIST": 3}
 
 
 _EPOCH = """
