@@ -456,3 +456,42 @@ def test_closing_ends_a_seal_under_way(node: Node, monkeypatch: pytest.MonkeyPat
         patch.setattr(os, "pread", pread_and_close)
         assert not node.seal()
     assert sealer.get(node.segment) is None
+
+
+@pytest.mark.parametrize("kind", ["flip", "replace", "append"])
+def test_what_was_verified_is_verified_again_once_its_file_changed_while_it_was_not_mapped(
+    node: Node, kind: str
+) -> None:
+    """Without a seal. Maps are given up when there are too many of them."""
+    keys = node.add(*datas())
+    node.new_process()
+    assert [node.is_slice(keys[5]) for _ in range(2)] == [False, True]
+    node.disk.maps.clear()
+    assert node.is_slice(keys[5])  # nothing has happened to the file
+    entry, path = node.entry(keys[5]), node.path
+    node.disk.maps.clear()
+    match kind:
+        case "flip":
+            flip(path, entry.offset + 7)
+        case "replace":
+            noise = os.urandom(os.stat(path).st_size)
+            os.unlink(path)
+            Path(path).write_bytes(noise)
+        case "append":
+            node.add(b"more" * 1000)
+    if kind == "append":
+        assert [node.is_slice(keys[5]) for _ in range(2)] == [False, True]
+    else:
+        assert stored_object(node.disk, entry) is None
+    assert node.read(keys[5]) == node.origin._objects[keys[5]][0]
+
+
+def test_what_was_verified_stays_a_slice_of_its_map_while_the_segment_grows(node: Node) -> None:
+    keys = node.add(*datas())
+    node.new_process()
+    assert not any(node.is_slice(key) for key in keys)
+    assert all(node.is_slice(key) for key in keys)
+    (more,) = node.add(b"more" * 1000)
+    assert all(node.is_slice(key) for key in keys)
+    assert [node.is_slice(more) for _ in range(2)] == [False, True]
+    assert [node.is_slice(keys[0]) for _ in range(2)] == [False, True]  # the file is another one since

@@ -71,6 +71,32 @@ class _Sealed:
                 self.resident_until = self.look_at
 
 
+class _Verified:
+    """Which objects this process has verified in an unsealed segment, by the unit in which they begin, and in which file.
+
+    Other bytes are then given out only from a map that is no younger than that: what was done to a file while nobody had it
+    mapped shows in its change time.
+    """
+
+    __slots__ = ("_ctime_ns", "_inode", "_units")
+
+    def __init__(self, file: os.stat_result) -> None:
+        self._inode, self._ctime_ns = file.st_ino, file.st_ctime_ns
+        self._units = bytearray((SEGMENT_BYTES >> _UNIT_SHIFT) // 8)
+
+    def is_of(self, file: os.stat_result) -> bool:
+        return (self._inode, self._ctime_ns) == (file.st_ino, file.st_ctime_ns)
+
+    def add(self, unit: int) -> None:
+        self._units[unit >> 3] |= 1 << (unit & 7)
+
+    def has(self, unit: int) -> bool:
+        return bool(self._units[unit >> 3] >> (unit & 7) & 1)
+
+    def holds_for(self, slot: MapSlot) -> bool:
+        return slot.inode == self._inode and slot.ctime_ns <= self._ctime_ns
+
+
 class SegmentMaps:
     """The bytes of objects in the segments of `directory`, by their records. Thread-safe.
 
@@ -84,16 +110,22 @@ class SegmentMaps:
         self._maps = maps
         self._seal_of = seal_of
         self._sealed: dict[int, _Sealed] = {}
-        self._verified: dict[int, bytearray] = {}
+        self._verified: dict[int, _Verified] = {}
         self._verified_bytes: dict[int, int] = {}  # of each unsealed segment, since it was last said to be worth a seal
         self._lock = threading.Lock()
 
     def read(self, entry: Entry) -> bytes | None:
         """A private copy of an object, verified. None when its bytes are wrong."""
+        data, _ = self._read(entry)
+        return data
+
+    def _read(self, entry: Entry) -> tuple[bytes | None, os.stat_result]:
+        """`read`, and what the file was like before."""
         path = data_path(self._directory, entry.place)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
+                file = os.fstat(descriptor)
                 data = os.pread(descriptor, entry.size, entry.offset)
             finally:
                 os.close(descriptor)
@@ -102,7 +134,7 @@ class SegmentMaps:
                 raise
         if len(data) != entry.size:
             raise LostDataError(f"{path} is shorter than it was", next_step="open the object again")
-        return data if xxhash.xxh3_64_intdigest(data) == entry.checksum else None
+        return (data if xxhash.xxh3_64_intdigest(data) == entry.checksum else None), file
 
     def sealed(self, entry: Entry) -> tuple[pa.Buffer, MapSlot] | None:
         """An object out of a segment whose seal holds, as a slice of the map in the slot; None where there is none."""
@@ -135,13 +167,15 @@ class SegmentMaps:
         if found is not None:
             return found
         unit = entry.offset >> _UNIT_SHIFT
-        marks = self._verified.get(entry.place)
-        if marks is not None and entry.size >= _SLICED_BYTES and marks[unit >> 3] >> (unit & 7) & 1:
-            return self._slice(entry)
-        data = self.read(entry)
+        verified = self._verified.get(entry.place)
+        if verified is not None and entry.size >= _SLICED_BYTES and verified.has(unit):
+            sliced = self._slice(entry, verified)
+            if sliced is not None:
+                return sliced
+        data, file = self._read(entry)
         if data is None:
             return None
-        self._mark(entry, unit)
+        self._mark(entry, unit, file)
         return pa.py_buffer(data), None
 
     def slot_for_later(self, entry: Entry) -> MapSlot | None:
@@ -154,9 +188,11 @@ class SegmentMaps:
         stop = entry.offset + entry.size
         slot = self._maps.get(entry.place)
         if slot is None:
-            return self._map(entry.place, stop)
-        buffer = slot.buffer
-        return slot if buffer is not None and buffer.size >= stop else None
+            slot = self._map(entry.place, stop)
+        buffer, verified = slot.buffer, self._verified.get(entry.place)
+        if buffer is None or buffer.size < stop:
+            return None
+        return slot if verified is not None and verified.holds_for(slot) else None
 
     def forget(self, segment: int) -> None:
         """Verify everything in a segment again before it is believed, and give up its map."""
@@ -204,13 +240,16 @@ class SegmentMaps:
             self._sealed[segment] = found
         return found
 
-    def _slice(self, entry: Entry) -> tuple[pa.Buffer, MapSlot]:
+    def _slice(self, entry: Entry, verified: _Verified) -> tuple[pa.Buffer, MapSlot] | None:
+        """An object that was verified, out of a map; None when the file may have been changed before it was mapped."""
         stop = entry.offset + entry.size
         slot = self._maps.get(entry.place)
         buffer = None if slot is None else slot.buffer
         while slot is None or buffer is None or buffer.size < stop:  # a map may be given up between the two steps
             slot = self._map(entry.place, stop)
             buffer = slot.buffer
+        if not verified.holds_for(slot):
+            return None
         piece = buffer.slice(entry.offset, entry.size)
         will_need(piece)
         return piece, slot
@@ -224,8 +263,8 @@ class SegmentMaps:
         self._maps.drop(segment)  # one from before the segment grew
         return self._maps.open(segment, path, nbytes)
 
-    def _mark(self, entry: Entry, unit: int) -> None:
-        """Note that an object was verified."""
+    def _mark(self, entry: Entry, unit: int, file: os.stat_result) -> None:
+        """Note that an object was verified, in a file that was so before."""
         segment = entry.place
         with self._lock:
             if len(self._verified_bytes) >= _REMEMBERED_SEGMENTS:
@@ -233,9 +272,10 @@ class SegmentMaps:
             self._verified_bytes[segment] = self._verified_bytes.get(segment, 0) + entry.size
             if entry.size < _SLICED_BYTES:
                 return
-            marks = self._verified.get(segment)
-            if marks is None:
-                marks = self._verified[segment] = bytearray((SEGMENT_BYTES >> _UNIT_SHIFT) // 8)
+            verified = self._verified.get(segment)
+            if verified is None or not verified.is_of(file):
+                self._verified.pop(segment, None)
+                verified = self._verified[segment] = _Verified(file)
                 while len(self._verified) > _MARKED_SEGMENTS:
                     del self._verified[next(iter(self._verified))]
-            marks[unit >> 3] |= 1 << (unit & 7)
+            verified.add(unit)
