@@ -36,6 +36,7 @@ from millrace.cache.records import (
     pack_number,
 )
 from millrace.cache.signals import Signals, Stamp
+from millrace.cache.write_turn import WriteTurn
 
 if TYPE_CHECKING:
     from lmdb import _Database as _Table
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 SIGNALS_NAME = "signals"
+TURN_NAME = "write.turn"
+_TABLES = (b"objects", b"blocks", b"segments", b"members", b"meta", b"state", b"tails", b"room")
 _PAGE = 1000
 _RESERVATION = struct.Struct("<Qd")
 
@@ -53,35 +56,48 @@ _RESERVATION = struct.Struct("<Qd")
 class Index:
     """Typed access to the tables. Thread-safe; any number of processes at once; not usable after a fork.
 
-    `signals` is raised by whatever takes something away. Raises `DamagedIndexError` when the files are no index, or
-    shorter than they were.
+    `signals` is raised by whatever takes something away. Whatever writes raises `StorageError` when another process is at it
+    and does not go on (`write_turn.py`). So does opening, which counts the time since `waiting_since`, a `time.monotonic()`.
+    Raises `DamagedIndexError` when the files are no index, or shorter than they were.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._env, self._path = open_environment(directory, tables=32)
+    def __init__(self, directory: Path, *, waiting_since: float | None = None) -> None:
+        self._turn = WriteTurn(directory / TURN_NAME)
+        try:
+            self._env, self._path = open_environment(directory, tables=32)
+        except BaseException:
+            self._turn.close()
+            raise
         try:
             self.signals = Signals(directory / SIGNALS_NAME)
-            self._open_tables()
+            (
+                self._objects,
+                self._blocks,
+                self._segments,
+                self._members,
+                self._meta,
+                self._state,
+                self._tails,
+                self._room,
+            ) = self._open_tables(waiting_since)
         except BaseException:
-            self._env.close()
+            self.close()
             raise
 
-    def _open_tables(self) -> None:
-        with index_errors(self._path):
-            self._objects = self._env.open_db(b"objects")
-            self._blocks = self._env.open_db(b"blocks")
-            self._segments = self._env.open_db(b"segments")
-            self._members = self._env.open_db(b"members")
-            self._meta = self._env.open_db(b"meta")
-            self._state = self._env.open_db(b"state")
-            self._tails = self._env.open_db(b"tails")
-            self._room = self._env.open_db(b"room")
-            with self._env.begin(write=True) as txn:
-                self.signals.lower_to(txn.id() - 1)
+    def _open_tables(self, waiting_since: float | None) -> list[_Table]:
+        # With LMDB the handle of a table takes a transaction that writes.
+        with index_errors(self._path), self._turn.since(waiting_since), self._env.begin(write=True) as txn:
+            self.signals.lower_to(txn.id() - 1)
+            return [self._env.open_db(name, txn=txn) for name in _TABLES]
 
     def close(self) -> None:
         """Close the environment. Nothing of this process may use the index any more."""
         self._env.close()
+        self._turn.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's turn to write, and touch nothing else of it."""
+        self._turn.abandon()
 
     def forget_dead_readers(self) -> None:
         """Free what processes that were killed while they read hold on to: the file would grow for as long as they do."""
@@ -435,7 +451,7 @@ class Index:
 
         `changed` tells everyone who believes what he was told that the origin has changed.
         """
-        with index_errors(self._path), self._env.begin(self._meta, write=True, buffers=True) as txn:
+        with index_errors(self._path), self._turn, self._env.begin(self._meta, write=True, buffers=True) as txn:
             yield txn
             if changed:
                 self.signals.changed(txn.id())
@@ -485,8 +501,8 @@ class Index:
 
     def table(self, name: bytes) -> _Table:
         """A table of this name, made when there is none."""
-        with index_errors(self._path):
-            return self._env.open_db(name)
+        with index_errors(self._path), self._turn, self._env.begin(write=True) as txn:
+            return self._env.open_db(name, txn=txn)
 
     @contextmanager
     def reading(self) -> Iterator[_Transaction]:
@@ -517,7 +533,7 @@ class Index:
 
     @contextmanager
     def _writing(self, table: _Table | None = None) -> Iterator[_Transaction]:
-        with index_errors(self._path), self._env.begin(table, write=True) as txn:
+        with index_errors(self._path), self._turn, self._env.begin(table, write=True) as txn:
             yield txn
 
     def _get(self, txn: _Transaction, object_id: bytes) -> Entry | None:

@@ -54,8 +54,9 @@ def rebuild(directory: Path, index: Index, *, clock: Callable[[], float] = time.
     with disk_errors(directory):
         _enter_files(directory / "objects", index, found, reporter)
         _enter_segments(directory / "segments", index, found, reporter)
-    # The clock keeps generations apart where nothing was found that tells of the earlier ones.
-    index.raise_generation(max(found.last_generation + _GENERATIONS_APART, int(time.time()) << 24))
+    # The clock keeps generations apart where nothing was found that tells of the earlier ones: in nanoseconds, of which none
+    # makes two objects. Whoever still uses an index that was removed must not find his files' names taken by others.
+    index.raise_generation(max(found.last_generation + _GENERATIONS_APART, time.time_ns()))
     index.set_built()
     reporter.finish()
     return found

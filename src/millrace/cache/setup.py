@@ -13,6 +13,7 @@ import fcntl
 import logging
 import os
 import shutil
+import time
 from pathlib import Path
 
 from millrace.cache.environment import DATA_NAME, DamagedIndexError
@@ -51,6 +52,7 @@ def open_directory(directory: Path) -> Index:
     Raises `ConfigurationError` or `UnsupportedFormatError` when the directory holds something else, which is left as it
     is, and `StorageError` when it cannot be used.
     """
+    waiting_since = time.monotonic()
     with disk_errors(directory):
         find_folder(directory)
         require_file(directory / _LOCK)
@@ -61,7 +63,7 @@ def open_directory(directory: Path) -> Index:
             if close_folder(directory):
                 _discard(directory, ("index", *_DATA_FOLDERS), "every user of this machine could write there")
             _require_plain(directory)
-            return _open(directory)
+            return _open(directory, waiting_since)
 
 
 def check_directory(directory: Path) -> None:
@@ -107,7 +109,7 @@ def _require_format(directory: Path, lines: list[str]) -> None:
         )
 
 
-def _open(directory: Path) -> Index:
+def _open(directory: Path, waiting_since: float) -> Index:
     lines = _read_marker(directory)
     _require_format(directory, lines)
     if lines and lines[0] == _OLD_FORMAT:
@@ -121,15 +123,16 @@ def _open(directory: Path) -> Index:
         if (directory / "index").exists():
             _discard(directory, ("index",), "not flushed before the last start of this machine")
         _write_marker(directory, boot)
-    return _open_index(directory)
+    return _open_index(directory, waiting_since)
 
 
-def _open_index(directory: Path) -> Index:
+def _open_index(directory: Path, waiting_since: float) -> Index:
     """The index; a new one, built from the files, where it is gone, damaged, or was never finished."""
     folder = directory / "index"
     if (folder / DATA_NAME).exists():
         try:
-            index = Index(folder)
+            # Who opens the store holds others up meanwhile, so these count the time that they have waited for that.
+            index = Index(folder, waiting_since=waiting_since)
         except DamagedIndexError as error:
             reason = str(error)
         else:
