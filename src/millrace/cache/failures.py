@@ -23,6 +23,7 @@ class FailingDiskError(StorageError):
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 FAILING_ERRNOS = (errno.EIO, errno.EROFS, errno.ENODEV, errno.EUCLEAN, errno.ESTALE)
 """What a device in trouble answers; ext4 and xfs give the first two after they have shut down."""
 
@@ -40,5 +41,7 @@ def disk_errors(path: str | Path) -> Iterator[None]:
             raise
         if error.errno in _FULL:
             raise DiskFullError(f"no room left for {path}", next_step="free disk space or lower 'capacity'") from error
+        if error.errno in _NO_DESCRIPTORS:
+            raise StorageError(f"{path}: {error.strerror}", next_step="raise the limit with 'ulimit -n'") from error
         kind = FailingDiskError if error.errno in FAILING_ERRNOS else StorageError
         raise kind(f"{path}: {error.strerror}", next_step="check the disk and its permissions") from error

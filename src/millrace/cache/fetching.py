@@ -6,12 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from typing_extensions import Buffer
 
 from millrace.cache.blocks import RUN_BLOCKS, coalesce, span_of
-from millrace.cache.disk import Disk
+from millrace.cache.disk import Disk, Room
 from millrace.cache.evictor import Newcomer
+from millrace.cache.failures import disk_errors
 from millrace.cache.flight import PATIENCE_SECONDS, BlockKey, Flight
 from millrace.cache.records import Entry
 from millrace.cache.source import Keep, Source, lock_key
@@ -20,6 +22,7 @@ from millrace.cache.usage import FindGroup
 from millrace.errors import OriginUnavailableError, StorageError
 
 _POLL_SECONDS = (0.001, 0.05)  # first and longest pause while another process fetches
+_NO_FILE = -1
 
 
 class Fetcher:
@@ -58,17 +61,19 @@ class Fetcher:
                 flight.hasten()
         for numbers in coalesce(mine, RUN_BLOCKS):
             flights = {block: mine[block] for block in numbers}
-            try:
-                # A descriptor of its own: the reader may be closed before the fetch ends, and opening the name again
-                # could make a new file where this one was removed.
-                run = _Run(self, flights, os.dup(descriptor), waited_for=waited_for)
-            except OSError as error:  # out of descriptors
-                reason = OriginUnavailableError(f"cannot fetch {self.key}: {error}", next_step="read it again")
-                reason.__cause__ = error
-                self.fail(flights, reason)
-            else:
-                run.submit()
+            # A descriptor of its own: the reader may be closed before the fetch ends, and opening the name again could
+            # make a new file where this one was removed.
+            _Run(self, flights, self._duplicate(descriptor), waited_for=waited_for).submit()
         return {**mine, **theirs}
+
+    def _duplicate(self, descriptor: int) -> int:
+        """Another descriptor of the file; `_NO_FILE` where the process has none left: the fetch then keeps nothing."""
+        try:
+            with disk_errors(self.disk.store.path(self.entry)):
+                return os.dup(descriptor)
+        except StorageError as error:
+            self._report(error)
+            return _NO_FILE
 
     def fail(self, flights: dict[int, Flight], error: BaseException) -> None:
         """Give `error` to everyone who waits for these blocks, but for those that have landed."""
@@ -82,6 +87,8 @@ class Fetcher:
 
     def land_stored(self, block: int, flight: Flight, descriptor: int) -> bool:
         """Give a block to whoever waits for it if it is here by now."""
+        if descriptor == _NO_FILE:
+            return False
         try:
             data = self.disk.store.read_block(self.entry, descriptor, block)
         except StorageError as error:
@@ -102,9 +109,10 @@ class Fetcher:
         data = memoryview(answer).cast("B")
         self.disk.missed(entry, stop - start, self.group)
         newcomer = Newcomer(entry.object_id, entry.size, lambda: entry.name, self.group, how)
-        with self.disk.reserved(stop - start, newcomer) as room:
+        has_file = descriptor != _NO_FILE
+        with self.disk.reserved(stop - start, newcomer) if has_file else nullcontext(Room(self.disk.store, 0)) as room:
             keep = bool(room)
-            if not keep and how is Keep.OWNED:
+            if has_file and not keep and how is Keep.OWNED:
                 self.disk.report_full()
             for block in part:
                 block_start, block_stop = span_of(block, block + 1, entry.size, entry.block_bytes)
@@ -217,7 +225,8 @@ class _Run:
         self._end(OriginUnavailableError(reason, next_step="read it again"))
 
     def _end(self, error: BaseException | None = None) -> None:
-        os.close(self._descriptor)
+        if self._descriptor != _NO_FILE:
+            os.close(self._descriptor)
         # Each of them knows its run: as a circle, what they carry would stay in memory until the next collection of garbage.
         flights, self._flights = self._flights, {}
         if error is not None:
