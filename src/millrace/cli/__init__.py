@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        _add_commands()  # inside: these imports take a while, and Ctrl-C may come meanwhile
+        add_commands()  # inside: these imports take a while, and Ctrl-C may come meanwhile
         if completion := os.environ.get("_MILLRACE_COMPLETE"):
             from click.shell_completion import shell_complete
 
@@ -73,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _end_stdout()
 
 
-def _add_commands() -> None:
+def add_commands() -> None:
+    """Import the commands. Again, it changes nothing."""
     from millrace.cli.checkpoints import checkpoints
     from millrace.cli.demo import demo
     from millrace.cli.doctor import doctor
