@@ -182,6 +182,6 @@ def test_ctrl_c_while_commands_are_imported_is_no_traceback(
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("millrace.cli._add_commands", interrupted)
+    monkeypatch.setattr("millrace.cli.add_commands", interrupted)
     assert main(["--help"]) == 130
     assert capsys.readouterr().err.startswith("millrace: interrupted")
