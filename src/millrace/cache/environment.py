@@ -26,6 +26,7 @@ from millrace.private_files import opener, require_file
 
 DATA_NAME = "index.mdb"
 _MAP_BYTES = 64 << 30  # address space, not disk
+_LEAST_MAP_BYTES = 1 << 30  # where a process may not have so much: enough for a few million objects
 _MAX_READERS = 8192
 _LOCK_FILE_BYTES = 64 * _MAX_READERS + 4096  # a cache line a reader, and a head
 
@@ -38,6 +39,10 @@ class DamagedIndexError(StorageError):
 
 def translated(error: lmdb.Error, path: str) -> StorageError:
     """LMDB's error as one of ours."""
+    if isinstance(error, lmdb.MemoryError):
+        return StorageError(
+            f"cache index {path}: {error}", next_step="give the process more address space ('ulimit -v'): 2 GiB will do"
+        )
     # LMDB tells a full disk while it writes as a plain system error.
     if isinstance(error, lmdb.DiskError) or os.strerror(errno.ENOSPC) in str(error):
         return DiskFullError(f"cache index {path}: {error}", next_step="free disk space")
@@ -49,6 +54,26 @@ def translated(error: lmdb.Error, path: str) -> StorageError:
             f"cache index {path}: {error}", next_step="close what uses the cache; the next start builds the index anew"
         )
     return StorageError(f"cache index {path}: {error}", next_step="check the disk and its permissions")
+
+
+def _open(path: str, tables: int, map_bytes: int) -> lmdb.Environment:
+    """Map as much as `map_bytes`, or half as often as it takes: 'ulimit -v' may leave a process less address space."""
+    try:
+        return lmdb.open(
+            path,
+            subdir=False,
+            map_size=map_bytes,
+            max_dbs=tables,
+            max_readers=_MAX_READERS,
+            sync=False,
+            metasync=False,
+            readahead=False,
+            mode=0o600,
+        )
+    except lmdb.MemoryError:
+        if map_bytes <= _LEAST_MAP_BYTES:
+            raise
+        return _open(path, tables, map_bytes // 2)
 
 
 @contextmanager
@@ -115,17 +140,7 @@ def open_environment(directory: Path, *, tables: int) -> tuple[lmdb.Environment,
         require_file(Path(name))
     _allocate_lock_file(f"{path}-lock")
     with index_errors(path):
-        environment = lmdb.open(
-            path,
-            subdir=False,
-            map_size=_MAP_BYTES,
-            max_dbs=tables,
-            max_readers=_MAX_READERS,
-            sync=False,
-            metasync=False,
-            readahead=False,
-            mode=0o600,
-        )
+        environment = _open(path, tables, _MAP_BYTES)
         # Reading past the end of a file that was cut would kill the process.
         needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
         if os.stat(path).st_size < needed:
