@@ -1,5 +1,6 @@
 """Quotas of prefixes: what is counted is what is here, and a quota fills with whole objects and stays full."""
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -131,3 +132,22 @@ def test_a_lower_quota_takes_small_objects_by_parts_of_it(make_node: MakeNode) -
         node.open_disks[0].evictor.forget_survey()
         node.open_disks[0].enforce_limits()
         assert quota * 3 // 4 <= whole_bytes(node) <= quota
+
+
+def test_a_full_quota_is_told_as_such_once(make_node: MakeNode, caplog: pytest.LogCaptureFixture) -> None:
+    size = (1 << 20) + 1
+    origin = ComputedOrigin({f"b/{folder}/{number}": size for number in range(6) for folder in ("logs", "train")})
+    node = make_node(capacity=5 * size)
+    catalog.limit(node, (origin.identity, "b/logs"), quota=Amount(nbytes=2 * size + 9), ttl_seconds=None)
+    caplog.set_level(logging.WARNING, "millrace")
+    for number in range(6):
+        read(node, origin, f"b/logs/{number}")
+    (told,) = caplog.messages
+    assert "quota of b/logs" in told
+    assert "2.10 MB" in told
+    for number in range(6):
+        read(node, origin, f"b/train/{number}")
+    told = caplog.messages[1]
+    assert len(caplog.messages) == 2
+    assert "the quota of" not in told
+    assert "5.24 MB" in told

@@ -12,8 +12,9 @@ import pytest
 
 from millrace.cache.node import close_nodes
 from millrace.cli import main
-from millrace.cli.common import size_text, time_text
+from millrace.cli.common import time_text
 from millrace.cli.load import progress_text
+from millrace.figures import size_text
 from millrace.filesystem.loading import LoadProgress
 
 

@@ -22,6 +22,7 @@ from millrace.cache.leftovers import Leftovers
 from millrace.cache.maps import MapCache, Sweeper
 from millrace.cache.page_map import PageMap
 from millrace.cache.records import Entry, ObjectName, segment_unit
+from millrace.cache.rules import Place
 from millrace.cache.sealing import Sealer
 from millrace.cache.segment_files import data_path
 from millrace.cache.segment_maps import SegmentMaps
@@ -37,6 +38,7 @@ from millrace.cache.verified import VerifiedBlocks
 from millrace.config import DEFAULT_CAPACITY, CacheOptions, parse_amount
 from millrace.errors import StorageError
 from millrace.events import Event, emit
+from millrace.figures import size_text
 
 _log = logging.getLogger("millrace")
 
@@ -109,7 +111,7 @@ class Disk:
         )
         self._limits = (options.capacity, options.min_free)
         self._tell_of_resize(options)
-        self._full_reported = False
+        self._full_reported: set[Place | None] = set()
         self._missed_bytes = self._settle_after = 0
         self._keeps_house = False
         self.failed = False
@@ -192,10 +194,10 @@ class Disk:
         resized = self.store.rules.current().capacity
         if resized not in (None, options.capacity) and options.capacity != _DEFAULT_CAPACITY:
             _log.warning(
-                "the cache in %s was resized to %.1f GB, which holds in place of the option 'capacity' until "
+                "the cache in %s was resized to %s, which holds in place of the option 'capacity' until "
                 "'millrace resize --default'",
                 self.store.directory,
-                self.store.capacity_bytes() / 1e9,
+                size_text(self.store.capacity_bytes()),
             )
 
     def enforce_limits(self) -> None:
@@ -322,22 +324,37 @@ class Disk:
             emit(Event(name="cache.disk.left_out", subject=str(self.store.directory), detail=str(error)))
             _log.warning("the cache in %s is left out from now on: %s", self.store.directory, error)
 
-    def report_full(self) -> None:
-        """Say once a process that reads go on without being kept: nobody should find out by a slow second epoch."""
-        if self._full_reported or self.failed:
+    def report_full(self, nbytes: int, newcomer: Newcomer) -> None:
+        """Say once a process that reads go on without being kept: nobody should find out by a slow second epoch.
+
+        Where it is a quota that has no room for `nbytes` of an object, that is said, once of each.
+        """
+        if self.failed:
             return
-        self._full_reported = True
         try:
-            capacity, used = self.store.capacity_bytes(), self.store.index.used_bytes()
+            rule = rule_of(self.store.rules.current(), newcomer.name())
+            place = rule.quota_place if self.store.has_room(nbytes) else None
+            if place in self._full_reported:
+                return
+            capacity, used, disk = self.store.capacity_bytes(), self.store.index.used_bytes(), self.store.disk_bytes()
         except StorageError as error:
             self.report(error)
             return
-        emit(Event(name="cache.full", subject=str(self.store.directory)))
+        self._full_reported.add(place)
+        emit(Event(name="cache.full", subject=str(self.store.directory), detail="" if place is None else place[1]))
+        if place is not None and rule.quota is not None:
+            _log.warning(
+                "the quota of %s in the cache in %s is full (%s): reads of it go on uncached",
+                place[1] or "everything",
+                self.store.directory,
+                size_text(rule.quota.of(disk)),
+            )
+            return
         _log.warning(
-            "the cache in %s is full (capacity %.1f GB, used %.1f GB, or min_free is reached): reads go on uncached",
+            "the cache in %s is full (capacity %s, used %s, or min_free is reached): reads go on uncached",
             self.store.directory,
-            capacity / 1e9,
-            used / 1e9,
+            size_text(capacity),
+            size_text(used),
         )
 
     def close(self) -> None:

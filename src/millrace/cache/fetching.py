@@ -14,7 +14,7 @@ from millrace.cache.blocks import RUN_BLOCKS, coalesce, span_of
 from millrace.cache.disk import Disk, Room
 from millrace.cache.evictor import Newcomer
 from millrace.cache.failures import disk_errors
-from millrace.cache.flight import PATIENCE_SECONDS, BlockKey, Flight
+from millrace.cache.flight import BlockKey, Flight
 from millrace.cache.records import Entry
 from millrace.cache.source import Keep, Source, lock_key
 from millrace.cache.threads import Threads
@@ -113,7 +113,7 @@ class Fetcher:
         with self.disk.reserved(stop - start, newcomer) if has_file else nullcontext(Room(self.disk.store, 0)) as room:
             keep = bool(room)
             if has_file and not keep and how is Keep.OWNED:
-                self.disk.report_full()
+                self.disk.report_full(stop - start, newcomer)
             for block in part:
                 block_start, block_stop = span_of(block, block + 1, entry.size, entry.block_bytes)
                 piece = data[block_start - start : block_stop - start]
@@ -178,7 +178,7 @@ class _Run:
 
     def _begin(self) -> None:
         if self._begun.acquire(blocking=False):  # else the other pool was here before
-            self._deadline = time.monotonic() + PATIENCE_SECONDS
+            self._deadline = time.monotonic() + self._fetcher.disk.locks.patience_seconds()
             self._go_on()
 
     def _go_on(self) -> None:
@@ -212,6 +212,8 @@ class _Run:
                     locked.append(block)
             # Another process may have finished a block between the caller's look and the lock.
             landed = {b for b in self._pending if fetcher.land_stored(b, self._flights[b], self._descriptor)}
+            if overdue and len(locked) + len(landed) < len(self._pending):
+                locks.overtook()
             for part in coalesce(set(self._pending if overdue else locked) - landed, RUN_BLOCKS):
                 fetcher.fetch_part(part, self._flights, self._descriptor)
                 landed.update(part)

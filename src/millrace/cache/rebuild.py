@@ -23,6 +23,7 @@ from millrace.cache.rebuild_segments import enter_segments
 from millrace.cache.records import Entry
 from millrace.errors import StorageError
 from millrace.events import Event, emit
+from millrace.figures import size_text
 
 _log = logging.getLogger("millrace")
 
@@ -44,13 +45,19 @@ class Found:
     last_generation: int = 0
 
 
-def rebuild(directory: Path, index: Index, *, clock: Callable[[], float] = time.monotonic) -> Found:
+def rebuild(
+    directory: Path,
+    index: Index,
+    *,
+    goes_on: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Found:
     """Fill a new index from the files of the store in `directory`, under its set-up lock.
 
-    Killed in the middle it is begun again by the next process, with another new index. Raises `StorageError`.
+    `goes_on` is called every few seconds, for those who wait for the lock. Killed in the middle it is begun again by the next process, with another new index. Raises `StorageError`.
     """
     found = Found()
-    reporter = _Reporter(directory, found, clock)
+    reporter = _Reporter(directory, found, clock, goes_on)
     with disk_errors(directory):
         _enter_files(directory / "objects", index, found, reporter)
         _enter_segments(directory / "segments", index, found, reporter)
@@ -170,15 +177,17 @@ def _remove(path: Path) -> None:
 class _Reporter:
     """Says now and then how far a long rebuild has come, and at the end what it found."""
 
-    def __init__(self, directory: Path, found: Found, clock: Callable[[], float]) -> None:
+    def __init__(self, directory: Path, found: Found, clock: Callable[[], float], goes_on: Callable[[], None]) -> None:
         self._directory = directory
         self._found = found
         self._clock = clock
+        self._goes_on = goes_on
         self._next = clock() + _REPORT_SECONDS
 
     def tick(self) -> None:
         if self._clock() >= self._next:
             self._next = self._clock() + _REPORT_SECONDS
+            self._goes_on()
             self._emit("cache.store.rebuilding")
 
     def finish(self) -> None:
@@ -189,4 +198,4 @@ class _Reporter:
         found = self._found
         detail = f"{found.objects} objects found in files, {found.dropped} files dropped"
         emit(Event(name=name, subject=str(self._directory), nbytes=found.nbytes, detail=detail))
-        _log.info("%s in %s: %s (%.1f GB)", name, self._directory, detail, found.nbytes / 1e9)
+        _log.info("%s in %s: %s (%s)", name, self._directory, detail, size_text(found.nbytes))

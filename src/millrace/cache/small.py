@@ -20,7 +20,6 @@ from millrace.cache.blocks import BLOCK_BYTES
 from millrace.cache.disk import Disk
 from millrace.cache.evictor import Newcomer
 from millrace.cache.failures import LostDataError
-from millrace.cache.flight import PATIENCE_SECONDS
 from millrace.cache.maps import MapSlot
 from millrace.cache.reader import ObjectReader
 from millrace.cache.records import Entry, ObjectName
@@ -257,13 +256,16 @@ class SmallReader:
         locks = self._disk.locks
         key = lock_key(self._source, self._key[0], 0, 0)
         pause, longest = _POLL_SECONDS
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + locks.patience_seconds()
         while True:
             locked = locks.try_acquire(key)
             try:
                 # Another process may have brought it between the caller's look and the lock.
                 data = self._stored()
-                if data is None and (locked or time.monotonic() > deadline):
+                overdue = time.monotonic() > deadline
+                if overdue and not locked:
+                    locks.overtook()
+                if data is None and (locked or overdue):
                     data = self._fetch_now()
             finally:
                 if locked:
@@ -283,7 +285,7 @@ class SmallReader:
         newcomer = Newcomer(key, info.size, lambda: name, self._group, keep)
         with self._disk.reserved(appended_bytes(info.size), newcomer) as room:
             if not room and keep is Keep.OWNED:
-                self._disk.report_full()
+                self._disk.report_full(info.size, newcomer)
             if not (room and self._kept(data, keep)):
                 counters.add("uncached_bytes", info.size)
                 self._disk.held.put(self._key, data)

@@ -22,6 +22,7 @@ from millrace.cli.checks import Check
 from millrace.cli.doctor_cluster import cluster_checks
 from millrace.config import CacheOptions
 from millrace.errors import MillraceError, ObjectNotFoundError, UsageError, without_queries
+from millrace.figures import size_text
 
 _LIBRARIES = ("pyarrow", "obstore", "lmdb", "fsspec")
 _OPTIONAL = {"ray": "ray", "torch": "torch"}
@@ -117,8 +118,8 @@ def _cache_directory(directory: Path, options: CacheOptions) -> Iterator[Check]:
     yield Check(
         name="room",
         state="ok" if room > 0 else "failed",
-        detail=f"{directory}: {disk.free / 1e9:.1f} GB free, min_free keeps {keep / 1e9:.1f} GB, "
-        + (f"up to {room / 1e9:.1f} GB more" if room > 0 else "nothing can be kept: free some, or lower 'min_free'"),
+        detail=f"{directory}: {size_text(disk.free)} free, min_free keeps {size_text(keep)}, "
+        + (f"up to {size_text(room)} more" if room > 0 else "nothing can be kept: free some, or lower 'min_free'"),
     )
 
 

@@ -20,9 +20,9 @@ from millrace.cli.common import (
     file_system,
     json_option,
     node_option,
-    size_text,
     time_text,
 )
+from millrace.figures import size_text
 
 if TYPE_CHECKING:
     from millrace.filesystem import MillraceFileSystem

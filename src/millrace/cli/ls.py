@@ -14,9 +14,9 @@ from millrace.cli.common import (
     existing_node,
     json_option,
     places_of,
-    size_text,
     time_text,
 )
+from millrace.figures import size_text
 
 
 @click.command()

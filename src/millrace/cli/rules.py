@@ -16,9 +16,9 @@ from millrace.cli.common import (
     file_system,
     json_option,
     places_of,
-    size_text,
     time_text,
 )
+from millrace.figures import size_text
 
 _URLS = click.argument("urls", nargs=-1, required=True, metavar="URL...")
 

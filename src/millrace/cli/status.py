@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millrace.cli.common import cache_dir_option, existing_node, json_option, node_option, size_text
+from millrace.cli.common import cache_dir_option, existing_node, json_option, node_option
 from millrace.cli.rules import rule_text
+from millrace.figures import size_text
 
 if TYPE_CHECKING:
     from millrace.config import CacheOptions

@@ -25,6 +25,7 @@ from millrace.errors import (
     ObjectChangedError,
     ObjectNotFoundError,
 )
+from millrace.figures import size_text
 from millrace.filesystem.selection import select
 from millrace.origin import ObjectInfo
 
@@ -351,8 +352,8 @@ def complete(state: LoadProgress, *, first_missing: str) -> LoadProgress:
     """The state of a load that has come to its end. Raises where not everything is in the cache."""
     if state.left_objects:
         raise DiskFullError(
-            f"the cache is full: {state.done_objects} of {state.objects} objects, {_size(state.done_bytes)} of "
-            f"{_size(state.nbytes)}, are in it",
+            f"the cache is full: {state.done_objects} of {state.objects} objects, {size_text(state.done_bytes)} of "
+            f"{size_text(state.nbytes)}, are in it",
             next_step="enlarge it with 'millrace resize', free something with 'millrace free', or load less",
         )
     if state.missing_objects:
@@ -373,7 +374,3 @@ def with_progress(error: MillraceError, state: LoadProgress) -> MillraceError:
         f"{error.message}; {state.done_objects} of {total} objects are in the cache",
         next_step=f"{error.next_step or 'see to it'}, then load again to go on with the rest",
     )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

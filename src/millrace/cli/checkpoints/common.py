@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from millrace.cli.common import size_text, time_text
+from millrace.cli.common import time_text
+from millrace.figures import size_text
 
 if TYPE_CHECKING:
     from millrace.checkpoint.run.run_layout import Found

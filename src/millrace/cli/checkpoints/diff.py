@@ -22,7 +22,8 @@ from millrace.cli.checkpoints.common import (
     table,
     threads_option,
 )
-from millrace.cli.common import endpoint_option, json_option, size_text
+from millrace.cli.common import endpoint_option, json_option
+from millrace.figures import size_text
 
 if TYPE_CHECKING:
     from millrace.checkpoint.tools.diffing import DiffReport, TensorChange

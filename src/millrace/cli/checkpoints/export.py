@@ -18,7 +18,8 @@ from millrace.cli.checkpoints.common import (
     step_option,
     threads_option,
 )
-from millrace.cli.common import endpoint_option, json_option, size_text
+from millrace.cli.common import endpoint_option, json_option
+from millrace.figures import size_text
 
 _KEYS = 5
 

@@ -23,7 +23,8 @@ from millrace.cli.checkpoints.common import (
     step_text,
     table,
 )
-from millrace.cli.common import endpoint_option, json_option, size_text
+from millrace.cli.common import endpoint_option, json_option
+from millrace.figures import size_text
 
 if TYPE_CHECKING:
     from millrace.checkpoint.run.pruning import PruneReport
