@@ -14,6 +14,7 @@ import hashlib
 import os
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -23,6 +24,8 @@ from typing_extensions import Buffer
 from millrace.cache.failures import disk_errors
 
 PATIENCE_SECONDS = 30.0
+_LITTLE_PATIENCE_SECONDS = 1.0
+_REMEMBERED_SECONDS = 60.0
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, pid
 
@@ -36,6 +39,18 @@ class ProcessLocks:
     def __init__(self, path: Path) -> None:
         with disk_errors(path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._overtaken_at = -_REMEMBERED_SECONDS
+
+    def patience_seconds(self) -> float:
+        """How long to wait for who has a lock. A process that is stopped may have many of them: for a minute after one was
+        overtaken, the others are not waited for as long.
+        """
+        lately = time.monotonic() - self._overtaken_at < _REMEMBERED_SECONDS
+        return min(_LITTLE_PATIENCE_SECONDS, PATIENCE_SECONDS) if lately else PATIENCE_SECONDS
+
+    def overtook(self) -> None:
+        """Somebody did not go on in all that time."""
+        self._overtaken_at = time.monotonic()
 
     def close(self) -> None:
         """Release everything; in a forked child, let go of the parent's locks, so that they end with the parent."""
