@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import shutil
 import signal
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import millrace
+from millrace.cache.flight import ProcessLocks
 from millrace.cache.node import close_nodes
 
 # What others wait for is made shorter than it is, for the tests' sake.
@@ -117,6 +120,58 @@ def test_commands_end(stopped: Path, command: list[str]) -> None:
     ended = run(COMMAND, *command, "--cache-dir", stopped)
     assert "continue or end processes that are stopped" in ended.stderr
     assert len(ended.stderr.splitlines()) <= 2  # what is the matter, and that the command could not do its work
+
+
+SETTER_UP = """
+import fcntl, signal, sys
+
+lock = open(sys.argv[1] + "/millrace/local/setup.lock", "a")
+fcntl.lockf(lock, fcntl.LOCK_EX)
+print("setting up", flush=True)
+signal.pause()
+"""
+
+
+def test_a_new_process_goes_without_a_cache_that_is_not_set_up(data: Path) -> None:
+    cache = data / "cache"
+    assert run(READER, cache, data).stdout == "right\n"
+    with subprocess.Popen([sys.executable, "-c", SETTER_UP, str(cache)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "setting up\n"
+        ended = run("import millrace.cache.setup as setup; setup._PATIENCE_SECONDS = 1.0;" + READER, cache, data)
+        assert ended.stdout == "right\n", ended.stderr
+        assert "the process that sets up the cache" in ended.stderr
+        other.kill()
+    ended = run(READER, cache, data)
+    assert (ended.stdout, ended.stderr) == ("right\n", "")
+
+
+def test_who_waits_for_a_rebuild_that_goes_on_waits(data: Path) -> None:
+    """Each touch of the lock says that its holder goes on; together they take longer than anybody's patience."""
+    cache = data / "cache"
+    assert run(READER, cache, data).stdout == "right\n"
+    with open(cache / "millrace/local/setup.lock", "a", encoding="ascii") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        code = "import millrace.cache.setup as setup; setup._PATIENCE_SECONDS = 3.0;" + READER
+        command = [sys.executable, "-c", code, str(cache), str(data)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as reader:
+            for _ in range(25):
+                os.utime(lock.fileno())
+                time.sleep(0.2)
+            fcntl.lockf(lock, fcntl.LOCK_UN)
+            assert reader.communicate(timeout=60) == ("right\n", "")
+
+
+def test_many_blocks_of_a_stopped_process_cost_its_patience_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.cache.flight.PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr("millrace.cache.flight._LITTLE_PATIENCE_SECONDS", 0.0)
+    locks = ProcessLocks(data / "locks")
+    assert locks.patience_seconds() == 2.0
+    locks.overtook()
+    assert locks.patience_seconds() == 0.0
+    monkeypatch.setattr("millrace.cache.flight._REMEMBERED_SECONDS", 0.0)
+    assert locks.patience_seconds() == 2.0
+    locks.close()
 
 
 def test_a_cache_that_is_removed_and_made_again_in_one_second_mixes_nothing(

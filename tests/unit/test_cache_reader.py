@@ -394,7 +394,7 @@ def test_a_removed_object_is_read_on_by_who_has_it_open(
 def test_a_stopped_fetcher_is_overtaken(
     make_node: Callable[..., CacheNode], origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.cache.fetching.PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("millrace.cache.flight.PATIENCE_SECONDS", 0.3)
     node = make_node()
     info = origin.head("b/large")
     directory = node.disks()[0][0]

@@ -54,7 +54,8 @@ def rebuild(
 ) -> Found:
     """Fill a new index from the files of the store in `directory`, under its set-up lock.
 
-    `goes_on` is called every few seconds, for those who wait for the lock. Killed in the middle it is begun again by the next process, with another new index. Raises `StorageError`.
+    `goes_on` is called every few seconds, for those who wait for the lock. Killed in the middle it is begun again by the
+    next process, with another new index. Raises `StorageError`.
     """
     found = Found()
     reporter = _Reporter(directory, found, clock, goes_on)

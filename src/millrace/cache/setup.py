@@ -20,7 +20,7 @@ from millrace.cache.environment import DATA_NAME, DamagedIndexError
 from millrace.cache.failures import disk_errors
 from millrace.cache.index import SIGNALS_NAME, Index
 from millrace.cache.rules_file import NEW_RULES_NAME, RULES_NAME
-from millrace.errors import ConfigurationError, UnsupportedFormatError
+from millrace.errors import ConfigurationError, StorageError, UnsupportedFormatError
 from millrace.events import Event, emit
 from millrace.private_files import (
     close_folder,
@@ -41,6 +41,8 @@ _OLD_FORMAT = f"{FORMAT_NAME} 1"
 
 _MARKER = "FORMAT"
 _LOCK = "setup.lock"
+_PATIENCE_SECONDS = 15.0
+_LOOK_SECONDS = 0.003
 _DATA_FOLDERS = ("objects", "segments")
 _FILES = (_MARKER, "locks", _LOCK, RULES_NAME)
 _OWN_NAMES = frozenset({*_FILES, f"{_MARKER}.new", "index", *_DATA_FOLDERS, "counters", NEW_RULES_NAME})
@@ -57,13 +59,36 @@ def open_directory(directory: Path) -> Index:
         find_folder(directory)
         require_file(directory / _LOCK)
         with open(directory / _LOCK, "a", encoding="ascii", opener=opener) as lock:
-            # This kind of lock is not inherited: a child that is forked meanwhile does not hold it for ever.
-            fcntl.lockf(lock, fcntl.LOCK_EX)
+            _take(lock.fileno(), directory)
             _require_format(directory, _read_marker(directory))  # before anything is changed
             if close_folder(directory):
                 _discard(directory, ("index", *_DATA_FOLDERS), "every user of this machine could write there")
             _require_plain(directory)
             return _open(directory, waiting_since)
+
+
+def _take(lock: int, directory: Path) -> None:
+    """Wait for the lock of the set-up: for as long as whoever has it goes on, which the time of its file tells."""
+    deadline, touched = 0.0, 0
+    while True:
+        try:
+            # This kind of lock is not inherited: a child that is forked meanwhile does not hold it for ever.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.utime(lock)
+            return
+        except (BlockingIOError, PermissionError) as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+        now, last = time.monotonic(), touched
+        touched = os.fstat(lock).st_mtime_ns
+        if touched != last:
+            deadline = now + _PATIENCE_SECONDS
+        if now > deadline:
+            raise StorageError(
+                f"the process that sets up the cache in {directory} does not go on",
+                next_step="continue or end processes that are stopped (state T in 'ps')",
+            )
+        time.sleep(_LOOK_SECONDS)
 
 
 def check_directory(directory: Path) -> None:
@@ -149,7 +174,7 @@ def _open_index(directory: Path, waiting_since: float) -> Index:
     folder.mkdir(mode=0o700)
     index = Index(folder)
     try:
-        rebuild(directory, index)
+        rebuild(directory, index, goes_on=lambda: os.utime(directory / _LOCK))
     except BaseException:
         index.close()
         raise
