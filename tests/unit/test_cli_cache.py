@@ -60,6 +60,22 @@ def test_load_and_ls(millrace: Any, data: Path) -> None:
     assert " 2.00 MB   all  -  " in millrace("ls", "-l")
 
 
+def test_nothing_there_and_too_much_is_said(millrace: Any, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    millrace("load", data)
+    for arguments in (["ls", f"{data}/nonsense"], ["ls", "gs://x/y"], ["ls", "-l", "gs://x/y"]):
+        assert main(arguments) == 0
+        assert capsys.readouterr().err == f"millrace: nothing of {arguments[-1]} is in the cache\n"
+    assert main(["ls", "--json", "gs://x/y"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["resize", "900TB"]) == 0
+    told = capsys.readouterr()
+    assert "of 900 TB" in told.out
+    assert "lies on a disk of " in told.err
+    assert told.err.count("\n") == 1
+    assert main(["resize", "3GB"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_pins(millrace: Any, data: Path) -> None:
     millrace("load", data)
     assert millrace("pin", data / "train", "--json") == {"pinned": [f"file://{data}/train"], "origin": "file"}

@@ -32,6 +32,7 @@ def ls(url: str | None, long: bool, cache_dir: tuple[str, ...], endpoint_url: st
     --endpoint-url the URL means that of every service from which something is cached.
     """
     from millrace.cache.catalog import cached_objects
+    from millrace.cli import tell
     from millrace.errors import printable
 
     node, _ = existing_node(cache_dir)
@@ -43,6 +44,8 @@ def ls(url: str | None, long: bool, cache_dir: tuple[str, ...], endpoint_url: st
         rows = (json.dumps({"url": item.url, **asdict(item), "complete": item.complete}) for item in found)
         click.echo("[" + ",\n ".join(rows) + "]")
         return
+    if url and not found:
+        tell(f"nothing of {printable(url)} is in the cache")
     now = time.time()
     for item in found:
         if not long:

@@ -163,10 +163,16 @@ def resize(size: str | None, back: bool, node: str | None, cache_dir: tuple[str,
 def _resize_here(size: str | None, cache_dir: Sequence[str]) -> list[dict[str, Any]]:
     from millrace.cache import catalog
     from millrace.cache.node import cache_node
+    from millrace.cli import tell
     from millrace.config import parse_amount, resolve
 
     node = cache_node(resolve({"cache_dir": list(cache_dir) or None}))
     catalog.resize(node, None if size is None else parse_amount(size, option="size"))
+    for disk in node.open_disks:
+        capacity, there = disk.store.capacity_bytes(), disk.store.disk_bytes()
+        if capacity > there:
+            where = f"{disk.store.directory} lies on a disk of {size_text(there)}"
+            tell(f"{where}: it never holds {size_text(capacity)}, but what the disk has room for beside 'min_free'")
     return [
         {"directory": str(directory), "used_bytes": used, "capacity_bytes": capacity}
         for directory, used, capacity in node.disks()
