@@ -6,6 +6,7 @@ a file system's pickle; environment and file are read again by the receiver, sin
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -14,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millrace.errors import ConfigurationError
+from millrace.errors import ConfigurationError, printable
+
+_log = logging.getLogger("millrace")
 
 _UNITS = {
     "": 1,
@@ -61,6 +64,11 @@ OPTION_NAMES = (
     "max_requests",
     "request_rate",
 )
+
+_OTHER_VARIABLES = frozenset({"MILLRACE_CONFIG", "MILLRACE_DEBUG"})
+# What Kubernetes sets in every pod beside a service of that name.
+_OF_A_SERVICE = re.compile(r"MILLRACE_(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP|SCTP)(_.*)?)?)")
+_told_variables: set[str] = set()
 
 LIMIT_NAMES = ("cache_dir", "max_requests", "request_rate")
 """The options that say how much a node may ask of an origin, and where its processes agree about it."""
@@ -384,6 +392,19 @@ def _check_names(names: Iterable[str], *, source: str = "") -> None:
         )
 
 
+def _warn_of_variables(environ: Mapping[str, str]) -> None:
+    """Say once a process which `MILLRACE_*` variables mean nothing: no error, since they may be somebody else's."""
+    known = {f"MILLRACE_{name.upper()}" for name in OPTION_NAMES} | _OTHER_VARIABLES
+    for name in sorted(name for name in environ if name.startswith("MILLRACE_") and name not in known):
+        if name in _told_variables or _OF_A_SERVICE.fullmatch(name):
+            continue
+        _told_variables.add(name)
+        from difflib import get_close_matches  # hardly anyone needs it
+
+        near = get_close_matches(name, sorted(known), 1, 0.0)[0]
+        _log.warning("the environment variable %s means nothing to Millrace: is %s meant?", printable(name), near)
+
+
 def resolve(
     arguments: Mapping[str, Any], *, environ: Mapping[str, str] | None = None, file: Mapping[str, Any] | None = None
 ) -> CacheOptions:
@@ -434,6 +455,7 @@ def _has_home(environ: Mapping[str, str]) -> bool:
 
 def _settings(arguments: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any]) -> dict[str, Any]:
     """What was said about each option: its argument, else its variable, else the entry of the file. `ConfigurationError`."""
+    _warn_of_variables(environ)
     settings: dict[str, Any] = {name: file[name] for name in OPTION_NAMES if name in file}
     for name in OPTION_NAMES:
         variable = environ.get(f"MILLRACE_{name.upper()}")

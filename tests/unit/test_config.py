@@ -1,3 +1,4 @@
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -157,3 +158,19 @@ def test_what_a_cluster_is_guarded_by() -> None:
     assert "0123456789abcdef" not in repr(options)
     assert options.tls == Tls(cert=Path("/etc/tls/cert.pem"), key=Path("/etc/tls/key.pem"), ca=Path("/etc/tls/ca.pem"))
     assert options.replicas == 2
+
+
+def test_a_variable_that_means_nothing_is_told_once_with_the_nearest_name(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "millrace")
+    known = {"MILLRACE_CAPACITY": "1GB", "MILLRACE_CONFIG": "", "MILLRACE_DEBUG": "1", "_MILLRACE_COMPLETE": "x"}
+    pod = {
+        "MILLRACE_SERVICE_HOST": "10.0.0.1",
+        "MILLRACE_PORT": "tcp://10.0.0.1:7001",
+        "MILLRACE_PORT_7001_TCP_ADDR": "10.0.0.1",
+        "MILLRACE_NODES_SERVICE_PORT_DATA": "7001",
+    }
+    for _ in range(2):
+        resolve({}, environ={"HOME": "/h", "MILLRACE_CAPACTIY": "1GB", **known, **pod}, file={})
+    (told,) = caplog.messages
+    assert "MILLRACE_CAPACTIY" in told
+    assert "MILLRACE_CAPACITY" in told
