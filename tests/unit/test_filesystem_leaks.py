@@ -45,7 +45,7 @@ def _left_behind(data: Path, store: Path, *, mapped: int) -> list[str]:
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("capacity", ["100MB", "9MB", "0"], ids=["all fits", "evicting", "full"])
-@pytest.mark.parametrize("rounds", [5, pytest.param(85, marks=pytest.mark.thorough)], ids=["6,000", "100,000"])
+@pytest.mark.parametrize("rounds", [20, pytest.param(85, marks=pytest.mark.thorough)], ids=["24,000", "100,000"])
 def test_neither_descriptors_nor_maps_are_left_behind(tmp_path: Path, rounds: int, capacity: str, native: bool) -> None:
     """So many opens, by all six of these cases together, of what is here, what is not, and what is here in part."""
     paths = _write_objects(tmp_path / "data")
