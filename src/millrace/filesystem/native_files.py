@@ -42,6 +42,12 @@ class MemoryFile(pa.BufferReader):  # type: ignore[misc]
         self._beyond = max(0, target - size)
         return target
 
+    def read(self, nbytes: int | None = None) -> bytes:
+        if self._beyond:
+            return b""  # pyarrow would make a buffer of negative size of all that is left
+        data: bytes = pa.BufferReader.read(self, nbytes)
+        return data
+
     def read_at(self, nbytes: int, offset: int) -> bytes:
         try:
             data: bytes = pa.BufferReader.read_at(self, nbytes, offset)

@@ -255,6 +255,27 @@ class FileSystemConformance:
         different = {what: (found[what], expected[what]) for what in found if found[what] != expected[what]}
         assert not different, different
 
+    @pytest.mark.parametrize("state", ["cold", "warm"])
+    def test_of_all_that_is_past_the_end_there_is_nothing(
+        self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes], state: str
+    ) -> None:
+        """Where pyarrow's own files fail by a `SystemError`."""
+        fs.pipe_file(f"{root}/empty", b"")
+        for path, data in {**tree, f"{root}/empty": b""}.items():
+            if state == "warm":
+                assert fs.cat_file(path) == data
+                fs.open_input_file(path).close()
+            for read in ("read", "readall"):
+                with fs.open_input_file(path) as file:
+                    file.seek(len(data) + 9)
+                    assert getattr(file, read)() == b""
+                    assert file.tell() == len(data) + 9
+                    file.seek(0)
+                    assert file.read() == data
+            with fs.open(path) as python_file:
+                python_file.seek(len(data) + 9)
+                assert python_file.read() == b""
+
     @pytest.mark.parametrize("open_with", ["open_input_stream", "open_input_file", "open", "cat_file", "info", "size"])
     def test_what_is_missing(self, fs: MillraceFileSystem, root: str, open_with: str) -> None:
         with pytest.raises(FileNotFoundError, match="none"):
