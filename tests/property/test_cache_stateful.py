@@ -63,7 +63,7 @@ def test_every_read_is_of_one_version_for_longer(machine: str, examples: int) ->
         "files damaged",
         "crashes with a store",
     ):
-        assert done[what] >= examples // 10, what
+        assert done[what], what
 
 
 @pytest.mark.thorough
