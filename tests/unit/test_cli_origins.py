@@ -155,3 +155,18 @@ def test_no_read_of_a_missing_web_address_shows_its_query(tmp_path: Path) -> Non
             with pytest.raises(ObjectNotFoundError) as caught:
                 read(url)
             assert "SEKRET" not in f"{caught.value}{caught.value!r}"
+
+
+@pytest.mark.parametrize("endpoint", ["http://no-such-host.invalid:9", "no-such-host.invalid", "http://h:port"])
+@pytest.mark.parametrize("command", [["load", "s3://b/x"], ["checkpoints", "ls", "s3://b/runs"]])
+def test_an_endpoint_whose_name_nobody_has_is_not_asked(
+    millrace: Any, monkeypatch: pytest.MonkeyPatch, command: list[str], endpoint: str
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    text = millrace(*command, "--endpoint-url", endpoint, code=1)
+    assert f"no server has the name in --endpoint-url {endpoint} (" in text
+    assert text.count("\n") == 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import click
 
@@ -40,11 +43,34 @@ def json_option(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
 
 
+def require_host(endpoint_url: str | None) -> None:
+    """Raise `ConfigurationError` where the host of an endpoint has no address: requests to it would be retried long."""
+    from millrace.errors import ConfigurationError, printable
+
+    if not endpoint_url or getproxies():  # a proxy finds hosts that this machine does not
+        return
+    try:
+        parts = urlsplit(endpoint_url if "://" in endpoint_url else f"https://{endpoint_url}")
+        if parts.hostname:  # where there is none, that is told with the other options
+            socket.getaddrinfo(parts.hostname, parts.port or 443)
+    except (OSError, ValueError) as error:  # also a port that is no number, a host that cannot be one
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigurationError(
+            f"no server has the name in --endpoint-url {printable(endpoint_url.rpartition('@')[2])} ({reason})",
+            next_step="correct the address",
+        ) from error
+
+
 # --- the cache that is meant --------------------------------------------------------------------------
 
 
-def file_system(urls: Sequence[str], cache_dir: Sequence[str], endpoint_url: str | None) -> MillraceFileSystem:
-    """The file system that serves `urls`, with credentials from the environment. All must be of one storage."""
+def file_system(
+    urls: Sequence[str], cache_dir: Sequence[str], endpoint_url: str | None, *, asks: bool = False
+) -> MillraceFileSystem:
+    """The file system that serves `urls`, with credentials from the environment. All must be of one storage.
+
+    `asks` says that the storage will be asked, so that there must be such a host.
+    """
     from millrace.errors import UsageError
     from millrace.filesystem import filesystem
     from millrace.origin import options_for, split_url
@@ -53,6 +79,8 @@ def file_system(urls: Sequence[str], cache_dir: Sequence[str], endpoint_url: str
     if len(schemes) > 1:
         raise UsageError(f"URLs of {' and '.join(schemes)} together", next_step="use one command for each")
     options = options_for(urls[0], endpoint_url)
+    if asks and options:
+        require_host(endpoint_url)
     # Not one that fsspec has kept: environment and file are read for each command.
     return filesystem(schemes[0], target_options=options, cache_dir=list(cache_dir) or None, skip_instance_cache=True)
 

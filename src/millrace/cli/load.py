@@ -65,7 +65,7 @@ def load(
     from millrace.demo import interrupts
     from millrace.errors import DiskFullError
 
-    fs = file_system(urls, cache_dir, endpoint_url)
+    fs = file_system(urls, cache_dir, endpoint_url, asks=True)
     display = _Bar() if sys.stderr.isatty() else _Lines()
     try:
         with interrupts.remembered():

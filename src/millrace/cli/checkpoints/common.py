@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from millrace.cli.common import time_text
+from millrace.cli.common import require_host, time_text
 from millrace.figures import size_text
 
 if TYPE_CHECKING:
@@ -58,7 +58,10 @@ def options_of(url: str, endpoint_url: str | None) -> dict[str, Any] | None:
     """The options of the storage that `url` is of. An endpoint means nothing to local files."""
     from millrace.origin import options_for
 
-    return options_for(url, endpoint_url)
+    options = options_for(url, endpoint_url)
+    if options:
+        require_host(endpoint_url)
+    return options
 
 
 def is_checkpoint(url: str, options: dict[str, Any] | None) -> bool:
