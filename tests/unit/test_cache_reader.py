@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.cache import catalog
 from millrace.cache.blocks import BLOCK_BYTES, RUN_BLOCKS, object_id
 from millrace.cache.flight import Flights
 from millrace.cache.node import CacheNode, cache_node, close_nodes
@@ -173,6 +174,46 @@ def test_random_reads_without_room_fetch_what_they_ask_for(
         assert bytes(reader.read(start, start + 1000)) == content(origin, "b/large")[start : start + 1000]
     reader.close()
     assert origin.bytes_read() == 1000 * len(starts)
+
+
+def test_random_reads_are_kept_where_the_policy_makes_room(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin
+) -> None:
+    """A cache that is full of what nobody asks for any more learns a new data set that is read in pieces."""
+    node = make_node(capacity=12 * BLOCK_BYTES)
+    for number in range(4):
+        origin.put(f"b/old/{number}", os.urandom(3 * BLOCK_BYTES))
+        read_all(node, origin, origin.head(f"b/old/{number}"))
+    info = origin.head("b/large")
+    starts = [block * BLOCK_BYTES + 1000 * block + 77 for block in (4, 1, 5, 2, 3)]
+    deadline = time.monotonic() + 60
+    while True:
+        before = origin.bytes_read()
+        reader = node.open_reader(origin, info)
+        for start in starts:
+            assert bytes(reader.read(start, start + 100)) == content(origin, "b/large")[start : start + 100]
+        reader.close()
+        if origin.bytes_read() == before:
+            break
+        assert time.monotonic() < deadline, "never kept"
+    assert node.disks()[0][1] <= 12 * BLOCK_BYTES
+
+
+def test_random_reads_beside_pins_fetch_what_they_ask_for(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin
+) -> None:
+    """There is room for what is asked for, but not for its block, and nothing may go."""
+    node = make_node(capacity=2 * BLOCK_BYTES + BLOCK_BYTES // 2)
+    origin.put("b/pinned", os.urandom(2 * BLOCK_BYTES))
+    catalog.pin(node, (origin.identity, "b/pinned"))
+    read_all(node, origin, origin.head("b/pinned"))
+    info, before = origin.head("b/large"), origin.bytes_read()
+    reader = node.open_reader(origin, info)
+    for block in (4, 1, 3):
+        start = block * BLOCK_BYTES + 77
+        assert bytes(reader.read(start, start + 1000)) == content(origin, "b/large")[start : start + 1000]
+    reader.close()
+    assert origin.bytes_read() - before == 3000
 
 
 def test_without_room_what_is_on_its_way_is_not_asked_for_again(

@@ -13,12 +13,13 @@ from typing_extensions import Buffer
 from millrace.cache.blocks import BLOCK_BYTES, RUN_BLOCKS, ReadAhead, blocks_of, span_of
 from millrace.cache.counters import Counters
 from millrace.cache.disk import Disk
+from millrace.cache.evictor import Newcomer
 from millrace.cache.failures import disk_errors
 from millrace.cache.fetching import Fetcher
 from millrace.cache.held import HELD_BYTES
 from millrace.cache.records import Entry
 from millrace.cache.sealing import seal_holds
-from millrace.cache.source import Source
+from millrace.cache.source import Keep, Source
 from millrace.cache.threads import Threads
 from millrace.cache.usage import FindGroup
 from millrace.errors import StorageError
@@ -194,9 +195,10 @@ class BlockReader:
             self._disk.counters.add("cache_bytes", stop - start)
             return tail
         reads = self._reads = self._reads.after(start, stop)
-        if missing and self._better_read_alone(start, stop, missing, reads) and not self.has_room(stop - start):
+        if missing and self._better_read_alone(start, stop, missing, reads) and not self._finds_room(missing):
             wanted = read_through(self._source, start, stop, self._disk.counters)
-            self._disk.missed(self._entry, stop - start, self._group)
+            # To the policy these are the blocks that would have been kept, or it would never hear enough to let them in.
+            self._disk.missed(self._entry, sum(stop - start for start, stop in self._spans(missing)), self._group)
             self._offer_tail(start, stop, wanted)
             return wanted
         fetched = self.fetch(missing)
@@ -288,6 +290,19 @@ class BlockReader:
         # Who begins at the beginning goes on, as a rule. What needs several requests comes faster block by block.
         scans = reads.scans or start == 0 or stop - start > RUN_BLOCKS * self._entry.block_bytes
         return crowded or not scans
+
+    def _finds_room(self, missing: Sequence[int]) -> bool:
+        """Whether these blocks would be kept; makes room for them where the policy agrees."""
+        spans = self._spans(missing)
+        # What another node fetches for this one is its own, and here a copy.
+        how = Keep.COPY if self._source.asks_to_fetch(spans[0][0]) else Keep.OWNED
+        newcomer = Newcomer(self._entry.object_id, self._entry.size, lambda: self._entry.name, self._group, how)
+        with self._disk.reserved(sum(stop - start for start, stop in spans), newcomer) as room:
+            return bool(room)
+
+    def _spans(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
+        """The byte range of each block."""
+        return [span_of(block, block + 1, self._entry.size, self._entry.block_bytes) for block in blocks]
 
     def _missing(self, blocks: Sequence[int]) -> list[int]:
         try:
