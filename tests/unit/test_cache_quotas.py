@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,14 @@ def test_a_full_quota_is_told_as_such_once(make_node: MakeNode, caplog: pytest.L
     assert len(caplog.messages) == 2
     assert "the quota of" not in told
     assert "5.24 MB" in told
+
+
+def test_readers_that_come_together_stay_inside_a_quota(make_node: MakeNode) -> None:
+    size = 2_000_000
+    origin = ComputedOrigin({f"b/logs/{number}": size for number in range(40)})
+    node = make_node(capacity="1GB")
+    quota = 12 * size + 9
+    catalog.limit(node, (origin.identity, "b/logs"), quota=Amount(nbytes=quota), ttl_seconds=None)
+    with ThreadPoolExecutor(16) as readers:
+        list(readers.map(lambda number: read(node, origin, f"b/logs/{number}"), range(40)))
+    assert node.open_disks[0].store.index.used_bytes() <= quota

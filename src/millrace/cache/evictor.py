@@ -107,6 +107,7 @@ class Evictor:
         self._holdings = Holdings(store.index)
         self._surveyor = Surveyor(records, self._holdings)
         self._turn = threading.Lock()
+        self._quota_lock = threading.Lock()
         self._refused_until = 0.0
         self._pins_refused_until = 0.0
         self._space = FreeSpace(store)
@@ -126,13 +127,21 @@ class Evictor:
             if place is None or rule is None:
                 excess = 0
             else:
-                used = self._surveyor.current(rules).used.get(place, 0)
-                excess = used + nbytes - _quota_bytes(self._store, rule)
+                with self._quota_lock:  # or threads that come together would all fit, and later most would have to go
+                    survey = self._surveyor.current(rules)
+                    excess = survey.used.get(place, 0) + nbytes - _quota_bytes(self._store, rule)
+                    if excess <= 0:
+                        survey.add(place, newcomer.key, nbytes)
         except StorageError as error:
             self._report(error)
             return False
-        if excess <= 0 and self._reserve(nbytes):
-            return self._count(place, nbytes, newcomer)
+        if excess <= 0:
+            if self._reserve(nbytes):
+                return True
+            if place is not None:
+                with self._quota_lock:
+                    survey = self._surveyor.current(rules)
+                    survey.used[place] = max(0, survey.used.get(place, 0) - nbytes)
         if newcomer.keep is Keep.COPY and self._copies.are_told_apart:
             return False
         over = place if excess > 0 else None
