@@ -213,6 +213,8 @@ class Disk:
         try:
             yield room
         finally:
+            if room:
+                self.evictor.give_back(room.left, newcomer)
             room.wrote(room.left)
 
     def segment_group(self, name: ObjectName, group: str, keep: Keep = Keep.OWNED) -> str:

@@ -138,10 +138,7 @@ class Evictor:
         if excess <= 0:
             if self._reserve(nbytes):
                 return True
-            if place is not None:
-                with self._quota_lock:
-                    survey = self._surveyor.current(rules)
-                    survey.used[place] = max(0, survey.used.get(place, 0) - nbytes)
+            self.give_back(nbytes, newcomer)
         if newcomer.keep is Keep.COPY and self._copies.are_told_apart:
             return False
         over = place if excess > 0 else None
@@ -158,6 +155,18 @@ class Evictor:
         if self._make_room(nbytes, newcomer, over, excess) and self._reserve(nbytes):
             return self._count(place, nbytes, newcomer)
         return False
+
+    def give_back(self, nbytes: int, newcomer: Newcomer) -> None:
+        """Count bytes to no quota any more that `reserve` has granted, and that were not written."""
+        try:
+            rules = self._store.rules.current()
+            place = rule_of(rules, newcomer.name()).quota_place if rules.by_place else None
+            if place is not None:
+                with self._quota_lock:
+                    used = self._surveyor.current(rules).used
+                    used[place] = max(0, used.get(place, 0) - nbytes)
+        except StorageError as error:
+            self._report(error)
 
     def _reserve(self, nbytes: int) -> bool:
         """Reserve what is free beyond the headroom."""

@@ -286,7 +286,9 @@ class SmallReader:
         with self._disk.reserved(appended_bytes(info.size), newcomer) as room:
             if not room and keep is Keep.OWNED:
                 self._disk.report_full(info.size, newcomer)
-            if not (room and self._kept(data, keep)):
+            if room and self._kept(data, keep):
+                room.wrote(room.left)
+            else:
                 counters.add("uncached_bytes", info.size)
                 self._disk.held.put(self._key, data)
         return data
