@@ -283,6 +283,8 @@ class MetadataCache:
             return remembered
         with self._turns.take(encode(f"level\0{origin.identity}\0{base}")):
             remembered = self._fresh_level(origin, base)  # somebody may have asked meanwhile
+            if remembered is None:
+                remembered = self._flat_level(origin, prefix)
             return self._ask_for_level(origin, prefix) if remembered is None else remembered
 
     def answers(self, origin: Origin, prefix: str, after: str) -> Iterator[Answer]:
@@ -370,6 +372,25 @@ class MetadataCache:
         deeper = (info.key for info in infos if "/" in info.key[len(base) :])
         prefixes = dict.fromkeys(base + key[len(base) :].partition("/")[0] for key in deeper)
         return Listing(objects=objects, prefixes=list(prefixes))
+
+    def _flat_level(self, origin: Origin, prefix: str) -> Listing | None:
+        """A level that begins with a fresh page without folders (whoever asked whether it is a directory got one), by
+        going on behind that; None where it does not begin so, turns out to have folders, or is long.
+        """
+        base = base_of(prefix)
+
+        def is_flat(answer: Answer) -> bool:
+            return all("/" not in info.key[len(base) :] for info in answer.objects)
+
+        first = self._fresh_page(self.belief_in(origin, base), self._space(origin), prefix, base)
+        if first is None or not is_flat(first):
+            return None
+        objects: list[ObjectInfo] = []
+        for pages, answer in enumerate(self._walk(origin, prefix)):
+            if pages == _LEVEL_PAGES or not is_flat(answer):
+                return None
+            objects += answer.objects
+        return Listing(objects=objects, prefixes=[]) if objects else None
 
     def _fresh_infos(self, belief: Belief, space: Space, base: str, most_pages: int | None) -> list[ObjectInfo] | None:
         """Everything that fresh pages name below `base`; None when some are missing, or there are too many."""
