@@ -15,7 +15,7 @@ import pytest
 
 from millrace.members import Member, MemberState, View
 from millrace.members.etcd import EtcdMembers
-from millrace.members.etcd_gateway import encode
+from millrace.members.etcd_gateway import EtcdDownError, encode
 from millrace.testing.conformance.members import eventually, wait_for
 from millrace.testing.etcd import EtcdServer
 from millrace.testing.process import free_ports
@@ -259,13 +259,20 @@ def test_what_the_watch_has_missed_is_found(etcd: EtcdServer, connect: Connect) 
 def test_a_busy_etcd_and_a_quiet_cluster_cost_few_requests(etcd: EtcdServer, connect: Connect) -> None:
     everybody = two_and_a_client(connect, etcd.address)
     before = [each.gateway.requests for each in everybody]
-    for _ in range(200):  # others use the same etcd
-        everybody[2].gateway.call("/v3/kv/put", {"key": "b3RoZXI=", "value": "eA=="})
+    written = asked = 0
+    while written < 200:  # others use the same etcd
+        asked += 1
+        try:
+            everybody[2].gateway.call("/v3/kv/put", {"key": "b3RoZXI=", "value": "eA=="})
+        except EtcdDownError:  # the disk that it flushes to is busy with other tests
+            assert asked < 220
+        else:
+            written += 1
     time.sleep(LEASE)
     spent = [each.gateway.requests - old for each, old in zip(everybody, before, strict=True)]
     assert spent[0] <= 15
     assert spent[1] <= 15
-    assert spent[2] - 200 <= 8
+    assert spent[2] - asked <= 8
 
 
 def test_leaving_while_etcd_is_down_ends(own: EtcdServer, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:

@@ -47,7 +47,7 @@ def processes_of(directory: Path) -> list[str]:
     found = []
     for process in psutil.process_iter():
         try:
-            where = [*process.cmdline(), process.cwd(), process.environ().get("MILLRACE_TEST_MARK", "")]
+            where = [*process.cmdline(), process.cwd(), process.environ().get("TESTED_DEMO_MARK", "")]
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
         if any(str(directory) in text for text in where) and process.pid != os.getpid():
@@ -58,7 +58,7 @@ def processes_of(directory: Path) -> list[str]:
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Every process that the demo starts inherits it, and is found by it.
-    monkeypatch.setenv("MILLRACE_TEST_MARK", str(tmp_path / "demo"))
+    monkeypatch.setenv("TESTED_DEMO_MARK", str(tmp_path / "demo"))
     return tmp_path / "demo"
 
 

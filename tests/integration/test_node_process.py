@@ -302,7 +302,7 @@ def test_disks_that_are_too_small(nodes: Nodes) -> None:
     for number in range(2):
         nodes.start(number, capacity="2MB")
     seen: list[LoadProgress] = []
-    with pytest.raises(DiskFullError, match=r"the cache is full: \d+ of 30 objects, .* of 9\.0 MB, are in it"):
+    with pytest.raises(DiskFullError, match=r"the cache is full: \d+ of 30 objects, .* of 9\.00 MB, are in it"):
         nodes.load(progress=seen.append)
     # What fits is there, and the rest was tried on both.
     assert seen[-1].done_objects + seen[-1].left_objects == OBJECTS
