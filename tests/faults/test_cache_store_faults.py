@@ -15,6 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.harms import (
+    empty,
+    replace_by_a_fifo,
+    replace_by_a_folder,
+    replace_by_a_full_folder,
+    replace_by_noise,
+    zeros,
+)
 
 import millrace
 from millrace.cache.node import cache_node, close_nodes
@@ -79,17 +87,6 @@ def cut(path: Path) -> None:
     os.truncate(path, BLOCK + 100)
 
 
-def replace_by_noise(path: Path) -> None:
-    size = path.stat().st_size
-    path.unlink()
-    path.write_bytes(os.urandom(size))
-
-
-def replace_by_a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 def replace_by_a_symlink(path: Path) -> None:
     size = path.stat().st_size
     path.unlink()
@@ -102,10 +99,14 @@ HARMS: list[Callable[[Path], None]] = [
     flip,
     flip_and_set_back_the_times,
     cut,
+    empty,
+    zeros,
     Path.unlink,
     replace_by_noise,
     replace_by_a_folder,
+    replace_by_a_full_folder,
     replace_by_a_symlink,
+    replace_by_a_fifo,
 ]
 
 

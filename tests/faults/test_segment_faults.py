@@ -15,6 +15,14 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from tests.harms import (
+    empty,
+    replace_by_a_fifo,
+    replace_by_a_folder,
+    replace_by_a_full_folder,
+    replace_by_noise,
+    zeros,
+)
 
 import millrace
 from millrace.cache.node import close_nodes
@@ -232,39 +240,10 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def zeros(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def replace_by_noise(path: Path) -> None:
-    size = path.stat().st_size
-    path.unlink()
-    path.write_bytes(os.urandom(size))
-
-
-def replace_by_a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def replace_by_a_full_folder(path: Path) -> None:
-    replace_by_a_folder(path)
-    (path / "inside").write_text("precious")
-
-
 def replace_by_a_symlink(path: Path) -> None:
     elsewhere = path.parents[4] / "elsewhere"
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
-
-
-def replace_by_a_fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
 
 
 def move_away_and_make_a_folder(path: Path) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -145,21 +146,32 @@ class _Sts(BaseHTTPRequestHandler):
         pass
 
 
+@contextmanager
+def a_team_with_a_role(handler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A profile `team` whose role is asked for at a service that answers by `handler`."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    (tmp_path / "config").write_text(
+        "[profile base]\naws_access_key_id = BASE\naws_secret_access_key = hush\n"
+        "[profile team]\nrole_arn = arn:aws:iam::1:role/reader\nsource_profile = base\nregion = us-east-1\n"
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{server.server_port}")
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 def test_a_profile_with_a_role_is_assumed_and_assumed_again(
     s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handler: Any = type("_Handler", (_Sts,), {"given": (s3.key, s3.secret), "asked": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        (tmp_path / "config").write_text(
-            "[profile base]\naws_access_key_id = BASE\naws_secret_access_key = hush\n"
-            "[profile team]\nrole_arn = arn:aws:iam::1:role/reader\nsource_profile = base\nregion = us-east-1\n"
-        )
-        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{server.server_port}")
+    with a_team_with_a_role(handler, tmp_path, monkeypatch):
         origin = open_origin("s3", {"profile": "team", "endpoint_url": s3.endpoint_url})
         origin.put(f"{bucket}/object", b"data")
         before = len(handler.asked)
@@ -167,10 +179,6 @@ def test_a_profile_with_a_role_is_assumed_and_assumed_again(
         assert bytes(origin.read(f"{bucket}/object", 0, 4)) == b"data"
         assert len(handler.asked) > before
         assert all("role%2Freader" in body for body in handler.asked)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 class _StsThatRefuses(_Sts):
@@ -189,26 +197,12 @@ def test_a_role_that_is_refused_is_a_clear_error(
     s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handler: Any = type("_Handler", (_StsThatRefuses,), {"asked": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        (tmp_path / "config").write_text(
-            "[profile base]\naws_access_key_id = BASE\naws_secret_access_key = hush\n"
-            "[profile team]\nrole_arn = arn:aws:iam::1:role/reader\nsource_profile = base\nregion = us-east-1\n"
-        )
-        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{server.server_port}")
+    with a_team_with_a_role(handler, tmp_path, monkeypatch):
         with pytest.raises(DeniedError) as caught:
             open_origin("s3", {"profile": "team", "endpoint_url": s3.endpoint_url}).head(f"{bucket}/object")
         assert caught.value.next_step
         assert "hush" not in f"{caught.value!r} {caught.value}"
         assert handler.asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @pytest.fixture
