@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ pytest.importorskip("transformers")
 from millrace.demo.place import Place  # noqa: E402
 from millrace.demo.speech.audio import FEATURES  # noqa: E402
 from millrace.demo.speech.batches import ClipBatch, Example, batch_of, row_of  # noqa: E402
+from millrace.demo.speech.checkpoints import EpochCheckpoints  # noqa: E402
 from millrace.demo.speech.data import table_of  # noqa: E402
 from millrace.demo.speech.families.choosing import family_of  # noqa: E402
 from millrace.demo.speech.families.protocol import Family  # noqa: E402
@@ -194,6 +196,27 @@ def test_what_is_counted_between_two_epochs_is_not_lost(tmp_path: pathlib.Path) 
     read = [epoch.cache_bytes for epoch in final_epochs(events(tmp_path))]
     assert all(read)
     assert sum(read) == told[-1] - told[0]
+
+
+def test_an_epoch_is_in_the_log_before_its_checkpoint_begins(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a process that dies in between leaves a run that resumes behind an epoch of which nothing is known."""
+    known: list[list[int]] = []
+    save = EpochCheckpoints.save
+
+    def slow_save(self: EpochCheckpoints, epoch: int, metrics: dict[str, float]) -> None:
+        known.append([record.epoch for record in final_epochs(events(tmp_path))])
+        time.sleep(0.25)
+        save(self, epoch, metrics)
+
+    monkeypatch.setattr(EpochCheckpoints, "save", slow_save)
+    train(tmp_path, TOGETHER, epochs=3)
+    assert known == [[1], [1, 2], [1, 2, 3]]
+    # What the copy took is known of the last epoch, too.
+    for epoch in final_epochs(events(tmp_path)):
+        assert epoch.workers[0].stall_seconds >= 0.25
+        assert epoch.seconds >= 0.25
 
 
 if __name__ == "__main__":

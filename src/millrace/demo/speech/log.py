@@ -5,7 +5,7 @@ it has some ten lines an hour.
 
 ============ =======================================================================================
 `start`      A worker group began: attempt, the epoch it resumes after (0: from scratch), `workers`, `parameters`.
-`epoch`      An epoch ended, and its state is copied for the checkpoint: the fields of `EpochRecord` but the last.
+`epoch`      An epoch ended, and its checkpoint begins: the fields of `EpochRecord` but the last.
 `checkpoint` An epoch's checkpoint is complete in storage: the fields of `CheckpointRecord`. Comes while the next epoch runs.
 `warning`    Something that the run outlives, but somebody should know: `text`.
 `end`        Training ended: how many `epochs` it had, and the metrics.
@@ -34,7 +34,8 @@ class WorkerTimes:
     """Where one worker's time went in an epoch. Seconds are wall time and add up to the epoch's, up to small change.
 
     `wait_seconds` for data, `compute_seconds` for forward, backward and the exchange of gradients, `evaluate_seconds` on its
-    share of the dev split and waiting for the others', `stall_seconds` for a checkpoint's copy of the state.
+    share of the dev split and waiting for the others', `stall_seconds` until the checkpoint before was complete and for
+    the copy of the state that begins this one's.
     """
 
     rank: int
@@ -158,12 +159,22 @@ class TrainingLog:
 
     def add_epoch(self, record: EpochRecord) -> None:
         """Append an `epoch` event; its checkpoint gets an event of its own."""
-        values = asdict(record)
-        self.add("epoch", **{name: value for name, value in values.items() if name not in ("attempt", "checkpoint")})
+        self.add("epoch", **_values_of(record))
+
+    def amend_epoch(self, record: EpochRecord) -> None:
+        """Put `record` in the place of the one that this attempt gave for the same epoch; visible with the next event."""
+        mine = {"event": "epoch", "epoch": record.epoch, "attempt": self.attempt}
+        told = next(event for event in reversed(self.events) if mine.items() <= event.items())
+        told.update(_values_of(record))
 
     def add_checkpoint(self, record: CheckpointRecord) -> None:
         """Append a `checkpoint` event."""
         self.add("checkpoint", **asdict(record))
+
+
+def _values_of(record: EpochRecord) -> dict[str, Any]:
+    """What an `epoch` event has beside what every event has."""
+    return {name: value for name, value in asdict(record).items() if name not in ("attempt", "checkpoint")}
 
 
 def read_events(run: Place) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import json
 import os
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,10 @@ class _Stopwatch:
         now = time.perf_counter()
         self.spent[name] = self.spent.get(name, 0.0) + now - self._since
         self._since = now
+
+    def skip(self) -> None:
+        """Book the time since the last lap under nothing."""
+        self._since = time.perf_counter()
 
 
 @dataclass
@@ -178,7 +182,7 @@ class Training:
     # --- an epoch -------------------------------------------------------------------------------------
 
     def _epoch(self, epoch: int) -> None:
-        """Learn from every clip once, hear the dev split, begin to save, and tell."""
+        """Learn from every clip once, hear the dev split, tell, and begin to save."""
         before = self._counted
         if before is None and self._log is not None:
             before = self._totals(self._log, epoch)
@@ -191,16 +195,20 @@ class Training:
         dev_cer = character_error_rate(lines) if self._workers.is_first else None
         watch.lap("evaluate")
         self._settle()
-        # The first worker's figures are those that are kept.
-        self._checkpoints.save(epoch, {} if dev_cer is None else {"dev_cer": dev_cer})
         watch.lap("stall")
         shares = self._workers.gather(
             _EpochShare(loss=tally.loss, digest=tally.digest, times=self._times(tally, watch))
         )
-        clips = sum(share.times.clips for share in shares)
-        loss = sum(share.loss for share in shares) / clips
-        if self._log is not None:
-            self._tell(self._log, epoch, dev_cer, loss, shares, tally.steps, before)
+        # Told before the checkpoint begins: whatever dies from here on, an epoch that a run resumes after is in the log.
+        told = None if self._log is None else self._tell(self._log, epoch, dev_cer, shares, tally.steps, before)
+        self._workers.gather(None)  # what the first worker does alone is no standing still of the others
+        watch.skip()
+        # The first worker's figures are those that are kept.
+        self._checkpoints.save(epoch, {} if dev_cer is None else {"dev_cer": dev_cer})
+        watch.lap("stall")
+        times = self._workers.gather(self._times(tally, watch))
+        if self._log is not None and told is not None:
+            self._log.amend_epoch(replace(told, seconds=_seconds(times[0]), workers=tuple(times)))
 
     def _totals(self, log: TrainingLog, epoch: int) -> dict[str, int] | None:
         """What the counters say; None, and a warning, where they cannot: a figure is not worth an attempt."""
@@ -307,39 +315,39 @@ class Training:
         log: TrainingLog,
         epoch: int,
         dev_cer: float | None,
-        loss: float,
         shares: list[_EpochShare],
         steps: int,
         before: dict[str, int] | None,
-    ) -> None:
+    ) -> EpochRecord:
+        """Put an epoch into the log; gives its record."""
         after = None if before is None else self._totals(log, epoch)
         self._counted = after  # the next epoch counts from here, so that nothing is lost between two
         if before is None or after is None:
             before = after = {}
         digest = f"{joined(share.digest for share in shares):016x}"
-        first = shares[0].times
-        log.add_epoch(
-            EpochRecord(
-                epoch=epoch,
-                attempt=log.attempt,
-                train_loss=loss,
-                dev_cer=dev_cer,
-                clips=sum(share.times.clips for share in shares),
-                clips_digest=digest,
-                steps=steps,
-                seconds=first.wait_seconds + first.compute_seconds + first.evaluate_seconds + first.stall_seconds,
-                learning_rate=self._optimizer.param_groups[0]["lr"],
-                # Those of a node that was lost meanwhile are lost with it.
-                origin_bytes=max(0, after.get("origin_bytes", 0) - before.get("origin_bytes", 0)),
-                cache_bytes=max(0, after.get("cache_bytes", 0) - before.get("cache_bytes", 0)),
-                peer_bytes=max(0, after.get("peer_bytes", 0) - before.get("peer_bytes", 0)),
-                workers=tuple(share.times for share in shares),
-            )
+        clips = sum(share.times.clips for share in shares)
+        record = EpochRecord(
+            epoch=epoch,
+            attempt=log.attempt,
+            train_loss=sum(share.loss for share in shares) / clips,
+            dev_cer=dev_cer,
+            clips=clips,
+            clips_digest=digest,
+            steps=steps,
+            seconds=_seconds(shares[0].times),
+            learning_rate=self._optimizer.param_groups[0]["lr"],
+            # Those of a node that was lost meanwhile are lost with it.
+            origin_bytes=max(0, after.get("origin_bytes", 0) - before.get("origin_bytes", 0)),
+            cache_bytes=max(0, after.get("cache_bytes", 0) - before.get("cache_bytes", 0)),
+            peer_bytes=max(0, after.get("peer_bytes", 0) - before.get("peer_bytes", 0)),
+            workers=tuple(share.times for share in shares),
         )
+        log.add_epoch(record)
         if self._seen_first is None:
             self._seen_first = digest
         elif self._seen_first != digest:
             log.add("warning", epoch=epoch, text=f"epoch {epoch} did not see the same clips as the first one")
+        return record
 
     def _kill_once(self, epoch: int) -> None:
         """End the process of the last rank as a lost machine would, without a word, if that was not done before.
@@ -399,6 +407,10 @@ class Training:
             **{name: value for name, value in metrics.items() if name.startswith("test_")},
         )
         patiently(self._log.write)
+
+
+def _seconds(times: WorkerTimes) -> float:
+    return times.wait_seconds + times.compute_seconds + times.evaluate_seconds + times.stall_seconds
 
 
 def _first_line(error: Exception) -> str:
