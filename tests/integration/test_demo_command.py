@@ -62,8 +62,19 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "demo"
 
 
-def test_the_main_job_and_a_second_run(directory: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of somebody who has set nothing, with nothing in it."""
+    for name in [*(name for name in os.environ if name.startswith(("XDG_", "MILLRACE_"))), "MPLCONFIGDIR"]:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_the_main_job_and_a_second_run(directory: Path, home: Path, tmp_path: Path) -> None:
     result, lines = run(directory)
+    assert list(home.rglob("*")) == []  # everything lies in the directory
 
     # Killed in the middle of the second epoch, which the second attempt does again, whole.
     epochs = result["epochs"]

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow.fs
 import pytest
 
+from millrace.demo.environment import defaults
 from millrace.demo.place import Place
 from millrace.demo.speech import log as training_log
 from millrace.demo.speech import patience, plain
@@ -20,7 +21,7 @@ from millrace.demo.speech.interfaces import interface_of
 from millrace.demo.speech.job import METRICS_NAME, SpeechJob
 from millrace.demo.speech.log import LOG_NAME, EpochRecord, TrainingLog, WorkerTimes, read_events
 from millrace.demo.speech.ray_cluster import given_cluster
-from millrace.demo.speech.run import REPORT_NAME, Follower, _defaults, _trainer, is_complete, run_speech, training_error
+from millrace.demo.speech.run import REPORT_NAME, Follower, _trainer, is_complete, run_speech, training_error
 from millrace.demo.speech.settings import SpeechSettings
 from millrace.errors import ConfigurationError, DeniedError, MillraceError, OriginUnavailableError
 
@@ -195,7 +196,7 @@ def test_the_environment_is_afterwards_as_it_was(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MILLRACE_TEST_OWN", "own")
     monkeypatch.delenv("MILLRACE_TEST_NONE", raising=False)
     before = dict(os.environ)
-    with pytest.raises(ValueError), _defaults({"MILLRACE_TEST_OWN": "ours", "MILLRACE_TEST_NONE": "ours"}):  # noqa: PT011, PT012
+    with pytest.raises(ValueError), defaults({"MILLRACE_TEST_OWN": "ours", "MILLRACE_TEST_NONE": "ours"}):  # noqa: PT011, PT012
         assert os.environ["MILLRACE_TEST_OWN"] == "own"
         assert os.environ["MILLRACE_TEST_NONE"] == "ours"
         raise ValueError

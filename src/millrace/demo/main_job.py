@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import millrace
 from millrace.demo import interrupts
 from millrace.demo.disk import local_files
+from millrace.demo.environment import defaults
 from millrace.demo.needs import SPEECH_MODULES, check_modules
 from millrace.demo.speech.defaults import SMALL_EPOCHS, learning_rate_for
 from millrace.demo.speech.settings import FamilyName, SpeechSettings
@@ -115,6 +118,9 @@ def run_demo(settings: DemoSettings, progress: Progress) -> DemoResult:
     directory = _prepare_directory(settings.directory)
     with ExitStack() as stack:
         stack.enter_context(interrupts.remembered())
+        # What else would lie in the user's home: the budgets of origins that are opened without a cache, matplotlib's fonts.
+        homes = {"MILLRACE_CACHE_DIR": directory / "cache", "MPLCONFIGDIR": directory / "matplotlib"}
+        stack.enter_context(defaults({name: str(home) for name, home in homes.items()}))
         server = stack.enter_context(S3Server(directory / "s3", port=settings.port))
         region = stack.enter_context(_region(server, directory / "region-port"))
         progress(f"S3 server on {server.endpoint_url}, read through an emulated region on {region.endpoint_url}")
@@ -176,6 +182,7 @@ def run_demo(settings: DemoSettings, progress: Progress) -> DemoResult:
 def summary_table(result: DemoResult) -> str:
     """The closing table, for a terminal."""
     speech = result.speech
+    look = [sys.executable, "-m", "millrace.testing.s3", "--dir", str(result.server_directory)]
     return "\n".join(
         [
             "",
@@ -188,7 +195,7 @@ def summary_table(result: DemoResult) -> str:
             "",
             f"report        {result.report}",
             f"in the bucket {outputs(speech)}",
-            f"look inside   python -m millrace.testing.s3 --dir {result.server_directory}",
+            f"look inside   {shlex.join(look)}",
             f"done in {result.seconds:.0f} s",
         ]
     )

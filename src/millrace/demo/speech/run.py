@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import pyarrow.fs
 
 from millrace.demo import interrupts
+from millrace.demo.environment import defaults
 from millrace.demo.place import Place
 from millrace.demo.speech.data import SplitSource, read_split
 from millrace.demo.speech.families.choosing import family_of
@@ -145,7 +144,7 @@ def run_speech(
     if settings.min_workers is not None:
         # Ray Train counts with nodes that were lost up to 20 s ago, and would wait a minute for these.
         environment["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "20"
-    with _defaults(environment), ray_cluster(settings, progress):
+    with defaults(environment), ray_cluster(settings, progress):
         if (lacking := shortage(settings, _cluster_resources())) is not None:
             progress(lacking)
         follower = Follower(run, progress)
@@ -154,18 +153,6 @@ def run_speech(
     result = result_of(settings, run)
     write_report(result, run, progress, places=places)
     return result
-
-
-@contextmanager
-def _defaults(environment: Mapping[str, str]) -> Iterator[None]:
-    """Variables of the environment, where they are not set, until the block ends: the process's next run has its own."""
-    added = [name for name in environment if name not in os.environ]
-    os.environ.update({name: environment[name] for name in added})
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
 
 
 def splits_of(settings: SpeechSettings, data: Place, family: Family) -> dict[str, SplitSource]:
