@@ -46,6 +46,13 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _little_garbage() -> None:
+    """What is there by now, most of it imported libraries, is not looked through after every test of the module."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _closed_caches() -> Iterator[None]:
     """Every test opens its caches itself."""
