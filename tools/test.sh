@@ -20,7 +20,8 @@ fi
 # paths must be short.
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/millrace-test.XXXXXX") || exit 1
 trap 'rm -rf "$scratch"' EXIT
-export TMPDIR=$scratch RAY_TMPDIR=$scratch
+mkdir "$scratch/home"
+export TMPDIR=$scratch RAY_TMPDIR=$scratch HOME=$scratch/home
 
 # Three files at a time, in the order of tests/conftest.py: most of what those do is wait, for leases, deadlines and
 # processes that start, so that two cores have room for a third.
