@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.interrupts import interrupts
 
 from millrace.errors import ConfigurationError, StorageError
 from millrace.events import Event, add_hook
@@ -267,18 +268,10 @@ def test_an_interrupted_wait_leaves_nothing_behind(path: Path, waits_for: str) -
         budget.leave(held, answered=True)
     if waits_for == "the gate":
         budget.busy(held, retry_after=50.0)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+    with interrupts() as interrupt_after:
+        interrupt_after(0.1)
         with pytest.raises(KeyboardInterrupt):
             budget.enter(60.0)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
     budget.leave(held, answered=True)
     assert not budget._waiting
     assert not budget._held
@@ -292,20 +285,15 @@ def test_an_interrupt_at_any_moment_leaves_nothing_behind(path: Path) -> None:
         while not stop.is_set():
             in_turn(budget, "x", lambda: time.sleep(0), lambda: None)
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     threads = [in_thread(work) for _ in range(3)]
-    before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        for number in range(400):
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.setitimer(signal.ITIMER_REAL, 0.0002 + number * 5e-6)
-                while True:
-                    in_turn(budget, "x", lambda: None, lambda: None)
+        with interrupts() as interrupt_after:
+            for number in range(400):
+                with contextlib.suppress(KeyboardInterrupt):
+                    interrupt_after(0.0002 + number * 5e-6)
+                    while True:
+                        in_turn(budget, "x", lambda: None, lambda: None)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
         stop.set()
     for thread in threads:
         thread.join(DEADLINE)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
+from tests.interrupts import interrupts
 
 from millrace.errors import DeniedError
 from millrace.origin.side_by_side import side_by_side
@@ -69,19 +69,12 @@ def test_an_interrupt_is_heard_while_all_hang() -> None:
         begun.append(item)
         go_on.wait(60)
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+    with interrupts() as interrupt_after:
+        interrupt_after(0.1)
         with pytest.raises(KeyboardInterrupt):
             side_by_side(action, range(100), 3, "test-side")
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        assert not go_on.is_set()
-        go_on.set()
+    assert not go_on.is_set()
+    go_on.set()
     until(lambda: not any(thread.name.startswith("test-side") for thread in threading.enumerate()))
     assert set(begun) <= {0, 1, 2}
 
