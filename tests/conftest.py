@@ -22,6 +22,8 @@ from millrace.testing.azurite import AzuriteServer, find_azurite
 from millrace.testing.etcd import EtcdServer, find_etcd
 from millrace.testing.s3 import S3Server
 
+_MANY_OBJECTS = 50_000
+
 # No test is timed: how long an example takes says how busy the machine is.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -48,9 +50,11 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
 
 @pytest.fixture(autouse=True, scope="module")
 def _little_garbage() -> None:
-    """What is there by now, most of it imported libraries, is not looked through after every test of the module."""
-    gc.collect()
-    gc.freeze()
+    """What is there by now, most of it imported libraries, is not looked through after every test."""
+    if len(gc.get_objects()) > _MANY_OBJECTS:  # since it was looked through the last time
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -82,7 +82,7 @@ class Appender:
     def wait_for_the_first(self) -> None:
         """Wait until it has acknowledged an object; fails when it ends or does not get there in a minute."""
         blocked = Path(f"/proc/{self.pid}/wchan")
-        assert select.select([self._acknowledged], [], [], 50)[0], f"nothing yet, blocked in {blocked.read_text()}"
+        assert wait([self._acknowledged], 50), f"nothing yet, blocked in {blocked.read_text()}"
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import select
 import signal
 import subprocess
 import sys
 import textwrap
+from multiprocessing.connection import wait
 from typing import NamedTuple
 
 import pytest
@@ -117,7 +117,7 @@ def train(template, tmp_path):
         stderr = tmp_path / "stderr"
         template.stdin.write(json.dumps([str(tmp_path), textwrap.dedent(program), str(stderr)]) + "\n")
         template.stdin.flush()
-        ready, _, _ = select.select([template.stdout], [], [], 120)
+        ready = wait([template.stdout], 120)
         assert ready, "it does not end"
         return Ran(int(template.stdout.readline()), stderr.read_text())
 

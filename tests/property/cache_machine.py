@@ -14,7 +14,6 @@ import io
 import os
 import pickle
 import random
-import select
 import shutil
 import signal
 import sys
@@ -25,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -396,7 +396,7 @@ class CacheMachine(RuleBasedStateMachine):
         received = io.BytesIO()
         try:
             while not kill or received.tell() < reads:
-                assert select.select([here], [], [], CHILD_SECONDS)[0], "the other process hangs"
+                assert wait([here], CHILD_SECONDS), "the other process hangs"
                 data = os.read(here, 1 if kill else 1 << 20)
                 if not data:
                     break

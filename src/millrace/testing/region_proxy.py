@@ -16,7 +16,6 @@ import contextlib
 import fnmatch
 import json
 import re
-import select
 import socket
 import struct
 import sys
@@ -24,6 +23,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Mapping
+from multiprocessing.connection import wait
 from typing import Any
 
 _BUFFER_BYTES = 256 << 10
@@ -227,7 +227,7 @@ class Stream:
     @property
     def alive(self) -> bool:
         """Whether an idle connection is still open on the other side."""
-        return not select.select([self.socket], [], [], 0)[0]
+        return not wait([self.socket], 0)
 
     def close(self) -> None:
         self.socket.close()

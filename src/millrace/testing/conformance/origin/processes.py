@@ -6,11 +6,11 @@ import base64
 import contextlib
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import wait
 
 import pytest
 
@@ -38,7 +38,7 @@ def _in_forked_child(action: Callable[[], bytes]) -> bytes:
         os._exit(status)
     os.close(write_end)
     with open(read_end, "rb") as pipe:
-        ended = bool(select.select([pipe], [], [], _SECONDS)[0])
+        ended = bool(wait([read_end], _SECONDS))
         if not ended:
             os.kill(pid, signal.SIGKILL)
         answer = pipe.read()
