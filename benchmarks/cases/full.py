@@ -25,6 +25,7 @@ _RANDOM_FILES = 2
 _READ_BYTES = 64 << 10
 _THREADS = (1, 4, 16)
 _PINNED_BYTES = 32 << 20
+_PIECE_BYTES = 8 << 20  # divides all sizes
 _LEFT_BYTES = 1 << 20  # less than a block
 _FOLDER = f"{BUCKET}/train"
 _PINNED = f"{BUCKET}/pinned/all.bin"
@@ -41,7 +42,9 @@ def prepare(options: Options) -> Iterator[Prepared]:
     sizes = {f"stream-{number}.bin": stream_bytes for number in range(_STREAMS)}
     sizes |= {f"random-{number}.bin": large_bytes for number in range(_RANDOM_FILES)}
     for name, size in sizes.items():
-        (local / name).write_bytes(source.randbytes(size))
+        with open(local / name, "wb") as file:
+            for _ in range(0, size, _PIECE_BYTES):  # no more at once than `randbytes` can
+                file.write(source.randbytes(_PIECE_BYTES))
     write_columns(local / "wide.parquet", rows)
     wide = (local / "wide.parquet").stat().st_size
     with S3Server(options.scratch / "s3") as s3, EmulatedRegion(s3.endpoint_url) as region:
