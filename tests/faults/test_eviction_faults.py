@@ -205,6 +205,7 @@ for epoch in range(epochs):
             reader.close()
         else:
             data = found.buffer.to_pybytes()
+        found = None  # what is in use stays mapped, evicted or not
         assert data == bytes(origin.expected(key, 0, info.size)), key
         highest = max(highest, disk.store.index.used_bytes())
     print(json.dumps([origin.bytes_read - before, highest]), flush=True)
