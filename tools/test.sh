@@ -8,9 +8,9 @@ cd "$(dirname "$0")/.."
 command -v etcd >/dev/null || tools/debian-packages.sh etcd-server >/dev/null || echo "test: there is no etcd" >&2
 tools/azurite.sh || echo "test: there is no Azurite" >&2
 
-# Root's tests make machines of namespaces, with links between them that are cut, and logins by SSH.
+# Root's tests make machines of namespaces, with links between them that are cut, and logins by SSH; one asks a node with curl.
 if ((EUID == 0)); then
-  for need in ip:iproute2 sshd:openssh-server ssh:openssh-client ssh-keygen:openssh-client rsync:rsync; do
+  for need in ip:iproute2 sshd:openssh-server ssh:openssh-client ssh-keygen:openssh-client rsync:rsync curl:curl; do
     command -v "${need%:*}" >/dev/null || tools/debian-packages.sh "${need#*:}" >/dev/null ||
       echo "test: there is no ${need%:*}" >&2
   done
