@@ -98,9 +98,8 @@ def test_readers_that_are_killed_leave_nothing_wrong(data: Path) -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             process.stdout.readline()
-            first = (
-                process.stdout.readline() if attempt % 2 else ""
-            )  # so that there is something to lose on a busy disk, too
+            # Every other time something has been read: else, on a busy disk, there may be nothing to lose.
+            first = process.stdout.readline() if attempt % 2 else ""
             time.sleep(chooser.uniform(0, 0.3))
             process.kill()
             returned |= {f"{data}/{number}.bin" for number in (first + process.stdout.read()).split()}

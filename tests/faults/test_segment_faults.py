@@ -80,7 +80,7 @@ class Appender:
         os.close(theirs)
 
     def wait_for_the_first(self) -> None:
-        """Wait until it has acknowledged an object; fails when it ends or does not get there in a minute."""
+        """Wait until it has acknowledged an object; fails when it does not get there in 50 s."""
         blocked = Path(f"/proc/{self.pid}/wchan")
         assert wait([self._acknowledged], 50), f"nothing yet, blocked in {blocked.read_text()}"
 
