@@ -1,13 +1,15 @@
-# `make demo`, `make test`, `make test-all`, `make check`, `make bench` work from a clean clone: each first makes .venv, which needs only
+# `make demo`, `make test`, `make test-all`, `make check`, `make docs`, `make bench` work from a clean clone: each first makes .venv, which needs only
 # Python 3.11 and a network. Everything that they make lies in the clone; `make clean` removes it.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check bench clean venv
+.PHONY: help demo test test-all test-wheel check docs bench clean venv
 
 help:
 	@echo "make demo    speech data from S3 through the cache into training, and checkpoints back: the whole way"
 	@echo "make test    all checks and all tests but the thorough ones"
 	@echo "make test-all   and those too: whole jobs on machines of namespaces, every fault with every storage"
-	@echo "make check   only the quick checks: ruff, mypy, import-linter"
+	@echo "make test-wheel   build the wheel, and test the base install on every Python 3.11 to 3.14 that there is"
+	@echo "make check   only the quick checks: ruff, mypy, import-linter, the documentation site"
+	@echo "make docs    the documentation site, in site/"
 	@echo "make bench   all benchmarks; results in benchmarks/results"
 	@echo "make clean   remove everything that the others made"
 
@@ -15,9 +17,13 @@ venv:
 	@tools/bootstrap.sh
 
 demo: venv
-	@.venv/bin/millrace demo --directory .demo $(ARGS)
+	@.venv/bin/python examples/speech/demo.py --directory .demo $(ARGS)
 
-check: venv
+# Without --quiet: MkDocs counts only the warnings that it prints, so --strict would have no effect.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+
+check: venv docs
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
@@ -29,9 +35,12 @@ test: check
 test-all: check
 	@tools/test.sh $(ARGS)
 
+test-wheel: venv
+	@.venv/bin/python tools/check_wheel.py $(ARGS)
+
 bench: venv
 	.venv/bin/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf .venv .deps .demo build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .deps .demo build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 from millrace.cache.node import CacheNode, close_nodes
+from millrace.cluster.dataplane.server import PlaneServer
+from millrace.cluster.membership import Member, View
+from millrace.cluster.origins import Origins
+from millrace.cluster.serving import BlockService
 from millrace.config import resolve
-from millrace.members import Member, View
 from millrace.origin import open_origin
-from millrace.peers.origins import Origins
-from millrace.peers.server import PlaneServer
-from millrace.peers.serving import BlockService
 
 _ME = "benchmark"
 

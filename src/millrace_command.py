@@ -1,6 +1,6 @@
-"""The command `millrace` from its first moment on. Outside the package, whose imports take a quarter of a second.
+"""The entry point of the command `millrace`. Outside the package, whose imports take a quarter of a second.
 
-Somebody who presses Ctrl-C meanwhile gets one line and 130, as later, and not what Python says of half an import.
+Ctrl-C during these imports prints one line and exits with 130, as it does later, without Python's traceback.
 """
 
 from __future__ import annotations
@@ -25,6 +25,6 @@ def main() -> int:
 
 
 def _end(_signal: int, _frame: FrameType | None) -> None:
-    """End at once: whatever is imported could swallow an exception. Nothing has begun that would have to be ended."""
+    """End at once: an import in progress could swallow an exception. Nothing has started that must be stopped."""
     os.write(2, b"millrace: interrupted; nothing is left running\n")
     os._exit(130)

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import os
 import re
+import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+from tests.support.azurite import AzuriteServer, find_azurite
+from tests.support.chromium import find_chromium
+from tests.support.etcd import EtcdServer, find_etcd
+from tests.support.prometheus import find_prometheus
 
 from millrace.cache.node import close_nodes, nodes_are_open
+from millrace.cluster.attach import close_all
 from millrace.errors import MissingDependencyError
 from millrace.events import Event, add_hook
 from millrace.filesystem import MillraceFileSystem, filesystem
-from millrace.peers.attach import close_all
-from millrace.testing.azurite import AzuriteServer, find_azurite
-from millrace.testing.etcd import EtcdServer, find_etcd
 from millrace.testing.s3 import S3Server
 
 _MANY_OBJECTS = 50_000
+_number_of_bucket = itertools.count()
 
-# No test is timed: how long an example takes says how busy the machine is.
+# No test is timed: the duration of an example depends on the load of the machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
@@ -38,7 +45,7 @@ def _signals_count() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test sees the user's configuration, or writes to the user's cache."""
     for name in list(os.environ):
         if name.startswith(("MILLRACE_", "AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST")):
@@ -46,20 +53,22 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
+    yield
+    shutil.rmtree(home, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _little_garbage() -> None:
-    """What is there by now, most of it imported libraries, is not looked through after every test."""
-    if len(gc.get_objects()) > _MANY_OBJECTS:  # since it was looked through the last time
+    """Excludes existing objects, mostly of imported libraries, from the collection after every test."""
+    if len(gc.get_objects()) > _MANY_OBJECTS:  # since the last full collection
         gc.unfreeze()
         gc.collect()
         gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def _closed_caches() -> Iterator[None]:
-    """Every test opens its caches itself."""
+def _closed_caches(tmp_path: Path) -> Iterator[None]:
+    """Every test opens its caches itself. They are closed before the test's directory is removed."""
     yield
     close_all()
     if nodes_are_open():
@@ -90,7 +99,7 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzuriteServer]
 
 @pytest.fixture
 def container(azurite: AzuriteServer, tmp_path: Path) -> str:
-    """A fresh container, named after the test's own directory."""
+    """A fresh container, named after the test."""
     name = _bucket_name(tmp_path)
     azurite.create_container(name)
     return name
@@ -98,7 +107,7 @@ def container(azurite: AzuriteServer, tmp_path: Path) -> str:
 
 @pytest.fixture
 def bucket(s3: S3Server, request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A fresh bucket, named after the test's own directory."""
+    """A fresh bucket, named after the test."""
     name = _bucket_name(tmp_path)
     s3.create_bucket(name)
     return name
@@ -116,8 +125,12 @@ def service_account_key() -> str:
 
 
 def _bucket_name(directory: Path) -> str:
-    """The directory's name in what S3 and Azure both allow: small letters, digits, and single hyphens between them."""
-    return "-".join(("t-" + re.sub(r"[^a-z0-9]+", "-", directory.name.lower()))[:50].strip("-").split("--"))
+    """The directory's name in what S3 and Azure both allow: small letters, digits, and single hyphens between them.
+
+    With a number: the next test may get a directory of the same name.
+    """
+    name = "-".join(("t-" + re.sub(r"[^a-z0-9]+", "-", directory.name.lower()))[:50].strip("-").split("--"))
+    return f"{name}-{next(_number_of_bucket)}"
 
 
 @pytest.fixture
@@ -159,7 +172,7 @@ def no_cached_plans() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put them in order; those that need root, etcd or Azurite are listed as not run where there is none."""
+    """Put them in order; those that need root, a server or a tool are listed as not run where there is none."""
     _slow_files_first(items)
     if os.geteuid() != 0:
         for item in items:
@@ -167,6 +180,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs root"))
     _skip_without(items, "etcd", "needs etcd", find_etcd)
     _skip_without(items, "azurite", "needs Azurite", find_azurite)
+    _skip_without(items, "prometheus", "needs Prometheus", find_prometheus)
+    _skip_without(items, "chromium", "needs Chromium", find_chromium)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give all files with Ray to one worker: two clusters on two cores slow each other down until their deadlines pass."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneWorkerForRay(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "ray" if _has_ray(config.rootpath / file) else file
+
+    return OneWorkerForRay(config, log)
+
+
+@functools.cache
+def _has_ray(file: Path) -> bool:
+    return "pytest.mark.ray" in file.read_text()
 
 
 def _skip_without(items: list[pytest.Item], mark: str, reason: str, find: Callable[[], object]) -> None:
@@ -180,18 +214,35 @@ def _skip_without(items: list[pytest.Item], mark: str, reason: str, find: Callab
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+_TESTS = Path(__file__).parent
 _QUICK = ("unit", "conformance", "property")
-"""The folders whose tests come first, in processes in which no Ray has run yet: it leaves threads behind."""
 
 
 def _slow_files_first(items: list[pytest.Item]) -> None:
-    """Whole files: the quick folders, then the others, of these the slow files first, so that all processes end together."""
+    """Whole files: those with Ray, which keep one worker busy the longest, then the quick folders, then the slow files.
+
+    Ray leaves threads behind: the quick folders run in the workers in which no Ray has run.
+    """
     slow: dict[Path, int] = {}
     for item in items:
         slow[item.path] = slow.get(item.path, 0) + (item.get_closest_marker("slow") is not None)
 
-    def key(item: pytest.Item) -> tuple[bool, int]:
-        quick = item.path.parent.name in _QUICK
-        return not quick, 0 if quick else -slow[item.path]
+    def key(item: pytest.Item) -> tuple[bool, bool, int]:
+        quick = item.path.relative_to(_TESTS).parts[0] in _QUICK
+        return not _has_ray(item.path), not quick, 0 if quick else -slow[item.path]
 
     items.sort(key=key)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 10 MB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", str(place)], check=False, capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("this machine allows no mounts")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)

@@ -1,6 +1,6 @@
-"""Make the small synthesised German speech set that the demo and the tests use.
+"""Make the small synthesised German speech set that the speech example and its tests use.
 
-For developers only: the result is committed in `src/millrace/testing/speech_data/`, so neither the demo nor a
+For developers only: the result is committed in `examples/speech/sample/`, so neither the example nor a
 test needs a synthesiser. Needs the `espeak-ng` command (Debian: `apt-get install espeak-ng`); run it with
 
     python tools/make_speech_clips.py
@@ -29,7 +29,7 @@ import soxr
 
 SAMPLE_RATE = 16_000
 SEED = 20
-TARGET = Path(__file__).resolve().parent.parent / "src" / "millrace" / "testing" / "speech_data"
+TARGET = Path(__file__).resolve().parent.parent / "examples" / "speech" / "sample"
 COLUMNS = ("split", "speaker", "age", "gender", "file", "sentence")
 
 

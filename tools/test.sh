@@ -6,11 +6,14 @@ cd "$(dirname "$0")/.."
 
 # Without it the tests that need it are skipped, which the last line says.
 command -v etcd >/dev/null || tools/debian-packages.sh etcd-server >/dev/null || echo "test: there is no etcd" >&2
+command -v prometheus >/dev/null || tools/debian-packages.sh prometheus >/dev/null || echo "test: there is no Prometheus" >&2
+[[ $(command -v chromium-headless-shell chromium google-chrome) ]] || tools/debian-packages.sh chromium-headless-shell fonts-dejavu-core >/dev/null ||
+  echo "test: there is no Chromium" >&2
 tools/azurite.sh || echo "test: there is no Azurite" >&2
 
-# Root's tests make machines of namespaces, with links between them that are cut, and logins by SSH; one asks a node with curl.
+# Root's tests make machines of namespaces, with links between them that are cut, and logins by SSH.
 if ((EUID == 0)); then
-  for need in ip:iproute2 sshd:openssh-server ssh:openssh-client ssh-keygen:openssh-client rsync:rsync curl:curl; do
+  for need in ip:iproute2 sshd:openssh-server ssh:openssh-client ssh-keygen:openssh-client rsync:rsync; do
     command -v "${need%:*}" >/dev/null || tools/debian-packages.sh "${need#*:}" >/dev/null ||
       echo "test: there is no ${need%:*}" >&2
   done
@@ -22,26 +25,14 @@ scratch=$(mktemp -d "${TMPDIR:-/tmp}/millrace-test.XXXXXX") || exit 1
 trap 'rm -rf "$scratch"' EXIT
 mkdir "$scratch/home"
 export TMPDIR=$scratch RAY_TMPDIR=$scratch HOME=$scratch/home
+# Ray gives its workers a low priority. Beside two other workers of pytest they would hardly run.
+export RAY_worker_niceness=0
 
 # Three files at a time, in the order of tests/conftest.py: most of what those do is wait, for leases, deadlines and
 # processes that start, so that two cores have room for a third.
 # The limit is far above what it takes; pyproject.toml limits each test.
 timeout --foreground --kill-after=30 4500 .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" 2>&1 | tee "$scratch/output"
 status=${PIPESTATUS[0]}
-
-# Most tests have real processes or threads and wait for real deadlines, which a busy machine can miss. A few may run a second
-# time, alone; the last line names them, for each is a test to be mended.
-again=""
-mapfile -t failed < <(sed -nE 's/^(FAILED|ERROR) ([^ ]*).*/\2/p' "$scratch/output" | sort -u)
-if ((status == 1 && ${#failed[@]} >= 1 && ${#failed[@]} <= 3)) && ! printf '%s\n' "${failed[@]}" | grep -qv ::; then
-  echo "test: ${#failed[@]} failed; they run again, alone"
-  .venv/bin/python -m pytest --last-failed --last-failed-no-failures none "$@"
-  second=$?
-  if ((second == 0)); then
-    status=0
-    again="; PASSED ONLY THE SECOND TIME, ALONE: ${failed[*]}"
-  fi
-fi
 
 counts=$(grep -E '^=*.*(passed|failed|error|no tests ran).* in [0-9]' "$scratch/output" | tail -n 1 | tr -d '=')
 skipped_for() {
@@ -51,7 +42,8 @@ for_root=$(skipped_for root)
 for_ssh=$(skipped_for "sshd, ssh and rsync")
 for_azurite=$(skipped_for Azurite)
 echo "tests:${counts:- no summary}; not run because they need root: $for_root, because they need etcd: $(skipped_for etcd), \
-because they need SSH: $for_ssh, because they need Azurite: $for_azurite$again"
+because they need SSH: $for_ssh, because they need Azurite: $for_azurite, because they need Prometheus: \
+$(skipped_for Prometheus), because they need Chromium: $(skipped_for Chromium)"
 if ((EUID == 0 && for_root + for_ssh + for_azurite > 0)); then
   echo "test: root must run all tests, and $for_root were skipped for want of root, $for_ssh for want of SSH, \
 $for_azurite for want of Azurite" >&2

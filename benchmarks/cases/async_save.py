@@ -215,8 +215,8 @@ def _steps(measure: Measure, context: Mapping[str, Any], begin: Begin, *only: st
 def _threads(threads: int, niceness: int, switch_seconds: float | None = None) -> Begin:
     import sys
 
-    from millrace.checkpoint.host.priority import lower_priority
-    from millrace.checkpoint.loop.saving import SaveRunner
+    from millrace.checkpoint.run.saving import SaveRunner
+    from millrace.runtime.pipeline import lower_priority
 
     runner = SaveRunner()
 

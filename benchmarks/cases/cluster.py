@@ -21,7 +21,7 @@ from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
 if TYPE_CHECKING:
-    from millrace.testing.cluster import LocalCluster
+    from tests.support.local_cluster import LocalCluster
 
 _NODES = (1, 2, 4)
 
@@ -101,7 +101,7 @@ def read_with_obstore(context: Mapping[str, Any], seed: int) -> int:
 
 
 def _millrace(measure: Measure, context: Mapping[str, Any], nodes: int) -> int:
-    from millrace.testing.cluster import LocalCluster
+    from tests.support.local_cluster import LocalCluster
 
     with LocalCluster(Path(context["scratch"]), nodes, target_options=context["options"]) as cluster:
         with measure("first pass") as figures:
@@ -123,9 +123,9 @@ def _read(cluster: LocalCluster, context: Mapping[str, Any]) -> int:
 
 
 def _drop_copies(cluster: LocalCluster) -> None:
+    from millrace.cluster.membership import Member, View
+    from millrace.cluster.placement import Placement
     from millrace.filesystem import filesystem
-    from millrace.members import Member, View
-    from millrace.peers.placement import Placement
 
     placed = Placement(View.of(Member(id=node.address, address=node.address) for node in cluster.nodes))
     for node in cluster.nodes:

@@ -56,7 +56,7 @@ class _Run:
 
         kind: Literal["full", "previous", "anchor"] = "full"
         if self.deltas:
-            kind = choose_base(self.history, full_every=_FULL_EVERY, previous_here=True, anchor_here=True)
+            kind = choose_base(self.history, full_every=_FULL_EVERY, previous_near=True, anchor_near=True)
         place = f"{self.root}/step-{number}"
         writer = CheckpointWriter(
             place,

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from tests.support.eviction_simulation import POLICIES, Policy, simulate
+from tests.support.eviction_traces import Trace, all_traces
+
 from benchmarks.harness import Case, Measure, Options, Prepared
-from millrace.testing.eviction import POLICIES, Policy, simulate
-from millrace.testing.eviction_traces import Trace, all_traces
 
 
 @contextmanager

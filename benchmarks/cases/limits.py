@@ -35,14 +35,15 @@ def _run(measure: Measure, context: Mapping[str, Any], origin: Origin) -> int:
 
 @case.contender("the origin alone")
 def alone(measure: Measure, context: Mapping[str, Any]) -> int:
-    from millrace.testing.origins import MemoryOrigin
+    from tests.support.origins import MemoryOrigin
 
     return _run(measure, context, MemoryOrigin())
 
 
 def _limited(measure: Measure, context: Mapping[str, Any], **limits: Any) -> int:
+    from tests.support.origins import MemoryOrigin
+
     from millrace.origin.limits import Limits, limited
-    from millrace.testing.origins import MemoryOrigin
 
     arguments = {"cache_dir": context["scratch"], **limits}
     return _run(measure, context, limited(MemoryOrigin(), Limits.of("s3", arguments)))

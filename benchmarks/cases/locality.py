@@ -51,10 +51,10 @@ case = Case(
 
 def _run(measure: Measure, context: Mapping[str, Any], make: Callable[..., Any]) -> list[list[int]]:
     import ray
-    from tests.raylets import raylets
+    from tests.support.raylets import raylets
 
     import millrace
-    from millrace.cluster import cluster_counters
+    from millrace.ray import cluster_counters
 
     def decoded(dataset: Any) -> Any:
         return dataset.map_batches(_measured, batch_size=None)
@@ -103,8 +103,8 @@ def plain(measure: Measure, context: Mapping[str, Any]) -> list[list[int]]:
     def make(fs: Any, decoded: Callable[[Any], Any], **options: Any) -> Any:
         import ray.data
 
+        from millrace.cluster.attach import link_for
         from millrace.filesystem.cluster_loading import start_everywhere
-        from millrace.peers.attach import link_for
 
         start_everywhere(fs._options, link_for(fs._options, fs.origin).views)  # as read_near does
         return decoded(ray.data.read_binary_files(f"s3://{BUCKET}/train", filesystem=fs, **options))
@@ -117,7 +117,7 @@ def near(measure: Measure, context: Mapping[str, Any]) -> list[list[int]]:
     def make(fs: Any, decoded: Callable[[Any], Any], **options: Any) -> Any:
         import ray.data
 
-        from millrace.cluster import read_near
+        from millrace.ray import read_near
 
         return read_near(ray.data.read_binary_files, f"s3://{BUCKET}/train", filesystem=fs, then=decoded, **options)
 

@@ -94,7 +94,7 @@ def _cached(context: Mapping[str, Any], *, evicts: bool) -> Callable[[Any], Read
     disk = node.open_disks[0]
     disk.held = HeldBlocks(0)
     if not evicts:
-        disk.evictor.reserve = lambda nbytes, newcomer: disk.store.reserve(nbytes)  # type: ignore[method-assign]
+        disk.evictor.reserve = lambda nbytes, candidate: disk.store.space.reserve(nbytes)  # type: ignore[method-assign]
 
     def make(origin: Any) -> ReadObject:
         def read(key: str, size: int) -> Any:

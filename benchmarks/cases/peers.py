@@ -24,10 +24,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import ROOT, Case, ContenderError, Measure, Options, Prepared
-from millrace.members import Member
-from millrace.peers import wire
-from millrace.peers.client import PeerClient
-from millrace.peers.wire import Ask, ObjectDescription
+from millrace.cluster.dataplane import wire
+from millrace.cluster.dataplane.client import PeerClient
+from millrace.cluster.dataplane.wire import Ask, ObjectDescription
+from millrace.cluster.membership import Member
 from millrace.testing.process import ChildProcess, free_ports
 
 _TOKEN = "a-token-of-benchmarks"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.harness import Case, Measure, Options, Prepared
 
 if TYPE_CHECKING:
-    from millrace.members import Member
+    from millrace.cluster.membership import Member
 
 _JOINS = 50
 
@@ -43,14 +43,14 @@ def _keys(count: int, seed: int) -> list[bytes]:
 
 
 def _members(count: int, weight: Callable[[int], float]) -> list[Member]:
-    from millrace.members import Member
+    from millrace.cluster.membership import Member
 
     return [Member(id=f"node-{number}", address="127.0.0.1:1", weight=weight(number)) for number in range(count)]
 
 
 def _owners(members: Sequence[Member], keys: Sequence[bytes]) -> list[str]:
-    from millrace.members import View
-    from millrace.peers.placement import Placement
+    from millrace.cluster.membership import View
+    from millrace.cluster.placement import Placement
 
     order = Placement(View.of(members)).order
     return [order(key)[0].id for key in keys]
@@ -83,8 +83,8 @@ def _moves(members: Sequence[Member], newcomers: Sequence[Member], keys: Sequenc
 
 def _microseconds(members: Sequence[Member], keys: Sequence[bytes]) -> tuple[float, float]:
     """A look-up that was not made before, and one that was."""
-    from millrace.members import View
-    from millrace.peers.placement import Placement
+    from millrace.cluster.membership import View
+    from millrace.cluster.placement import Placement
 
     order = Placement(View.of(members)).order
     few = keys[:2000]

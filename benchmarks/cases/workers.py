@@ -1,19 +1,22 @@
-"""One training worker against two on the same work, with Ray and without: what a second worker brings, and what Ray costs.
+"""One training worker against two on the same work: what a second worker brings.
 
-All four train the same model on the same clips for the same epochs with the same loop (`millrace.demo.speech`), each
-worker with one thread and batches of the same size, out of the same kind of cache. With Ray, the clips are decoded by Ray
-Data's tasks beside the workers; without, by a `DataLoader` inside of them.
+Both run `examples/speech`: the same model on the same clips for the same epochs, each worker with one thread and batches of
+the same size, out of the same kind of cache. Ray Data's tasks decode the clips on the same cores.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.harness import Case, Measure, Options, Prepared
+from benchmarks.harness import ROOT, Case, Measure, Options, Prepared
+
+_EXAMPLE = str(ROOT / "examples" / "speech")
+sys.path.insert(0, _EXAMPLE)
 
 _BUCKET = "speech"
 
@@ -21,43 +24,47 @@ _BUCKET = "speech"
 @contextmanager
 def prepare(options: Options) -> Iterator[Prepared]:
     import millrace
-    from millrace.demo.speech_data import write_common_voice
     from millrace.testing.s3 import S3Server
+    from sample_data import write_common_voice
 
     with S3Server(options.scratch / "s3") as server:
         server.create_bucket(_BUCKET)
-        written = write_common_voice(options.scratch / "clips")
+        clips = options.scratch / "clips"
+        count = write_common_voice(clips)["train"]
         fs = millrace.filesystem(
             "s3", target_options=server.target_options, cache_dir=str(options.scratch / "up"), members="none"
         )
-        for name in written.files:
-            fs.pipe_file(f"{_BUCKET}/data/{name}", (written.directory / name).read_bytes())
+        for path in clips.rglob("*"):
+            if path.is_file():
+                fs.pipe_file(f"{_BUCKET}/data/{path.relative_to(clips)}", path.read_bytes())
         size = {"hidden_size": 32, "layers": 1} if options.quick else {"hidden_size": 192, "layers": 3}
-        # The epoch counts that are no first one: those read from the cache, and nothing starts in them.
+        # Only epochs after the first count: those read from the cache, and nothing starts in them.
         epochs = 2 if options.quick else 3
         yield Prepared(
             {
                 "options": dict(server.target_options),
-                "settings": {**size, "epochs": epochs, "dev_clips": 16, "test_clips": 16, "kill_in_epoch": None},
+                "settings": {**size, "epochs": epochs, "dev_clips": 16, "test_clips": 16},
             },
             notes=(
-                f"{written.clips['train']} clips an epoch, {epochs} epochs, Wav2Vec2-BERT of {size['layers']} layers of "
+                f"{count} clips an epoch, {epochs} epochs, Wav2Vec2-BERT of {size['layers']} layers of "
                 f"{size['hidden_size']}, 8 clips a worker and step, one thread a worker, {os.cpu_count()} cores.",
                 "'epoch s' is the mean of all epochs but the first; it is the first worker's, as are its parts: waiting for "
-                "data, training, evaluating, waiting for the checkpoint's copy. 'start s' is all that is no epoch.",
+                "data, training, evaluating, blocked by a save. 'start s' is everything outside of an epoch.",
             ),
         )
 
 
 case = Case(
-    name="workers", title="Training on one worker and on two, with Ray and without", prepare=prepare,
-    baseline="no Ray, 1 worker", rounds=3,
+    name="workers", title="Training on one worker and on two", prepare=prepare, baseline="1 worker", rounds=3,
 )  # fmt: skip
 
 
-def _train(measure: Measure, context: Mapping[str, Any], run: Callable[..., Any], workers: int) -> list[object]:
+def _train(measure: Measure, context: Mapping[str, Any], workers: int) -> list[object]:
+    # Ray's processes find the example by it, and read the rest when they start.
+    os.environ |= {"PYTHONPATH": _EXAMPLE, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
     import millrace
-    from millrace.demo.speech.settings import SpeechSettings
+    from finetune.options import Settings
+    from finetune.run import fine_tune
 
     def open_with(consistency: str, folder: str) -> Any:
         return millrace.filesystem(
@@ -68,58 +75,31 @@ def _train(measure: Measure, context: Mapping[str, Any], run: Callable[..., Any]
             members="none",
         )
 
-    settings = SpeechSettings(
-        data_url=f"s3://{_BUCKET}/data",
-        run_url=f"s3://{_BUCKET}/runs/{os.path.basename(context['scratch'])}-{time.time_ns()}",
-        num_workers=workers,
+    settings = Settings(
+        data=f"s3://{_BUCKET}/data",
+        run=f"s3://{_BUCKET}/runs/{os.path.basename(context['scratch'])}-{time.time_ns()}",
+        workers=workers,
         **context["settings"],
     )
     with measure("run") as figures:
         began = time.perf_counter()
-        result = run(
-            settings,
-            open_with("immutable", "data"),
-            run_fs=open_with("always", "run"),
-            checkpoint_options=context["options"],
-            progress=lambda line: None,
+        result = fine_tune(
+            settings, open_with("immutable", "data"), open_with("always", "run"), progress=lambda _: None
         )
         whole = time.perf_counter() - began
-        later = [epoch for epoch in result.epochs if epoch.epoch > 1]
-        first = [next(worker for worker in epoch.workers if worker.rank == 0) for epoch in later]
+        later = result.epochs[1:]
         figures["start s"] = whole - sum(epoch.seconds for epoch in result.epochs)
         figures["epoch s"] = sum(epoch.seconds for epoch in later) / len(later)
-        for name in ("wait", "compute", "evaluate", "stall"):
-            figures[f"{name} s"] = sum(getattr(worker, f"{name}_seconds") for worker in first) / len(later)
+        for name in ("wait", "compute", "evaluate", "blocked"):
+            figures[f"{name} s"] = sum(getattr(epoch.workers[0], f"{name}_seconds") for epoch in later) / len(later)
     return [[epoch.clips, epoch.clips_digest] for epoch in result.epochs]
 
 
-def _with_ray(measure: Measure, context: Mapping[str, Any], workers: int) -> list[object]:
-    from millrace.demo.speech.run import run_speech
-
-    return _train(measure, context, run_speech, workers)
-
-
-def _without_ray(measure: Measure, context: Mapping[str, Any], workers: int) -> list[object]:
-    from millrace.demo.speech.plain import run_plain
-
-    return _train(measure, context, run_plain, workers)
+@case.contender("1 worker")
+def one(measure: Measure, context: Mapping[str, Any]) -> list[object]:
+    return _train(measure, context, 1)
 
 
-@case.contender("no Ray, 1 worker")
-def no_ray_one(measure: Measure, context: Mapping[str, Any]) -> list[object]:
-    return _without_ray(measure, context, 1)
-
-
-@case.contender("no Ray, 2 workers")
-def no_ray_two(measure: Measure, context: Mapping[str, Any]) -> list[object]:
-    return _without_ray(measure, context, 2)
-
-
-@case.contender("Ray, 1 worker")
-def ray_one(measure: Measure, context: Mapping[str, Any]) -> list[object]:
-    return _with_ray(measure, context, 1)
-
-
-@case.contender("Ray, 2 workers", baseline="Ray, 1 worker")
-def ray_two(measure: Measure, context: Mapping[str, Any]) -> list[object]:
-    return _with_ray(measure, context, 2)
+@case.contender("2 workers")
+def two(measure: Measure, context: Mapping[str, Any]) -> list[object]:
+    return _train(measure, context, 2)

@@ -4,7 +4,7 @@
 `UsageError`              Change the call or the configuration.
 `MissingError`            The thing named does not exist; check the name.
 `DeniedError`             Credentials are missing, wrong or insufficient.
-`ChangedError`            Somebody else changed the thing; open it again.
+`ChangedError`            The thing was changed meanwhile; open it again.
 `RetryableError`          A service is down or slow; the same call may succeed later.
 `StorageError`            A local disk is full, read-only or failing; free or replace it.
 `DamagedError`            Bytes are wrong and nothing intact is left to read instead.
@@ -23,18 +23,24 @@ from typing import Any, ClassVar
 
 
 def printable(text: str) -> str:
-    """A text in which what a terminal or a log would take for a command is a number: others choose the names of objects."""
+    """A text whose control characters are escaped. Names of objects may contain commands for a terminal or a log."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
 
 
-# A query to the next space, less what a message puts behind a URL; not one that is hidden already.
+def shown_key(key: str) -> str:
+    """A key for a log line: printable, and without a query, which may contain a signature that gives access."""
+    plain, mark, _ = key.partition("?")
+    return printable(f"{plain}?..." if mark else plain)
+
+
+# A query to the next space, without the punctuation that follows a URL; not a query that is hidden already.
 _QUERY = re.compile(r"""(https?://[^\s?]*)\?(?!\.\.\.[)"',:;.]*(?:\s|$))\S*?(?=[)"',:;.]*(?:\s|$))""", re.IGNORECASE)
 
 
 def without_queries(text: str) -> str:
-    """A text in which web addresses have no query: it may hold a signature, which opens the object to whoever reads it."""
+    """A text whose web addresses have no query, which may contain a signature that gives access to the object."""
     return _QUERY.sub(r"\1?...", text) if "?" in text else text
 
 
@@ -47,8 +53,8 @@ def _rebuild(cls: type[MillraceError], message: str, next_step: str, fields: dic
 class MillraceError(Exception):
     """Base of every Millrace error.
 
-    `message` names the thing (object, node, file); `next_step` says what to do. `str(error)` is one line.
-    Neither shows the query of a web address.
+    `message` names the thing (object, node, file) and the problem; `next_step` is what the user can do. `str(error)` is one
+    line. Neither shows the query of a web address.
     """
 
     code: ClassVar[str] = "error"
@@ -149,7 +155,7 @@ class ObjectNotFoundError(MissingError):
 
 
 class CheckpointNotFoundError(MissingError):
-    """No complete checkpoint lies at this place."""
+    """There is no complete checkpoint at this location."""
 
     code = "checkpoint-not-found"
 
@@ -164,11 +170,11 @@ class DeniedError(MillraceError, PermissionError):
     _errno = errno.EACCES
 
 
-# --- somebody else changed it ---------------------------------------------------------------------
+# --- it was changed meanwhile ---------------------------------------------------------------------
 
 
 class ChangedError(MillraceError, OSError):
-    """The thing is no longer what it was when this operation began."""
+    """The thing has changed since this operation began."""
 
     code = "changed"
     _errno = errno.ESTALE
@@ -194,7 +200,7 @@ class BaseGoneError(ChangedError):
 
 
 class RunTakenError(ChangedError):
-    """Another process saves into this run of checkpoints, and only one may."""
+    """Another process saves into this run of checkpoints, and only one may; or the claim of this process was removed."""
 
     code = "run-taken"
 
@@ -203,7 +209,7 @@ class RunTakenError(ChangedError):
 
 
 class RetryableError(MillraceError, OSError):
-    """A service did not answer as it should; retries inside Millrace are already used up."""
+    """A service failed. The retries inside Millrace are used up."""
 
     code = "retryable"
 
@@ -211,17 +217,21 @@ class RetryableError(MillraceError, OSError):
 class OriginUnavailableError(RetryableError):
     """The origin cannot be reached, or keeps failing.
 
-    `is_final`: its answer says that it will not do this (a 400, a 501), and was not asked for again.
+    `is_final`: the origin rejected the request (a 400, a 501), so it was not repeated. `brief_seconds`: set when the cause
+    is known and a longer wait rarely helps: the time for which the request is repeated, unless the origin has responded
+    recently (0 for an unknown host, a little for a refused connection). `most_tries`: the most attempts.
     """
 
     code = "origin-unavailable"
     is_final: bool = False
+    brief_seconds: float | None = None
+    most_tries: int | None = None
 
 
 class OriginBusyError(OriginUnavailableError):
-    """The origin asks for fewer requests (429, 503 SlowDown and the like).
+    """The origin requests a lower rate (429, 503 SlowDown and the like).
 
-    `retry_after` is the pause in seconds that it asked for, None where it did not say.
+    `retry_after` is the pause in seconds that it requested, or None.
     """
 
     code = "origin-busy"
@@ -232,27 +242,27 @@ class OriginBusyError(OriginUnavailableError):
 
 
 class OutcomeUnknownError(RetryableError):
-    """Something was sent and not acknowledged, and what became of it cannot be found out now."""
+    """A request was sent and not acknowledged, and its outcome cannot be determined now."""
 
     code = "outcome-unknown"
 
 
 class PeerError(RetryableError):
-    """Another node of the cluster did not give what was asked of it. Reads go on without it, and do not raise this."""
+    """Another node of the cluster failed a request. Reads continue without it, and do not raise this."""
 
     code = "peer"
 
 
 class PeerSilentError(PeerError):
-    """A node cannot be reached, broke the connection off, or was silent for too long."""
+    """A node cannot be reached, closed the connection, or was silent for too long."""
 
     code = "peer-silent"
 
 
 class PeerRefusedError(PeerError):
-    """A node said no. `status` is that of its answer in HTTP's numbers, 0 where it speaks no version that is known here.
+    """A node refused a request. `status` is an HTTP status, 0 when the node supports no common protocol version.
 
-    `reason` is the `code` of the error that it had, if any; `has_lease` that it asks for the blocks it cannot fetch.
+    `reason` is the `code` of its error, if any; `has_lease` is True when it requests the blocks that it cannot fetch.
     """
 
     code = "peer-refused"
@@ -265,7 +275,7 @@ class PeerRefusedError(PeerError):
 
 
 class WireError(PeerError):
-    """What came over the wire is not what the protocol of the data plane allows. `status` is what a server answers to it."""
+    """A message violates the protocol of the data plane. `status` is the status with which a server responds."""
 
     code = "wire"
 
@@ -284,7 +294,7 @@ class StorageError(MillraceError, OSError):
 
 
 class DiskFullError(StorageError):
-    """A local disk has no room left."""
+    """A local disk has no space left."""
 
     code = "disk-full"
     _errno = errno.ENOSPC
@@ -300,6 +310,6 @@ class DamagedError(MillraceError, OSError):
 
 
 class CorruptCheckpointError(DamagedError):
-    """A checkpoint's manifest or data is not what was written."""
+    """A checkpoint's manifest or data differs from the written bytes."""
 
     code = "corrupt-checkpoint"

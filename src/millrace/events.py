@@ -1,72 +1,91 @@
-"""What happened inside Millrace, for whoever wants to know: frozen events and the hooks that receive them.
+"""The event stream: frozen events, and the hooks that receive them.
 
-The core emits; logging, metrics and tests listen. With no hook registered an event costs one truth test.
-Hooks run in the thread that emits, must be quick, and must not raise.
+The core emits; logs (`event_log.py`), metrics (`cache/measures.py`) and users register hooks. Hooks run in the thread that
+emits, must be quick, and must not raise.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Generic, ParamSpec
 
 _log = logging.getLogger("millrace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One thing that happened.
+    """One event.
 
     `name` is stable and dotted (`cache.block.corrupt`); `subject` names the object, file or node; `nbytes`
-    is the amount concerned where there is one; `detail` is for people. An event never carries a secret.
+    is the amount concerned where there is one; `detail` is for people. `values` are figures for metrics, by name. An event
+    never contains a secret.
     """
 
     name: str
     subject: str = ""
     nbytes: int = 0
     detail: str = ""
+    values: Mapping[str, float] | None = None
+
+
+Parameters = ParamSpec("Parameters")
+
+
+class Hooks(Generic[Parameters]):
+    """Functions that are called when something happens. Process-wide and thread-safe without a lock.
+
+    Hooks run in the thread of the caller, must be quick, and must not raise. A concurrent call may or may not reach a hook
+    that is being added or removed.
+    """
+
+    __slots__ = ("_kind", "registered")
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        # One operation on a dict is atomic, also at a fork: no lock is needed.
+        self.registered: dict[object, Callable[Parameters, None]] = {}
+        """Empty without a hook. Test it before `call` to save the call and its arguments."""
+
+    def add(self, hook: Callable[Parameters, None]) -> Callable[[], None]:
+        """Register `hook`; returns a function that removes it again. A hook that is added twice is called twice."""
+        token = object()
+        self.registered[token] = hook
+
+        def remove() -> None:
+            self.registered.pop(token, None)
+
+        return remove
+
+    def call(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        """Call every hook. An exception of a hook is logged and does not reach the caller."""
+        for hook in list(self.registered.values()):
+            try:
+                hook(*args, **kwargs)
+            except Exception:  # noqa: BLE001 - a hook's error, of any kind, must not break a read
+                _log.exception("%s %r failed on %r", self._kind, hook, args)
 
 
 Hook = Callable[[Event], None]
 
-# Replaced as a whole under the lock, read without it: `emit` costs no lock.
-_hooks: tuple[tuple[object, Hook], ...] = ()
-_lock = threading.Lock()
+_hooks: Hooks[[Event]] = Hooks("event hook")
 
 
 def add_hook(hook: Hook) -> Callable[[], None]:
-    """Register `hook`; returns a function that removes it again (once: a hook added twice is called twice).
-
-    Process-wide and thread-safe. An event that is being emitted meanwhile may still reach, or not yet reach, the hook.
-    """
-    global _hooks
-    token = object()
-    with _lock:
-        _hooks = (*_hooks, (token, hook))
-
-    def remove() -> None:
-        global _hooks
-        with _lock:
-            _hooks = tuple(entry for entry in _hooks if entry[0] is not token)
-
-    return remove
+    """Call `hook` with every event from now on; returns a function that removes it again. See `Hooks`."""
+    return _hooks.add(hook)
 
 
 def emit(event: Event) -> None:
-    """Give `event` to every hook. A hook that raises is logged and does not disturb the caller."""
-    for _, hook in _hooks:
-        try:
-            hook(event)
-        except Exception:  # noqa: BLE001 - a listener's fault, of any kind, must not break a read
-            _log.exception("event hook %r failed on %s", hook, event.name)
+    """Call every hook with `event`. An exception of a hook is logged and does not reach the caller."""
+    if _hooks.registered:
+        _hooks.call(event)
 
 
-def _new_lock() -> None:
-    # Another thread of the parent may have held it.
-    global _lock
-    _lock = threading.Lock()
+# --- the fetch that an event belongs to -----------------------------------------------------------
 
-
-os.register_at_fork(after_in_child=_new_lock)
+fetch_id: ContextVar[str] = ContextVar("millrace-fetch", default="")
+"""The id of the fetch in progress in this thread; empty outside of one. It is in the log lines of the read that waits,
+of the fetch, and of its requests to peers and to the origin. Hooks can read it. `runtime/flight.py` sets it."""

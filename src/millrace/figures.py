@@ -1,6 +1,8 @@
-"""How amounts are written for people."""
+"""Figures for people: amounts as text, and the hit ratio."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 def size_text(nbytes: float) -> str:
@@ -11,3 +13,16 @@ def size_text(nbytes: float) -> str:
         del units[0]
     digits = 0 if units[0] == "B" or nbytes >= 99.95 else 1 if nbytes >= 9.995 else 2
     return f"{nbytes:.{digits}f} {units[0]}"
+
+
+def hit_ratio(counters: Mapping[str, int]) -> float | None:
+    """The share of the bytes read on a machine that came from its own cache; None before the first read."""
+    cached = counters.get("cache_bytes", 0)
+    read = cached + counters.get("origin_bytes", 0) + counters.get("peer_bytes", 0)
+    return cached / read if read else None
+
+
+def growth(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """The differences between two readings of counters. One that is lower than before was reset: it counts from zero."""
+    grown = {name: value - before.get(name, 0) for name, value in now.items()}
+    return {name: now[name] if difference < 0 else difference for name, difference in grown.items()}

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.support.origins import MemoryOrigin
 from torch.distributed.checkpoint._extension import ZStandard
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, ZstdPlanes, extension_registry
 from millrace.origin import open_origin
 from millrace.testing.checkpoint_conformance import CheckpointConformance, CheckpointPlace, ExtensionConformance
-from millrace.testing.origins import MemoryOrigin
 from millrace.testing.s3 import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is .*:UserWarning")
@@ -46,7 +46,7 @@ def encryption() -> Any:
 
 
 def in_memory(folder: pathlib.Path) -> MemoryOrigin:
-    """An origin that holds what lies in a folder now, by the files' paths."""
+    """An origin that contains the present files of a folder, by their paths."""
     origin = MemoryOrigin()
     for path in folder.rglob("*"):
         if path.is_file():
@@ -121,7 +121,7 @@ class TestZStandard(ExtensionConformance):
 
 
 def test_loading_lists_nothing_and_reads_little(tmp_path):
-    """Two `head`s of metadata names, one of the data; then few ranges, of what a sixteenth needs."""
+    """Two `head` requests for metadata names, one for the data, then few ranges for a sixteenth of the values."""
     from millrace.testing.checkpoint_conformance import _Rows
 
     tensor = torch.randn(16384, 1024).bfloat16()
@@ -141,6 +141,6 @@ def test_loading_lists_nothing_and_reads_little(tmp_path):
     assert origin.count("read") <= 2 + tensor.nbytes // (4 << 20)
 
 
-def test_the_package_of_the_suites_does_not_import_torch():
+def test_conformance_package_does_not_import_torch():
     program = "import sys, millrace.testing; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -32,10 +32,10 @@ class TestLocalFiles(FileSystemConformance):
         (tmp_path / "root").mkdir()
         return str(tmp_path / "root")
 
-    def test_a_name_of_255_bytes_is_read(self, fs: MillraceFileSystem, root: str) -> None:
+    def test_name_of_255_bytes_is_read(self, fs: MillraceFileSystem, root: str) -> None:
         path = Path(root, "ü" * 127 + "z")
         path.write_bytes(b"long")
-        for _ in range(2):  # asked, and remembered
+        for _ in range(2):  # requested, then cached
             assert fs.find(root) == [str(path)]
             with fs.open_input_file(str(path)) as file:
                 assert file.read() == b"long"
@@ -59,7 +59,7 @@ class TestMemory(FileSystemConformance):
 class TestDirectory(FileSystemConformance):
     """Files through fsspec's library for them, as `sftp` and `smb` show them."""
 
-    test_odd_names_through_both_faces = None  # names are files', as above
+    test_odd_name_works_through_fsspec_and_pyarrow = None  # names are files', as above
     unsupported_lengths = _FILES_ARE_SHORT
 
     @pytest.fixture
@@ -89,8 +89,8 @@ class TestS3(FileSystemConformance):
 
 
 class TestWithoutMaps(TestLocalFiles):
-    test_odd_names_through_both_faces = None  # names are the same in every kind of cache
-    test_long_names_through_both_faces = None
+    test_odd_name_works_through_fsspec_and_pyarrow = None  # names are the same in every kind of cache
+    test_long_name_works_through_fsspec_and_pyarrow = None
 
     @pytest.fixture
     def fs(self, tmp_path: Path) -> MillraceFileSystem:
@@ -100,8 +100,8 @@ class TestWithoutMaps(TestLocalFiles):
 class TestWithoutRoom(TestLocalFiles):
     """Nothing can be kept: every read is served from the origin, and right all the same."""
 
-    test_odd_names_through_both_faces = None  # names are the same in every kind of cache
-    test_long_names_through_both_faces = None
+    test_odd_name_works_through_fsspec_and_pyarrow = None  # names are the same in every kind of cache
+    test_long_name_works_through_fsspec_and_pyarrow = None
 
     @pytest.fixture
     def fs(self, tmp_path: Path) -> MillraceFileSystem:
@@ -109,8 +109,8 @@ class TestWithoutRoom(TestLocalFiles):
 
 
 class TestAlwaysAsking(TestLocalFiles):
-    test_odd_names_through_both_faces = None  # names are the same in every kind of cache
-    test_long_names_through_both_faces = None
+    test_odd_name_works_through_fsspec_and_pyarrow = None  # names are the same in every kind of cache
+    test_long_name_works_through_fsspec_and_pyarrow = None
 
     @pytest.fixture
     def fs(self, tmp_path: Path) -> MillraceFileSystem:
@@ -118,8 +118,8 @@ class TestAlwaysAsking(TestLocalFiles):
 
 
 class TestTwoDisks(TestLocalFiles):
-    test_odd_names_through_both_faces = None  # names are the same in every kind of cache
-    test_long_names_through_both_faces = None
+    test_odd_name_works_through_fsspec_and_pyarrow = None  # names are the same in every kind of cache
+    test_long_name_works_through_fsspec_and_pyarrow = None
 
     @pytest.fixture
     def fs(self, tmp_path: Path) -> MillraceFileSystem:

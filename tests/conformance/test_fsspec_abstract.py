@@ -1,4 +1,4 @@
-"""fsspec's own abstract suites, over local files, a real S3 server, and a library of fsspec's."""
+"""fsspec's own abstract suites, over local files, a real S3 server, and a library of fsspec."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,12 +4,12 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+from tests.support.etcd import EtcdServer
 
-from millrace.members import Membership
-from millrace.members.etcd import EtcdMembers
-from millrace.members.static import StaticMembers
+from millrace.cluster.membership import Membership
+from millrace.cluster.membership.etcd import EtcdMembers
+from millrace.cluster.membership.static import StaticMembers
 from millrace.testing.conformance import LivingMembershipConformance, MembershipConformance
-from millrace.testing.etcd import EtcdServer
 
 _clusters = (f"conformance-{number}" for number in itertools.count())
 

@@ -1,16 +1,16 @@
-"""Origins over object stores pass the conformance suite: the one in memory that tests use, local files, and real servers."""
+"""Origins over object stores pass the conformance suite: the tests' origin in memory, local files, and real servers."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.azurite import AzuriteServer
+from tests.support.gcs_server import GcsFront
+from tests.support.origins import MemoryOrigin
 
 from millrace.origin import Origin, open_origin
-from millrace.testing.azurite import AzuriteServer
 from millrace.testing.conformance import FromEnvironment, OriginConformance
-from millrace.testing.gcs import GcsFront
-from millrace.testing.origins import MemoryOrigin
 from millrace.testing.s3 import S3Server
 
 _BACKSLASHES = frozenset({"back\\slash", "in\\..\\decoy"})
@@ -108,7 +108,7 @@ def gcs(s3: S3Server) -> Iterator[GcsFront]:
 
 
 class TestGcsOrigin(OriginConformance):
-    """Google's dialect in front of SeaweedFS: the limits are those of `millrace.testing.gcs`."""
+    """Google's dialect in front of SeaweedFS: the limits are those of `tests.support.gcs_server`."""
 
     unsupported_names = _BACKSLASHES  # SeaweedFS makes slashes of them, and fails where that gives `..`
 

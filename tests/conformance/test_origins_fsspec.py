@@ -50,7 +50,7 @@ class TestObjectStore(OriginConformance):
 
     largest_listing = 1_020
     unsupported_names = frozenset({"back\\slash"})  # SeaweedFS makes slashes of them
-    test_a_hostile_name_is_an_error_or_an_object_of_its_own = None  # who refuses them is tried above, without a server
+    test_hostile_name_is_an_error_or_a_separate_object = None  # tested above without a server
 
     @pytest.fixture
     def origin(self, s3: S3Server, bucket: str) -> Origin:

@@ -1,15 +1,15 @@
-"""The Hugging Face hub's stand-in passes the conformance suite, as far as something read only with immutable commits can."""
+"""The Hugging Face hub's stand-in passes the conformance suite, as far as a read-only storage with immutable commits can."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from tests.support.hub_server import HubServer
 
 from millrace.errors import ObjectNotFoundError
 from millrace.origin import Origin, open_origin
 from millrace.testing.conformance import OriginConformance
 from millrace.testing.conformance.origin import Contents, FromEnvironment
-from millrace.testing.hub import HubServer
 
 _TOKEN = "hf_plantedPlantedPlanted"
 
@@ -21,7 +21,7 @@ def hub() -> Iterator[HubServer]:
 
 
 class _Files:
-    """Makes the objects that the tests want, each with a commit."""
+    """Creates the objects for the tests, each with a commit."""
 
     def __init__(self, hub: HubServer) -> None:
         self._hub = hub
@@ -59,10 +59,10 @@ class TestHubOrigin(OriginConformance):
     def contents(self, hub: HubServer) -> _Files:
         return _Files(hub)
 
-    def test_an_object_is_replaced_whole_and_gets_another_version(
+    def test_replaced_object_gets_another_version_and_all_new_bytes(
         self, origin: Origin, contents: Contents, root: str
     ) -> None:
-        """And whoever reads the earlier version goes on reading it, from the commit that has it."""
+        """A reader of the earlier version continues to read it, from the commit that has it."""
         contents.put(f"{root}/object", b"first")
         first = origin.head(f"{root}/object")
         contents.put(f"{root}/object", b"the second")
@@ -71,9 +71,7 @@ class TestHubOrigin(OriginConformance):
         assert bytes(origin.read(second.key, 0, second.size, version=second.version)) == b"the second"
         assert bytes(origin.read(first.key, 0, first.size, version=first.version)) == b"first"
 
-    def test_a_version_that_is_gone_is_never_read_as_another(
-        self, origin: Origin, contents: Contents, root: str
-    ) -> None:
+    def test_read_of_removed_version_raises(self, origin: Origin, contents: Contents, root: str) -> None:
         contents.put(f"{root}/object", b"here")
         info = origin.head(f"{root}/object")
         contents.delete([info.key])

@@ -1,15 +1,15 @@
-"""Web servers pass the conformance suite as far as they can: ones with ranges, and ones that lack this or that."""
+"""Web servers pass the conformance suite as far as they can, with and without ranges and other features."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from tests.support.web_server import WebServer
 
 from millrace.errors import ObjectNotFoundError
 from millrace.origin import Origin, open_origin
 from millrace.testing.conformance import OriginConformance
 from millrace.testing.conformance.origin import Contents
-from millrace.testing.web import WebServer
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def bare() -> Iterator[WebServer]:
 
 
 class _Files:
-    """Makes the objects that the tests want, by the server."""
+    """Creates the objects for the tests on the server."""
 
     def __init__(self, server: WebServer) -> None:
         self._server = server
@@ -88,10 +88,8 @@ class TestServerWithoutRangesHeadLengthsAndTags(WebConformance):
     def server(self, bare: WebServer) -> WebServer:
         return bare
 
-    def test_a_version_that_is_gone_is_never_read_as_another(
-        self, origin: Origin, contents: Contents, root: str
-    ) -> None:
-        """`head` has read it whole to learn its size: for a while that very version is still there."""
+    def test_read_of_removed_version_raises(self, origin: Origin, contents: Contents, root: str) -> None:
+        """`head` has read the whole object for its size, so that version stays readable for a while."""
         contents.put(f"{root}/object", b"here")
         info = origin.head(f"{root}/object")
         contents.delete([info.key])

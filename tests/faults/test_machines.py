@@ -1,4 +1,4 @@
-"""The machines that other tests are run on: what is a machine's own, what is shared, and that nothing outlives its test."""
+"""The machines that other tests run on: their separate and shared parts, and that no process survives its test."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.machines.namespaces import ROOT, Machine, Machines
-from tests.machines.rays import wait_until
+from tests.support.machines.namespaces import ROOT, Machine, Machines
+from tests.support.machines.rays import wait_until
 
 import millrace
 
@@ -26,7 +26,7 @@ _CALL = "import socket, sys; print(socket.create_connection((sys.argv[1], 7000),
 _OWNER = """
 import json, sys
 from pathlib import Path
-from tests.machines.namespaces import Machines
+from tests.support.machines.namespaces import Machines
 
 machines = Machines(Path(sys.argv[1]), 1).__enter__()
 sleeping = machines[0].start("sh", "-c", "sleep 1000 & sleep 1000")
@@ -43,7 +43,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
         yield made
 
 
-def test_each_machine_has_its_own_folders_name_and_processes(machines: Machines, tmp_path: Path) -> None:
+def test_each_machine_has_separate_directories_name_and_processes(machines: Machines, tmp_path: Path) -> None:
     first, second = machines
     first.run("sh", "-c", "echo mine > /tmp/file; echo mine > /dev/shm/file; echo mine > ~/file")
     assert (first.directory / "tmp" / "file").read_text() == (first.directory / "root" / "file").read_text() == "mine\n"
@@ -61,12 +61,12 @@ def test_each_machine_has_its_own_folders_name_and_processes(machines: Machines,
     assert sleeping.exit_status() is not None
 
 
-def test_a_command_that_fails_says_so(machines: Machines) -> None:
+def test_failed_machine_command_raises(machines: Machines) -> None:
     with pytest.raises(AssertionError, match="sh -c echo why; exit 3: 3: why"):
         machines[0].run("sh", "-c", "echo why; exit 3")
 
 
-def test_machines_are_cut_off_mended_killed_and_added(machines: Machines, tmp_path: Path) -> None:
+def test_machine_that_is_cut_suspended_or_killed_is_unreachable(machines: Machines, tmp_path: Path) -> None:
     first, second = machines
 
     def call(caller: Machine, seconds: float = 30.0) -> bool:
@@ -90,7 +90,7 @@ def test_machines_are_cut_off_mended_killed_and_added(machines: Machines, tmp_pa
     assert not call(second, 1.0)
 
 
-def test_nothing_outlives_an_owner_that_is_killed(tmp_path: Path) -> None:
+def test_machines_end_with_a_killed_owner(tmp_path: Path) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", _OWNER, str(tmp_path / "machines")],
         cwd=ROOT,

@@ -9,12 +9,12 @@ import time
 import traceback
 from pathlib import Path
 
-import millrace
 from millrace.cache.node import close_nodes
+from millrace.filesystem import filesystem
 
 _PROCESSES = 200
 _LARGE, _SMALL = 9_000_000, 30_000
-_PATIENCE_SECONDS = 150
+_PATIENCE_SECONDS = 400  # they take some seconds, and on a machine with other work to do some minutes
 _PR_SET_PDEATHSIG = 1
 
 
@@ -23,8 +23,8 @@ def _content(number: int) -> bytes:
 
 
 def _read_everything(data: Path, cache: Path, number: int) -> None:
-    """What one process does: all objects, beginning at its own, through one face or the other."""
-    fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, capacity="200MB", consistency="immutable")
+    """The work of one process: all objects, beginning at its own, through fsspec or pyarrow."""
+    fs = filesystem("file", cache_dir=str(cache), min_free=0, capacity="200MB", consistency="immutable")
     files = sorted(data.iterdir())
     for step in range(len(files)):
         path = files[(number + step) % len(files)]
@@ -39,7 +39,7 @@ def _read_everything(data: Path, cache: Path, number: int) -> None:
 
 def _run(data: Path, cache: Path, number: int, start: int) -> int:
     """In a forked child: wait for the start, then read; returns the exit status."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever becomes of the test, nobody stays
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # however the test ends, no process remains
     try:
         os.read(start, 1)
         _read_everything(data, cache, number)
@@ -50,7 +50,7 @@ def _run(data: Path, cache: Path, number: int, start: int) -> int:
 
 
 def _wait(children: list[int]) -> list[int]:
-    """The exit statuses; who does not end in time is killed, and shows as -9."""
+    """The exit statuses; a process that does not end in time is killed, and has -9."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     statuses = []
     for child in children:
@@ -77,28 +77,33 @@ def _fork_all(data: Path, cache: Path) -> list[int]:
     return _wait(children)
 
 
-def test_two_hundred_processes_at_once(tmp_path: Path) -> None:
+def test_two_hundred_concurrent_processes_read_right_bytes(tmp_path: Path) -> None:
     data, cache = tmp_path / "data", tmp_path / "cache"
     data.mkdir()
     for number in range(8):
         (data / str(number)).write_bytes(_content(number)[: _LARGE if number < 3 else _SMALL])
     # Children of a process of their own: those of one that has run a thousand tests inherit its heap, two hundred times.
     ran = subprocess.run(
-        [sys.executable, __file__, str(data), str(cache)], capture_output=True, text=True, timeout=2 * _PATIENCE_SECONDS
+        [sys.executable, __file__, str(data), str(cache)],
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE_SECONDS + 100,
     )
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.split() == ["0"] * _PROCESSES
 
-    fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, capacity="200MB", consistency="immutable")
+    fs = filesystem("file", cache_dir=str(cache), min_free=0, capacity="200MB", consistency="immutable")
     counters = fs.cache_counters()
     total = 3 * _LARGE + 5 * _SMALL
     assert counters["corrupt_blocks"] == 0
-    # A process that waits for another gives up after half a minute and fetches by itself: allowed, but not many.
+    # A process that takes another one for a stopped one fetches by itself: allowed, but not many.
     assert total <= counters["origin_bytes"] <= 2 * total
-    # A small object that two have fetched lies there twice.
+    # A small object that two have fetched is stored twice.
     assert total <= fs.node.disks()[0][1] <= total + 5 * _SMALL + _PROCESSES * 64
     close_nodes()
 
 
 if __name__ == "__main__":
+    import obstore.store  # noqa: F401 - import once, not in each of two hundred processes
+
     print(*_fork_all(Path(sys.argv[1]), Path(sys.argv[2])))

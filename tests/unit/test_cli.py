@@ -21,11 +21,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, captured.out, captured.err
 
 
-def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_version_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--version")[1].strip().endswith(millrace.__version__)
-    code, out, _ = run(capsys, "demo", "--help")
+    code, out, _ = run(capsys, "load", "--help")
     assert code == 0
-    assert "--no-chaos" in out
+    assert "--verify" in out
     assert "Exit codes" in run(capsys, "--help")[1]
 
 
@@ -33,15 +33,13 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "code", "words"),
     [
         (["nope"], 2, "No such command"),
-        (["demo", "--epochs", "0"], 2, "--epochs"),
-        (["demo", "--port", "99999"], 2, "--port"),
-        (["demo", "--colour", "red"], 2, "--colour"),
-        (["demo", "--directory", "/dev/null/x"], 1, "choose another --directory"),
-        (["demo", "--model", "/no/model"], 1, "--model /no/model is no folder"),
-        (["status", "--cache-dir", "/nonexistent-cache"], 1, "no cache in /nonexistent-cache"),
+        (["load"], 2, "URL"),
+        (["checkpoints", "verify", "--threads", "0", "x"], 2, "--threads"),
+        (["status", "--colour", "red"], 2, "--colour"),
+        (["status", "--cache-dir", "/nonexistent-cache"], 1, "/nonexistent-cache: no cache"),
     ],
 )
-def test_bad_input_is_one_line_on_stderr(
+def test_command_with_invalid_input_prints_one_line_on_stderr(
     capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str
 ) -> None:
     actual, out, err = run(capsys, *arguments)
@@ -52,7 +50,7 @@ def test_bad_input_is_one_line_on_stderr(
     assert words in err
 
 
-def test_status(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_status_prints_the_cache(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"12345")
     fs = millrace.filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0)
     fs.cat_file(f"{tmp_path}/x.bin")
@@ -63,10 +61,10 @@ def test_status(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert status["disks"][0]["used_bytes"] == 5
     assert status["counters"]["origin_bytes"] == 5
     code, out, _ = run(capsys, "status", "--cache-dir", str(tmp_path / "cache"))
-    assert "1 objects, 1 of them complete" in out
+    assert "1 object, 1 of them complete" in out
 
 
-def test_status_makes_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_status_creates_no_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"12345")
     fs = millrace.filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0)
     fs.cat_file(f"{tmp_path}/x.bin")
@@ -78,7 +76,7 @@ def test_status_makes_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert code == 0
     assert json.loads(out)["missing"] == [str(tmp_path / "typo")]
     assert len(json.loads(out)["disks"]) == 1
-    assert f"{tmp_path}/typo: no cache here" in run(capsys, "status", *arguments)[1]
+    assert f"{tmp_path}/typo: no cache" in run(capsys, "status", *arguments)[1]
     assert not (tmp_path / "typo").exists()
     assert sorted(path for path in tmp_path.rglob("*") if path.is_dir()) == before
 
@@ -88,7 +86,7 @@ def test_status_makes_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
-    """A command `fail`, which raises what is put into the list."""
+    """A command `fail`, which raises the errors in the list."""
     errors: list[BaseException] = []
 
     @click.command()
@@ -108,7 +106,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
         BrokenPipeError(32, "of another"),
     ],
 )
-def test_an_unexpected_error_is_one_line(
+def test_unexpected_error_is_one_line(
     capsys: pytest.CaptureFixture[str], failing: list[BaseException], error: BaseException
 ) -> None:
     failing.append(error)
@@ -118,7 +116,7 @@ def test_an_unexpected_error_is_one_line(
     assert "report" in err
 
 
-def test_a_traceback_is_shown_when_asked_for(
+def test_traceback_is_shown_with_debug(
     capsys: pytest.CaptureFixture[str], failing: list[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MILLRACE_DEBUG", "1")
@@ -128,8 +126,8 @@ def test_a_traceback_is_shown_when_asked_for(
     assert "Traceback" in err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["--version"]])
-def test_a_closed_stdout_is_exit_code_141_without_a_word(arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--help"], ["load", "--help"], ["--version"]])
+def test_closed_stdout_exits_with_141_silently(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "millrace.cli", *arguments]
@@ -139,27 +137,35 @@ def test_a_closed_stdout_is_exit_code_141_without_a_word(arguments: list[str]) -
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--json"]])
-def test_a_stdout_without_room_is_one_line(arguments: list[str]) -> None:
+def test_full_stdout_is_one_line(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "millrace.cli", *arguments]
     with open("/dev/full", "wb") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=30)
     assert done.returncode == 1
     assert (
-        done.stderr == "millrace: the output could not be written: No space left on device: see to where stdout goes\n"
+        done.stderr
+        == "millrace: the output could not be written: No space left on device: check the target of stdout\n"
     )
+
+
+def test_stdout_that_is_closed_before_the_start_is_one_line() -> None:
+    program = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'millrace.cli', '--help'])"
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=False, timeout=30)
+    assert done.returncode == 1
+    assert done.stderr == "millrace: the output could not be written: Bad file descriptor: check the target of stdout\n"
 
 
 @pytest.mark.parametrize(
     ("number", "code", "word"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated"), (signal.SIGHUP, 129, "hung up")],
 )
-def test_signals_end_a_command_in_good_order(number: signal.Signals, code: int, word: str) -> None:
+def test_command_after_a_signal_cleans_up_and_exits_with_its_code(number: signal.Signals, code: int, word: str) -> None:
     program = (
-        "import sys, time, click; from millrace import cli; from millrace.demo import interrupts\n"
+        "import sys, time, click; from millrace import cli; from millrace.cli import interrupts\n"
         "@click.command()\n"
         "def wait():\n"
         " with interrupts.remembered():\n"
-        "  try: print('ready', flush=True); time.sleep(30)\n"
+        "  try: print('ready', flush=True); time.sleep(300)\n"
         "  finally: print('cleaned up', flush=True)\n"
         "cli.millrace.add_command(wait); sys.exit(cli.main(['wait']))"
     )
@@ -170,18 +176,18 @@ def test_signals_end_a_command_in_good_order(number: signal.Signals, code: int, 
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.2)
     process.send_signal(number)
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == code
     assert out == "cleaned up\n"
     assert err == f"millrace: {word}; nothing is left running\n"
 
 
-def test_ctrl_c_while_commands_are_imported_is_no_traceback(
+def test_ctrl_c_during_imports_prints_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("millrace.cli.add_commands", interrupted)
+    monkeypatch.setattr("millrace.cli.app.add_commands", interrupted)
     assert main(["--help"]) == 130
     assert capsys.readouterr().err.startswith("millrace: interrupted")

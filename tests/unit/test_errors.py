@@ -10,7 +10,7 @@ ALL = [value for _, value in inspect.getmembers(errors, inspect.isclass) if issu
 
 
 @pytest.mark.parametrize("cls", ALL)
-def test_every_error_survives_a_pickle_and_is_one_line(cls: type[MillraceError]) -> None:
+def test_each_error_is_picklable_and_one_line(cls: type[MillraceError]) -> None:
     error = cls("s3://b/k\nis broken", next_step="mend it")
     error.extra = 7  # type: ignore[attr-defined]
     copy = pickle.loads(pickle.dumps(error))
@@ -20,20 +20,20 @@ def test_every_error_survives_a_pickle_and_is_one_line(cls: type[MillraceError])
     assert getattr(copy, "errno", None) == getattr(error, "errno", None)
 
 
-def test_codes_are_unique() -> None:
+def test_error_codes_are_unique() -> None:
     codes = [cls.code for cls in ALL]
     assert len(codes) == len(set(codes))
 
 
-def test_errors_are_what_fsspec_and_pyarrow_expect() -> None:
+def test_errors_have_the_base_classes_of_fsspec_and_pyarrow() -> None:
     assert issubclass(ObjectNotFoundError, FileNotFoundError)
     assert issubclass(errors.DeniedError, PermissionError)
     assert issubclass(ObjectExistsError, FileExistsError)
     assert ObjectNotFoundError("x").errno == 2
 
 
-def test_what_a_node_said_survives_a_pickle() -> None:
-    error = errors.PeerRefusedError("a node says no", status=424)
+def test_error_of_a_node_is_picklable() -> None:
+    error = errors.PeerRefusedError("a node refused the request", status=424)
     error.reason, error.has_lease = "denied", True
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.status, copy.reason, copy.has_lease) == (424, "denied", True)
@@ -50,6 +50,6 @@ def test_what_a_node_said_survives_a_pickle() -> None:
         ("s3://bucket/n?m is a name", "s3://bucket/n?m is a name"),
     ],
 )
-def test_no_error_shows_the_query_of_a_web_address(text: str, shown: str) -> None:
+def test_error_hides_the_query_of_a_web_address(text: str, shown: str) -> None:
     error = ObjectNotFoundError(text, next_step=text)
     assert error.message == error.next_step == error.args[0] == shown

@@ -32,7 +32,7 @@ def data(tmp_path: Path) -> Path:
     return directory
 
 
-def test_it_is_both_kinds_of_file_system(make: MakeFileSystem) -> None:
+def test_file_system_is_an_fsspec_and_a_pyarrow_file_system(make: MakeFileSystem) -> None:
     fs = make()
     assert isinstance(fs, fsspec.AbstractFileSystem)
     assert isinstance(fs, pafs.FileSystem)
@@ -46,12 +46,12 @@ def test_s3_is_among_the_protocols_but_not_the_first() -> None:
     assert fs.protocol[0] != "s3"
 
 
-def test_fsspec_knows_it_by_name(tmp_path: Path) -> None:
+def test_fsspec_opens_the_registered_protocol(tmp_path: Path) -> None:
     fs = fsspec.filesystem("millrace", target_protocol="file", cache_dir=str(tmp_path))
     assert isinstance(fs, millrace.MillraceFileSystem)
 
 
-def test_without_a_target_is_a_clear_error() -> None:
+def test_file_system_without_target_raises() -> None:
     with pytest.raises(ConfigurationError, match="target_protocol"):
         fsspec.filesystem("millrace")
     with pytest.raises(ConfigurationError, match="target_protocol"):
@@ -66,12 +66,12 @@ def test_without_a_target_is_a_clear_error() -> None:
         ({"capcity": 3}, "'capcity'.*known ones are.*capacity"),
     ],
 )
-def test_bad_options(options: dict[str, object], message: str) -> None:
+def test_invalid_options_raise(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         millrace.filesystem("s3", **options)
 
 
-def test_an_unknown_protocol_lists_the_known() -> None:
+def test_unknown_protocol_raises_with_the_known_ones() -> None:
     with pytest.raises(ConfigurationError, match=r"'gopher'.*s3"):
         millrace.filesystem("gopher")
 
@@ -82,7 +82,7 @@ def test_secrets_are_not_in_the_repr() -> None:
     assert "127.0.0.1" in repr(fs)
 
 
-def test_parquet_through_every_door(make: MakeFileSystem, data: Path) -> None:
+def test_parquet_is_read_through_each_interface(make: MakeFileSystem, data: Path) -> None:
     fs = make()
     expected = pq.read_table(data / "one.parquet")
     path = f"{data}/one.parquet"
@@ -102,7 +102,7 @@ def test_parquet_through_every_door(make: MakeFileSystem, data: Path) -> None:
     assert len(chained) == 100_000
 
 
-def test_file_objects_behave(make: MakeFileSystem, tmp_path: Path) -> None:
+def test_file_objects_read_and_seek(make: MakeFileSystem, tmp_path: Path) -> None:
     content = os.urandom(9 << 20)
     (tmp_path / "f.bin").write_bytes(content)
     fs = make()
@@ -126,7 +126,27 @@ def test_file_objects_behave(make: MakeFileSystem, tmp_path: Path) -> None:
     assert fs.cat_file(f"{tmp_path}/f.bin", -4) == content[-4:]
 
 
-def test_a_compressed_stream_is_decompressed_as_pyarrow_does(make: MakeFileSystem, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("size", [10, 9 << 20])
+@pytest.mark.parametrize("position", [0, 5, 10 << 20])
+def test_closed_file_raises_value_error(
+    make: MakeFileSystem, tmp_path: Path, size: int, is_cached: bool, position: int
+) -> None:
+    (tmp_path / "f.bin").write_bytes(bytes(size))
+    fs = make()
+    if is_cached:
+        fs.load(tmp_path / "f.bin")
+    for opened in (fs.open, fs.open_input_file, fs.open_input_stream):
+        file = opened(f"{tmp_path}/f.bin")
+        if file.seekable():
+            file.seek(position)
+        file.close()
+        for call in (file.read, file.tell, lambda file=file: file.read(1)):
+            with pytest.raises(ValueError, match="closed"):
+                call()
+
+
+def test_compressed_stream_is_decompressed_like_pyarrow(make: MakeFileSystem, tmp_path: Path) -> None:
     with pa.CompressedOutputStream(str(tmp_path / "x.csv.gz"), "gzip") as out:
         out.write(b"a,b\n1,2\n")
     fs = make()
@@ -134,7 +154,7 @@ def test_a_compressed_stream_is_decompressed_as_pyarrow_does(make: MakeFileSyste
     assert fs.open_input_stream(f"{tmp_path}/x.csv.gz", compression=None).read()[:2] == b"\x1f\x8b"
 
 
-def test_listing_and_info(make: MakeFileSystem, data: Path) -> None:
+def test_listing_and_info_return_the_files(make: MakeFileSystem, data: Path) -> None:
     fs = make()
     base = str(data)
     assert fs.ls(str(data), detail=False) == [f"{base}/one.parquet", f"{base}/sub"]
@@ -164,7 +184,7 @@ def test_listing_and_info(make: MakeFileSystem, data: Path) -> None:
         fs.open_input_file(f"{data}/nothing")
 
 
-def test_a_write_is_seen_by_the_next_read(make: MakeFileSystem, tmp_path: Path) -> None:
+def test_write_is_visible_to_next_read(make: MakeFileSystem, tmp_path: Path) -> None:
     fs = make(consistency="immutable")
     path = f"{tmp_path}/w/x.bin"
     fs.pipe_file(path, b"one")
@@ -182,7 +202,7 @@ def test_a_write_is_seen_by_the_next_read(make: MakeFileSystem, tmp_path: Path) 
         fs.rm(path)
 
 
-def test_a_write_that_fails_leaves_nothing(make: MakeFileSystem, tmp_path: Path) -> None:
+def test_failed_write_leaves_no_object(make: MakeFileSystem, tmp_path: Path) -> None:
     fs = make()
 
     def write_half() -> None:
@@ -195,7 +215,7 @@ def test_a_write_that_fails_leaves_nothing(make: MakeFileSystem, tmp_path: Path)
     assert not (tmp_path / "half.bin").exists()
 
 
-def test_an_overwritten_file_is_read_anew_when_its_description_expires(make: MakeFileSystem, tmp_path: Path) -> None:
+def test_overwritten_file_with_expired_metadata_is_fetched_again(make: MakeFileSystem, tmp_path: Path) -> None:
     path = tmp_path / "x.bin"
     path.write_bytes(b"old")
     fs = make(consistency="always")
@@ -205,7 +225,7 @@ def test_an_overwritten_file_is_read_anew_when_its_description_expires(make: Mak
     assert len(fs.node.entries()) == 1  # the old version was given up
 
 
-def test_a_pickled_one_works_in_another_process(make: MakeFileSystem, data: Path, tmp_path: Path) -> None:
+def test_unpickled_file_system_works_in_another_process(make: MakeFileSystem, data: Path, tmp_path: Path) -> None:
     fs = make()
     assert pickle.loads(pickle.dumps(fs)) == fs
     (tmp_path / "fs.pickle").write_bytes(pickle.dumps(fs))
@@ -217,10 +237,10 @@ def test_a_pickled_one_works_in_another_process(make: MakeFileSystem, data: Path
     pq.read_table(f"{data}/one.parquet", filesystem=fs)
     origin_bytes = fs.cache_counters()["origin_bytes"]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert output.split() == ["100000", str(origin_bytes)]  # what one process fetched, another reads
+    assert output.split() == ["100000", str(origin_bytes)]  # another process reads the fetched bytes
 
 
-def test_a_forked_child_reads_on(make: MakeFileSystem, data: Path) -> None:
+def test_file_system_in_forked_child_continues(make: MakeFileSystem, data: Path) -> None:
     fs = make()
     path = f"{data}/one.parquet"
     size = fs.info(path)["size"]
@@ -263,16 +283,14 @@ def test_processes_fetch_a_block_once(tmp_path: Path) -> None:
     assert fs.cache_counters()["origin_bytes"] == size
 
 
-def test_import_is_light() -> None:
+def test_import_loads_no_heavy_modules() -> None:
     code = "import sys, millrace; print(sorted({'torch', 'ray', 'botocore', 'pandas', 'click'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
 
 
-def test_a_process_that_finds_everything_cached_loads_only_what_it_needs(
-    make: MakeFileSystem, data: Path, tmp_path: Path
-) -> None:
-    # Ray starts workers for every epoch; what they import before the first byte is on the epoch's critical path.
+def test_process_with_cached_data_imports_only_what_it_needs(make: MakeFileSystem, data: Path, tmp_path: Path) -> None:
+    # Ray starts workers for every epoch; their imports before the first byte are on the epoch's critical path.
     fs, path = make(), f"{data}/one.parquet"
     fs.cat_file(path)
     (tmp_path / "pickled").write_bytes(pickle.dumps(fs))
@@ -288,7 +306,7 @@ def test_a_process_that_finds_everything_cached_loads_only_what_it_needs(
 
 
 @pytest.mark.parametrize("size", [40_000, 2_000_000])
-def test_a_file_that_was_opened_before_the_object_was_here(tmp_path: Path, make: MakeFileSystem, size: int) -> None:
+def test_file_opened_before_the_fetch_reads_the_object(tmp_path: Path, make: MakeFileSystem, size: int) -> None:
     data = os.urandom(size)
     (tmp_path / "object").write_bytes(data)
     fs, other = make(), make()

@@ -23,19 +23,19 @@ def info(key: str, size: int = 0) -> ObjectInfo:
     ("listed", "left"),
     [
         ([], []),
-        ([("p", 0)], ["p"]),  # empty or a marker: a request tells
+        ([("p", 0)], ["p"]),  # empty or a marker: a request is needed
         ([("p", 0), ("p/q", 1)], ["p/q"]),
         ([("p", 1), ("p/q", 1)], ["p", "p/q"]),
         ([("p", 0), ("p/q", 0), ("p/q/r", 0)], ["p/q/r"]),
         ([("p", 0), ("p-x", 1)], ["p", "p-x"]),
     ],
 )
-def test_markers_above_something_are_left_out(listed: list[tuple[str, int]], left: list[str]) -> None:
+def test_folder_markers_above_other_objects_are_omitted(listed: list[tuple[str, int]], left: list[str]) -> None:
     assert [item.key for item in without_folder_markers([info(*row) for row in listed])] == left
 
 
 @pytest.mark.parametrize("where", ["argument", "client_kwargs", "environment"])
-def test_a_password_in_the_endpoint_is_refused_and_not_told(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_password_in_endpoint_is_refused_and_not_shown(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "https://user:hush@host:9000"
     options: dict[str, object] = {}
     if where == "argument":
@@ -64,7 +64,7 @@ def aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("aws")
-def test_credentials_of_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_credentials_of_profiles_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("botocore")
     default = provider_of(s3_options({}, {}), {})
     assert default is not None
@@ -91,7 +91,7 @@ def test_credentials_of_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         open_origin("s3").head("bucket/key")
 
 
-def test_without_botocore(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_without_botocore_finds_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("millrace.origin.credentials.s3._METADATA_ADDRESS", ("127.0.0.1", 1))
     with pytest.raises(DeniedError, match="no credentials"):
@@ -101,7 +101,7 @@ def test_without_botocore(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Server(BaseHTTPRequestHandler):
-    """An S3 that gives weak ETags, or none, and knows that a weak one never matches."""
+    """An S3 that returns weak ETags, or none. A weak ETag never matches."""
 
     body: ClassVar[bytes] = b"0123456789"
     etag: ClassVar[str | None] = None
@@ -151,7 +151,7 @@ def weak(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("etag", ['W/"1"', None])
-def test_a_version_that_cannot_be_a_precondition_is_compared_afterwards(
+def test_version_without_precondition_is_compared_afterwards(
     etag: str | None, weak: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_Server, "etag", etag)
@@ -165,7 +165,9 @@ def test_a_version_that_cannot_be_a_precondition_is_compared_afterwards(
             origin.read("b/k", start, stop, version=found.version)
 
 
-def test_a_range_past_the_end_is_a_usage_error(weak: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_object_store_range_past_the_end_raises_usage_error(
+    weak: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "x").write_bytes(b"0123456789")
     for origin, key in (
         (open_origin("s3", {"anon": True, "endpoint_url": weak}), "b/k"),

@@ -1,30 +1,30 @@
-"""What is in a node's cache, by name, and what its keeper does with it: list, free, check, and make rules."""
+"""The content of a node's cache by name: list it, free it, and change its retention rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
 from millrace.cache.disk import Disk
+from millrace.cache.eviction.holdings import held_bytes
+from millrace.cache.eviction.retention import Place, Rule, Rules, covers, prefixes_of
 from millrace.cache.node import CacheNode
-from millrace.cache.records import Entry, ObjectName
-from millrace.cache.rules import Place, Rule, Rules, covers, prefixes_of
-from millrace.cache.unit_rules import held_bytes
 from millrace.config import Amount
-from millrace.errors import StorageError
+from millrace.errors import UsageError
+from millrace.store.records import Entry, ObjectName
 
 _PAGE = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedObject:
-    """One object version of which something is here.
+    """One object version with cached bytes.
 
-    `origin` is the identity of where it came from, `key` its name there. `cached_bytes` of its `size` are here.
-    `last_used` is in Unix seconds, about a second late; of a small object it is that of its segment, of which others may
-    have been used. None where it is not known.
+        `origin` is the identity of its origin, `key` its name at the origin. `cached_bytes` of its `size` are cached.
+    `last_used` is in Unix seconds, about a second late. For a small object it is that of its segment, of which others may
+        have been used. None where it is not known.
     """
 
     origin: str
@@ -37,18 +37,18 @@ class CachedObject:
 
     @property
     def complete(self) -> bool:
-        """All of it is here."""
+        """Whether all of it is cached."""
         return self.cached_bytes == self.size
 
     @property
     def url(self) -> str:
-        """What a user calls it. Two services with the same scheme have the same URLs."""
+        """The URL of the object. Two services with the same scheme have the same URLs."""
         return url_of(self.origin, self.key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freed:
-    """What `free` did. `pinned_objects` were asked for too, and kept."""
+    """The result of `free`. `pinned_objects` were also requested, and kept."""
 
     objects: int = 0
     nbytes: int = 0
@@ -57,10 +57,10 @@ class Freed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRule:
-    """A rule with its place, and what it holds for: over all disks of the node.
+    """A rule with its prefix, and the objects that it covers on all disks of the node.
 
-    `quota_bytes` is the quota in bytes; None where there is none. `used_bytes` are those that count to the rule's quota, or
-    lie below its prefix where it has none.
+    `quota_bytes` is the quota in bytes; None without one. `used_bytes` are those that count to the rule's quota, or
+        lie below its prefix where it has none.
     """
 
     origin: str
@@ -73,7 +73,7 @@ class PlacedRule:
 
     @property
     def url(self) -> str:
-        """What a user calls the prefix."""
+        """The URL of the prefix."""
         return url_of(self.origin, self.prefix)
 
 
@@ -86,18 +86,19 @@ def url_of(origin: str, key: str) -> str:
 
 
 def origins(node: CacheNode) -> set[str]:
-    """The identities of all origins of which something is cached, or for which there is a rule."""
-    found = {place[0] for disk in node.open_disks for place in disk.store.rules.current().by_place}
+    """The identities of all origins with cached objects or retention rules."""
+    found = {place[0] for disk in node.open_disks for place in disk.rules.current().by_place}
     return found | {entry.name.origin for disk in node.open_disks for entry in _entries(disk, None)}
 
 
-# --- what is here -------------------------------------------------------------------------------------
+# --- cached objects -----------------------------------------------------------------------------------
 
 
 def cached_objects(node: CacheNode, place: Place | None = None) -> Iterator[CachedObject]:
-    """Every object of which something is here, at or below `place`. No view of one moment: others go on meanwhile."""
+    """Every object with cached bytes at or below `place`. Not a snapshot: the cache changes in the meantime."""
+    _some_disk(node)
     for disk in node.open_disks:
-        rules = disk.store.rules.current()
+        rules = disk.rules.current()
         for entry in _entries(disk, place):
             name = entry.name
             yield CachedObject(
@@ -112,7 +113,7 @@ def cached_objects(node: CacheNode, place: Place | None = None) -> Iterator[Cach
 
 
 def _entries(disk: Disk, place: Place | None) -> Iterator[Entry]:
-    """The records of objects with anything here, in pages, so that no transaction stays open while the caller thinks."""
+    """The records of objects with cached bytes, in pages: no transaction stays open while the caller works."""
     after = b""
     while page := disk.store.index.page(after, _PAGE):
         after = page[-1].object_id
@@ -130,13 +131,14 @@ def _is_at(entry: Entry, place: Place) -> bool:
 
 
 def free(node: CacheNode, place: Place | None, *, on_freed: Callable[[Freed], None] = lambda _: None) -> Freed:
-    """Drop everything at or below `place` (None: everything) from the cache, but for what is pinned.
+    """Drop everything at or below `place` (None: everything) from the cache, except for pinned objects.
 
-    Whoever has it open reads on. `on_freed` hears of the sums now and then.
+    Open readers continue. `on_freed` is called with the sums now and then.
     """
+    _some_disk(node)
     freed = Freed()
     for disk in node.open_disks:
-        rules = disk.store.rules.current()
+        rules = disk.rules.current()
         for entry in _entries(disk, place):
             name = entry.name
             if rules.rule_for(name.origin, name.key).pinned:
@@ -155,36 +157,42 @@ def free(node: CacheNode, place: Place | None, *, on_freed: Callable[[Freed], No
 
 
 def rules(node: CacheNode) -> Rules:
-    """The rules of the node, as its first disk has them; those of a disk that was added later are not looked at."""
-    return _some_disk(node).store.rules.current()
+    """The rules of the node, from its first disk; those of a disk that was added later are ignored."""
+    return _some_disk(node).rules.current()
 
 
 def pin(node: CacheNode, place: Place) -> None:
-    """Keep what lies at or below `place` from being evicted or freed, now and when it comes."""
+    """Protect cached and future objects at or below `place` from being evicted or freed."""
     _change(node, lambda rules: rules.with_pin(place))
 
 
-def unpin(node: CacheNode, place: Place) -> bool:
-    """Take back every pin at or below `place`; gives whether there was any."""
-    there = any(rule.pinned for disk in node.open_disks for rule in _rules_below(disk, place))
-    _change(node, lambda rules: rules.without_pins(place))
-    return there
+def unpin(node: CacheNode, named: Sequence[tuple[str, Sequence[Place]]]) -> None:
+    """Remove every pin at or below the places of each URL. Raises `UsageError` for a URL without any, before any change."""
+    for url, places in named:
+        if not any(rule.pinned for disk in node.open_disks for place in places for rule in _rules_below(disk, place)):
+            above = any(rules(node).rule_for(*place).pinned for place in places)
+            raise UsageError(
+                f"{url} has no pin of its own" + (", a prefix above it has" if above else ""),
+                next_step="'millrace status' shows every pin",
+            )
+    for place in dict.fromkeys(place for _, places in named for place in places):
+        _change(node, partial(Rules.without_pins, place=place))
 
 
 def limit(node: CacheNode, place: Place, *, quota: Amount | None, ttl_seconds: float | None) -> None:
-    """Set the quota and the time to live of what lies at or below `place`; None for none.
+    """Set the quota and the TTL of objects at or below `place`; None removes it.
 
     A quota in bytes is for the node: each of its disks gets the share that it gets of the objects.
     """
     _some_disk(node)
     disks = node.open_disks
-    weights = [max(1, node.options.capacity.of(disk.store.disk_bytes())) for disk in disks]
+    weights = [max(1, node.options.capacity.of(disk.store.space.disk_bytes())) for disk in disks]
     ends = [0, *accumulate(weights)]
     for disk, before, after in zip(disks, ends[:-1], ends[1:], strict=True):
         share = quota
         if quota is not None and quota.nbytes is not None:
             share = Amount(nbytes=quota.nbytes * after // ends[-1] - quota.nbytes * before // ends[-1])
-        disk.store.rules.change(partial(_with_limits, place=place, quota=share, ttl_seconds=ttl_seconds))
+        disk.rules.change(partial(_with_limits, place=place, quota=share, ttl_seconds=ttl_seconds))
 
 
 def _with_limits(rules: Rules, *, place: Place, quota: Amount | None, ttl_seconds: float | None) -> Rules:
@@ -192,9 +200,9 @@ def _with_limits(rules: Rules, *, place: Place, quota: Amount | None, ttl_second
 
 
 def resize(node: CacheNode, capacity: Amount | None) -> None:
-    """Set the capacity of each disk, for every process and for good; None gives it back to the `capacity` option.
+    """Set the capacity of each disk, for every process and permanently; None restores the `capacity` option.
 
-    What is over a lower capacity is evicted, except for what is pinned.
+    Objects over a lower capacity are evicted, except for pinned objects.
     """
     _change(node, lambda rules: rules.with_capacity(capacity))
     for disk in node.open_disks:
@@ -202,19 +210,19 @@ def resize(node: CacheNode, capacity: Amount | None) -> None:
 
 
 def placed_rules(node: CacheNode) -> list[PlacedRule]:
-    """Every rule with what it holds for, summed over the disks. Looks at every object when there is a rule at all."""
+    """Every rule with the bytes that it covers, summed over the disks. If there is any rule, this reads every object."""
     places: dict[Place, Rule] = {}
     quotas: dict[Place, int] = {}
     for disk in node.open_disks:
-        size = disk.store.disk_bytes()
-        for place, rule in disk.store.rules.current().by_place.items():
+        size = disk.store.space.disk_bytes()
+        for place, rule in disk.rules.current().by_place.items():
             places[place] = rule
             if rule.quota is not None:
                 quotas[place] = quotas.get(place, 0) + rule.quota.of(size)
     used = dict.fromkeys(places, (0, 0))
     if places:
         for disk in node.open_disks:
-            held = disk.store.rules.current()
+            held = disk.rules.current()
             for entry in _entries(disk, None):
                 quota_place = held.rule_for(entry.name.origin, entry.name.key).quota_place
                 _count(used, places, entry.name, held_bytes(disk.store.index, entry), quota_place)
@@ -248,17 +256,17 @@ def _count(
 
 
 def _rules_below(disk: Disk, place: Place) -> list[Rule]:
-    held = disk.store.rules.current()
+    held = disk.rules.current()
     return [held.at(other) for other in held.below(place)]
 
 
 def _change(node: CacheNode, edit: Callable[[Rules], Rules]) -> None:
     _some_disk(node)
     for disk in node.open_disks:
-        disk.store.rules.change(edit)
+        disk.rules.change(edit)
 
 
 def _some_disk(node: CacheNode) -> Disk:
     if not node.open_disks:
-        raise StorageError("no cache directory can be used", next_step="'millrace doctor' says why")
+        raise node.unusable()
     return node.open_disks[0]

@@ -1,50 +1,57 @@
-"""One cache directory, as one process has it open: its store, and what goes with it."""
+"""One cache directory, open in one process: its store, eviction records, counters, maps and fetches."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from millrace.cache.audit import Audit
-from millrace.cache.copies import Copies, StillACopy
-from millrace.cache.counters import Counters
-from millrace.cache.evictor import Evictor, Newcomer
-from millrace.cache.failures import FailingDiskError
-from millrace.cache.flight import Flights, ProcessLocks
-from millrace.cache.footers import Footers
-from millrace.cache.groups import copies_of
+from millrace.cache.attribution import Attribution, Part, Reads, job_of
+from millrace.cache.counters import NO_MEASURES, Counters, Measures, without_dip
+from millrace.cache.eviction import keep_policy
+from millrace.cache.eviction.audit import Audit
+from millrace.cache.eviction.copies import Copies, Keep, StillACopy
+from millrace.cache.eviction.evictor import Candidate, Evictor
+from millrace.cache.eviction.holdings import held_bytes, rule_of
+from millrace.cache.eviction.policy import EvictionPolicy
+from millrace.cache.eviction.retention import Place, RulesFile
+from millrace.cache.eviction.usage import FindGroup, UsageLog, copies_of
+from millrace.cache.eviction.usage_records import UsageRecords
 from millrace.cache.held import HeldBlocks
-from millrace.cache.housekeeping import every_tick, no_more
-from millrace.cache.leftovers import Leftovers
-from millrace.cache.maps import MapCache, Sweeper
-from millrace.cache.page_map import PageMap
-from millrace.cache.records import Entry, ObjectName, segment_unit
-from millrace.cache.rules import Place
-from millrace.cache.sealing import Sealer
-from millrace.cache.segment_files import data_path
-from millrace.cache.segment_maps import SegmentMaps
-from millrace.cache.segment_seals import SegmentSealer
-from millrace.cache.segments import SEGMENT_BYTES, Segments
-from millrace.cache.signals import Signals
-from millrace.cache.source import Keep
-from millrace.cache.store import Store
-from millrace.cache.unit_rules import held_bytes, rule_of
-from millrace.cache.usage import FindGroup, UsageLog
-from millrace.cache.usage_records import UsageRecords
-from millrace.cache.verified import VerifiedBlocks
+from millrace.cache.metadata.footers import Footers
+from millrace.cache.metadata.page_map import PageMap
 from millrace.config import DEFAULT_CAPACITY, CacheOptions, parse_amount
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.figures import size_text
+from millrace.runtime.failures import FailingDiskError
+from millrace.runtime.flight import Flights
+from millrace.runtime.importing import importing
+from millrace.runtime.locks import NamedLocks
+from millrace.runtime.maintenance import register_periodic, unregister
+from millrace.store.environment import DamagedIndexError
+from millrace.store.index import Index
+from millrace.store.leftovers import Leftovers
+from millrace.store.maps import MapCache, Sweeper
+from millrace.store.records import Entry, ObjectName, segment_unit
+from millrace.store.seals import Sealer, SegmentSealer, VerifiedBlocks
+from millrace.store.segment_files import data_path
+from millrace.store.segment_maps import SegmentMaps
+from millrace.store.segments import SEGMENT_BYTES, Segments
+from millrace.store.signals import Signals
+from millrace.store.store import Store
 
-_log = logging.getLogger("millrace")
+_log = logging.getLogger("millrace.cache")
 
-_BATCHES = 64  # uses are written down when they come to one part in so many of the capacity, or twice a second
+_POLICY: EvictionPolicy = keep_policy
+"""The eviction policy of every store."""
 
-_SEGMENTS_OF_A_QUOTA = 16  # so many at least fill it
+_BATCHES = 64  # uses are recorded when their bytes reach this fraction (1/n) of the capacity, or twice a second
+
+_SEGMENTS_OF_A_QUOTA = 16  # the capacity holds at least this many segments
 
 _MOST_METADATA_BYTES = 2 << 30  # some twenty million listed keys
 
@@ -52,7 +59,7 @@ _DEFAULT_CAPACITY = parse_amount(DEFAULT_CAPACITY, option="capacity")
 
 
 class Room:
-    """Room in a store that was reserved for one writer; true when there is any."""
+    """Space in a store that was reserved for one writer; true if any was granted."""
 
     def __init__(self, store: Store, nbytes: int) -> None:
         self._store = store
@@ -62,22 +69,40 @@ class Room:
         return self.left > 0
 
     def wrote(self, nbytes: int) -> None:
-        """Give back what was written, and so counts as used from now on."""
+        """Release the bytes that were written, which count as used from now on."""
         nbytes = min(nbytes, self.left)
         if nbytes:
             self.left -= nbytes
-            self._store.release(nbytes)
+            self._store.space.release(nbytes)
+
+
+def _rebuild(directory: Path, index: Index) -> object:
+    with importing():
+        from millrace.cache.rebuild import (
+            rebuild,  # once in the lifetime of a store, not in every process that opens it
+        )
+
+    return rebuild(directory, index)
 
 
 class Disk:
-    """A store with its locks, counters, maps and fetches. One a process and directory, whatever the options."""
+    """A store with its locks, counters, maps and fetches. One for each directory in a process, whatever the options."""
 
     def __init__(self, directory: Path, options: CacheOptions) -> None:
-        self.store = Store(directory, capacity=options.capacity, min_free=options.min_free)
-        self.locks = ProcessLocks(directory / "locks")
+        self.rules = RulesFile(directory)
+        self.store = Store(
+            directory,
+            capacity=options.capacity,
+            min_free=options.min_free,
+            rebuild=_rebuild,
+            resized=lambda: self.rules.current().capacity,
+            on_corrupt=lambda: self.counters.add("corrupt_blocks"),
+            on_dropped=lambda: self.counters.add("corrupt_records"),
+            on_failure=self.report,
+        )
+        self.locks = NamedLocks(directory / "locks")
         self.counters = Counters(directory / "counters")
-        self.store.on_corrupt = lambda: self.counters.add("corrupt_blocks")
-        self.store.on_failure = self.report
+        self.attribution = Attribution(directory / "counters" / "attribution", job=job_of(os.environ))
         self.sealer = Sealer(self.store, report=self.report)
         self.verified = VerifiedBlocks()
         self.maps = MapCache()
@@ -87,10 +112,11 @@ class Disk:
         self.segments = Segments(directory / "segments", self.store.index, on_rest=self.segment_sealer.start)
         self.segment_maps = SegmentMaps(self.segments.directory, self.maps, self.segment_sealer.get)
         self.usage = UsageLog(self._count_opens)
-        self.records = UsageRecords(self.store.index)
+        self.records = UsageRecords(self.store.index, _POLICY)
         self._copies = Copies(self.store.index, self.records)
         self.evictor = Evictor(
             self.store,
+            self.rules,
             self.records,
             self.locks,
             feed=self.write_down_uses,
@@ -98,6 +124,7 @@ class Disk:
             remove_segment=self._evict_segment,
             report=self.report,
             copies=self._copies,
+            policy=_POLICY,
             audit=Audit(self.store.index, self.records, Leftovers(self.store, self.segments)),
         )
         self._sweeper = Sweeper()
@@ -105,27 +132,29 @@ class Disk:
         self.held = HeldBlocks()
         self.footers = Footers(
             self.store.index,
-            capacity_bytes=self.store.capacity_bytes,
-            may_grow=self.store.leaves_min_free,
+            capacity_bytes=self.store.space.capacity_bytes,
+            may_grow=self.store.space.leaves_min_free,
             report=self.report,
         )
         self._limits = (options.capacity, options.min_free)
-        self._tell_of_resize(options)
+        self._warn_about_resize(options)
         self._full_reported: set[Place | None] = set()
         self._missed_bytes = self._settle_after = 0
         self._keeps_house = False
+        self._measures: Measures | None = None
+        self._attributed: dict[Part, Reads] = {}
         self.failed = False
 
     def keep_house(self) -> None:
-        """Have `tidy` called twice a second, because something is kept in memory from now on."""
+        """Register `tidy` to run twice a second, because this disk keeps state in memory from now on."""
         if not self._keeps_house:
             self.counters.counts_late()
-            every_tick(self.tidy)
-            every_tick(self.look_at_room)
+            register_periodic(self.tidy)
+            register_periodic(self.look_at_room)
             self._keeps_house = True
 
     def tidy(self) -> None:
-        """Write down what was used, see to the limits, and let go of maps whose files are gone."""
+        """Record the uses, enforce the limits, and release maps of removed files."""
         self.add_up()
         if self.failed:
             return
@@ -135,7 +164,7 @@ class Disk:
             self.report(error)
 
     def look_at_room(self) -> float | None:
-        """Give way to another program that fills the disk; gives when to look again, as `Evictor.look`."""
+        """Evict when another program fills the disk. Returns in how many seconds to check again, as `Evictor.look`."""
         if self.failed:
             return None
         try:
@@ -145,13 +174,33 @@ class Disk:
             return None
 
     def add_up(self) -> None:
-        """Count what this process has noted so far, and say so to who waits for it."""
+        """Count all accesses that this process has noted, and publish the time up to which they are counted."""
         moment = time.monotonic_ns()
         self.usage.settle()
         self.counters.settled(moment)
 
+    def measures(self) -> Measures:
+        """The counters, over all processes. If they cannot be read, as on a failed disk, those of the last call: sums over
+        several disks must not decrease. A disk error is reported.
+        """
+        if self._measures is None or not self.failed:
+            try:
+                self._measures = without_dip(self._measures, self.counters.measures())
+            except StorageError as error:
+                if not self.failed:
+                    self.report(error)
+        found = self._measures or NO_MEASURES
+        return found._replace(live=NO_MEASURES.live) if self.failed else found
+
+    def attributed(self) -> dict[Part, Reads]:
+        """What jobs read of which prefixes, over all processes; of a failed disk, the result of the last call."""
+        if not self.failed:
+            self._attributed = self.attribution.totals()
+        return self._attributed
+
     def _tidy(self) -> None:
         self.write_down_uses()
+        self.store.index.drop_damaged()
         self.segments.release_idle()
         self.segment_maps.look_again()
         for segment in self.segment_maps.worth_sealing():
@@ -161,11 +210,11 @@ class Disk:
         if (everything := self._sweeper.due(removals)) or self.maps.unchecked:
             self.maps.sweep(all_of_them=everything)
         if everything:
-            self.store.index.forget_dead_readers()
+            self.store.index.clear_dead_readers()
             self._bound_metadata()
 
     def _bound_metadata(self) -> None:
-        """Listings that nobody asks for again are never replaced: when there are too many, all are forgotten."""
+        """Listings that are never requested again are never replaced: when there are too many, all are dropped."""
         nbytes = self.store.index.meta_bytes()
         if nbytes > _MOST_METADATA_BYTES:
             PageMap(self.store.index).clear()
@@ -173,6 +222,7 @@ class Disk:
 
     def _count_opens(self, opens: int, nbytes: int) -> None:
         self.counters.add("native_opens", opens)
+        self.counters.add("mapped_bytes", nbytes)  # before the sum that includes them, see `without_dip`
         self.counters.add("cache_bytes", nbytes)
 
     @property
@@ -181,58 +231,58 @@ class Disk:
         return self.store.index.signals
 
     def limit(self, options: CacheOptions) -> None:
-        """Take the limits of `options`; the newest hold."""
+        """Apply the limits of `options`; the newest are valid."""
         limits = (options.capacity, options.min_free)
         if limits != self._limits:
             _log.warning("the cache in %s gets new limits: capacity or min_free differ", self.store.directory)
             self._limits = limits
-            self.store.set_limits(capacity=options.capacity, min_free=options.min_free)
-            self._tell_of_resize(options)
+            self.store.space.set_limits(capacity=options.capacity, min_free=options.min_free)
+            self._warn_about_resize(options)
 
-    def _tell_of_resize(self, options: CacheOptions) -> None:
-        """Who asks for a capacity of his own should know that it is not what holds."""
-        resized = self.store.rules.current().capacity
+    def _warn_about_resize(self, options: CacheOptions) -> None:
+        """Warn when the option `capacity` is set, but an earlier `resize` overrides it."""
+        resized = self.rules.current().capacity
         if resized not in (None, options.capacity) and options.capacity != _DEFAULT_CAPACITY:
             _log.warning(
                 "the cache in %s was resized to %s, which holds in place of the option 'capacity' until "
                 "'millrace resize --default'",
                 self.store.directory,
-                size_text(self.store.capacity_bytes()),
+                size_text(self.store.space.capacity_bytes()),
             )
 
     def enforce_limits(self) -> None:
-        """Bring the store inside its limits, after these were lowered. What is pinned stays even if it is too much."""
+        """Bring the store inside its limits after these were lowered. Pinned objects stay even if they exceed them."""
         self.evictor.enforce(patient=True)
 
     # --- what is used, and what goes ----------------------------------------------------------------
 
     @contextmanager
-    def reserved(self, nbytes: int, newcomer: Newcomer) -> Iterator[Room]:
-        """Reserve room for the time of the block, for which others may be evicted."""
-        room = Room(self.store, nbytes if self.evictor.reserve(nbytes, newcomer) else 0)
+    def reserved(self, nbytes: int, candidate: Candidate) -> Iterator[Room]:
+        """Reserve space inside a `with` block; other objects may be evicted for it."""
+        room = Room(self.store, nbytes if self.evictor.reserve(nbytes, candidate) else 0)
         try:
             yield room
         finally:
             if room:
-                self.evictor.give_back(room.left, newcomer)
+                self.evictor.give_back(room.left, candidate)
             room.wrote(room.left)
 
     def segment_group(self, name: ObjectName, group: str, keep: Keep = Keep.OWNED) -> str:
-        """Whose segments an object of `group` goes to: those that count to a quota leave for each other only, and copies
-        of what other nodes own go before anything else.
+        """The group of segments for an object of `group`. Objects that count to a quota are evicted only for each other, and
+        copies that other nodes own are evicted first, so both have their own segments.
         """
-        place = rule_of(self.store.rules.current(), name).quota_place
+        place = rule_of(self.rules.current(), name).quota_place
         own = group if place is None else f"{group} {place[1]!r}"
         return own if keep is Keep.OWNED else copies_of(own)
 
     def segment_bytes(self, name: ObjectName) -> int:
-        """How large a segment with this object may grow: eviction takes it whole, which must not be most of a quota."""
-        quota = rule_of(self.store.rules.current(), name).quota
-        return SEGMENT_BYTES if quota is None else quota.of(self.store.disk_bytes()) // _SEGMENTS_OF_A_QUOTA
+        """The largest size of a segment with this object: eviction removes it whole, which must not be most of a quota."""
+        quota = rule_of(self.rules.current(), name).quota
+        return SEGMENT_BYTES if quota is None else quota.of(self.store.space.disk_bytes()) // _SEGMENTS_OF_A_QUOTA
 
     @property
     def still_a_copy(self) -> StillACopy | None:
-        """Says which objects other nodes own; None where nothing is a copy, or everything. A cluster puts its own here."""
+        """Returns whether another node owns an object; None if nothing is a copy, or everything. Set by the cluster."""
         return self._copies.still_a_copy
 
     @still_a_copy.setter
@@ -240,18 +290,18 @@ class Disk:
         self._copies.still_a_copy = ask
 
     def mark_copies(self) -> int:
-        """After owners have changed: make everything a copy of which this node is to hold nothing; gives how many units."""
+        """Mark all units that this node should not hold as copies, after owners have changed. Returns their number."""
         self.write_down_uses()
         return self._copies.mark_all()
 
     def missed(self, entry: Entry, nbytes: int, group: FindGroup) -> None:
         """Note bytes from the origin. Uses are written down often enough for eviction to see them one after the other."""
         self.usage.missed(entry, nbytes, group, kept=False)
-        self._missed_bytes += nbytes  # by threads at once: one that is lost delays the next look a little
+        self._missed_bytes += nbytes  # threads may lose an addition, which delays the next check a little
         if self._missed_bytes <= self._settle_after:
             return
         try:
-            batch, pending = self.store.capacity_bytes() // _BATCHES, self.usage.settle()
+            batch, pending = self.store.space.capacity_bytes() // _BATCHES, self.usage.settle()
             if pending > batch:
                 self.write_down_uses()
                 pending = 0
@@ -260,18 +310,19 @@ class Disk:
             self.report(error)
 
     def write_down_uses(self) -> None:
-        """Enter what this process has used since the last time into the records."""
+        """Enter the uses by this process since the last call into the records."""
         tallies = self.usage.drain()
+        self.attribution.add(tallies)
         if not tallies:
             return
-        forgotten = self.records.note(tallies, capacity_bytes=self.store.capacity_bytes(), now=time.time())
+        forgotten = self.records.note(tallies, capacity_bytes=self.store.space.capacity_bytes(), now=time.time())
         for object_id in forgotten:
             entry = self.store.index.get(object_id)
             if entry is not None and not entry.present:  # opened once, never kept
                 self.store.remove(object_id)
 
     def last_used(self, entry: Entry) -> int | None:
-        """When an object, or anything in its segment, was last used, in Unix seconds; None where that is not known."""
+        """When an object, or any object in its segment, was last used, in Unix seconds; None if unknown."""
         return self.records.used_at([segment_unit(entry.place) if entry.place else entry.object_id])[0]
 
     def _evict_object(self, object_id: bytes) -> bool:
@@ -281,18 +332,35 @@ class Disk:
         nbytes = held_bytes(self.store.index, entry)
         self.maps.drop(entry.generation)
         self.store.remove(object_id)
-        emit(Event(name="cache.evicted", subject=self.store.path(entry), nbytes=nbytes))
+        self._evicted(self.store.path(entry), nbytes)
         return True
 
     def _evict_segment(self, generation: int) -> bool:
-        if not self.segments.remove(generation, lambda: self.store.index.remove_segment(generation)):
+        nbytes = self._remove_segment(generation)
+        if nbytes is None:
             return False
-        self.segment_maps.forget(generation)
-        emit(Event(name="cache.evicted", subject=f"{self.segments.directory}/{generation}.data"))
+        self._evicted(data_path(self.segments.directory, generation), nbytes)
         return True
 
+    def _remove_segment(self, generation: int) -> int | None:
+        """Remove a segment. Returns its size on the disk, None if another process removes it or it is in use."""
+        path = data_path(self.segments.directory, generation)
+        try:
+            nbytes = 512 * os.stat(path).st_blocks
+        except OSError:  # another process removes it
+            nbytes = 0
+        if not self.segments.remove(generation, lambda: self.store.index.remove_segment(generation)):
+            return None
+        self.segment_maps.drop(generation)
+        return nbytes
+
+    def _evicted(self, subject: str, nbytes: int) -> None:
+        self.counters.add("evictions")
+        self.counters.add("evicted_bytes", nbytes)
+        emit(Event(name="cache.evicted", subject=subject, nbytes=nbytes))
+
     def drop_wrong(self, entry: Entry) -> None:
-        """Forget an object in a segment whose bytes are wrong, which is counted and reported."""
+        """Remove a damaged object from a segment; it is counted and reported."""
         if self.store.index.get(entry.object_id) != entry:
             return  # evicted since its record was read
         path = data_path(self.segments.directory, entry.place)
@@ -301,7 +369,7 @@ class Disk:
         self.store.index.remove(entry.object_id)
 
     def remove(self, object_id: bytes) -> None:
-        """Forget an object version, its file and its map. Readers that have it open keep reading."""
+        """Remove an object version, its file and its map. Readers that have it open keep reading."""
         self.footers.drop(object_id)
         entry = self.store.index.get(object_id)
         if entry is not None:
@@ -309,36 +377,40 @@ class Disk:
             self.store.remove(object_id)
 
     def drop_empty_segments(self) -> None:
-        """Remove the segments in which nothing is left. One that somebody appends to stays, for the evictor."""
+        """Remove empty segments. A segment that is being appended to stays, for the evictor."""
         for record in self.store.index.segment_records():
             if record.written_bytes and not record.live_bytes:
-                self._evict_segment(record.generation)
+                self._remove_segment(record.generation)
 
     def report(self, error: StorageError, subject: str | None = None) -> None:
-        """Report what the disk answered to a read or write that goes on without it.
+        """Report a disk error of a read or write that continues without the disk.
 
-        A device that fails is left out from now on, by this process: what it holds is forgotten, and nothing is asked of it.
+        This process stops using a device that fails or has a damaged index: reads go to the origin.
         """
         emit(Event(name="cache.disk.failed", subject=subject or str(self.store.directory), detail=str(error)))
-        if isinstance(error, FailingDiskError) and not self.failed:
+        if isinstance(error, (FailingDiskError, DamagedIndexError)) and not self.failed:
             self.failed = True
             self.maps.clear()
             emit(Event(name="cache.disk.left_out", subject=str(self.store.directory), detail=str(error)))
             _log.warning("the cache in %s is left out from now on: %s", self.store.directory, error)
 
-    def report_full(self, nbytes: int, newcomer: Newcomer) -> None:
-        """Say once a process that reads go on without being kept: nobody should find out by a slow second epoch.
+    def report_full(self, nbytes: int, candidate: Candidate) -> None:
+        """Warn once per process that reads continue uncached: a slow second epoch should not be the first sign.
 
-        Where it is a quota that has no room for `nbytes` of an object, that is said, once of each.
+        If a quota has no space for `nbytes` of an object, the warning names the quota, once for each.
         """
         if self.failed:
             return
         try:
-            rule = rule_of(self.store.rules.current(), newcomer.name())
-            place = rule.quota_place if self.store.has_room(nbytes) else None
+            rule = rule_of(self.rules.current(), candidate.name())
+            place = rule.quota_place if self.store.space.has_room(nbytes) else None
             if place in self._full_reported:
                 return
-            capacity, used, disk = self.store.capacity_bytes(), self.store.index.used_bytes(), self.store.disk_bytes()
+            capacity, used, disk = (
+                self.store.space.capacity_bytes(),
+                self.store.index.used_bytes(),
+                self.store.space.disk_bytes(),
+            )
         except StorageError as error:
             self.report(error)
             return
@@ -346,14 +418,14 @@ class Disk:
         emit(Event(name="cache.full", subject=str(self.store.directory), detail="" if place is None else place[1]))
         if place is not None and rule.quota is not None:
             _log.warning(
-                "the quota of %s in the cache in %s is full (%s): reads of it go on uncached",
+                "the quota of %s in the cache in %s is full (%s): reads of it continue uncached",
                 place[1] or "everything",
                 self.store.directory,
                 size_text(rule.quota.of(disk)),
             )
             return
         _log.warning(
-            "the cache in %s is full (capacity %s, used %s, or min_free is reached): reads go on uncached",
+            "the cache in %s is full (capacity %s, used %s, or min_free is reached): reads continue uncached",
             self.store.directory,
             size_text(capacity),
             size_text(used),
@@ -363,8 +435,8 @@ class Disk:
         """Close everything; files and maps that are in use stay readable."""
         self.sealer.close()
         self.segment_sealer.close()
-        no_more(self.tidy)
-        no_more(self.look_at_room)
+        unregister(self.tidy)
+        unregister(self.look_at_room)
         try:
             self.write_down_uses()
         except StorageError as error:
@@ -372,14 +444,15 @@ class Disk:
         self.maps.clear()
         self.held.clear()
         self.segments.close()
+        self.attribution.close()
         self.counters.close()
         self.locks.close()
         self.store.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the parent's kernel locks and of its maps, and touch nothing else of it."""
+        """In a forked child: release the parent's kernel locks and maps, and touch nothing else of it."""
         self.maps.abandon()
         self.segments.abandon()
+        self.attribution.abandon()
         self.counters.abandon()
-        self.locks.close()
         self.store.index.abandon()

@@ -1,26 +1,24 @@
-"""Brings whole objects into the cache, piece by piece, in the threads of whoever wants them there."""
+"""Fetches whole objects into the cache, piece by piece, in the threads of the caller."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from millrace.cache.blocks import block_count, blocks_of, coalesce, span_of
 from millrace.cache.node import CacheNode
-from millrace.cache.reader import BlockReader
-from millrace.cache.small import SmallReader
-from millrace.cache.threads import CALLERS_THREAD
-from millrace.errors import StorageError
+from millrace.cache.reading.reader import CachedReader
+from millrace.cache.reading.threads import CALLERS_THREAD
 from millrace.origin import ObjectInfo, Origin
+from millrace.store.blocks import block_count, blocks_of, coalesce, span_of
 
 PIECE_BLOCKS = 2
-"""Blocks that are asked for with one request (8 MiB): few enough bytes for many requests at a time to fit into memory."""
+"""Blocks of one request (8 MiB): small enough for many concurrent requests to fit into memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedPiece:
-    """What became of a piece: bytes that came from the origin, whether all of it is in the cache now, and blocks of it that
-    were there but wrong.
+    """The result of a piece: bytes that came from the origin, whether all of it is cached now, and blocks that
+    were cached but damaged.
     """
 
     fetched_bytes: int
@@ -29,10 +27,10 @@ class FetchedPiece:
 
 
 class Fill:
-    """One object version on its way into the cache. `fetch` may run in many threads at once; close it at the end.
+    """Fetches one object version into the cache. `fetch` may run in many threads at once; close it at the end.
 
-    `pieces` are the runs of blocks to fetch: those that are not here, or all of them with `verify`. `spans` are the byte
-    ranges that are wanted (None: everything). Raises `StorageError` when no disk can be used.
+    `pieces` are the runs of blocks to fetch: those that are not cached, or all of them with `verify`. `spans` are the byte
+    ranges to fetch (None: everything). Raises `StorageError` if no disk can be used.
     """
 
     def __init__(
@@ -45,8 +43,8 @@ class Fill:
         spans: Iterable[tuple[int, int]] | None = None,
     ) -> None:
         reader = node.open_reader(origin, info, threads=CALLERS_THREAD)
-        if not isinstance(reader, BlockReader | SmallReader):
-            raise StorageError("no cache directory can be used", next_step="'millrace doctor' says why")
+        if not isinstance(reader, CachedReader):
+            raise node.unusable()
         self.info = info
         self.directory = str(reader.directory)
         self._reader = reader
@@ -62,12 +60,12 @@ class Fill:
         self.pieces = coalesce(missing, PIECE_BLOCKS)
 
     def nbytes(self, piece: range) -> int:
-        """Bytes of a piece."""
+        """The number of bytes of a piece."""
         start, stop = span_of(piece.start, piece.stop, self.info.size, self._reader.block_bytes)
         return stop - start
 
     def fetch(self, piece: range) -> FetchedPiece:
-        """Bring a piece here, in this thread, or wait until somebody else has. Raises what `ObjectReader.read` raises."""
+        """Fetch a piece in this thread, or wait for the thread that fetches it. Raises the errors of `ObjectReader.read`."""
         wanted = list(piece)
         bad = 0
         if self._verify:
@@ -78,7 +76,7 @@ class Fill:
         if not wanted:
             return FetchedPiece(fetched_bytes=0, kept=True, bad_blocks=0)
         if self._reader.has_room(self.nbytes(piece)):
-            self._reader.let_go(wanted)
+            self._reader.release_held(wanted)
         self._reader.fetch(wanted)
         return FetchedPiece(
             fetched_bytes=sum(self.nbytes(range(block, block + 1)) for block in wanted),
@@ -87,9 +85,9 @@ class Fill:
         )
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether the disk would keep `nbytes` more, as far as can be told before."""
+        """Whether the disk would probably keep `nbytes` more."""
         return self._reader.has_room(nbytes)
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         self._reader.close()

@@ -1,25 +1,25 @@
-"""Blocks that could not be kept on disk, held in memory for a moment.
+"""Blocks that could not be stored on disk, held in memory for a short time.
 
-Without room on the disk a reader that takes 64 KiB at a time would fetch the same 4 MiB block sixty-four times. So what was
-fetched and not stored stays here until newer ones push it out: bounded for the whole process, however many disks it has.
+Without space on the disk a reader of 64 KiB at a time would fetch the same 4 MiB block sixty-four times. So blocks that were
+fetched and not stored stay in memory until newer ones replace them: bounded for the whole process, over all its disks.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 
 from typing_extensions import Buffer
 
-from millrace.cache.flight import BlockKey
+from millrace.runtime import forks
+from millrace.runtime.flight import BlockKey
 
 HELD_BYTES = 64 << 20
 
 
 class _Memory:
-    """The blocks of all `HeldBlocks` that share it, least recently used dropped first."""
+    """The blocks of all `HeldBlocks` that share this memory. Drops the least recently used first."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity = capacity_bytes
@@ -33,23 +33,23 @@ _shared = _Memory(HELD_BYTES)
 
 def _after_fork() -> None:
     global _shared
-    _shared = _Memory(HELD_BYTES)  # another thread of the parent may have had the lock
+    _shared = _Memory(HELD_BYTES)  # another thread of the parent may have held the lock
 
 
-os.register_at_fork(after_in_child=_after_fork)
+forks.reset_in_child(_after_fork)
 
 
 class HeldBlocks:
-    """What one disk could not keep. Thread-safe. Neither sees the blocks of another, which may be of other storage.
+    """The blocks that one disk could not store. Thread-safe. Each disk has its own: others may belong to other storage.
 
-    All disks of a process share `HELD_BYTES`; with `capacity_bytes` it has a memory of its own instead.
+    All disks of a process share `HELD_BYTES`; with `capacity_bytes` it uses its own memory instead.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self._memory = _shared if capacity_bytes is None else _Memory(capacity_bytes)
 
     def put(self, key: BlockKey, data: Buffer) -> None:
-        """Hold a copy of a block (the original is part of a larger buffer, which it would keep alive)."""
+        """Hold a copy of a block: the original would keep its larger buffer alive."""
         copy = bytes(data)
         memory = self._memory
         with memory.lock:
@@ -60,7 +60,7 @@ class HeldBlocks:
                 memory.used -= len(memory.blocks.popitem(last=False)[1])
 
     def get(self, object_id: bytes, blocks: Iterable[int]) -> dict[int, Buffer]:
-        """Those of `blocks` that are held."""
+        """The members of `blocks` that are held."""
         memory = self._memory
         if not memory.blocks:
             return {}
@@ -75,14 +75,14 @@ class HeldBlocks:
         return found
 
     def drop(self, object_id: bytes, blocks: Iterable[int]) -> None:
-        """Hold those of `blocks` no longer: they are to be kept on disk, where there is room again."""
+        """Drop `blocks`: they are to be stored on disk, which has space again."""
         memory = self._memory
         with memory.lock:
             for block in blocks:
                 memory.used -= len(memory.blocks.pop((self, (object_id, block)), b""))
 
     def clear(self) -> None:
-        """Hold nothing any more."""
+        """Drop all blocks."""
         memory = self._memory
         with memory.lock:
             for place in [place for place in memory.blocks if place[0] is self]:

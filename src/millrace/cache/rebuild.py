@@ -1,7 +1,7 @@
-"""A new index from what the files of a store say of themselves: after a crash or reboot, or when the index was lost.
+"""Rebuilds the index from the data files of a store: after a crash or reboot, or if the index was lost.
 
-Everything with a valid checksum is entered, anything else in the store's folders is removed. That a block is entered does
-not prove its bytes, since nothing was flushed: they are verified before their first use. Nothing that is found is sealed.
+Every block with a valid checksum record is entered, and other files in the store's folders are removed. An entry does
+not prove the bytes, since nothing was flushed: they are verified before their first use. No file is sealed here.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from millrace.cache import trailer
-from millrace.cache.blocks import span_of
-from millrace.cache.failures import disk_errors
-from millrace.cache.index import Index
-from millrace.cache.rebuild_segments import enter_segments
-from millrace.cache.records import Entry
+from millrace.cache.eviction.usage import group_of
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.figures import size_text
+from millrace.runtime.failures import disk_errors
+from millrace.store import trailer
+from millrace.store.blocks import span_of
+from millrace.store.index import Index
+from millrace.store.records import Entry, SegmentRecord
+from millrace.store.segment_files import SegmentObject, data_bytes, data_path, generations, group_in, idx_path, scan
 
-_log = logging.getLogger("millrace")
+_log = logging.getLogger("millrace.cache")
 
 _BATCH_OBJECTS = 1000
 _TAIL_BYTES = 4096
 _REPORT_SECONDS = 5.0
 
-# A process may still be using the index that was lost, and make files by its generations.
+# A process may still use the lost index, and create files with its generations.
 _GENERATIONS_APART = 1 << 30
 
 
 @dataclass(slots=True)
 class Found:
-    """What a rebuild found so far."""
+    """The entries that a rebuild found so far."""
 
     objects: int = 0
     nbytes: int = 0
@@ -49,21 +50,19 @@ def rebuild(
     directory: Path,
     index: Index,
     *,
-    goes_on: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Found:
     """Fill a new index from the files of the store in `directory`, under its set-up lock.
 
-    `goes_on` is called every few seconds, for those who wait for the lock. Killed in the middle it is begun again by the
-    next process, with another new index. Raises `StorageError`.
+    If it is killed, the next process repeats it with another new index. Raises `StorageError`.
     """
     found = Found()
-    reporter = _Reporter(directory, found, clock, goes_on)
+    reporter = _Reporter(directory, found, clock)
     with disk_errors(directory):
         _enter_files(directory / "objects", index, found, reporter)
         _enter_segments(directory / "segments", index, found, reporter)
-    # The clock keeps generations apart where nothing was found that tells of the earlier ones: in nanoseconds, of which none
-    # makes two objects. Whoever still uses an index that was removed must not find his files' names taken by others.
+    # The clock separates generations if no record of the earlier ones was found: in nanoseconds, and no two objects are
+    # created in the same one. A process that still uses a removed index must not meet its files' names in new files.
     index.raise_generation(max(found.last_generation + _GENERATIONS_APART, time.time_ns()))
     index.set_built()
     reporter.finish()
@@ -99,12 +98,83 @@ def _enter_files(objects: Path, index: Index, found: Found, reporter: _Reporter)
     _enter(index, batch, found)
 
 
-def _enter_segments(segments: Path, index: Index, found: Found, reporter: _Reporter) -> None:
-    small = enter_segments(segments, index, remove=_remove, tick=reporter.tick)
-    found.objects += small.objects
-    found.nbytes += small.nbytes
-    found.dropped += small.dropped
-    found.last_generation = max(found.last_generation, small.last_generation)
+def _enter_segments(folder: Path, index: Index, found: Found, reporter: _Reporter) -> None:
+    """Enter every intact segment, the oldest first, and remove every other file.
+
+    Objects with their own file keep it.
+    """
+    known = set()
+    for generation in generations(folder):
+        files = {Path(idx_path(folder, generation)), Path(data_path(folder, generation))}
+        found.last_generation = max(found.last_generation, generation)
+        if _enter_segment(folder, generation, index, found, reporter):
+            known |= files
+    for path in sorted(set(folder.iterdir()) - known):
+        _remove(path)
+        found.dropped += 1
+
+
+def _enter_segment(folder: Path, generation: int, index: Index, found: Found, reporter: _Reporter) -> bool:
+    """Enter the objects of one segment; False if it has none, or cannot be read."""
+    batch: dict[bytes, SegmentObject] = {}
+    live_bytes = objects = 0
+    group = None
+    try:
+        written_bytes = data_bytes(folder, generation)
+        group = group_in(folder, generation)
+        for record in scan(folder, generation):
+            if group is None:  # the header is damaged
+                group = group_of(record.name.origin, record.name.key)
+            batch[record.object_id] = record
+            if len(batch) == _BATCH_OBJECTS:
+                entered, nbytes = _enter_small(index, generation, batch)
+                objects, live_bytes = objects + entered, live_bytes + nbytes
+                reporter.tick()
+    except StorageError as error:
+        emit(Event(name="cache.file.lost", subject=idx_path(folder, generation), detail=str(error)))
+        batch.clear()
+    entered, nbytes = _enter_small(index, generation, batch)
+    objects, live_bytes = objects + entered, live_bytes + nbytes
+    reporter.tick()
+    if not objects:
+        return False
+    index.restore_segments([SegmentRecord(generation, written_bytes, live_bytes, group or "")])
+    found.objects += objects
+    found.nbytes += live_bytes
+    return True
+
+
+def _enter_small(index: Index, generation: int, batch: dict[bytes, SegmentObject]) -> tuple[int, int]:
+    """Enter a batch and empty it. Returns the number of objects and bytes added to the segment."""
+    entries = []
+    objects = nbytes = 0
+    for record in batch.values():
+        older = index.get(record.object_id)
+        if older is not None and not older.place:
+            continue
+        if older is not None and older.place == generation:
+            objects, nbytes = objects - 1, nbytes - older.size
+        elif older is not None:
+            index.remove(record.object_id)
+        entries.append((_segment_entry(generation, record), ()))
+        objects, nbytes = objects + 1, nbytes + record.size
+    index.restore(entries, used_bytes=0)
+    batch.clear()
+    return objects, nbytes
+
+
+def _segment_entry(generation: int, record: SegmentObject) -> Entry:
+    return Entry(
+        record.object_id,
+        generation,
+        record.size,
+        max(1, record.size),
+        1,
+        generation,
+        record.offset,
+        record.checksum,
+        packed_name=record.name.pack(),
+    )
 
 
 def _enter(index: Index, batch: dict[bytes, tuple[Entry, list[tuple[int, int]]]], found: Found) -> None:
@@ -120,7 +190,7 @@ def _enter(index: Index, batch: dict[bytes, tuple[Entry, list[tuple[int, int]]]]
 
 
 def _files(objects: Path) -> Iterator[Path]:
-    """Everything in the folders of the data files, and whatever else lies where only these folders should."""
+    """All files in the directories of the data files, and any other file next to these directories."""
     for folder in sorted(os.scandir(objects), key=lambda found: found.name):
         if folder.is_dir(follow_symlinks=False) and len(folder.name) == 2:
             with os.scandir(folder) as files:
@@ -131,9 +201,9 @@ def _files(objects: Path) -> Iterator[Path]:
 
 
 def _read_file(path: Path) -> tuple[Entry, list[tuple[int, int]]] | None:
-    """The record that a data file gives of itself, and the checksums of its blocks. None when it is no intact data file.
+    """The record in a data file, and the checksums of its blocks. None if it is not an intact data file.
 
-    An unreadable one is none either: the disk may have lost just this.
+    Also None if it cannot be read: the disk may have lost only this file.
     """
     try:
         with disk_errors(path):
@@ -164,7 +234,7 @@ def _read_footer(descriptor: int) -> Entry | None:
 
 
 def _remove(path: Path) -> None:
-    """Remove what is no part of the store. What cannot be removed is reported, and stays: its name is never used again."""
+    """Remove a file that is not part of the store. A failure is reported; the file's name is never used again."""
     try:
         with disk_errors(path):
             if path.is_dir() and not path.is_symlink():
@@ -176,19 +246,17 @@ def _remove(path: Path) -> None:
 
 
 class _Reporter:
-    """Says now and then how far a long rebuild has come, and at the end what it found."""
+    """Reports the progress of a long rebuild, and its result at the end."""
 
-    def __init__(self, directory: Path, found: Found, clock: Callable[[], float], goes_on: Callable[[], None]) -> None:
+    def __init__(self, directory: Path, found: Found, clock: Callable[[], float]) -> None:
         self._directory = directory
         self._found = found
         self._clock = clock
-        self._goes_on = goes_on
         self._next = clock() + _REPORT_SECONDS
 
     def tick(self) -> None:
         if self._clock() >= self._next:
             self._next = self._clock() + _REPORT_SECONDS
-            self._goes_on()
             self._emit("cache.store.rebuilding")
 
     def finish(self) -> None:

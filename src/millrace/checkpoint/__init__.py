@@ -1,31 +1,42 @@
 """Compressed, verified checkpoints for `torch.distributed.checkpoint`.
 
-Torch is loaded on the first use of a name that needs it: the codec and the format can be used without.
+Torch is imported on the first use of a name that needs it. The codec and the format work without torch.
+
+Key terms:
+- chunk: about 1 MiB of tensor data, compressed on its own.
+- manifest: the description of a checkpoint, written last; a checkpoint exists when its manifest exists.
+- delta: a checkpoint whose chunks refer to an earlier one; the chain back to a full checkpoint is bounded.
+- run: the checkpoints of one training run, in one directory.
+
+Packages: `codec`, `format` (manifest, layout), `state` (tensors, copies), `storage` (local disk, object stores, tiers),
+`writing`, `reading`, `run` (manager, retention), `tools` (verify, export, diff).
+
+Start reading in `run/manager.py`, `writing/writer.py` and `reading/reader.py`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from millrace.checkpoint.places.manifests import CheckpointSummary
-from millrace.checkpoint.tools.describing import describe
+from millrace.checkpoint.storage.manifests import CheckpointSummary
+from millrace.checkpoint.tools import describe
 
 if TYPE_CHECKING:
     from millrace.checkpoint.codec.extension import ZstdPlanes, extension_registry
-    from millrace.checkpoint.loop.manager import CheckpointManager
-    from millrace.checkpoint.loop.resuming import DataPosition, EpochPosition, RandomState
-    from millrace.checkpoint.loop.sampling import ResumableSampler
-    from millrace.checkpoint.loop.saving import PendingSave, SaveProgress, SaveResult
     from millrace.checkpoint.reading.load_planner import CheckpointLoadPlanner
     from millrace.checkpoint.reading.reader import CheckpointReader
+    from millrace.checkpoint.run.manager import CheckpointManager
+    from millrace.checkpoint.run.resuming import DataPosition, EpochPosition, RandomState
     from millrace.checkpoint.run.retention import KeepAll, KeepBest, KeepEvery, KeepLast, KeepNewerThan
     from millrace.checkpoint.run.run_info import CheckpointInfo
-    from millrace.checkpoint.state.stager import CheckpointStager
+    from millrace.checkpoint.run.sampling import ResumableSampler
+    from millrace.checkpoint.run.saving import PendingSave, SaveProgress, SaveResult
+    from millrace.checkpoint.state.staging import CheckpointStager
     from millrace.checkpoint.tools.diffing import diff_checkpoints
     from millrace.checkpoint.tools.exports import export_checkpoint
     from millrace.checkpoint.tools.verifying import verify_checkpoint
+    from millrace.checkpoint.writing.rank_data import SaveStats
     from millrace.checkpoint.writing.save_planner import CheckpointSavePlanner
-    from millrace.checkpoint.writing.save_stats import SaveStats
     from millrace.checkpoint.writing.writer import CheckpointWriter
 
 __all__ = [
@@ -58,32 +69,33 @@ __all__ = [
     "verify_checkpoint",
 ]
 
+# The modules of names that are imported on first use.
 _LAZY = {
-    "CheckpointInfo": "millrace.checkpoint.run.run_info",
-    "CheckpointLoadPlanner": "millrace.checkpoint.reading.load_planner",
-    "CheckpointManager": "millrace.checkpoint.loop.manager",
-    "CheckpointReader": "millrace.checkpoint.reading.reader",
-    "CheckpointSavePlanner": "millrace.checkpoint.writing.save_planner",
-    "CheckpointStager": "millrace.checkpoint.state.stager",
-    "CheckpointWriter": "millrace.checkpoint.writing.writer",
-    "DataPosition": "millrace.checkpoint.loop.resuming",
-    "EpochPosition": "millrace.checkpoint.loop.resuming",
-    "KeepAll": "millrace.checkpoint.run.retention",
-    "KeepBest": "millrace.checkpoint.run.retention",
-    "KeepEvery": "millrace.checkpoint.run.retention",
-    "KeepLast": "millrace.checkpoint.run.retention",
-    "KeepNewerThan": "millrace.checkpoint.run.retention",
-    "PendingSave": "millrace.checkpoint.loop.saving",
-    "RandomState": "millrace.checkpoint.loop.resuming",
-    "ResumableSampler": "millrace.checkpoint.loop.sampling",
-    "SaveProgress": "millrace.checkpoint.loop.saving",
-    "SaveResult": "millrace.checkpoint.loop.saving",
-    "SaveStats": "millrace.checkpoint.writing.save_stats",
-    "ZstdPlanes": "millrace.checkpoint.codec.extension",
-    "diff_checkpoints": "millrace.checkpoint.tools.diffing",
-    "export_checkpoint": "millrace.checkpoint.tools.exports",
-    "extension_registry": "millrace.checkpoint.codec.extension",
-    "verify_checkpoint": "millrace.checkpoint.tools.verifying",
+    "CheckpointInfo": "run.run_info",
+    "CheckpointLoadPlanner": "reading.load_planner",
+    "CheckpointManager": "run.manager",
+    "CheckpointReader": "reading.reader",
+    "CheckpointSavePlanner": "writing.save_planner",
+    "CheckpointStager": "state.staging",
+    "CheckpointWriter": "writing.writer",
+    "DataPosition": "run.resuming",
+    "EpochPosition": "run.resuming",
+    "KeepAll": "run.retention",
+    "KeepBest": "run.retention",
+    "KeepEvery": "run.retention",
+    "KeepLast": "run.retention",
+    "KeepNewerThan": "run.retention",
+    "PendingSave": "run.saving",
+    "RandomState": "run.resuming",
+    "ResumableSampler": "run.sampling",
+    "SaveProgress": "run.saving",
+    "SaveResult": "run.saving",
+    "SaveStats": "writing.rank_data",
+    "ZstdPlanes": "codec.extension",
+    "diff_checkpoints": "tools.diffing",
+    "export_checkpoint": "tools.exports",
+    "extension_registry": "codec.extension",
+    "verify_checkpoint": "tools.verifying",
 }
 
 
@@ -93,7 +105,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     try:
-        module = importlib.import_module(_LAZY[name])
+        module = importlib.import_module(f"{__name__}.{_LAZY[name]}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "torch":
             raise

@@ -1,40 +1,48 @@
-"""What the commands about a node's cache have in common: options, the cache they mean, and how figures are written."""
+"""Shared by the commands: options, the cache or storage that a command uses, and output."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import shutil
 import socket
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import click
 
+from millrace.errors import ConfigurationError, UsageError, printable, without_queries
+
 if TYPE_CHECKING:
+    from millrace.cache.eviction.retention import Place
     from millrace.cache.node import CacheNode
-    from millrace.cache.rules import Place
     from millrace.filesystem import MillraceFileSystem
 
 F = TypeVar("F", bound=Callable[..., object])
 
+_LINE_SECONDS = 10.0
+_BAR_SECONDS = 0.1
+
 
 def cache_dir_option(command: F) -> F:
     """`--cache-dir`, several times."""
-    text = "Cache directory; repeat for several disks. Default: the configured one."
+    text = "Cache directory; repeat for several disks. Default: from the configuration."
     return click.option("--cache-dir", multiple=True, help=text)(command)
 
 
 def endpoint_option(command: F) -> F:
     """`--endpoint-url`."""
-    return click.option("--endpoint-url", help="Address of the storage service, where it is not the usual one.")(
-        command
-    )
+    return click.option("--endpoint-url", help="Address of the storage service, if it is not the default.")(command)
 
 
 def node_option(command: F) -> F:
     """`--node`."""
-    text = "Ask the cluster of the node at this address, in place of the one that the options name."
+    text = "Use the cluster of the node at this address instead of the configured one."
     return click.option("--node", metavar="HOST:PORT", help=text)(command)
 
 
@@ -43,89 +51,210 @@ def json_option(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
 
 
-def require_host(endpoint_url: str | None) -> None:
-    """Raise `ConfigurationError` where the host of an endpoint has no address: requests to it would be retried long."""
-    from millrace.errors import ConfigurationError, printable
+class NumberRange(click.FloatRange):
+    """A range of numbers without `nan`, which no comparison excludes."""
 
-    if not endpoint_url or getproxies():  # a proxy finds hosts that this machine does not
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number. Raises `click.BadParameter`."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether `stream` is a terminal. A standard stream that was closed before the start is None."""
+    return stream is not None and stream.isatty()
+
+
+def require_host(endpoint_url: str | None) -> None:
+    """Raise `ConfigurationError` if the host of an endpoint has no address: requests to it would be retried for long."""
+    from urllib.request import getproxies  # it loads 30 modules, which `millrace --help` does not need
+
+    if not endpoint_url or getproxies():  # a proxy resolves hosts that this machine cannot
         return
     try:
         parts = urlsplit(endpoint_url if "://" in endpoint_url else f"https://{endpoint_url}")
-        if parts.hostname:  # where there is none, that is told with the other options
+        if parts.hostname:  # a missing host is reported with the other options
             socket.getaddrinfo(parts.hostname, parts.port or 443)
-    except (OSError, ValueError) as error:  # also a port that is no number, a host that cannot be one
+    except (OSError, ValueError) as error:  # also a port that is not a number, an invalid host
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigurationError(
-            f"no server has the name in --endpoint-url {printable(endpoint_url.rpartition('@')[2])} ({reason})",
+            f"--endpoint-url {printable(endpoint_url.rpartition('@')[2])}: the host name has no address ({reason})",
             next_step="correct the address",
         ) from error
 
 
-# --- the cache that is meant --------------------------------------------------------------------------
+# --- caches and storage -------------------------------------------------------------------------------
 
 
 def file_system(
     urls: Sequence[str], cache_dir: Sequence[str], endpoint_url: str | None, *, asks: bool = False
 ) -> MillraceFileSystem:
-    """The file system that serves `urls`, with credentials from the environment. All must be of one storage.
+    """The file system that serves `urls`, with credentials from the environment. All must belong to one storage.
 
-    `asks` says that the storage will be asked, so that there must be such a host.
+    With `asks`, the command sends requests to the storage, so its host must exist.
     """
-    from millrace.errors import UsageError
     from millrace.filesystem import filesystem
-    from millrace.origin import options_for, split_url
+    from millrace.origin import options_for, require_url, split_url
 
+    for url in urls:
+        require_url(url)
     schemes = sorted({split_url(url)[0] for url in urls})
     if len(schemes) > 1:
-        raise UsageError(f"URLs of {' and '.join(schemes)} together", next_step="use one command for each")
+        raise UsageError(f"the URLs belong to {' and '.join(schemes)}", next_step="use one command for each storage")
     options = options_for(urls[0], endpoint_url)
     if asks and options:
         require_host(endpoint_url)
-    # Not one that fsspec has kept: environment and file are read for each command.
+    # Not an instance that fsspec cached: each command reads the environment and the file.
     return filesystem(schemes[0], target_options=options, cache_dir=list(cache_dir) or None, skip_instance_cache=True)
 
 
 def existing_node(cache_dir: Sequence[str]) -> tuple[CacheNode, list[str]]:
-    """The cache that is there, and the directories without one. Makes nothing: where there is no cache is an error."""
+    """The existing cache, and the directories without one. Creates nothing.
+
+    Raises `ConfigurationError` if no directory has a cache, and `StorageError` if none can be used.
+    """
     from millrace.cache.node import cache_node, store_exists
     from millrace.config import resolve
-    from millrace.errors import ConfigurationError, StorageError
 
     options = resolve({"cache_dir": list(cache_dir) or None})
     there = tuple(path for path in options.cache_dirs if store_exists(replace(options, cache_dirs=(path,))))
     missing = [str(path) for path in options.cache_dirs if path not in there]
     if not there:
         raise ConfigurationError(
-            f"no cache in {', '.join(missing)}",
+            f"{', '.join(missing)}: no cache",
             next_step="read something through millrace.filesystem first, or name the directory with --cache-dir",
         )
-    # Only what is there: a cache makes the directories that it is given.
+    # Only existing ones: a cache creates the directories that it is given.
     node = cache_node(replace(options, cache_dirs=there))
     if not node.open_disks:
-        raise StorageError("no cache directory can be used", next_step="'millrace doctor' says why")
+        raise node.unusable()
     return node, missing
 
 
-def places_of(node: CacheNode, url: str, endpoint_url: str | None) -> list[Place]:
-    """Where `url` points, at every service of which something is known here; with an endpoint at that one only."""
-    from millrace.cache.catalog import origins
-    from millrace.errors import UsageError
-    from millrace.filesystem import filesystem
-    from millrace.filesystem.selection import is_pattern
-    from millrace.origin import options_for, split_url
+def places_of(node: CacheNode, url: str, endpoint_url: str | None) -> tuple[str, list[Place]]:
+    """The full URL of `url`, and its places: at every service with objects in this cache, or only at the endpoint.
 
+    Raises `UsageError` for a pattern and for a URL that `require_url` rejects.
+    """
+    from millrace.cache.catalog import origins
+    from millrace.filesystem import filesystem
+    from millrace.filesystem.paths import is_pattern
+    from millrace.origin import options_for, require_url, split_url
+
+    require_url(url)
     options = options_for(url, endpoint_url)
     named = filesystem(split_url(url)[0], target_options=options, skip_instance_cache=True)
     key = named.key_of(url).rstrip("/")
     if is_pattern(key, named.origin_identity, wildcards="*?"):
         raise UsageError(f"{url!r} is a pattern", next_step="name an object or a prefix")
+    full_url = named.unstrip_protocol(url).rstrip("/")
     if endpoint_url:
-        return [(named.origin_identity, key)]
+        return full_url, [(named.origin_identity, key)]
     kind = named.origin_identity.partition("+")[0]
-    return [(origin, key) for origin in sorted(origins(node)) if origin.partition("+")[0] == kind]
+    return full_url, [(origin, key) for origin in sorted(origins(node)) if origin.partition("+")[0] == kind]
 
 
-# --- figures for people -------------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------------
+
+
+SCHEMA_VERSION = 1
+"""The version of the JSON output. It changes when a field is removed or gets another meaning, not when one is added."""
+
+
+def json_text(content: Any) -> str:
+    """JSON in one line, with `schema_version` in an object, or in each object of a list (one line each).
+
+    Numbers that JSON lacks (nan, infinities) are null, other values their `repr`.
+    """
+    if isinstance(content, list):
+        return "[" + ",\n ".join(json_text(each) for each in content) + "]"
+    versioned = {"schema_version": SCHEMA_VERSION, **content}
+    try:
+        return json.dumps(versioned, default=repr, allow_nan=False)
+    except ValueError:  # one of these numbers
+        return json.dumps(json.loads(json.dumps(versioned, default=repr), parse_constant=lambda word: None))
+
+
+def print_json(content: Any) -> None:
+    """Print the result of a command with `--json`: one document on stdout."""
+    click.echo(json_text(content))
+
+
+def print_note(line: str) -> None:
+    """Write a remark besides the result in one line to stderr. `millrace --quiet` suppresses it."""
+    if not is_quiet():
+        print_message(line)
+
+
+def is_quiet() -> bool:
+    """Whether the command runs with `millrace --quiet`: without progress and remarks."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.find_root().params.get("quiet"))
+
+
+def print_message(line: str) -> None:
+    """Write an error in one line to stderr."""
+    with contextlib.suppress(OSError):  # stderr is closed as well: only the exit code is left
+        # A name that is not valid UTF-8 is shown all the same.
+        text = f"millrace: {printable(without_queries(line))}".encode("utf-8", "backslashreplace").decode()
+        click.echo(text, err=True)
+
+
+class ProgressLine:
+    """Progress on stderr: a bar on a terminal, else a line every ten seconds."""
+
+    def __init__(self) -> None:
+        self._is_terminal = is_terminal(sys.stderr)
+        self._is_quiet = is_quiet()
+        self._next = time.monotonic() + (0.0 if self._is_terminal else _LINE_SECONDS)
+        self._is_shown = False
+
+    def is_due(self) -> bool:
+        """Whether `show` should be called now."""
+        return not self._is_quiet and time.monotonic() >= self._next
+
+    def show(self, text: str, done_bytes: int, total_bytes: int) -> None:
+        """Write the line, on a terminal over the previous one, with a bar if there is room for it."""
+        if not self._is_terminal:
+            self._next += _LINE_SECONDS
+            click.echo(text, err=True)
+            return
+        self._next = time.monotonic() + _BAR_SECONDS
+        columns = shutil.get_terminal_size().columns
+        room = min(30, columns - len(text) - 4)
+        if room >= 5 and total_bytes:
+            full = round(room * done_bytes / total_bytes)
+            text = f"[{'#' * full}{'.' * (room - full)}] {text}"
+        click.echo(f"\r{text[: columns - 1]}\x1b[K", err=True, nl=False)
+        self._is_shown = True
+
+    def clear(self) -> None:
+        """Remove the bar from the terminal."""
+        if self._is_shown:
+            click.echo("\r\x1b[K", err=True, nl=False)
+            self._is_shown = False
+
+
+def columns_text(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
+    """Rows of text as aligned lines; the first `left` columns are aligned left, the others right."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return [
+        "  ".join(
+            text.ljust(width) if place < left else text.rjust(width)
+            for place, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+# --- numbers and times --------------------------------------------------------------------------------
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def time_text(seconds: float) -> str:

@@ -1,60 +1,69 @@
-"""`millrace doctor`: whether this machine has what Millrace needs, and why not."""
+"""`millrace doctor`: check the machine, the cache directories, a storage URL and the cluster."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import os
 import platform
 import re
 import shutil
 import socket
 import sys
-import tempfile
-import urllib.parse
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from millrace.cli.checks import Check
-from millrace.cli.doctor_cluster import cluster_checks
-from millrace.config import CacheOptions
+from millrace.cli.commands import LibraryCommand
+from millrace.cli.common import cache_dir_option, endpoint_option, json_option, print_json
 from millrace.errors import MillraceError, ObjectNotFoundError, UsageError, without_queries
 from millrace.figures import size_text
 
+if TYPE_CHECKING:
+    from millrace.cluster.folder import LocalNode
+    from millrace.config import CacheOptions
+
+_CONNECT_SECONDS = 3.0
 _LIBRARIES = ("pyarrow", "obstore", "lmdb", "fsspec")
 _OPTIONAL = {"ray": "ray", "torch": "torch"}
-# Locks and memory maps do not hold between machines there, or not at all.
+# File locks and memory maps are not reliable on these.
 _REMOTE_FILE_SYSTEMS = ("nfs", "cifs", "smb", "ceph", "lustre", "gpfs", "glusterfs", "afs", "9p", "beegfs", "fuse.")
 
 
-@click.command()
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The result of one check. A `note` is a warning, not a failure."""
+
+    name: str
+    state: Literal["ok", "note", "failed"]
+    detail: str
+
+
+@click.command(cls=LibraryCommand)
 @click.argument("url", required=False)
-@click.option(
-    "--cache-dir", multiple=True, help="Cache directory; repeat for several disks. Default: the configured one."
-)
-@click.option("--endpoint-url", help="Address of the storage service, where it is not the usual one.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@cache_dir_option
+@endpoint_option
+@json_option
 def doctor(url: str | None, cache_dir: tuple[str, ...], endpoint_url: str | None, as_json: bool) -> int:
-    """Check what Millrace needs on this machine, whether URL (s3://bucket/prefix) can be listed from it, and its cluster."""
+    """Check this machine, its cluster, and whether URL (s3://bucket/prefix) can be listed."""
     from millrace.config import resolve
 
     if endpoint_url and not url:
-        raise UsageError("--endpoint-url without a URL", next_step="say what to list there: s3://bucket/prefix")
+        raise UsageError("--endpoint-url needs a URL", next_step="add the URL to list: s3://bucket/prefix")
     options = resolve({"cache_dir": list(cache_dir) or None})
-    checks = list(_checks(options, url, endpoint_url))
+    checks = list(checks_of(options, url, endpoint_url))
     good = all(check.state != "failed" for check in checks)
     if as_json:
-        click.echo(json.dumps({"ok": good, "checks": [asdict(check) for check in checks]}))
+        print_json({"ok": good, "checks": [asdict(check) for check in checks]})
     else:
         for check in checks:
             click.echo(f"{check.state:6s}  {check.name:16s}  {check.detail}")
     return 0 if good else 1
 
 
-def _checks(options: CacheOptions, url: str | None, endpoint_url: str | None) -> Iterator[Check]:
+def checks_of(options: CacheOptions, url: str | None, endpoint_url: str | None) -> Iterator[Check]:
+    """All checks of this machine, of its cluster, and of `url` if there is one."""
     yield Check(name="python", state="ok", detail=f"{platform.python_version()} in {sys.prefix}")
     for name in _LIBRARIES:
         yield _library(name, None)
@@ -63,12 +72,14 @@ def _checks(options: CacheOptions, url: str | None, endpoint_url: str | None) ->
     yield _boot()
     for directory in options.cache_dirs:
         yield from _cache_directory(directory, options)
-    yield from cluster_checks(options)
-    if url:
+    yield from _cluster_checks(options)
+    if url is not None:
         yield _reach(url, endpoint_url)
 
 
 def _library(name: str, extra: str | None) -> Check:
+    import importlib.metadata  # `millrace --help` does not need it
+
     try:
         return Check(name=name, state="ok", detail=importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
@@ -86,19 +97,21 @@ def _boot() -> Check:
 
 
 def _cache_directory(directory: Path, options: CacheOptions) -> Iterator[Check]:
+    import tempfile
+
     from millrace.cache.node import check_cache_dir
 
     name = "cache directory"
-    # What is not there yet is made at first use, below the nearest that is.
+    # A missing directory is created at its first use, below the nearest existing one.
     there = next(path for path in (directory, *directory.parents) if os.path.exists(path))
-    later = "" if there == directory else " (not there yet)"
+    later = "" if there == directory else " (does not exist yet)"
     kind = file_system_of(there)
     remote = kind.startswith(_REMOTE_FILE_SYSTEMS)
     yield Check(
         name="file system",
         state="failed" if remote else "note" if kind in ("tmpfs", "ramfs") else "ok",
         detail=f"{directory}: {kind}"
-        + (", which is no local disk: choose another 'cache_dir'" if remote else "")
+        + (", which is not a local disk: choose another 'cache_dir'" if remote else "")
         + (", which is memory, not disk" if kind in ("tmpfs", "ramfs") else ""),
     )
     try:
@@ -119,12 +132,12 @@ def _cache_directory(directory: Path, options: CacheOptions) -> Iterator[Check]:
         name="room",
         state="ok" if room > 0 else "failed",
         detail=f"{directory}: {size_text(disk.free)} free, min_free keeps {size_text(keep)}, "
-        + (f"up to {size_text(room)} more" if room > 0 else "nothing can be kept: free some, or lower 'min_free'"),
+        + (f"room for {size_text(room)}" if room > 0 else "no room: free some space, or lower 'min_free'"),
     )
 
 
 def _index(scratch: Path) -> Check:
-    from millrace.cache.index import Index
+    from millrace.store.index import Index
 
     try:
         (scratch / "index").mkdir()
@@ -135,7 +148,7 @@ def _index(scratch: Path) -> Check:
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system that holds `path`, as `/proc/self/mountinfo` calls it."""
+    """The type of the file system that holds `path`, as named in `/proc/self/mountinfo`."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -145,29 +158,30 @@ def file_system_of(path: Path) -> str:
     for line in lines:
         fields, _, rest = line.partition(" - ")
         mount = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields.split()[4])
-        # Of several on one path the last hides the others.
+        # The last mount on a path hides the others.
         if (real == mount or real.startswith(f"{mount.rstrip('/')}/")) and len(mount) >= len(longest):
             longest, kind = mount, rest.split()[0]
     return kind
 
 
 def _reach(url: str, endpoint_url: str | None) -> Check:
-    from millrace.origin import SCHEMES, options_for, origin_for_url
+    from millrace.origin import SCHEMES, options_for, origin_for_url, require_url
+    from millrace.origin.reachability import probe
+    from millrace.origin.web.addresses import shown
 
+    try:
+        require_url(url)
+    except MillraceError as error:
+        return Check(name="origin", state="failed", detail=str(error))
     address = endpoint_url
-    if address is None and SCHEMES.get(url.partition("://")[0]) == "s3":
+    if address is None and SCHEMES.get(url.partition("://")[0].lower()) == "s3":
         address = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if address:
-        # Requests are retried for a long time; whether anybody listens there can be told at once.
-        try:
-            parts = urllib.parse.urlsplit(address if "://" in address else f"https://{address}")
-            port = parts.port or (80 if parts.scheme == "http" else 443)
-            socket.create_connection((parts.hostname or "", port), timeout=5).close()
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            return Check(
-                name="origin", state="failed", detail=f"{address} cannot be reached: {reason}: check the address"
-            )
+        address = address.strip() if "://" in address else f"https://{address.strip()}"
+        cause = probe(address, seconds=5)  # fails at once if the connection is refused, without retries
+        if cause is not None:
+            detail = without_queries(f"{shown(address)} cannot be reached: {cause.text}: {cause.next_step}")
+            return Check(name="origin", state="failed", detail=detail)
     try:
         origin, key = origin_for_url(url, options_for(url, endpoint_url))
         try:
@@ -180,11 +194,108 @@ def _reach(url: str, endpoint_url: str | None) -> Check:
     except MillraceError as error:
         return Check(name="origin", state="failed", detail=str(error))
     found = len(listing.objects) + len(listing.prefixes)
-    # A bucket and what is meant as a prefix may be empty; a bucket that is missing raises.
+    # A bucket and a prefix with a slash may be empty; a missing bucket raises.
     may_be_empty = "/" not in key.strip("/") or url.endswith("/")
     return Check(
         name="origin",
         state="ok" if found else "note" if may_be_empty else "failed",
         detail=without_queries(f"{url}: {found or 'no'} objects and folders directly below")
-        + ("" if found or may_be_empty else ", and no object of that name: check the name"),
+        + ("" if found or may_be_empty else ", and there is no object of that name: check the name"),
     )
+
+
+# --- the cluster ----------------------------------------------------------------------------------------
+
+
+def _cluster_checks(options: CacheOptions) -> Iterator[Check]:
+    """Checks of the cluster; none if no cluster is configured and no node runs on this machine."""
+    from millrace.cluster.folder import live_nodes
+    from millrace.config import parse_etcd
+
+    nodes = live_nodes(options)
+    if options.members == "ray":
+        yield Check(name="cluster", state="note", detail="members='ray' applies inside a Ray job only")
+        return
+    if not nodes and options.members in ("none", "auto"):
+        return
+    yield _token(options, nodes)
+    yield _node(options, nodes)
+    reached = True
+    if options.members.startswith("etcd://"):
+        check = _etcd(parse_etcd(options.members)[0])
+        reached = check.state != "failed"
+        yield check
+    if reached and (nodes or options.cluster_token is not None):
+        yield _peers(options)
+
+
+def _token(options: CacheOptions, nodes: list[LocalNode]) -> Check:
+    if options.cluster_token is not None:
+        return Check(name="cluster token", state="ok", detail="set")
+    if nodes:
+        return Check(name="cluster token", state="ok", detail="from the node on this machine")
+    return Check(
+        name="cluster token",
+        state="failed",
+        detail="not set: set MILLRACE_CLUSTER_TOKEN, or 'cluster_token' in millrace.toml, to the token of the cluster",
+    )
+
+
+def _node(options: CacheOptions, nodes: list[LocalNode]) -> Check:
+    if not nodes:
+        return Check(
+            name="node",
+            state="note",
+            detail="not running: this machine is a client of the cluster; 'millrace node run' starts a node",
+        )
+    others = sorted({node.facts.members for node in nodes} - {options.members})
+    text = ", ".join(f"{node.facts.address} ({node.name})" for node in nodes)
+    if others and options.members not in ("none", "auto"):
+        return Check(
+            name="node", state="note", detail=f"{text}; belongs to another cluster ({others[0]}) than {options.members}"
+        )
+    return Check(name="node", state="ok", detail=text)
+
+
+def _etcd(addresses: tuple[tuple[str, int], ...]) -> Check:
+    reached, failures = [], []
+    for host, port in addresses:
+        try:
+            socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+            reached.append(f"{host}:{port}")
+        except OSError as error:
+            failures.append(f"{host}:{port} cannot be reached: {error.strerror or error}")
+    if not reached:
+        return Check(name="etcd", state="failed", detail=f"{'; '.join(failures)}: start it, or correct 'members'")
+    return Check(name="etcd", state="note" if failures else "ok", detail="; ".join([*reached, *failures]))
+
+
+def _peers(options: CacheOptions) -> Check:
+    from millrace.filesystem.cluster_access import access_from_here, statuses
+
+    try:
+        access = access_from_here(options)
+        if access is None:
+            return Check(name="nodes", state="note", detail="no cluster")
+        with access:
+            nodes = statuses(access)
+    except MillraceError as error:
+        return Check(name="nodes", state="failed", detail=str(error))
+    answering = [node["address"] for node in nodes if node["answers"]]
+    silent = [node["error"] for node in nodes if not node["answers"]]
+    if not nodes:
+        return Check(name="nodes", state="note", detail="the cluster has no nodes: 'millrace node run' starts one")
+    if not answering:
+        return Check(name="nodes", state="failed", detail=f"no node answers: {silent[0]}")
+    wrong = [*silent, *_disagreements([node for node in nodes if node["answers"]])]
+    detail = f"{', '.join(answering)} answer" + "".join(f"; {text}" for text in wrong)
+    return Check(name="nodes", state="note" if wrong else "ok", detail=detail)
+
+
+def _disagreements(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Settings that must be equal on all nodes, and differ."""
+    replicas = {node["address"]: node["replicas"] for node in nodes if "replicas" in node}
+    if len(set(replicas.values())) < 2:
+        return []
+    listed = ", ".join(f"{number} on {address}" for address, number in replicas.items())
+    return [f"'replicas' differs between the nodes ({listed}): start all nodes with one number"]

@@ -1,9 +1,8 @@
-"""`millrace node run` and `millrace node drain`."""
+"""`millrace node run`, `millrace node link` and `millrace node drain`."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -17,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from millrace.cli.common import cache_dir_option, json_option
-from millrace.members.protocol import WIRE_VERSIONS
+from millrace.cli.commands import GroupedCommands
+from millrace.cli.common import cache_dir_option, json_option, json_text, print_json, print_message, print_note
 
 if TYPE_CHECKING:
     from millrace.config import CacheOptions
     from millrace.events import Event
-    from millrace.filesystem.node_leaving import DrainReport
-    from millrace.filesystem.node_process import NodeProcess
+    from millrace.node.drain import DrainReport
+    from millrace.node.process import NodeProcess
     from millrace.origin import Origin
 
 DEFAULT_PORT = 7411
-"""Where a node listens when nobody says where."""
+"""The default port of a node."""
 
-_OF_INTEREST = (
+_IMPORTANT = (
     "cluster.",
     "peer.breaker.",
     "peer.corrupt",
@@ -44,35 +43,36 @@ _GRACE_SECONDS = 30.0
 _END_SECONDS = 10.0
 
 
-@click.group()
+@click.group(cls=GroupedCommands)
 def node() -> None:
-    """One machine's share in a cluster: run it, or have it leave."""
+    """Run a cluster node on this machine, drain one, or open its status page."""
 
 
 @node.command()
-@click.option("--listen", metavar="HOST:PORT", help="Where the other nodes reach this one.")
+@click.option("--listen", metavar="HOST:PORT", help="Address at which the other nodes reach this one.")
 @click.option("--members", help="The cluster: etcd://host:port[,...][/name] or static://host:port,host:port,...")
 @click.option("--etcd-host", help="Short for --members etcd://HOST:2379.")
 @cache_dir_option
-@click.option("--capacity", help="Most bytes on a disk: 200GB, or 80% of it.")
-@click.option("--min-free", help="What a disk keeps free: 50GB, or 10% of it.")
-@click.option("--replicas", type=int, help="How many nodes keep each block; the same on all of them.")
+@click.option("--capacity", help="Largest size on a disk: 200GB, or 80% of it.")
+@click.option("--min-free", help="Space that stays free on a disk: 50GB, or 10% of it.")
+@click.option("--replicas", type=int, help="Number of nodes that keep each block; the same on all nodes.")
 @click.option("--tls", metavar="FOLDER", help="A folder with cert.pem, key.pem and ca.pem.")
 @click.option(
     "--origin",
     "origins",
     multiple=True,
     metavar="URL",
-    help="What it may read for others besides what its environment names: a storage's URL, https://host[:port] for S3.",
+    help="Another storage that this node may read for others: its URL, or https://host[:port] for S3. Repeat for several.",
 )
 @click.option(
-    "--newest-wire",
-    type=click.IntRange(*WIRE_VERSIONS),
-    default=WIRE_VERSIONS[1],
-    help="Speak no newer version of the nodes' language than this.",
-    hidden=True,
+    "--drain-seconds", type=float, default=60.0, show_default=True, help="Time limit of the drain at the end."
 )
-@click.option("--drain-seconds", type=float, default=60.0, show_default=True, help="Longest time for a planned leave.")
+@click.option(
+    "--public-metrics",
+    is_flag=True,
+    envvar="MILLRACE_PUBLIC_METRICS",
+    help="Serve /metrics without the cluster token.",
+)
 @json_option
 def run(
     listen: str | None,
@@ -84,22 +84,23 @@ def run(
     replicas: int | None,
     tls: str | None,
     origins: tuple[str, ...],
-    newest_wire: int,
     drain_seconds: float,
+    public_metrics: bool,
     as_json: bool,
 ) -> int:
-    """Be a node of a cluster, until SIGTERM or Ctrl-C: then it leaves, and others take over what it has.
+    """Run a node of a cluster until SIGTERM or Ctrl-C. It then drains: the other nodes copy its blocks.
 
-    A second signal ends it at once. The cluster's secret comes from MILLRACE_CLUSTER_TOKEN or from 'cluster_token' in
-    millrace.toml; credentials for the origin come from the environment. The line that begins with READY says where it
-    listens; there is one line for each event of interest.
+    A second signal ends it at once. The cluster token comes from MILLRACE_CLUSTER_TOKEN or from 'cluster_token' in
+    millrace.toml; credentials for the origin come from the environment. The line that begins with READY contains the
+    address of the node. Each important event is one more line. GET /metrics on that address returns the metrics for
+    Prometheus, with the token; /healthz and /readyz are for probes. 'millrace node link' prints the link to its status page.
     """
-    from millrace.cli import tell
     from millrace.config import resolve
-    from millrace.filesystem.node_process import NodeProcess
+    from millrace.node import telemetry
+    from millrace.node.process import NodeProcess
 
     if not 0 <= drain_seconds <= 3600:
-        raise click.UsageError("--drain-seconds is a number from 0 to 3600")
+        raise click.UsageError("--drain-seconds must be from 0 to 3600")
     options = resolve(
         {
             "members": members,
@@ -113,13 +114,19 @@ def run(
     )
     host, port = listening_address(options, listen)
     if listen is None and options.members.startswith("etcd://") and ip_address(host).is_loopback:
-        tell(f"{host} can be reached from this machine only: give --listen where others are to join")
+        print_note(f"{host} can be reached from this machine only: set --listen to let other machines join")
     process = NodeProcess(
-        options, host=host, port=port, origins=[_origin(url) for url in origins], wire=(WIRE_VERSIONS[0], newest_wire)
+        options,
+        host=host,
+        port=port,
+        origins=[_origin(url) for url in origins],
+        public_metrics=public_metrics,
     )
     with _signals() as ended, _events(as_json):
         process.start()
         try:
+            if telemetry.is_in_use():
+                telemetry.instrument(process.samples)
             _ready(process, as_json)
             while not ended.is_set() and not process.left.wait(_LOOK_SECONDS):
                 pass
@@ -132,26 +139,28 @@ def run(
 
 def _ready(process: NodeProcess, as_json: bool) -> None:
     if as_json:
-        _print(json.dumps({"event": "ready", "address": process.address, "member": process.member_id}))
+        _print(json_text({"event": "ready", "address": process.address, "member": process.member_id}))
     else:
         _print(f"READY {process.address} member {process.member_id}")
 
 
 def _report(report: DrainReport) -> None:
-    from millrace.cli import tell
 
     if report.did_not:
-        tell(f"left after {report.seconds:.0f} s; {len(report.did_not)} nodes had not taken over everything by then")
+        print_message(
+            f"left after {report.seconds:.0f} s; {len(report.did_not)} nodes had not copied all blocks by then"
+        )
 
 
-# --- where it listens, what it may read ----------------------------------------------------------------------
+# --- address and origins ------------------------------------------------------------------------------------
 
 
 def listening_address(options: CacheOptions, listen: str | None) -> tuple[str, int]:
-    """Host and port to listen on: what was given, or the static address of this machine, or the one that faces etcd.
+    """Host and port to listen on: `listen`, or this machine's address in `members`, or the one towards etcd.
 
     Raises `ConfigurationError`.
     """
+    from millrace.cluster.membership.backends import backend_of
     from millrace.config import parse_addresses, parse_etcd
     from millrace.errors import ConfigurationError
 
@@ -159,8 +168,8 @@ def listening_address(options: CacheOptions, listen: str | None) -> tuple[str, i
         given = parse_addresses(listen, option="--listen")
         if len(given) != 1 or given[0][0] in ("0.0.0.0", "::"):
             raise ConfigurationError(
-                f"--listen {listen} is not where the others reach this node",
-                next_step="name one address of this machine",
+                f"--listen {listen}: other nodes cannot reach this address",
+                next_step="give one address of this machine",
             )
         return given[0]
     scheme, _, text = options.members.partition("://")
@@ -168,14 +177,17 @@ def listening_address(options: CacheOptions, listen: str | None) -> tuple[str, i
         own = [address for address in parse_addresses(text, option="members") if _is_local(address[0])]
         if len(own) != 1:
             raise ConfigurationError(
-                f"{'several' if own else 'none'} of the addresses {text} are this machine's",
-                next_step="say with --listen which one this node has",
+                f"{'several' if own else 'none'} of the addresses {text} belong to this machine",
+                next_step="give the address of this node with --listen",
             )
         return own[0]
     if scheme == "etcd":
         return _address_towards(*parse_etcd(options.members)[0][0]), DEFAULT_PORT
+    if "://" in options.members:
+        backend_of(options.members)  # raises for an unknown one
+        raise ConfigurationError(f"members={options.members!r} needs the node's address", next_step="give --listen")
     raise ConfigurationError(
-        f"members={options.members!r} names no cluster that a node can join",
+        f"members={options.members!r} is not a cluster that a node can join",
         next_step="give --members etcd://host:port or static://host:port,host:port",
     )
 
@@ -188,12 +200,12 @@ def _is_local(host: str) -> bool:
                 probe.bind(address)
                 return True
     except OSError:
-        pass  # a name that is not known is not ours
+        pass  # an unknown name is not this machine
     return False
 
 
 def _address_towards(host: str, port: int) -> str:
-    """The address of this machine that packets to `host` leave from. Sends none."""
+    """The address of this machine that is the source of packets to `host`. Sends nothing."""
     from millrace.errors import ConfigurationError
 
     try:
@@ -203,12 +215,12 @@ def _address_towards(host: str, port: int) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ConfigurationError(
-            f"there is no way to {host}: {error.strerror or error}", next_step="check the name, or give --listen"
+            f"{host}: cannot be reached: {error.strerror or error}", next_step="check the name, or give --listen"
         ) from error
 
 
 def _origin(url: str) -> Origin:
-    """The origin that `--origin` names: the address of an S3 service, or the URL of a storage without a path in it."""
+    """The origin of `--origin`: the address of an S3 service, or the URL of a storage without a path."""
     from millrace.errors import ConfigurationError, UsageError
     from millrace.origin import open_origin, origin_for_url
 
@@ -223,8 +235,8 @@ def _origin(url: str) -> Origin:
         ) from error
     if origin is None or origin.head_is_local or "/" in key.strip("/") or (key.strip("/") and "@" not in rest):
         raise ConfigurationError(
-            f"--origin {url} is no storage service",
-            next_step="write https://host[:port] of an S3 service, or s3://, az://, gs:// or hf:// for the environment's",
+            f"--origin {url} is not a storage service",
+            next_step="write https://host[:port] for S3, or s3://, az://, gs:// or hf:// for the one of the environment",
         )
     return origin
 
@@ -234,19 +246,19 @@ def _origin(url: str) -> Origin:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[threading.Event]:
-    """An event that is set by the first signal that asks for an end; the second one ends the process."""
+    """An event that the first signal sets; the second signal ends the process."""
     ended = threading.Event()
 
-    def asked(number: int, _: FrameType | None) -> None:
+    def handle(number: int, _: FrameType | None) -> None:
         if ended.is_set():
             os.write(2, b"millrace: ended at once\n")
             os._exit(128 + number)
         ended.set()
 
     numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup(1) ignores it, and means it
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup(1) sets it to be ignored
         numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, asked) for number in numbers}
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield ended
     finally:
@@ -256,14 +268,14 @@ def _signals() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def _events(as_json: bool) -> Iterator[None]:
-    """Print a line for each event of interest while the block runs."""
+    """Print a line for each important event while the block runs."""
     from millrace.events import add_hook
 
-    def hear(event: Event) -> None:
-        if event.name.startswith(_OF_INTEREST):
-            _print(json.dumps(_as_json(event)) if as_json else _as_text(event))
+    def on_event(event: Event) -> None:
+        if event.name.startswith(_IMPORTANT):
+            _print(json_text(_as_json(event)) if as_json else _as_text(event))
 
-    remove = add_hook(hear)
+    remove = add_hook(on_event)
     try:
         yield
     finally:
@@ -281,21 +293,51 @@ def _as_json(event: Event) -> dict[str, Any]:
 
 
 def _as_text(event: Event) -> str:
-    from millrace.errors import printable
+    from millrace.errors import printable, without_queries
 
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    return printable(" ".join(f"{stamp} {event.name} {event.subject} {event.detail}".split()))
+    return printable(without_queries(" ".join(f"{stamp} {event.name} {event.subject} {event.detail}".split())))
 
 
 _printing = threading.Lock()
 
 
 def _print(line: str) -> None:
-    """One line on stdout at once, also from several threads. That nobody can read it any more does not end a node."""
+    """Write one line to stdout and flush it. Thread-safe. A closed stdout does not end the node."""
     with _printing, contextlib.suppress(OSError, ValueError):
         click.echo(line)
         if sys.stdout is not None:
             sys.stdout.flush()
+
+
+# --- link ------------------------------------------------------------------------------------------------------
+
+
+@node.command()
+@click.argument("address", required=False)
+@cache_dir_option
+@json_option
+def link(address: str | None, cache_dir: tuple[str, ...], as_json: bool) -> None:
+    """Print the link to the status page of a node: the one on this machine, or the one at ADDRESS (host:port).
+
+    The link contains the cluster token, which gives access to all cached data: open it yourself, and do not share it.
+    """
+    from urllib.parse import quote
+
+    from millrace.config import resolve
+    from millrace.filesystem.cluster_access import access_through, secrets_for
+
+    options = resolve({"cache_dir": list(cache_dir) or None})
+    if address is None:
+        address = _node_here(options)
+    with access_through(address, options):  # it responds, and accepts the token
+        token, tls = secrets_for(address, options)
+    # Browsers do not send the part after '#'.
+    url = f"{'http' if tls is None else 'https'}://{address}/#token={quote(token, safe='')}"
+    if as_json:
+        print_json({"address": address, "url": url})
+    else:
+        click.echo(url)
 
 
 # --- drain -------------------------------------------------------------------------------------------------------
@@ -303,22 +345,22 @@ def _print(line: str) -> None:
 
 @node.command()
 @click.argument("address", required=False)
-@click.option("--seconds", type=float, default=60.0, show_default=True, help="Longest time it may take.")
+@click.option("--seconds", type=float, default=60.0, show_default=True, help="Time limit.")
 @cache_dir_option
 @json_option
 def drain(address: str | None, seconds: float, cache_dir: tuple[str, ...], as_json: bool) -> int:
-    """Have a node leave its cluster: this machine's, or the one at ADDRESS (host:port).
+    """Drain a node: the one on this machine, or the one at ADDRESS (host:port).
 
-    The others take over what it has, from its disk; then its process ends. Returns when that is so.
+    The other nodes copy its blocks from its disk; then its process ends, and this command returns.
     """
-    from millrace.cli import tell
     from millrace.config import resolve
     from millrace.filesystem.cluster_access import access_through
 
     if not 0 <= seconds <= 3600:
-        raise click.UsageError("--seconds is a number from 0 to 3600")
+        raise click.UsageError("--seconds must be from 0 to 3600")
     options = resolve({"cache_dir": list(cache_dir) or None})
-    address = address or _node_here(options)
+    if address is None:  # an empty ADDRESS, from an unset variable, must not drain this machine
+        address = _node_here(options)
     started = time.monotonic()
     with access_through(address, options) as cluster:
         cluster.client.call_address(address, "POST", "/v1/drain", {"seconds": seconds}, deadline=5.0)
@@ -328,36 +370,38 @@ def drain(address: str | None, seconds: float, cache_dir: tuple[str, ...], as_js
                 started + seconds + _GRACE_SECONDS,
             )
         except KeyboardInterrupt:
-            tell(f"interrupted: {address} goes on leaving; 'millrace status' shows when it has gone")
+            print_message(f"interrupted: {address} continues to drain; 'millrace status' shows its state")
             return 130
     took = round(time.monotonic() - started, 1)
     if as_json:
-        click.echo(json.dumps({"address": address, "left": ended, "seconds": took}))
+        print_json({"address": address, "left": ended, "seconds": took})
     elif ended:
         click.echo(f"{address} has left after {took} s")
     else:
-        tell(f"{address} has not left after {took} s: see its log")
+        print_message(f"{address} has not left after {took} s: check its log")
     return 0 if ended else 1
 
 
 def _node_here(options: CacheOptions) -> str:
+    from millrace.cluster.folder import live_nodes
     from millrace.errors import ConfigurationError
-    from millrace.peers.folder import live_nodes
 
     addresses = [live.facts.address for live in live_nodes(options)]
     if len(addresses) != 1:
         what = (
-            f"{len(addresses)} nodes run on this machine ({', '.join(addresses)})" if addresses else "no node runs here"
+            f"{len(addresses)} nodes run on this machine ({', '.join(addresses)})"
+            if addresses
+            else "no node runs on this machine"
         )
-        raise ConfigurationError(what, next_step="name the ADDRESS of the node that is to leave")
+        raise ConfigurationError(what, next_step="give the ADDRESS of a node")
     return addresses[0]
 
 
 def _wait_until_left(ask: Callable[[], Any], deadline: float) -> bool:
-    """Wait until a node has left, and has ended, a moment later; tells on stderr whom it waits for."""
+    """Wait until a node has left and its process has ended. Prints on stderr how many nodes still copy blocks."""
     from millrace.errors import PeerRefusedError, PeerSilentError
 
-    told: Sequence[str] | None = None
+    waiting_for: Sequence[str] | None = None
     has_left = False
     while time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
@@ -365,7 +409,7 @@ def _wait_until_left(ask: Callable[[], Any], deadline: float) -> bool:
             status = ask()
         except PeerSilentError as error:
             if isinstance(error.__cause__, TimeoutError | BlockingIOError):
-                continue  # it is there, and says nothing
+                continue  # it runs, but does not respond
             return True  # its process has ended
         except PeerRefusedError:
             continue
@@ -373,7 +417,7 @@ def _wait_until_left(ask: Callable[[], Any], deadline: float) -> bool:
             deadline = deadline if has_left else min(deadline, time.monotonic() + _END_SECONDS)
             has_left = True
             continue
-        if status.get("waiting_for") != told:
-            told = status.get("waiting_for")
-            click.echo(f"{len(told or ())} nodes are still taking over", err=True)
+        if status.get("waiting_for") != waiting_for:
+            waiting_for = status.get("waiting_for")
+            click.echo(f"{len(waiting_for or ())} nodes are still copying blocks", err=True)
     return has_left

@@ -2,70 +2,126 @@
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from millrace.cli.common import cache_dir_option, existing_node, json_option, node_option
+from millrace.cli.commands import LibraryCommand
+from millrace.cli.common import (
+    cache_dir_option,
+    columns_text,
+    counted,
+    existing_node,
+    json_option,
+    node_option,
+    print_json,
+)
+from millrace.cli.rates import Rates, rate_lines, rates_of_all, ratio_text, total_lines
 from millrace.cli.rules import rule_text
-from millrace.figures import size_text
+from millrace.cli.watch import interval_option, repeat, watch_option
+from millrace.figures import hit_ratio, size_text
 
 if TYPE_CHECKING:
     from millrace.config import CacheOptions
     from millrace.filesystem.cluster_access import ClusterAccess
 
 
-@click.command()
+@click.command(cls=LibraryCommand)
 @node_option
 @cache_dir_option
+@watch_option
+@interval_option
 @json_option
-def status(node: str | None, cache_dir: tuple[str, ...], as_json: bool) -> None:
-    """Show the nodes of the cluster, and this node's cache: how full, what is pinned or limited, what was saved.
+def status(node: str | None, cache_dir: tuple[str, ...], watch: bool, interval: float, as_json: bool) -> None:
+    """Show the nodes of the cluster, and this machine's cache: hit ratio, size and rules.
 
-    The cluster is that of a node on this machine, of the option 'members', or of --node; a node that does not answer is
-    shown as such. Makes nothing.
+    The cluster is that of a node on this machine, of the option 'members', or of --node. A node that does not respond is
+    shown as silent. Creates nothing. With --watch it also shows current rates; 'millrace stats' shows them for each node.
     """
+    if watch:
+        repeat(_Readings(node, cache_dir).read, _lines, interval=interval, as_json=as_json)
+        return
+    state = read_status(node, cache_dir)
+    if as_json:
+        print_json(state)
+        return
+    click.echo("\n".join(_lines(state)))
+
+
+def read_status(address: str | None, cache_dir: Sequence[str]) -> dict[str, Any]:
+    """The state of this machine's cache, with that of the cluster under `cluster`, as far as they exist."""
     from millrace.config import resolve
     from millrace.errors import ConfigurationError
 
     options = resolve({"cache_dir": list(cache_dir) or None})
-    cluster = _cluster(options, node)
+    cluster = _cluster(options, address)
     try:
-        here = None if node is not None else _this_node(cache_dir)
+        here = None if address is not None else _this_node(cache_dir)
     except ConfigurationError:
         if cluster is None:  # a client of a cluster may have no cache of its own
             raise
         here = None
-    if as_json:
-        click.echo(json.dumps({**({} if here is None else here), **({} if cluster is None else {"cluster": cluster})}))
-        return
-    if cluster is not None:
-        for line in cluster_lines(cluster):
-            click.echo(line)
-    if here is not None:
-        if cluster is not None:
-            click.echo("\nthis machine:")
-        _show(here)
+    return {**(here or {}), **({} if cluster is None else {"cluster": cluster})}
+
+
+class _Readings:
+    """Readings for `--watch`: each has the rates since the one before under `rates`."""
+
+    def __init__(self, address: str | None, cache_dir: Sequence[str]) -> None:
+        self._address = address
+        self._cache_dir = cache_dir
+        self._last: tuple[float, Mapping[str, Mapping[str, int]]] | None = None
+
+    def read(self) -> dict[str, Any]:
+        state = read_status(self._address, self._cache_dir)
+        now, counters = time.monotonic(), counters_by_node(state)
+        if self._last is not None:
+            began, before = self._last
+            found = rates_of_all(before, counters, now - began)
+            state["rates"] = {"hit_ratio": found.hit_ratio, **found.per_second}
+        self._last = now, counters
+        return state
+
+
+def counters_by_node(state: Mapping[str, Any]) -> dict[str, Mapping[str, int]]:
+    """The counters of each node that answers, by its id; without a cluster, those of this machine under an empty id."""
+    if "cluster" not in state:
+        return {"": state["counters"]}
+    return {node["member_id"]: node["counters"] for node in state["cluster"]["nodes"] if node["answers"]}
+
+
+def _lines(state: Mapping[str, Any]) -> list[str]:
+    """The state as lines: rates and hit ratios first, then sizes, then totals."""
+    lines: list[str] = []
+    if "rates" in state:
+        shown = dict(state["rates"])
+        lines += [*rate_lines(Rates(hit_ratio=shown.pop("hit_ratio"), per_second=shown)), ""]
+    if "cluster" in state:
+        lines += cluster_lines(state["cluster"])
+    if "disks" in state:
+        lines += ["", "this machine:"] if "cluster" in state else []
+        lines += _machine_lines(state)
+    return lines
 
 
 # --- the cluster ------------------------------------------------------------------------------------------
 
 
 def _cluster(options: CacheOptions, address: str | None) -> dict[str, Any] | None:
-    """What the nodes of a cluster say of themselves; None without a cluster."""
+    """The status of every node of the cluster; None without a cluster."""
     from millrace.filesystem.cluster_access import access_from_here, access_through
 
     access = access_from_here(options) if address is None else access_through(address, options)
     if access is None:
         return None
     with access:
-        return _ask(access)
+        return _status_of(access)
 
 
-def _ask(access: ClusterAccess) -> dict[str, Any]:
+def _status_of(access: ClusterAccess) -> dict[str, Any]:
     from millrace.filesystem.cluster_access import statuses
 
     nodes = statuses(access)
@@ -79,21 +135,21 @@ def _ask(access: ClusterAccess) -> dict[str, Any]:
     return {"nodes": nodes, **totals, "counters": counters}
 
 
-_COLUMNS = ("address", "state", "used", "capacity", "objects", "hits", "origin", "peers", "served", "passed over")
+_COLUMNS = ("address", "state", "hits", "used", "capacity", "objects", "origin", "peers", "served", "skipped")
 
 
 def cluster_lines(cluster: Mapping[str, Any]) -> list[str]:
     """A cluster as a table, and its sums."""
     if not cluster["nodes"]:
-        return ["no node of the cluster is known"]
+        return ["the cluster has no nodes"]
     rows = [_COLUMNS, *(_row(node, cluster["nodes"]) for node in cluster["nodes"])]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(_COLUMNS))]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = columns_text(rows, left=len(_COLUMNS))
     answering = sum(node["answers"] for node in cluster["nodes"])
     silent = len(cluster["nodes"]) - answering
     lines.append(
-        f"{answering} nodes{f', {silent} more that do not answer' if silent else ''}: "
-        f"{size_text(cluster['used_bytes'])} of {size_text(cluster['capacity_bytes'])}, {cluster['objects']} objects"
+        f"{counted(answering, 'node')}{f', {silent} more that do not respond' if silent else ''}: "
+        f"{size_text(cluster['used_bytes'])} of {size_text(cluster['capacity_bytes'])}, "
+        f"{counted(cluster['objects'], 'object')}, hit ratio {ratio_text(hit_ratio(cluster['counters']))}"
     )
     return lines + [node["error"] for node in cluster["nodes"] if not node["answers"]]
 
@@ -106,10 +162,10 @@ def _row(node: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> tuple[s
     return (
         node["address"],
         node["state"],
+        ratio_text(ratio),
         size_text(node["used_bytes"]),
         size_text(node["capacity_bytes"]),
         str(node["objects"]),
-        "-" if ratio is None else f"{100 * ratio:.1f}%",
         *(size_text(counters.get(name, 0)) for name in ("origin_bytes", "peer_bytes", "served_bytes")),
         ", ".join(addresses[name] for name in node["breakers"] if name in addresses) or "-",  # others have gone
     )
@@ -119,9 +175,8 @@ def _row(node: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> tuple[s
 
 
 def _this_node(cache_dir: Sequence[str]) -> dict[str, Any]:
-    """What is in the cache of this machine. Raises `ConfigurationError` where there is none."""
+    """The state of the cache of this machine. Raises `ConfigurationError` if there is none."""
     from millrace.cache import catalog
-    from millrace.filesystem.node_status import hit_ratio
 
     node, missing = existing_node(cache_dir)
     objects = complete = 0
@@ -134,8 +189,8 @@ def _this_node(cache_dir: Sequence[str]) -> dict[str, Any]:
             {
                 "directory": str(disk.store.directory),
                 "used_bytes": disk.store.index.used_bytes(),
-                "capacity_bytes": disk.store.capacity_bytes(),
-                "resized": disk.store.rules.current().capacity is not None,
+                "capacity_bytes": disk.store.space.capacity_bytes(),
+                "resized": disk.rules.current().capacity is not None,
             }
             for disk in node.open_disks
         ],
@@ -148,26 +203,24 @@ def _this_node(cache_dir: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _show(summary: Mapping[str, Any]) -> None:
+def _machine_lines(summary: Mapping[str, Any]) -> list[str]:
     from millrace.errors import printable
 
-    for row in summary["disks"]:
-        resized = ", set by resize" if row["resized"] else ""
-        full = f" ({100 * row['used_bytes'] // row['capacity_bytes']}%{resized})" if row["capacity_bytes"] else ""
-        click.echo(f"{row['directory']}: {size_text(row['used_bytes'])} of {size_text(row['capacity_bytes'])}{full}")
-    for name in summary["missing"]:
-        click.echo(f"{name}: no cache here")
-    click.echo(f"{summary['objects']} objects, {summary['complete_objects']} of them complete")
+    lines = []
     counters = summary["counters"]
     if summary["hit_ratio"] is not None:
         read, fetched = size_text(counters["cache_bytes"]), size_text(counters["origin_bytes"])
         peers = f", {size_text(counters['peer_bytes'])} from other nodes" if counters["peer_bytes"] else ""
-        click.echo(
-            f"so far {read} read from the cache, {fetched} from the origin{peers}: "
-            f"{100 * summary['hit_ratio']:.1f}% {'found here' if peers else 'saved'}"
+        lines.append(
+            f"hit ratio {ratio_text(summary['hit_ratio'])}: {read} read from the cache, {fetched} from the origin{peers}"
         )
+    for row in summary["disks"]:
+        resized = ", set by resize" if row["resized"] else ""
+        full = f" ({100 * row['used_bytes'] // row['capacity_bytes']}%{resized})" if row["capacity_bytes"] else ""
+        lines.append(f"{row['directory']}: {size_text(row['used_bytes'])} of {size_text(row['capacity_bytes'])}{full}")
+    lines += [f"{name}: no cache" for name in summary["missing"]]
+    lines.append(f"{counted(summary['objects'], 'object')}, {summary['complete_objects']} of them complete")
     for rule in summary["rules"]:
         text = rule_text(rule["quota_bytes"], rule["ttl_seconds"], pinned=rule["pinned"], used_bytes=rule["used_bytes"])
-        click.echo(printable(f"{rule['url']}: {text}"))
-    for name, value in counters.items():
-        click.echo(f"{name.replace('_', ' '):16s} {value:,}")
+        lines.append(printable(f"{rule['url']}: {text}"))
+    return lines + total_lines(counters)

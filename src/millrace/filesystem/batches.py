@@ -1,7 +1,7 @@
-"""Many ranges of many objects at once, as fsspec's `cat_ranges` and `cat` ask for them.
+"""Reads many ranges of many objects at once, for fsspec's `cat_ranges` and `cat`.
 
-What is here is copied out of the maps. Of everything else each object is opened once, all blocks of all its ranges are
-asked for before the first is waited for, neighbours with one request, and several objects are read at a time.
+Each object is opened once. All blocks of its ranges are requested before the first wait, neighbours with one request, and
+several objects are read at the same time.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from millrace.cache.blocks import RUN_BLOCKS, blocks_of, coalesce
-from millrace.cache.reader import ObjectReader
+from millrace.cache.reading.reader import ObjectReader
+from millrace.store.blocks import RUN_BLOCKS, blocks_of, coalesce
 
 _OBJECTS_AT_A_TIME = 16
 
 Range = tuple[int | None, int | None]
-"""First byte and the one after the last, as in a slice: None for the ends, negative from the end."""
+"""Start and stop as in a slice: None for the ends, negative from the end."""
 
 ReadRanges = Callable[[str, Sequence[Range]], list[bytes]]
 
@@ -28,13 +28,13 @@ def position(value: int | None, size: int, *, default: int) -> int:
 
 
 def bounds(wanted: Range, size: int) -> tuple[int, int]:
-    """The bytes `[start, stop)` that a `Range` means in an object of `size` bytes."""
+    """The bytes `[start, stop)` of a `Range` in an object of `size` bytes."""
     start = position(wanted[0], size, default=0)
     return start, max(start, position(wanted[1], size, default=size))
 
 
 def read_ranges(reader: ObjectReader, ranges: Sequence[Range]) -> list[bytes]:
-    """The bytes of each range of one object; what is missing is fetched all at once."""
+    """The bytes of each range of one object. Missing blocks are fetched at once."""
     spans = [bounds(wanted, reader.size) for wanted in ranges]
     if len(spans) > 1:
         blocks = {block for start, stop in spans for block in blocks_of(start, stop, reader.block_bytes)}
@@ -44,9 +44,9 @@ def read_ranges(reader: ObjectReader, ranges: Sequence[Range]) -> list[bytes]:
 
 
 def read_batch(paths: Sequence[str], ranges: Sequence[Range], read: ReadRanges) -> list[bytes | Exception]:
-    """`read(path, its ranges)` for every different path, several at a time; answers in the order of `paths`.
+    """Call `read(path, its ranges)` for every different path, several at a time; results in the order of `paths`.
 
-    An exception stands for every range of the object that it came from.
+    If it raises, the exception is the result of every range of that object.
     """
     places: dict[str, list[int]] = {}
     for place, path in enumerate(paths):
@@ -58,7 +58,7 @@ def read_batch(paths: Sequence[str], ranges: Sequence[Range], read: ReadRanges) 
         try:
             for place, data in zip(mine, read(path, [ranges[place] for place in mine]), strict=True):
                 answers[place] = data
-        except Exception as error:  # noqa: BLE001 - handed to the caller, who decides
+        except Exception as error:  # noqa: BLE001 - returned to the caller, which decides
             for place in mine:
                 answers[place] = error
 
@@ -71,7 +71,7 @@ def read_batch(paths: Sequence[str], ranges: Sequence[Range], read: ReadRanges) 
 
 
 def as_list(value: int | Sequence[int | None] | None, count: int) -> list[int | None]:
-    """fsspec's way to write one bound for all, or one for each. Raises `ValueError` for another number of them."""
+    """fsspec's bounds, one for all or one for each, as a list. Raises `ValueError` for another number of them."""
     values = [value] * count if value is None or isinstance(value, int) else list(value)
     if len(values) != count:
         raise ValueError(f"{len(values)} bounds for {count} paths")

@@ -1,17 +1,17 @@
-"""A file system's cache for what asks for an origin: `CheckpointReader(url, origin=fs.as_origin())`."""
+"""The cache of a file system in the role of an origin: `CheckpointReader(url, origin=fs.as_origin())`."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Buffer
 
-from millrace.cache.reader import ObjectReader
+from millrace.cache.reading.reader import ObjectReader
 from millrace.errors import UsageError
 from millrace.origin import ObjectInfo
+from millrace.runtime import forks
 
 if TYPE_CHECKING:
     from millrace.filesystem.listing import ListingFileSystem
@@ -30,7 +30,7 @@ class CachedOrigin:
         self._start()
 
     def _start(self) -> None:
-        self._pid = os.getpid()
+        self._owner = forks.Owner()
         self._readers: OrderedDict[tuple[str, str], ObjectReader] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -54,7 +54,7 @@ class CachedOrigin:
     def read(self, key: str, start: int, stop: int, *, version: str | None = None) -> Buffer:
         info = self.head(key)
         if version is not None and info.version != version:
-            # What is remembered is older, or newer, than what is wanted: the origin knows whether that is still there.
+            # The cached metadata is of another version: only the origin can serve the requested one.
             return self._fs.origin.read(key, start, stop, version=version)
         if not 0 <= start <= stop <= info.size:
             raise UsageError(f"the range [{start}, {stop}) ends past the {info.size} bytes of {key}")
@@ -64,8 +64,8 @@ class CachedOrigin:
         return self._reader(info).read(start, stop)
 
     def _reader(self, info: ObjectInfo) -> ObjectReader:
-        """A reader of this version, kept for the ranges that follow. The one that is let go is closed by its last user."""
-        if self._pid != os.getpid():
+        """A reader of this version, kept for the next ranges. A dropped reader is closed by its last user."""
+        if not self._owner.is_this_process:
             self._start()
         with self._lock:
             name = info.key, info.version

@@ -1,65 +1,66 @@
-"""How whoever is no node asks a cluster: through the machine's node or membership, or through any node by its address."""
+"""Requests to a cluster from a process that is not a node: found through this machine or through a node's address."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from millrace.cache.counters import PATIENCE_SECONDS
-from millrace.config import CacheOptions, parse_addresses
+from millrace.cluster.attach import link_for
+from millrace.cluster.dataplane.client import PeerClient
+from millrace.cluster.folder import FolderViews, live_nodes
+from millrace.cluster.membership import Member, View, ViewSource
+from millrace.config import CacheOptions, Tls, parse_addresses
 from millrace.errors import ConfigurationError, MillraceError, OriginUnavailableError, PeerRefusedError
-from millrace.members import Member, View, ViewSource
-from millrace.peers.attach import link_for
-from millrace.peers.client import PeerClient
-from millrace.peers.folder import FolderViews, live_nodes
 
 _DEADLINE_SECONDS = 3.0
-_BELIEVED_SECONDS = 1.0
+_MAX_AGE_SECONDS = 1.0
 _FIRST_VIEW_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 _THREADS = 32
 
 
-class AskedViews:
-    """The views of a cluster, asked of its nodes: at first of one, then of any that answers. Thread-safe.
+class PolledViews:
+    """The views of a cluster, requested from its nodes: first from one, then from any that answers. Thread-safe.
 
-    `view` asks once a second at most, and waits for the answer; where nobody answers the last one holds.
+    `view` sends a request at most once a second and waits for the response; without a response it returns the last view.
     """
 
     def __init__(self, client: PeerClient, address: str) -> None:
         self._client = client
         self._address = address
         self._lock = threading.Lock()
-        self._view = self._ask(address)
-        self._asked_at = time.monotonic()
+        self._view = self._request(address)
+        self._requested_at = time.monotonic()
 
     def view(self) -> View:
         with self._lock:
-            if time.monotonic() - self._asked_at >= _BELIEVED_SECONDS:
+            if time.monotonic() - self._requested_at >= _MAX_AGE_SECONDS:
                 self._refresh()
-                self._asked_at = time.monotonic()
+                self._requested_at = time.monotonic()
             return self._view
 
     def _refresh(self) -> None:
         for address in dict.fromkeys([self._address, *(member.address for member in self._view.members)]):
             try:
-                self._view = self._ask(address)
+                self._view = self._request(address)
                 self._address = address
                 return
             except MillraceError:
-                continue  # the next one; the last view holds where nobody answers
+                continue  # try the next one
 
-    def _ask(self, address: str) -> View:
+    def _request(self, address: str) -> View:
         return View.from_json(self._client.call_address(address, "GET", "/v1/view", deadline=_DEADLINE_SECONDS))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterAccess:
-    """What it takes to ask the nodes of a cluster. A context manager that closes the connections."""
+    """Sends requests to the nodes of a cluster. A context manager that closes the connections."""
 
     views: ViewSource
     client: PeerClient
@@ -74,61 +75,62 @@ class ClusterAccess:
         self.client.close()
 
     def members(self) -> tuple[Member, ...]:
-        """Every member that is known."""
+        """The members of the current view."""
         return self.views.view().members
 
 
-def statuses(access: ClusterAccess) -> list[dict[str, Any]]:
-    """What every member says of itself (`NodeProcess.status`), with `answers`: a silent one has no more than its `Member`
-    and an `error`. All are asked at once.
+def statuses(access: ClusterAccess, *, query: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """The status of every member (`NodeProcess.status`), with `answers`. All are requested at once, with `query`.
+
+    A member that does not respond has only `member_id`, `address`, `answers` and `error`.
     """
-
-    def ask(member: Member) -> dict[str, Any]:
-        try:
-            told = access.client.call(member, "GET", "/v1/status", deadline=_DEADLINE_SECONDS)
-        except MillraceError as error:
-            return {"member_id": member.id, "address": member.address, "answers": False, "error": str(error)}
-        return {**told, "answers": True}
-
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="millrace-status") as pool:
-        return list(pool.map(ask, access.members()))
+    found: list[dict[str, Any]] = []
+    for member, answer in _request_all(access, "/v1/status", _DEADLINE_SECONDS, query=query):
+        if isinstance(answer, MillraceError):
+            failed = {"member_id": member.id, "address": member.address, "answers": False, "error": str(answer)}
+            found.append(failed)
+        else:
+            found.append({**answer, "answers": True})
+    return found
 
 
 def counted(access: ClusterAccess, *, settled: bool = False) -> dict[str, dict[str, dict[str, int]]]:
-    """What every member that answers has counted (`NodeFigures.counters`), by the members' ids. All are asked at once.
+    """The counters of every member that answers (`NodeFigures.counters`), by member id. All are requested at once.
 
-    With `settled` each waits for its processes before it answers, as `CacheNode.counters` does.
+    With `settled` each member waits for its processes before it answers, as `CacheNode.counters` does.
     """
     query = {"settled": "1"} if settled else None
     deadline = _DEADLINE_SECONDS + (PATIENCE_SECONDS if settled else 0.0)
+    answers = _request_all(access, "/v1/counters", deadline, query=query)
+    return {member.id: answer for member, answer in answers if not isinstance(answer, MillraceError)}
 
-    def ask(member: Member) -> tuple[str, Any]:
+
+def _request_all(
+    access: ClusterAccess, path: str, deadline: float, *, query: Mapping[str, str] | None = None
+) -> list[tuple[Member, Any]]:
+    """The response of every member, or its `MillraceError`."""
+
+    def request(member: Member) -> tuple[Member, Any]:
         try:
-            return member.id, access.client.call(member, "GET", "/v1/counters", query=query, deadline=deadline)
-        except MillraceError:
-            return member.id, None
+            return member, access.client.call(member, "GET", path, query=query, deadline=deadline)
+        except MillraceError as error:
+            return member, error
 
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="millrace-counters") as pool:
-        return {member_id: told for member_id, told in pool.map(ask, access.members()) if told is not None}
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="millrace-cluster-access") as pool:
+        return list(pool.map(request, access.members()))
 
 
 def access_through(address: str, options: CacheOptions) -> ClusterAccess:
     """Access to the cluster that the node at `address` (`host:port`) belongs to.
 
-    Token and `tls` are those of the options, or of a node on this machine. Raises `ConfigurationError`, `PeerError`.
+    Token and `tls` come from the options, or from a node on this machine. Raises `ConfigurationError`, `PeerError`.
     """
-    if len(parse_addresses(address, option="--node")) != 1:
-        raise ConfigurationError(f"{address!r} are several addresses", next_step="name one node")
-    here = next((node.facts for node in live_nodes(options) if node.facts.address == address), None)
-    token = here.token if here is not None else options.cluster_token
-    if token is None:
-        raise ConfigurationError(
-            "no cluster_token, which a node asks for",
-            next_step="set MILLRACE_CLUSTER_TOKEN, or 'cluster_token' in millrace.toml",
-        )
-    client = PeerClient(token=token, tls=options.tls if here is None else here.tls)
+    if len(parse_addresses(address, option="address of a node")) != 1:
+        raise ConfigurationError(f"{address!r}: not one address", next_step="give the address of one node")
+    token, tls = secrets_for(address, options)
+    client = PeerClient(token=token, tls=tls)
     try:
-        views = AskedViews(client, address)
+        views = PolledViews(client, address)
         status = client.call_address(address, "GET", "/v1/status", deadline=_DEADLINE_SECONDS)
     except MillraceError as error:
         client.close()
@@ -136,19 +138,34 @@ def access_through(address: str, options: CacheOptions) -> ClusterAccess:
     return ClusterAccess(views=views, client=client, replicas=int(status.get("replicas", 1)))
 
 
+def secrets_for(address: str, options: CacheOptions) -> tuple[str, Tls | None]:
+    """Token and `tls` for the node at `address`: of the options, or of a node on this machine.
+
+    Raises `ConfigurationError` without a token.
+    """
+    here = next((node.facts for node in live_nodes(options) if node.facts.address == address), None)
+    token = here.token if here is not None else options.cluster_token
+    if token is None:
+        raise ConfigurationError(
+            "cluster_token: not set, but nodes require it",
+            next_step="set MILLRACE_CLUSTER_TOKEN, or 'cluster_token' in millrace.toml",
+        )
+    return token, options.tls if here is None else here.tls
+
+
 def _with_next_step(error: MillraceError, address: str) -> MillraceError:
-    """The same error with what to do about it."""
+    """The same error with a next step."""
     if isinstance(error, PeerRefusedError) and error.status == 401:
         return ConfigurationError(
-            f"the node at {address} has another cluster_token", next_step="give the one that its cluster has"
+            f"the node at {address} has another cluster_token", next_step="set the token of its cluster"
         )
-    return OriginUnavailableError(error.message, next_step="check the address, 'tls', and that the node runs")
+    return OriginUnavailableError(error.message, next_step="check the address and 'tls', and that the node runs")
 
 
 def access_from_here(options: CacheOptions) -> ClusterAccess | None:
-    """Access to the cluster that the options name, or that a node on this machine belongs to; None where there is none.
+    """Access to the cluster of the options, or of a node on this machine; None without a cluster.
 
-    Waits a few seconds for the first view. Raises `ConfigurationError` where something must be set.
+    Waits a few seconds for the first view. Raises `ConfigurationError` if an option is missing.
     """
     if options.members in ("none", "auto") and (here := live_nodes(options)):
         facts = here[0].facts

@@ -1,28 +1,46 @@
-"""A readable file object over an object whose blocks come through the cache."""
+"""The readable files that users get: Python file objects for fsspec callers, native files for pyarrow.
+
+A native file behaves like one of `pyarrow.fs.LocalFileSystem`, whether its bytes are in memory or must be fetched. A seek
+may go past the end, where reads return nothing; a negative position is a `ValueError`; `read_at` does not move the position;
+lines are not supported. pyarrow's own classes differ from each other here, so without `MemoryFile` and `FetchingFile`
+a program could pass its first epoch and fail in the second. C++ readers use the object below directly and never read outside
+a file.
+"""
 
 from __future__ import annotations
 
 import io
+import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
 from typing_extensions import Buffer
 
-from millrace.cache.blocks import READ_AHEAD_BLOCKS, ReadAhead
-from millrace.cache.reader import ObjectReader
+from millrace.cache.reading.reader import ObjectReader
 from millrace.errors import ObjectChangedError, ObjectNotFoundError
-from millrace.filesystem.native_files import target_of_seek
+from millrace.store.blocks import READ_AHEAD_BLOCKS, ReadAhead
 
 _BUFFER_BYTES = 256 << 10
 
 
-class CachedFile(io.RawIOBase):
-    """A readable, seekable file over an object that is not completely here yet.
+def target_of_seek(offset: int, whence: int, position: int, size: int) -> int:
+    """The position in a file of `size` bytes after `seek(offset, whence)` at `position`. Raises `ValueError`."""
+    base = {os.SEEK_SET: 0, os.SEEK_CUR: position, os.SEEK_END: size}.get(whence)
+    if base is None:
+        raise ValueError(f"invalid whence {whence}")
+    if base + offset < 0:
+        raise ValueError(f"negative position {base + offset}")
+    return base + offset
 
-    pyarrow calls `read_buffer` when it is there, which saves a copy. Like any file object, one position: use one object
-    a thread (pyarrow serialises its own calls). `on_changed` is called when a read finds that the object was overwritten
-    or removed, so that the next open asks the origin anew.
+
+class CachedFile(io.RawIOBase):
+    """A readable, seekable file over an object that is not completely cached.
+
+    pyarrow calls `read_buffer`, which saves a copy. Like any file object it has one position: use one object per thread
+    (pyarrow serialises its own calls). `on_changed` is called when a read detects that the object was overwritten or
+    removed, so that the next open requests the metadata again.
     """
 
     def __init__(
@@ -39,7 +57,7 @@ class CachedFile(io.RawIOBase):
         self._begun = False
         self._wanted = range(0)
         if sequential:
-            # No more until the first read has its bytes: what is fetched beside them shares the bandwidth.
+            # Only this until the first read has its bytes: other fetches would share the bandwidth.
             reader.prefetch(range(min(1, reader.size)))
 
     def readable(self) -> bool:
@@ -69,7 +87,7 @@ class CachedFile(io.RawIOBase):
 
     def readinto(self, target: Any, /) -> int:
         view = memoryview(target).cast("B")
-        data = memoryview(self._take(len(view))).cast("B")  # Arrow's are of signed bytes
+        data = memoryview(self._take(len(view))).cast("B")  # Arrow buffers have signed bytes
         view[: len(data)] = data
         return len(data)
 
@@ -100,7 +118,7 @@ class CachedFile(io.RawIOBase):
 
     def _fetch_ahead(self) -> None:
         wanted = self._ahead.wanted(self.size, self._reader.block_bytes)
-        if wanted and wanted != self._wanted:  # small reads in one block want the same
+        if wanted and wanted != self._wanted:  # small reads in one block need the same blocks
             self._wanted = wanted
             self._reader.prefetch(wanted)
 
@@ -145,12 +163,17 @@ class _MappedBytes(io.RawIOBase):
 
 
 class MappedFile(io.BufferedReader):
-    """What `open(path, "rb")` returns for an object that is completely here: a file over its memory map."""
+    """The file that `open(path, "rb")` returns for a completely cached object: over its memory map."""
 
     def __init__(self, buffer: pa.Buffer, path: str) -> None:
         super().__init__(_MappedBytes(buffer, path))
         self._buffer = buffer
         self.size = buffer.size
+
+    def tell(self) -> int:
+        if self.closed:  # the base class would return the position
+            raise ValueError(f"{self.name} is closed")
+        return super().tell()
 
     def read_buffer(self, nbytes: int | None = None) -> pa.Buffer:
         """Up to `nbytes` (default: the rest) as an Arrow buffer, without a copy. pyarrow calls it."""
@@ -161,8 +184,74 @@ class MappedFile(io.BufferedReader):
 
 
 class BufferedFile(io.BufferedReader):
-    """What `open(path, "rb")` returns: a `CachedFile` read in pieces of 256 KiB, so that lines and bytes are cheap."""
+    """The file that `open(path, "rb")` returns otherwise: a `CachedFile` with a buffer of 256 KiB for small reads."""
 
     def __init__(self, file: CachedFile) -> None:
         super().__init__(file, _BUFFER_BYTES)
         self.size = file.size
+
+
+class MemoryFile(pa.BufferReader):  # type: ignore[misc]
+    """All bytes of an object, in memory or mapped."""
+
+    _beyond = 0
+    """Bytes by which the position is past the end. The position of the base class stays at the end."""
+
+    def tell(self) -> int:
+        return int(super().tell()) + self._beyond
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        size = self.size()
+        target = target_of_seek(position, whence, self.tell(), size)
+        super().seek(min(target, size))
+        self._beyond = max(0, target - size)
+        return target
+
+    def read(self, nbytes: int | None = None) -> bytes:
+        if self._beyond and not self.closed:
+            return b""  # pyarrow would create a buffer of negative size
+        data: bytes = pa.BufferReader.read(self, nbytes)
+        return data
+
+    def read_at(self, nbytes: int, offset: int) -> bytes:
+        try:
+            data: bytes = pa.BufferReader.read_at(self, nbytes, offset)
+        except OSError:
+            if offset <= self.size():
+                raise
+            return b""
+        return data
+
+    def get_stream(self, file_offset: int, nbytes: int) -> pa.NativeFile:
+        return super().get_stream(min(file_offset, self.size()), nbytes)
+
+
+class FetchingFile(pa.PythonFile):  # type: ignore[misc]
+    """A native file over a Python file that fetches its bytes."""
+
+    readline = pa.NativeFile.readline
+    readlines = pa.NativeFile.readlines
+
+    def __init__(self, file: Any) -> None:
+        # pyarrow has stored `file` in `__cinit__`.
+        self._reading_at = threading.Lock()
+
+    def __new__(cls, file: Any) -> FetchingFile:
+        made: FetchingFile = super().__new__(cls, file, mode="r")
+        return made
+
+    def read_at(self, nbytes: int, offset: int) -> bytes:
+        # pyarrow moves the only position of the Python file; one thread at a time.
+        with self._reading_at:
+            position = self.tell()
+            try:
+                data: bytes = super().read_at(nbytes, offset)
+            finally:
+                self.seek(position)
+        return data
+
+    def read(self, nbytes: int | None = None) -> bytes:
+        if nbytes is None and self.tell() > self.size():
+            return b""  # pyarrow would create a buffer of negative size
+        data: bytes = super().read(nbytes)
+        return data

@@ -1,66 +1,71 @@
 """`MillraceFileSystem`: an fsspec file system and a pyarrow file system in one object.
 
-fsspec callers (pandas, datasets, DuckDB, `open`) use the methods of the first half. pyarrow and Ray Data see a
-`pyarrow.fs.FileSystem` whose handler gives out native files: a cached Parquet file is read by C++ from a memory map, with
-no Python between.
+fsspec callers (pandas, datasets, DuckDB, `open`) use the fsspec half. pyarrow and Ray Data use the `pyarrow.fs.FileSystem`
+half, whose handler returns native files: C++ reads a cached Parquet file from a memory map, without calling Python.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import pyarrow as pa
+from fsspec.json import FilesystemJSONEncoder
 from fsspec.utils import tokenize
-from pyarrow.fs import PyFileSystem
+from pyarrow.fs import FileSystem, PyFileSystem
 
+from millrace.cache.eviction.usage import AccessRecord
 from millrace.cache.node import CacheNode
-from millrace.cache.reader import ObjectReader
-from millrace.cache.usage import Use
+from millrace.cache.reading.reader import ObjectReader
+from millrace.cluster.attach import Attached
 from millrace.config import LIMIT_NAMES, OPTION_NAMES, resolve
-from millrace.errors import ConfigurationError, IsDirectoryError, ObjectChangedError, ObjectNotFoundError
-from millrace.filesystem import opens
+from millrace.errors import ConfigurationError, MillraceError, ObjectChangedError, ObjectNotFoundError
 from millrace.filesystem.batches import Range, as_list, bounds, read_batch, read_ranges
-from millrace.filesystem.files import BufferedFile, CachedFile, MappedFile
+from millrace.filesystem.files import BufferedFile, CachedFile, FetchingFile, MappedFile, MemoryFile
 from millrace.filesystem.handler import MillraceHandler
-from millrace.filesystem.hot import HotOpens
+from millrace.filesystem.hot import HotOpens, log_mapped, open_hooks
 from millrace.filesystem.managing import CacheManagement
-from millrace.filesystem.native_files import FetchingFile, MemoryFile
-from millrace.filesystem.paths import OWN_SCHEME, Paths, names_directory, without_any_scheme
+from millrace.filesystem.paths import OWN_SCHEME, Paths, names_directory, unusable_name, without_any_scheme
 from millrace.filesystem.writing import WritingFileSystem
+from millrace.option_types import FileSystemOptions
 from millrace.origin import SCHEMES, ObjectInfo, open_origin
+from millrace.origin.options.public import without_secrets
 from millrace.origin.options.store import checked_mapping
-from millrace.peers.attach import Attached
 
 _T = TypeVar("_T")
 
-# Names of which pyarrow decompresses a stream by itself.
+# Options of the cache; `tls` names a private key.
+_SECRET_ARGUMENTS = frozenset({"cluster_token", "tls"})
+
+# pyarrow decompresses streams with these names.
 _COMPRESSED = (".bz2", ".gz", ".lz4", ".zst")
 
 
-def filesystem(protocol: str, target_options: Mapping[str, Any] | None = None, **options: Any) -> MillraceFileSystem:
-    """The file system over `protocol` with a cache beneath: `"s3"`, `"az"`, `"gs"`, `"hf"`, `"https"`, `"file"`, or another
-    that fsspec knows.
+def filesystem(
+    protocol: str, target_options: Mapping[str, Any] | None = None, **options: Unpack[FileSystemOptions]
+) -> MillraceFileSystem:
+    """A cached file system over `protocol`: `"s3"`, `"az"`, `"gs"`, `"hf"`, `"https"`, `"file"`, or another of fsspec.
 
-    `target_options` are those that s3fs, adlfs, gcsfs, huggingface_hub or fsspec's library for the protocol take. The other
-    options are `cache_dir`, `capacity`, `min_free`, `members`, `consistency` and more, see `docs/reference/options.md`; each
-    can also come from `MILLRACE_*` variables and `millrace.toml`.
+    `target_options` are those of s3fs, adlfs, gcsfs, huggingface_hub or fsspec's library for the protocol. The other
+    options are declared in `millrace.option_types.FileSystemOptions` and described in `docs/reference/options.md`; those of
+    the cache can also come from `MILLRACE_*` variables and `millrace.toml`.
 
     The result is picklable, thread-safe, usable after a fork, and both an fsspec and a pyarrow file system. Its pickle
-    carries explicit `target_options`, secrets included. Raises `ConfigurationError`, and `MissingDependencyError` where a
-    library is needed that is not installed.
+    contains explicit `target_options`, secrets included. Raises `ConfigurationError`, and `MissingDependencyError` if a
+    required library is not installed.
     """
     return MillraceFileSystem(target_protocol=protocol, target_options=target_options, **options)
 
 
 class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # type: ignore[misc]
-    """See `filesystem`. Registered with fsspec as `millrace`; `target_protocol` names what lies behind."""
+    """See `filesystem`. Registered with fsspec as `millrace`; `target_protocol` names the storage."""
 
     protocol: str | tuple[str, ...] = OWN_SCHEME
     root_marker = ""
     cachable = True
-    # `fo` is the path of the next link of a chained URL; it says nothing about the file system.
+    # `fo` is the path of the next link of a chained URL; it does not affect the file system.
     _strip_tokenize_options = ("fo",)
 
     def __init__(
@@ -71,15 +76,16 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         fo: str | None = None,
         _pyarrow_half: bool = True,
         _hot: HotOpens | None = None,
-        **options: Any,
+        **options: Unpack[FileSystemOptions],
     ) -> None:
         if not target_protocol:
             raise ConfigurationError(
-                "millrace:// does not say what lies behind it",
-                next_step='give target_protocol="s3", or chain the URL: millrace::s3://bucket/key',
+                "millrace:// needs a target_protocol",
+                next_step='set target_protocol="s3", or chain the URL: millrace::s3://bucket/key',
             )
-        arguments = {name: options.pop(name) for name in OPTION_NAMES if name in options}
-        WritingFileSystem.__init__(self, **_fsspec_options(options))
+        given: dict[str, Any] = {**options}
+        arguments = {name: given.pop(name) for name in OPTION_NAMES if name in given}
+        WritingFileSystem.__init__(self, **_fsspec_options(given))
         self._arguments = arguments
         self._target_protocol = target_protocol
         self._target_options = checked_mapping(target_options, "'target_options'")
@@ -87,13 +93,13 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         self._origin = open_origin(target_protocol, self._target_options, limits)
         self._paths = Paths(target_protocol, self._target_options, self._origin.identity)
         self._rooted = self._paths.rooted
-        # Instead of the class's, which does not know of which storage this is: also for fsspec's own methods.
+        # Replaces the class method, which has no storage, also in fsspec's own methods.
         self._strip_protocol = self._paths.strip  # type: ignore[method-assign]
         self._options = resolve(arguments)
         self._attached = Attached(self._options, self._origin)
         self._hot = HotOpens() if _hot is None else _hot
-        # All aliases: "s3" must be among the protocols, or Ray resolves s3:// paths against AWS; and must not be the first,
-        # or Ray may bypass this file system with a client of its own.
+        # All aliases: "s3" must be among the protocols, or Ray resolves s3:// paths against AWS. It must not be the first,
+        # or Ray may bypass this file system with its own client.
         self.protocol = (OWN_SCHEME, *self._paths.aliases)
         if _pyarrow_half:
             inner = MillraceFileSystem(
@@ -125,7 +131,10 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         return hash(self._token())
 
     def equals(self, other: object) -> bool:
-        return self == other
+        """pyarrow's. Raises `TypeError` for anything but a file system, as pyarrow's own classes do."""
+        if not isinstance(other, FileSystem):
+            raise TypeError(f"equals takes a pyarrow.fs.FileSystem, not {type(other).__name__}")
+        return self.__eq__(other) is True
 
     def _token(self) -> str:
         return str(tokenize(self._target_protocol, self._target_options, self._arguments))
@@ -142,52 +151,74 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
 
     @property
     def target_options(self) -> dict[str, Any]:
-        """The options of the storage behind, as they were given: a copy, secrets included."""
+        """A copy of the options of the storage as they were passed, secrets included."""
         return dict(self._target_options)
+
+    def to_dict(self, *, include_password: bool = True) -> dict[str, Any]:
+        """fsspec's, also used by `to_json`. Without `include_password` it contains no secret, at any depth.
+
+        The receiver then uses credentials, `cluster_token` and `tls` of its own environment.
+        """
+        target = {name: value for name, value in self._target_options.items() if value is not None}
+        arguments = self._arguments
+        if not include_password:
+            target = without_secrets(target)
+            arguments = {name: value for name, value in arguments.items() if name not in _SECRET_ARGUMENTS}
+        options = {"target_protocol": self._target_protocol, "target_options": target or None, **arguments}
+        given = FilesystemJSONEncoder().make_serializable({k: v for k, v in options.items() if v is not None})
+        return {"cls": f"{__name__}:{type(self).__name__}", "protocol": OWN_SCHEME, "args": (), **given}
 
     @property
     def fsid(self) -> str:
         return f"{OWN_SCHEME}_{self._origin.identity}"
 
-    # --- what the cache knows ---------------------------------------------------------------------
+    # --- the cache --------------------------------------------------------------------------------
 
     @property
     def node(self) -> CacheNode:
-        """The cache of this process that this file system reads through."""
+        """The cache of this process behind this file system."""
         return self._attached.node
 
     def cache_counters(self, *, settled: bool = False) -> dict[str, int]:
-        """What the cache on this node did since it was made, over all processes: see `millrace.cache.counters`.
+        """Counters of the cache on this node since its creation, over all processes: see `millrace.cache.counters`.
 
-        Other processes' opens of what is here are counted up to half a second late; with `settled` that is waited for, so
-        that all of what was opened before the call is in the sums (of a process that is stopped it is not: after 5 s).
+        Other processes count their opens of cached objects up to half a second late. With `settled`, this call waits for
+        them, at most 5 s: a stopped process does not count.
         """
         return self.node.counters(settled=settled)
 
     # --- opening ----------------------------------------------------------------------------------
 
     def open_native(self, path: str, *, sequential: bool) -> pa.NativeFile:
-        """Open for pyarrow: a native file when the object is here, else a Python file that fetches.
+        """Open for pyarrow: a native file if the object is cached, else a Python file that fetches.
 
-        An object of one block is fetched first, and so is native from its first open on. Raises `ObjectNotFoundError`.
+        An object of one block is fetched first, so it is native from its first open. Raises `ObjectNotFoundError`.
         """
         buffer = self._hot.find(path)
         return self._open_first(path, sequential=sequential) if buffer is None else MemoryFile(buffer)
 
     def _open_first(self, path: str, *, sequential: bool) -> pa.NativeFile:
-        """Open for pyarrow what was not opened lately."""
-        self.require_file_name(path)
-        buffer = self._find_here(path)
-        if buffer is not None:
-            return MemoryFile(buffer)
-        info, buffer = self._look_up(path)
-        if buffer is not None:
-            return MemoryFile(buffer)
-        reader = self.node.open_reader(self._origin, info)
-        if info.size <= reader.block_bytes:
+        """Open for pyarrow, for a path without a recent open."""
+        found = self._look_up(path)
+        if not isinstance(found, ObjectInfo):
+            return MemoryFile(found)
+        reader = self.node.open_reader(self._origin, found)
+        if found.size <= reader.block_bytes:
             reader.close()
-            return MemoryFile(pa.py_buffer(self._read_at_once(info, lambda reader: reader.read(0, reader.size))))
-        return FetchingFile(self._cached_file(reader, info, sequential=sequential))
+            return MemoryFile(pa.py_buffer(self._read_at_once(found, lambda reader: reader.read(0, reader.size))))
+        return FetchingFile(self._cached_file(reader, found, sequential=sequential))
+
+    def get_file_info(self, paths_or_selector: Any) -> Any:
+        """Override of pyarrow's, which takes no `os.PathLike`, and for which a name that is not UTF-8 is a codec's error."""
+        given = paths_or_selector
+        if isinstance(given, os.PathLike):
+            given = os.fspath(given)
+        elif isinstance(given, list | tuple):
+            given = [os.fspath(path) for path in given]
+        try:
+            return PyFileSystem.get_file_info(self, given)
+        except UnicodeEncodeError as error:
+            raise unusable_name(error.object) from error
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         """Override of pyarrow's, which would go through C++ and back."""
@@ -195,7 +226,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         return self._open_first(path, sequential=False) if buffer is None else MemoryFile(buffer)
 
     def open_input_stream(self, path: str, compression: str | None = "detect", buffer_size: int | None = None) -> Any:
-        """Override of pyarrow's, which would go through C++ and back when there is nothing to decompress."""
+        """Override of pyarrow's, which would go through C++ and back if there is nothing to decompress."""
         if compression is not None and (compression != "detect" or str(path).endswith(_COMPRESSED)):
             return PyFileSystem.open_input_stream(self, path, compression=compression, buffer_size=buffer_size)
         buffer = self._hot.find(path)
@@ -210,7 +241,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         compression: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """fsspec's. Of an object that is completely here it gives a file over the memory map."""
+        """fsspec's. For a completely cached object it returns a file over the memory map."""
         if mode == "rb" and compression is None:
             buffer = self._hot.find(path)
             return self._open_for_reading(path) if buffer is None else MappedFile(buffer, path)
@@ -222,13 +253,10 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         return self._open_for_reading(path)
 
     def _open_for_reading(self, path: str) -> MappedFile | BufferedFile:
-        buffer = self._find_here(path)
-        if buffer is not None:
-            return MappedFile(buffer, path)
-        info, buffer = self._look_up(path)
-        if buffer is not None:
-            return MappedFile(buffer, path)
-        return BufferedFile(self._cached_file(self.node.open_reader(self._origin, info), info, sequential=False))
+        found = self._look_up(path)
+        if not isinstance(found, ObjectInfo):
+            return MappedFile(found, path)
+        return BufferedFile(self._cached_file(self.node.open_reader(self._origin, found), found, sequential=False))
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         buffer = self._hot.find(path)
@@ -247,7 +275,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
     ) -> list[Any]:
         """fsspec's: bytes for each range, or with `on_error="return"` the exception.
 
-        What is not here is fetched all at once, by blocks, so `max_gap` changes nothing.
+        Missing blocks are fetched at once, so `max_gap` has no effect.
         """
         if not isinstance(paths, list):
             raise TypeError("paths must be a list")
@@ -255,7 +283,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         return self._cat_batch(paths, ranges, on_error)
 
     def cat(self, path: Any, recursive: bool = False, on_error: str = "raise", **kwargs: Any) -> Any:
-        """fsspec's. Of several objects those that are not here are fetched at once."""
+        """fsspec's. Several objects are fetched at the same time."""
         paths = self.expand_path(path, recursive=recursive, **kwargs)
         if len(paths) == 1 and not isinstance(path, list) and paths[0] == self._strip_protocol(path):
             return self.cat_file(paths[0], **kwargs)
@@ -267,59 +295,74 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
     # --- inside -----------------------------------------------------------------------------------
 
     def key_of(self, path: str) -> str:
-        """The origin's name of what a user calls `path`. Local paths are made absolute against the current directory."""
+        """The key of `path` at the origin. A relative local path is resolved against the current directory."""
         return self._paths.key_of(path)
 
+    @property
+    def is_rooted(self) -> bool:
+        """Whether paths name files of this machine."""
+        return self._rooted
+
+    def without_scheme(self, path: str) -> str:
+        """The result of pyarrow's `normalize_path`: see `Paths.normalized`."""
+        return self._paths.normalized(path)
+
     def _may_keep(self, path: str) -> bool:
-        """Whether `path` may be found without a look: not where it means something else elsewhere, or to pyarrow."""
+        """Whether a later open may use `path` as a key: not a relative path, nor one that ends in a slash."""
         return not self._paths.is_movable(path) and not names_directory(path)
 
-    def _find_here(self, path: str) -> pa.Buffer | None:
-        """All bytes of what `path` names, if one look at the index finds them; None: `_look_up` says more.
+    def _look_up(self, path: str) -> ObjectInfo | pa.Buffer:
+        """All bytes of the object at `path` if they are cached, else its description. Counts as a use.
 
-        Remembered for the next time. Counts as a use.
+        Kept for the next open. Raises `ObjectNotFoundError`, and `IsDirectoryError` or `NotDirectoryError` for a path that
+        is not a file's.
         """
-        first = self.node.find_known(self._origin, self.key_of(path))
-        if first is None:
-            return None
-        found, until, stamp = first
-        if opens.listeners:
-            name = found.entry.name
-            opens.tell(name.origin, name.key)
-        hot = None
-        if self._may_keep(path):
-            hot = self._hot.keep(path, found, until=until, changes=(found.disk.signals, stamp.changes))
-        found.disk.usage.touched(hot or Use(found.entry))
-        return found.buffer
-
-    def _look_up(self, path: str) -> tuple[ObjectInfo, pa.Buffer | None]:
-        """What `path` names, and all of its bytes if they are here; remembered for the next time. Counts as a use.
-
-        Raises `ObjectNotFoundError`, and `IsDirectoryError` for a local directory.
-        """
+        self.require_file_name(path)
         node = self.node
-        seen = node.changes()  # before anything is asked
         key = self.key_of(path)
+        began = time.time()
+        known = node.find_known(self._origin, key)  # one lookup in the index
+        if known is not None:
+            found, until, stamp = known
+            if open_hooks.registered:
+                open_hooks.call(found.entry.name.origin, found.entry.name.key)
+            hot = None
+            if self._may_keep(path):
+                hot = self._hot.keep(path, found, until=until, changes=(found.disk.signals, stamp.changes))
+            found.disk.usage.touched(hot or AccessRecord(found.entry))
+            log_mapped(found.entry, began)
+            return found.buffer
+        seen = node.changes()  # before the metadata is read
         try:
             info, until = node.metadata.stat_until(self._origin, key)
         except ObjectNotFoundError as error:
-            if self._target_protocol in ("file", "local") and os.path.isdir("/" + key.strip("/")):
-                raise IsDirectoryError(f"file://{key} is a directory", next_step="name a file in it") from error
+            if self._is_directory(key):
+                raise self.is_directory_error(path) from error
             raise
-        if opens.listeners:
-            opens.tell(self._origin.identity, info.key)
-        found = node.find_native(self._origin, info, seen)
-        if found is None:
-            return info, None
+        if open_hooks.registered:
+            open_hooks.call(self._origin.identity, info.key)
+        native = node.find_native(self._origin, info, seen)
+        if native is None:
+            return info
         if seen is not None and until > self._hot.clock() and self._may_keep(path):
-            self._hot.keep(path, found, until=until, changes=(seen.disk.signals, seen.stamp.changes))
-        return info, found.buffer
+            self._hot.keep(path, native, until=until, changes=(seen.disk.signals, seen.stamp.changes))
+        log_mapped(native.entry, began)
+        return native.buffer
+
+    def _is_directory(self, key: str) -> bool:
+        """Whether `key`, which is not an object, is a directory. Requests at most one page of a listing."""
+        if self._rooted:
+            return os.path.isdir(key)
+        try:
+            return self.node.metadata.below(self._origin, key, accept_empty=True) != "nothing"
+        except MillraceError:  # listing is denied, or the bucket is missing: so is the object
+            return False
 
     def _cached_file(self, reader: ObjectReader, info: ObjectInfo, *, sequential: bool) -> CachedFile:
         return CachedFile(reader, path=info.key, sequential=sequential, on_changed=lambda: self._changed(info.key))
 
     def _cat_batch(self, paths: Sequence[str], ranges: Sequence[Range], on_error: str) -> list[bytes | Exception]:
-        """Ranges of objects, of which those that were not opened before are read several at a time."""
+        """Ranges of objects. Objects without a recent open are read several at a time."""
         hot = {path: self._hot.find(path) for path in paths}
         answers: list[bytes | Exception] = [b""] * len(paths)
         rest = []
@@ -337,22 +380,21 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         return answers
 
     def _read_ranges(self, path: str, ranges: Sequence[Range], buffer: pa.Buffer | None = None) -> list[bytes]:
-        """Ranges of one version of an object, from its map where there is one."""
+        """Ranges of one version of an object, from its memory map if it is cached."""
         if buffer is None:
-            buffer = self._find_here(path)
-        if buffer is None:
-            info, buffer = self._look_up(path)
-            if buffer is None:
-                return self._read_at_once(info, lambda reader: read_ranges(reader, ranges))
+            found = self._look_up(path)
+            if isinstance(found, ObjectInfo):
+                return self._read_at_once(found, lambda reader: read_ranges(reader, ranges))
+            buffer = found
         spans = [bounds(wanted, buffer.size) for wanted in ranges]
         return [buffer.slice(start, stop - start).to_pybytes() for start, stop in spans]
 
     def _read_at_once(self, info: ObjectInfo, read: Callable[[ObjectReader], _T]) -> _T:
-        """Read of an object of which nothing was handed out yet: if it was overwritten meanwhile, of its new version."""
+        """Read from an object without an open file. If it was overwritten, read once more from the new version."""
         try:
             return self._read_version(info, read)
         except ObjectChangedError:
-            return self._read_version(self.describe(info.key), read)  # forgotten by now: this asks the origin
+            return self._read_version(self.describe(info.key), read)  # the metadata was dropped: this requests it again
 
     def _read_version(self, info: ObjectInfo, read: Callable[[ObjectReader], _T]) -> _T:
         reader = self.node.open_reader(self._origin, info)
@@ -370,9 +412,8 @@ def _rebuild(target_protocol: str, target_options: dict[str, Any], arguments: di
 
 
 def _fsspec_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options that fsspec's base class knows; anything else is a mistake."""
-    known = ("use_listings_cache", "listings_expiry_time", "max_paths", "asynchronous", "loop")
-    unknown = sorted(set(options) - set(known))
+    """The options of fsspec's base class. Raises `ConfigurationError` for unknown ones."""
+    unknown = sorted(set(options) - set(FileSystemOptions.__annotations__))
     if unknown:
         raise ConfigurationError(
             f"unknown option {', '.join(map(repr, unknown))}",

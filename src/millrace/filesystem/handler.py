@@ -1,4 +1,4 @@
-"""What pyarrow's C++ side calls: native files for cached objects, Python files for the rest."""
+"""The handler that pyarrow's C++ code calls: native files for cached objects, Python files for the others."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyarrow.fs import FileInfo, FileSelector, FileType, FSSpecHandler
 
-from millrace.errors import NotDirectoryError, UsageError
+from millrace.errors import NotDirectoryError, ObjectNotFoundError, UsageError
 from millrace.filesystem.listing import parents
-from millrace.filesystem.paths import names_directory
 from millrace.origin import ObjectInfo
+from millrace.runtime import exit_pause
 
 if TYPE_CHECKING:
     from millrace.filesystem.filesystem import MillraceFileSystem
 
 
 class MillraceHandler(FSSpecHandler):  # type: ignore[misc]
-    """Handler of the pyarrow half. It must be an `FSSpecHandler`, by which Ray knows that `s3://` paths are for it.
+    """Handler of the pyarrow half. It must be an `FSSpecHandler`: by this class Ray accepts `s3://` paths for it.
 
-    It holds a separate file system object, not the one that holds it, so that there is no reference cycle.
+    It refers to a separate file system object, not to its owner, which avoids a reference cycle.
     """
 
     fs: MillraceFileSystem
 
     def __init__(self, fs: MillraceFileSystem) -> None:
         super().__init__(fs)
+        exit_pause.pause_at_exit()
 
     def normalize_path(self, path: str) -> str:
-        return self.fs.key_of(path)
+        return self.fs.without_scheme(path)
 
     def get_file_info(self, paths: list[str]) -> list[FileInfo]:
         return [self._info(path) for path in paths]
@@ -43,9 +44,13 @@ class MillraceHandler(FSSpecHandler):  # type: ignore[misc]
             infos = []
         if infos or selector.allow_not_found:
             return infos
-        info = self.fs.info(base)  # raises FileNotFoundError
-        if info["type"] == "file":
-            raise _no_directory(base)
+        info = self._info(base)
+        if self._is_empty_local(base):
+            raise ObjectNotFoundError("the path is empty", next_step="write '.' for the current directory")
+        if info.type == FileType.NotFound:
+            self.fs.info(base)  # raises
+        if info.type == FileType.File:
+            raise _not_a_directory(base)
         return infos
 
     def open_input_file(self, path: str) -> pa.NativeFile:
@@ -59,7 +64,7 @@ class MillraceHandler(FSSpecHandler):  # type: ignore[misc]
 
     def delete_dir_contents(self, path: str, missing_dir_ok: bool) -> None:
         if not path.strip("/"):
-            raise UsageError("the root is not emptied", next_step="name a directory")
+            raise UsageError("the root cannot be emptied", next_step="name a directory")
         try:
             self.fs.rm_below(self._directory(path))
         except FileNotFoundError:
@@ -67,7 +72,7 @@ class MillraceHandler(FSSpecHandler):  # type: ignore[misc]
                 raise
 
     def delete_root_dir_contents(self) -> None:
-        raise UsageError("the root is not emptied", next_step="name a directory")
+        raise UsageError("the root cannot be emptied", next_step="name a directory")
 
     def delete_file(self, path: str) -> None:
         self.fs.require_file_name(path)
@@ -76,49 +81,64 @@ class MillraceHandler(FSSpecHandler):  # type: ignore[misc]
     def copy_file(self, src: str, dest: str) -> None:
         self.fs.require_file_name(src)
         self.fs.require_new_file_name(dest)
-        super().copy_file(src, dest)
+        if self.fs.isdir(src):
+            raise self.fs.is_directory_error(src)
+        self.fs.cp_file(src, dest)  # fsspec's `copy` would copy into a directory of this name
 
     def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
         self.fs.require_new_file_name(path)
         return super().open_output_stream(path, metadata)
 
+    def _is_empty_local(self, path: str) -> bool:
+        """Whether `path` is empty and local: the current directory in fsspec, a missing file in pyarrow."""
+        return not path and self.fs.is_rooted
+
     def _directory(self, path: str) -> str:
-        key = self.normalize_path(path)
+        key = self.fs.key_of(path)
         if self.fs.isfile(key):
-            raise _no_directory(key)
+            raise _not_a_directory(key)
         return key
 
     def _info(self, path: str) -> FileInfo:
+        if self._is_empty_local(path):
+            return FileInfo(path, FileType.NotFound)
         try:
-            info = self.fs.info(self.normalize_path(path))
-        except FileNotFoundError:
+            info = self.fs.info(path)
+        except (FileNotFoundError, NotADirectoryError):
             return FileInfo(path, FileType.NotFound)
         if info["type"] == "directory":
             return FileInfo(path, FileType.Directory)
-        if names_directory(path):
-            return FileInfo(path, FileType.NotFound)
         return FileInfo(path, FileType.File, size=info["size"], mtime=info["mtime"])
 
     def _select(self, base: str, *, recursive: bool) -> Iterator[FileInfo]:
+        """The entries below `base`. Their paths begin with `base` as it is written: relative ones stay relative."""
+        if self._is_empty_local(base):
+            return
+        key = self.fs.key_of(base)
+        begin, length = base.rstrip("/"), len(key.rstrip("/"))
+
+        def directory(name: str) -> FileInfo:
+            return FileInfo(begin + name[length:], FileType.Directory)
+
+        def file(info: ObjectInfo) -> FileInfo:
+            modified = datetime.fromtimestamp(info.modified, UTC)
+            return FileInfo(begin + info.key[length:], FileType.File, size=info.size, mtime=modified)
+
         if not recursive:
             listing = self.fs.list_level(base)
-            yield from (FileInfo(prefix, FileType.Directory) for prefix in listing.prefixes)
-            yield from (_file_info(info) for info in listing.objects if not info.key.endswith("/"))
+            yield from (directory(prefix) for prefix in listing.prefixes)
+            yield from (file(info) for info in listing.objects if not info.key.endswith("/"))
             return
         seen: set[str] = set()
         for page in self.fs.list_all(base):
             for info in page:
-                for directory in parents(info.key, base):
-                    if directory not in seen:
-                        seen.add(directory)
-                        yield FileInfo(directory, FileType.Directory)
+                for name in parents(info.key, key):
+                    if name not in seen:
+                        seen.add(name)
+                        yield directory(name)
                 if not info.key.endswith("/"):
-                    yield _file_info(info)
+                    yield file(info)
 
 
-def _no_directory(key: str) -> NotDirectoryError:
-    return NotDirectoryError(f"{key} is a file, not a directory", next_step="name the directory that it is in")
-
-
-def _file_info(info: ObjectInfo) -> FileInfo:
-    return FileInfo(info.key, FileType.File, size=info.size, mtime=datetime.fromtimestamp(info.modified, UTC))
+def _not_a_directory(key: str) -> NotDirectoryError:
+    return NotDirectoryError(f"{key} is a file, not a directory", next_step="name its directory")

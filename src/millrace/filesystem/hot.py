@@ -1,33 +1,69 @@
-"""What the last opens of a process found, so that the next open of the same path costs about a microsecond.
+"""Results of recent opens of this process: the next open of the same path costs about a microsecond.
 
-An open asks three things: what the path names now, whether all of it is here, and where. The answers stay true until
-somebody writes or removes something, which raises a number in a page that all processes of the node map (`signals.py`), or
-until the metadata expires. So an entry carries those numbers and that time, and a hit compares them instead of asking.
+An open looks up the object of the path, whether all of it is cached, and where. The results are valid until a write or a
+removal increments a number in a page that all processes of the node map (`signals.py`), or until the metadata expires. An
+entry contains those numbers and that time, and a hit compares them instead of repeating the lookups.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
 import pyarrow as pa
 
-from millrace.cache.maps import MapSlot, will_need
-from millrace.cache.native import NativeObject
-from millrace.cache.signals import Signals, Stamp
-from millrace.cache.usage import Use
-from millrace.errors import StorageError
-from millrace.filesystem import opens
+from millrace.cache.eviction.usage import AccessRecord
+from millrace.cache.reading.lookup import NativeObject
+from millrace.errors import StorageError, shown_key
+from millrace.events import Hooks
+from millrace.runtime import forks
+from millrace.store.maps import MapSlot, will_need
+from millrace.store.records import Entry
+from millrace.store.signals import Signals, Stamp
+
+_log = logging.getLogger("millrace.filesystem")
+
+open_hooks: Hooks[[str, str]] = Hooks("open hook")
+"""Called with the identity of the origin and the key when this process opens an object, in the thread that opens it.
+
+An open without hooks costs one truth test: `if open_hooks.registered: open_hooks.call(...)`. A forked child has none.
+"""
+
+forks.reset_in_child(open_hooks.registered.clear)
+
+
+def log_mapped(entry: Entry, began: float) -> None:
+    """Log at DEBUG an open that is served by a memory map. `began` is in seconds of `time.time`.
+
+    Opens of the same path by the same process are logged from then on: they log only where there is a hook.
+    """
+    if _log.isEnabledFor(logging.DEBUG):
+        key, seconds = shown_key(entry.name.key), time.time() - began
+        _log.debug("%s: all %d bytes mapped in %.6f s", key, entry.size, seconds)
+        if not open_hooks.registered:
+            _keep_logging()
+
+
+def _keep_logging() -> None:
+    """Have `open_hooks` in use until DEBUG is disabled, so that opens from a map are logged, too."""
+
+    def check_level(identity: str, key: str) -> None:
+        if not _log.isEnabledFor(logging.DEBUG):
+            remove()
+
+    remove = open_hooks.add(check_level)
+
 
 _MAX_ENTRIES = 1 << 16
-_IDLE_SECONDS = 10.0  # what was not used for longer may be out of memory by now
+_IDLE_SECONDS = 10.0  # after this time the kernel may have dropped the pages
 
 
-class HotOpen(Use):
-    """What one path stands for. It refers to a map by its slot, and so keeps neither memory nor disk space.
+class HotOpen(AccessRecord):
+    """The result of opening one path. It refers to a map by its slot, and so keeps neither memory nor disk space.
 
-    It holds while the numbers of the signals are these: `changes` of the index that has the metadata, `removals` of the
-    store that has the bytes.
+    Valid while the numbers of the signals are equal to `changes` (index of the metadata) and `removals` (store of the
+    bytes).
     """
 
     __slots__ = (
@@ -54,7 +90,7 @@ class HotOpen(Use):
         until: float,
         changes: tuple[Signals, int],
     ) -> None:
-        # In the way of every first open: by position, and without the base class.
+        # On the path of every first open: positional, and without the base class.
         self.entry = found.entry
         self.disk = disk = found.disk
         self.slot = slot
@@ -66,16 +102,16 @@ class HotOpen(Use):
         self.removals = removals
         self.metadata = changes[0].numbers
         self.changes = changes[1]
-        self.last = since  # it was just read, or asked for
+        self.last = since  # just read or requested
         self.touched = disk.usage.touched
 
 
 class HotOpens:
     """Recent opens of one file system in this process, by the path as the caller wrote it.
 
-    Holds the last 32,768 to 65,536 paths: they are in two generations, and when the young one is full, the old one goes.
-    Thread-safe without a lock: every step is one operation on a dict, and threads that meet at the change of generations
-    lose entries at worst, which are then found again the long way. After a fork all entries are void, as their maps are.
+    Keeps the last 32,768 to 65,536 paths in two generations; when the young one is full, the old one is dropped. Thread-safe
+    without a lock: every step is one operation on a dict, and threads that change generations at the same time lose entries
+    at worst, which a full lookup finds again. After a fork all entries are invalid, as their maps are.
     """
 
     def __init__(self, *, max_entries: int = _MAX_ENTRIES) -> None:
@@ -88,7 +124,7 @@ class HotOpens:
         return len(self._young) + len(self._old)
 
     def find(self, path: str) -> pa.Buffer | None:
-        """All bytes of what `path` names, if that is still known; counts as a use. None: ask the long way."""
+        """All bytes of the object at `path`, if its entry is valid; counts as a use. None: a full lookup is needed."""
         hot = self._young.get(path)
         if hot is None:
             hot = self._old.pop(path, None)
@@ -97,19 +133,20 @@ class HotOpens:
             self._put(path, hot)
         slot = hot.slot
         buffer = slot.buffer
-        # Where the cache was closed, or inherited by a fork, there is no buffer.
-        # A clock that was put back says nothing about how old this is.
+        # There is no buffer if the cache was closed or inherited by a fork.
+        # If the clock was set back, the age is unknown.
         if buffer is None or not hot.since <= (now := self.clock()) < hot.until:
             return None
         try:
             if hot.metadata[1] != hot.changes or (hot.signals[0] != hot.removals and not _renew(hot)):
                 return None
-        except ValueError:  # the disk that has the metadata was closed: its signals are not mapped any more
+        except ValueError:  # the disk of the metadata was closed, and its signals are unmapped
             return None
         slot.used = True
         hot.touched(hot)
-        if opens.listeners:
-            opens.tell(hot.entry.name.origin, hot.entry.name.key)
+        if open_hooks.registered:
+            open_hooks.call(hot.entry.name.origin, hot.entry.name.key)
+            log_mapped(hot.entry, now)
         if hot.whole:
             return buffer
         piece = buffer.slice(hot.offset, hot.entry.size)
@@ -119,7 +156,7 @@ class HotOpens:
         return piece
 
     def keep(self, path: str, found: NativeObject, *, until: float, changes: tuple[Signals, int]) -> HotOpen | None:
-        """Remember an open, as long as nothing changes, but not longer than `until`. A private copy is not kept."""
+        """Keep an open until something changes, at most until `until`. A private copy is not kept."""
         if found.slot is None or found.removals is None:
             return None
         hot = HotOpen(found, found.slot, found.removals, self.clock(), until, changes)
@@ -135,13 +172,13 @@ class HotOpens:
 
 
 def _renew(hot: HotOpen) -> bool:
-    """After something was removed from the store: whether it was something else. One look at the index."""
+    """Whether the object is still stored after a removal from the store. One lookup in the index."""
     index = hot.disk.store.index
     try:
         stamp: Stamp | None = index.stamp()
         if stamp is None or index.get(hot.entry.object_id) != hot.entry:
             return False
     except StorageError:
-        return False  # the long way meets the same error, and tells of it
+        return False  # the full lookup raises and reports the same error
     hot.removals = stamp.removals
     return True

@@ -1,17 +1,18 @@
-"""The half of the file system that lists: fsspec's `ls`, `find`, `walk` over what the cache remembers."""
+"""The listing methods of the file system: fsspec's `ls`, `find`, `walk` over cached metadata."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from fsspec.core import has_magic
 from fsspec.implementations.chained import ChainedFileSystem
 
-from millrace.errors import MissingError, ObjectNotFoundError
-from millrace.filesystem.selection import is_pattern
+from millrace.errors import DeniedError, MissingError, NotDirectoryError, ObjectNotFoundError, UsageError
+from millrace.filesystem.paths import is_pattern, names_directory
 from millrace.origin import Listing, ObjectInfo, Origin
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
-    """What lies where. Only a missing object, prefix or bucket means "is not there"; any other error is raised."""
+    """Lists and describes objects. Only a missing object, prefix or bucket counts as absent; other errors are raised."""
 
     _origin: Origin
 
@@ -36,11 +37,13 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
         return self._origin
 
     def describe(self, path: str) -> ObjectInfo:
-        """Describe one object. Raises `ObjectNotFoundError`."""
-        return self.node.metadata.stat(self._origin, self.key_of(path))
+        """Describe one object. Raises `ObjectNotFoundError`, and `NotDirectoryError` if the path ends in a slash."""
+        info = self.node.metadata.stat(self._origin, self.key_of(path))
+        self._require_directory_name(path, is_file=True)
+        return info
 
     def list_level(self, path: str) -> Listing:
-        """What lies directly below a directory; empty where there is nothing. Raises `ObjectNotFoundError` for a bucket."""
+        """The entries directly below a directory, possibly none. Raises `ObjectNotFoundError` for a missing bucket."""
         return self.node.metadata.list_level(self._origin, self.key_of(path))
 
     def list_all(self, path: str) -> Iterator[Sequence[ObjectInfo]]:
@@ -48,7 +51,18 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
         return self.node.metadata.list_all(self._origin, self.key_of(path))
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        key = self.key_of(path)
+        """fsspec's. A path that ends in a slash names a directory: for a file it raises `NotDirectoryError`."""
+        entry = self._entry(self.key_of(path))
+        self._require_directory_name(path, is_file=entry["type"] == "file")
+        return entry
+
+    def _require_directory_name(self, path: str, *, is_file: bool) -> None:
+        """Raises `NotDirectoryError` if `path` ends in a slash and is a file."""
+        if is_file and names_directory(path):
+            name = self.unstrip_protocol(self.key_of(path))
+            raise NotDirectoryError(f"{name} is a file, not a directory", next_step="leave out the slash at its end")
+
+    def _entry(self, key: str) -> dict[str, Any]:
         metadata = self.node.metadata
         known = metadata.known(self._origin, key)
         if known is not None and known.size:
@@ -61,8 +75,8 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
             found = None
         if found is not None and found.size:
             return file_entry(found)
-        # Nothing by this name, or an empty object, which may be a folder's marker: what lies below decides.
-        below = metadata.below(self._origin, key, believe_nothing=found is not None)
+        # No object, or an empty one, which may be the marker of a folder: the listing below decides.
+        below = metadata.below(self._origin, key, accept_empty=found is not None)
         if below == "something" or (below == "empty" and found is None):
             return _directory_entry(key)
         if found is None:
@@ -81,19 +95,21 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
     def _type_of(self, path: str) -> str | None:
         try:
             return str(self.info(path)["type"])
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def ls(self, path: str, detail: bool = True, refresh: bool = False, **_: Any) -> Any:
-        """What lies directly below `path`. `refresh=True` asks the origin, whatever is remembered."""
+        """The entries directly below `path`. With `refresh=True` from the origin, not from cached metadata."""
         key = self.key_of(path)
         if refresh:
             self.invalidate_cache(key)
         listing = self.list_level(key)
+        if not detail and (names := [info.key for info in listing.objects if not info.key.endswith("/")]):
+            return sorted(names + list(listing.prefixes))
         entries = [_directory_entry(prefix) for prefix in listing.prefixes]
         entries += [file_entry(info) for info in listing.objects if not info.key.endswith("/")]
         if not entries:
-            entry = self.info(key)  # raises FileNotFoundError
+            entry = self.info(path)  # raises FileNotFoundError, NotADirectoryError
             entries = [entry] if entry["type"] == "file" else []
         return entries if detail else sorted(entry["name"] for entry in entries)
 
@@ -105,14 +121,14 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
         on_error: str | Callable[[OSError], None] = "omit",
         **kwargs: Any,
     ) -> Iterator[Any]:
-        """fsspec's, but "omit" omits only what is not there: a refused listing is no empty one."""
-        tell = _omit_missing if on_error == "omit" else on_error
-        yield from super().walk(path, maxdepth=maxdepth, topdown=topdown, on_error=tell, **kwargs)
+        """fsspec's, but "omit" only omits missing directories: a denied listing is raised."""
+        handle = _omit_missing if on_error == "omit" else on_error
+        yield from super().walk(path, maxdepth=maxdepth, topdown=topdown, on_error=handle, **kwargs)
 
     def find(
         self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
     ) -> Any:
-        """Every file below `path`, by one listing (by one a directory with `maxdepth`); with `withdirs` directories too."""
+        """Every file below `path`, with one listing (one per directory with `maxdepth`); with `withdirs` directories too."""
         key = self.key_of(path)
         out: dict[str, Any] = {}
         if maxdepth is not None:
@@ -129,8 +145,8 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
                         out[info.key] = file_entry(info)
             if (withdirs or not out) and key.strip("/"):
                 try:
-                    entry = self.info(key)
-                except FileNotFoundError:
+                    entry = self.info(path)
+                except (FileNotFoundError, NotADirectoryError):
                     entry = None
                 if entry is not None and (withdirs or entry["type"] == "file"):
                     out[key] = entry
@@ -144,9 +160,9 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
         assume_literal: bool = False,
         **kwargs: Any,
     ) -> list[str]:
-        """fsspec's; but a name with `*`, `?` or `[` is a pattern only where no object has just that name.
+        """fsspec's, but a name with `*`, `?` or `[` is a pattern only if no object has exactly that name.
 
-        Raises `ObjectNotFoundError` where there is nothing.
+        Raises `ObjectNotFoundError` if nothing matches.
         """
         names = [path] if isinstance(path, str | os.PathLike) else list(path)
         if not names:
@@ -154,19 +170,21 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
         found: set[str] = set()
         for name in names:
             literal = assume_literal or (has_magic(str(name)) and self.isfile(str(name)))
+            if names_directory(name):  # fsspec removes the slash
+                self._require_directory_name(str(name), is_file=self.isfile(self.key_of(str(name))))
             try:
                 found.update(super().expand_path([name], recursive, maxdepth, assume_literal=literal, **kwargs))
             except MissingError:
                 raise
             except FileNotFoundError:
-                continue  # an error only where none of the names is there
+                continue  # an error only if none of the names exists
         if not found:
             shown = ", ".join(self.unstrip_protocol(self.key_of(str(name))) for name in names[:3])
-            raise ObjectNotFoundError(f"nothing is called {shown or '(no name)'}", next_step="check the name")
+            raise ObjectNotFoundError(f"{shown or '(no name)'}: not found", next_step="check the name")
         return sorted(found)
 
     def get(self, rpath: Any, lpath: Any, *arguments: Any, **kwargs: Any) -> Any:
-        """fsspec's; an object with `*`, `?` or `[` in its name goes where one without would go."""
+        """fsspec's; an object with `*`, `?` or `[` in its name gets the same target as any other."""
         if isinstance(rpath, str) and has_magic(rpath) and self.isfile(rpath):
             if isinstance(lpath, str | os.PathLike):
                 target = os.fspath(lpath)
@@ -176,7 +194,7 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
         return super().get(rpath, lpath, *arguments, **kwargs)
 
     def glob(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
-        """fsspec's; but the '?' of a web address begins its query: such an address is no pattern, and names one object."""
+        """fsspec's, but a web address with '?' is not a pattern: its query begins there, and it names one object."""
         if has_magic(path) and not is_pattern(path, self._origin.identity):
             entry = self.info(path) if self.exists(path) else None
             found = {} if entry is None else {str(entry["name"]): entry}
@@ -184,9 +202,9 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
         return super().glob(path, maxdepth=maxdepth, **kwargs)
 
     def invalidate_cache(self, path: str | None = None) -> None:
-        """Ask the origin about `path`, and for listings that could name it, the next time; without it, about everything.
+        """Drop the cached metadata of `path` and the listings that may contain it; without a path, all metadata.
 
-        Cached bytes stay. With a path, listings below it are not forgotten.
+        The next use reads it from the origin. Cached bytes stay, and so do listings below `path`.
         """
         metadata = self.node.metadata
         if path is None:
@@ -232,3 +250,42 @@ def parents(key: str, base: str) -> list[str]:
     while (key := key.rpartition("/")[0]) and len(key) > len(base):
         found.append(key)
     return found[::-1]
+
+
+def describe_many(fs: ListingFileSystem, keys: Iterable[str]) -> dict[str, ObjectInfo]:
+    """The objects with these keys, from cached or new listings: one request per key would take hours for a million.
+
+    A request lists up to a thousand keys of a directory; ranges without a requested key are skipped. Missing objects are
+    omitted, and so are objects that may not be listed and whose metadata is not cached.
+    """
+    found: dict[str, ObjectInfo] = {}
+    for directory, names in groupby(sorted(set(keys)), key=_directory_of):
+        if directory:
+            _find(fs, directory, list(names), found)
+    return found
+
+
+def _directory_of(key: str) -> str:
+    return key.rpartition("/")[0]
+
+
+def _find(fs: ListingFileSystem, directory: str, names: list[str], found: dict[str, ObjectInfo]) -> None:
+    """Find `names`, which are sorted, in the listing of their directory."""
+    metadata, wanted = fs.node.metadata, set(names)
+    try:
+        for name in names:
+            if name in found:
+                continue
+            # Begin just before the first name that is not found yet; continue while pages contain names.
+            for answer in metadata.answers(fs.origin, directory, name[:-1]):
+                hits = [info for info in answer.objects if info.key in wanted]
+                found.update((info.key, info) for info in hits)
+                if not hits and answer.through >= name:
+                    break
+    except ObjectNotFoundError:
+        return  # there is no such bucket
+    except (DeniedError, UsageError):  # reading may be allowed and listing denied; some origins have no order
+        for name in names:
+            known = metadata.known(fs.origin, name)
+            if known is not None:
+                found[name] = known

@@ -1,55 +1,54 @@
-"""`fs.load`: bring objects into this node's cache before anybody reads them.
+"""`fs.load`: bring objects into this node's cache before they are read.
 
-What is here already is skipped, which is all that resuming takes: the cache itself remembers. Many objects are loaded at
-once, and several pieces of one, each with a request of its own. In a cluster every node does this with its share of what is
-asked for (`load_jobs.py`).
+Cached blocks are skipped, so an interrupted load resumes when it is called again. Many objects are fetched at the same time,
+and several pieces of each, with one request per piece. In a cluster every node loads its share in this way, see
+`cluster_loading.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
+import os
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from millrace.cache.filling import Fill
-from millrace.errors import (
-    DiskFullError,
-    MillraceError,
-    ObjectChangedError,
-    ObjectNotFoundError,
-)
+from fsspec.utils import glob_translate
+
+from millrace.cache.filling import FetchedPiece, Fill
+from millrace.cache.node import store_directory
+from millrace.errors import DiskFullError, MillraceError, ObjectChangedError, ObjectNotFoundError
 from millrace.figures import size_text
-from millrace.filesystem.selection import select
+from millrace.filesystem.paths import is_pattern
+from millrace.filesystem.scheduling import FetchScheduler, ObjectFetch
 from millrace.origin import ObjectInfo
 
 if TYPE_CHECKING:
     from millrace.filesystem.listing import ListingFileSystem
 
 THREADS = 32
-"""Requests at a time. With pieces of 8 MiB they hold up to 256 MiB of memory."""
+"""Concurrent requests. With pieces of 8 MiB they hold up to 256 MiB of memory."""
 
 _LOOKUPS = 16
-_LISTED_AHEAD = 100_000  # objects: what bounds the memory of a listing
 _REPORT_SECONDS = 0.5
-_GRACE_SECONDS = 1.0  # for requests under way, when somebody interrupts
 _RATE_SECONDS = 5.0
+_WILDCARD = re.compile(r"[*?[]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProgress:
-    """How far a load has come, in objects and bytes.
+    """The progress of a load, in objects and bytes.
 
-    `objects` and `nbytes` are what was asked for, as far as it is listed (`listed`: to the end). `done_objects` are wholly
-    here; `done_bytes` are here, of which `fetched_bytes` came from the origin just now. `bad_blocks` failed their check and
-    were fetched again. `missing_objects` were gone from the origin when their turn came. `left_objects` did not fit.
-    `bytes_per_second` is the speed of the last seconds, in bytes from the origin. `nodes` take part.
+    `objects` and `nbytes` were requested, as far as they are listed (`listed`: completely). `done_objects` are completely
+    cached; `done_bytes` are cached, of which `fetched_bytes` came from the origin during this load. `bad_blocks` failed
+    verification and were fetched again. `missing_objects` were deleted at the origin after they were listed. `left_objects`
+    did not fit. `bytes_per_second` is the rate from the origin during the last seconds. `nodes` take part.
     """
 
     objects: int = 0
@@ -67,26 +66,85 @@ class LoadProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """How long it still takes at this speed; None while that cannot be told."""
+        """The estimated remaining time; None while it is unknown."""
         left = self.nbytes - self.done_bytes
         if not self.listed or (left and not self.bytes_per_second):
             return None
         return left / self.bytes_per_second if left else 0.0
 
 
+class Rate:
+    """The rate at which a total grows, averaged over the last five seconds."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
+
+    def after(self, total: int) -> float:
+        """Record the present total; returns the increase per second."""
+        now = time.monotonic()
+        self._samples.append((now, total))
+        while len(self._samples) > 2 and now - self._samples[0][0] > _RATE_SECONDS:
+            self._samples.popleft()
+        then, before = self._samples[0]
+        return max(0.0, (total - before) / (now - then)) if now > then else 0.0
+
+
 Spans = Sequence[tuple[int, int]]
 """Byte ranges of an object, in order."""
 
 Share = Callable[[ObjectInfo], Spans]
-"""Gives what of an object is to be loaded here, in whole blocks; nothing of it where that is empty.
+"""Returns the spans of an object to load on this node, in whole blocks; none if the list is empty.
 
-An empty object has the span (0, 0). An object counts where its first byte is loaded.
+An empty object has the span (0, 0). An object is counted by the node that loads its first byte.
 """
 
 
 def everything(info: ObjectInfo) -> Spans:
-    """The `Share` of a node alone."""
+    """The `Share` of a node that loads alone."""
     return ((0, info.size),)
+
+
+def select(fs: ListingFileSystem, url: str) -> Iterator[ObjectInfo]:
+    """Every object that `url` names, in the order of the listing.
+
+    `url` is an object; or a prefix, which means everything below it as a directory (with a slash at the end it is never an
+    object); or a pattern with `*`, `?`, `[...]` inside a name and `**` across several. Raises `ObjectNotFoundError` at once
+    if nothing matches. Listings are read page by page, so a selection of any length needs little memory.
+    """
+    key = fs.key_of(url)
+    if not url.endswith("/"):
+        try:
+            return iter([fs.describe(key)])
+        except ObjectNotFoundError:
+            pass  # a prefix or a pattern
+    has_wildcards = is_pattern(key, fs.origin.identity)
+    found = _matching(fs, key) if has_wildcards else _below(fs, key)
+    first = next(found, None)
+    if first is None:
+        problem = "matches nothing" if has_wildcards else "does not exist, neither as an object nor as a prefix"
+        raise ObjectNotFoundError(f"{fs.unstrip_protocol(key)} {problem}", next_step="check the name and the endpoint")
+    return chain([first], found)
+
+
+def _below(fs: ListingFileSystem, key: str) -> Iterator[ObjectInfo]:
+    found = (info for page in fs.list_all(key) for info in page if not info.key.endswith("/"))
+    if fs.origin.identity != "file":
+        return found
+    own = tuple(os.path.join(store_directory(path, ""), "") for path in fs.node.options.cache_dirs)
+
+    @lru_cache(16)
+    def is_of_cache(folder: str) -> bool:
+        return os.path.join(os.path.realpath(folder), "").startswith(own)
+
+    # A load of a directory above the cache must not copy the cache into itself.
+    return (info for info in found if not is_of_cache(os.path.dirname(info.key)))
+
+
+def _matching(fs: ListingFileSystem, pattern: str) -> Iterator[ObjectInfo]:
+    wildcard = _WILDCARD.search(pattern)
+    root = pattern[: wildcard.start() if wildcard else None].rpartition("/")[0]
+    matches = re.compile(glob_translate(pattern)).match
+    return (info for info in _below(fs, root) if matches(info.key))
 
 
 def load(
@@ -97,16 +155,32 @@ def load(
     verify: bool = False,
     share: Share = everything,
 ) -> LoadProgress:
-    """Bring everything that `urls` name into the cache of this node; returns when it is here. See `CacheManagement.load`.
+    """Load everything that `urls` name into the cache of this node; returns when it is cached. See `CacheManagement.load`.
 
-    With `share`, only what it gives. `progress` may end the load by raising.
+    With `share`, only the spans that it returns. `progress` may end the load by raising.
     """
     chosen = [urls] if isinstance(urls, str) else list(urls)
     return _Load(fs, chosen, verify=verify, progress=progress or (lambda _: None), share=share).run()
 
 
+class _LoadedObject(ObjectFetch):
+    """An object of a load. The attributes change under the lock of the scheduler."""
+
+    def __init__(self, fill: Fill, *, spans: Spans, is_retry: bool, full: set[str]) -> None:
+        super().__init__(fill)
+        self.spans = spans
+        self.nbytes = _nbytes(spans)
+        self.is_retry = is_retry
+        self.done_bytes = 0
+        self.replaced: BaseException | None = None
+        self._full = full
+
+    def is_wanted(self) -> bool:
+        return self.replaced is None and self.fill.directory not in self._full
+
+
 class _Load:
-    """One call of `load`: a thread that lists, threads that fetch, and the caller's, which waits and reports."""
+    """One call of `load`. The scheduler lists and fetches in its threads; the caller's thread waits and reports."""
 
     def __init__(
         self,
@@ -123,38 +197,31 @@ class _Load:
         self._verify = verify
         self._report = progress
         self._share = share
-        self._change = threading.Condition()
-        self._objects: deque[ObjectInfo] = deque()
-        self._pieces: deque[tuple[_Job, range]] = deque()
-        self._working = 0
-        self._stopping = False
+        self._scheduler = FetchScheduler[_LoadedObject](
+            "millrace-load",
+            threads=THREADS,
+            feed=self._list,
+            on_piece=self._count_piece,
+            on_object=self._end_object,
+            on_error=self._fail,
+        )
+        self._changed = self._scheduler.changed
         self._error: Exception | None = None
         self._first_missing = ""
-        self._full: set[str] = set()  # directories of disks that take no more
+        self._full: set[str] = set()  # directories of full disks
         self._listed = False
         self._counts: Counter[str] = Counter()  # the other numbers of `LoadProgress`, by name
         self._started = time.monotonic()
-        self._samples: deque[tuple[float, int]] = deque([(self._started, 0)])
+        self._rate = Rate()
 
     def run(self) -> LoadProgress:
-        # Not daemons: at the interpreter's end they would be cut off inside a library.
-        threads = [threading.Thread(target=self._list, name="millrace-load-list")]
-        threads += [threading.Thread(target=self._work, name=f"millrace-load-{number}") for number in range(THREADS)]
+        scheduler = self._scheduler
         try:
-            for thread in threads:
-                thread.start()
-            while not self._finished():
+            scheduler.start()
+            while not self._wait():
                 self._report(self._progress())
-            for thread in threads:
-                thread.join()
         finally:
-            with self._change:
-                self._stopping = True
-                self._change.notify_all()
-            deadline = time.monotonic() + _GRACE_SECONDS
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join(max(0.0, deadline - time.monotonic()))
+            scheduler.close(wait_for_tasks=True)
             state = self._progress()
             self._report(state)
         if isinstance(self._error, MillraceError):
@@ -163,54 +230,40 @@ class _Load:
             raise self._error
         return complete(state, first_missing=self._first_missing)
 
-    def _finished(self) -> bool:
-        """Wait a moment; whether nothing is left to do."""
-        with self._change:
-            return self._change.wait_for(lambda: self._stopping or self._idle(), _REPORT_SECONDS)
-
-    def _idle(self) -> bool:
-        return self._listed and not (self._objects or self._pieces or self._working)
+    def _wait(self) -> bool:
+        """Wait until the next report; returns whether the load has ended."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._scheduler.has_ended, _REPORT_SECONDS)
 
     def _progress(self) -> LoadProgress:
-        now = time.monotonic()
-        with self._change:
-            state = LoadProgress(listed=self._listed, seconds=now - self._started, **self._counts)
-        self._samples.append((now, state.fetched_bytes))
-        while len(self._samples) > 2 and now - self._samples[0][0] > _RATE_SECONDS:
-            self._samples.popleft()
-        (then, before), (now, after) = self._samples[0], self._samples[-1]
-        return replace(state, bytes_per_second=(after - before) / (now - then) if now > then else 0.0)
+        with self._changed:
+            state = LoadProgress(listed=self._listed, seconds=time.monotonic() - self._started, **self._counts)
+        return replace(state, bytes_per_second=self._rate.after(state.fetched_bytes))
 
-    # --- the listing thread -----------------------------------------------------------------------
+    # --- listing ------------------------------------------------------------------------------------
 
     def _list(self) -> None:
-        try:
-            for info in self._selected():
-                with self._change:
-                    self._change.wait_for(lambda: self._stopping or len(self._objects) < _LISTED_AHEAD)
-                    if self._stopping:
-                        return
-                    if spans := self._share(info):
-                        self._objects.append(info)
-                        self._add(objects=_counts(spans), nbytes=_nbytes(spans))
-                        self._change.notify()
-            with self._change:
-                self._listed = True
-        except Exception as error:  # noqa: BLE001 - as below
-            self._fail(error)
-        finally:
-            with self._change:
-                self._change.notify_all()
+        scheduler = self._scheduler
+        for info in self._selected():
+            with self._changed:
+                self._changed.wait_for(lambda: scheduler.is_closed or scheduler.has_room)
+                if scheduler.is_closed:
+                    return
+                if spans := self._share(info):
+                    scheduler.add(self._begin, info)
+                    self._add(objects=_counts(spans), nbytes=_nbytes(spans))
+        with self._changed:
+            self._listed = True
 
     def _selected(self) -> Iterator[ObjectInfo]:
         """Everything to load, each object once."""
         with ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="millrace-load-look") as pool:
-            # Wholly, before anything is fetched: what is missing is an error at once.
+            # All of them before anything is fetched: a missing name is an error at once.
             selections = list(pool.map(self._select, self._urls))
         seen: set[bytes] = set()
         for info in chain.from_iterable(selections):
             if len(selections) > 1:  # two of them may name the same object
-                # 16 bytes instead of a key of up to 1,024, of a million objects; no two keys share them.
+                # 16 bytes instead of a key of up to 1,024, for each of a million objects; no two keys share them.
                 name = hashlib.blake2b(info.key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
                 if name in seen:
                     continue
@@ -218,129 +271,97 @@ class _Load:
             yield info
 
     def _select(self, url: str) -> Iterator[ObjectInfo]:
-        return iter(()) if self._stopping else select(self._fs, url)
+        return iter(()) if self._scheduler.is_closed else select(self._fs, url)
 
-    # --- the working threads ----------------------------------------------------------------------
-
-    def _work(self) -> None:
-        while (step := self._next()) is not None:
-            try:
-                step()
-            except Exception as error:  # noqa: BLE001 - of whatever kind, the caller raises it
-                self._fail(error)
-            finally:
-                with self._change:
-                    self._working -= 1
-                    if self._stopping or self._idle():
-                        self._change.notify_all()
-
-    def _next(self) -> Callable[[], None] | None:
-        """What to do next; None when nothing is left. What was begun comes first."""
-        with self._change:
-            self._change.wait_for(lambda: self._stopping or self._pieces or self._objects or self._idle())
-            if self._stopping or not (self._pieces or self._objects):
-                return None
-            self._working += 1
-            if self._pieces:
-                return partial(self._fetch, *self._pieces.popleft())
-            if len(self._objects) == _LISTED_AHEAD:
-                self._change.notify_all()  # the listing waits
-            return partial(self._begin, self._objects.popleft())
+    # --- fetching -----------------------------------------------------------------------------------
 
     def _begin(self, info: ObjectInfo, spans: Spans | None = None, *, is_retry: bool = False) -> None:
-        spans = spans or self._share(info)
-        job = _Job(
-            Fill(self._node, self._fs._origin, info, verify=self._verify, spans=spans), spans=spans, is_retry=is_retry
-        )
-        first, *others = job.fill.pieces or [range(0)]
-        with self._change:
-            self._count(job, job.nbytes - sum(map(job.fill.nbytes, job.fill.pieces)))
-            self._pieces.extend((job, piece) for piece in others)
-            self._change.notify(len(others))
-        self._fetch(job, first)
-
-    def _fetch(self, job: _Job, piece: range) -> None:
-        try:
-            if not (job.replaced or job.fill.directory in self._full or not piece):
-                self._fetch_piece(job, piece)
-        except (ObjectChangedError, ObjectNotFoundError) as error:
-            job.replaced = error
-        finally:
-            with self._change:
-                job.pieces_left -= 1
-                ended = job.pieces_left <= 0
-        if ended:
-            job.fill.close()
-            self._end(job)
-
-    def _fetch_piece(self, job: _Job, piece: range) -> None:
-        done = job.fill.fetch(piece)
-        # Somebody may also have freed the object meanwhile: then only this one is left out.
-        has_room = done.kept or job.fill.has_room(job.fill.nbytes(piece))
-        with self._change:
-            self._add(fetched_bytes=done.fetched_bytes, bad_blocks=done.bad_blocks)
-            if done.kept:
-                self._count(job, job.fill.nbytes(piece))
-            elif not has_room:
-                self._full.add(job.fill.directory)
-
-    def _end(self, job: _Job) -> None:
-        info = job.fill.info
-        if job.replaced is None:
-            with self._change:
-                if job.done_bytes == job.nbytes:
-                    self._add(done_objects=_counts(job.spans))
-                else:
-                    self._add(left_objects=1)
+        scheduler = self._scheduler
+        if scheduler.is_closed:
             return
-        # Another version has come, or none is left: what was counted for the old one does not count.
+        spans = spans or self._share(info)
+        fill = Fill(self._node, self._fs.origin, info, verify=self._verify, spans=spans)
+        loaded = _LoadedObject(fill, spans=spans, is_retry=is_retry, full=self._full)
+        try:
+            with self._changed:
+                self._count(loaded, loaded.nbytes - sum(map(fill.nbytes, fill.pieces)))
+                for piece in reversed(fill.pieces[1:]):
+                    scheduler.fetch(loaded, piece, first=True)  # finish this object before the next
+            if fill.pieces:
+                scheduler.fetch_now(loaded, fill.pieces[0])
+        finally:
+            scheduler.seal(loaded)
+
+    def _count_piece(
+        self, loaded: _LoadedObject, piece: range, result: FetchedPiece | None, error: BaseException | None
+    ) -> None:
+        if isinstance(error, ObjectChangedError | ObjectNotFoundError):
+            loaded.replaced = error
+        elif error is not None:
+            self._fail(error)
+        if result is None:
+            return
+        # If another process has freed the object in the meantime, only this object is left out.
+        has_room = result.kept or loaded.fill.has_room(loaded.fill.nbytes(piece))
+        with self._changed:
+            self._add(fetched_bytes=result.fetched_bytes, bad_blocks=result.bad_blocks)
+            if result.kept:
+                self._count(loaded, loaded.fill.nbytes(piece))
+            elif not has_room:
+                self._full.add(loaded.fill.directory)
+
+    def _end_object(self, loaded: _LoadedObject) -> None:
+        if loaded.replaced is not None:
+            if not self._scheduler.is_closed:
+                self._load_again(loaded)
+            return
+        with self._changed:
+            if loaded.done_bytes == loaded.nbytes:
+                self._add(done_objects=_counts(loaded.spans))
+            elif not self._scheduler.is_closed:
+                self._add(left_objects=1)
+
+    def _load_again(self, loaded: _LoadedObject) -> None:
+        """Load the new version of an object, once. The counts of the old version are taken back."""
+        info = loaded.fill.info
         self._fs.invalidate_cache(info.key)
         try:
-            now = None if job.is_retry else self._fs.describe(info.key)
+            now = None if loaded.is_retry else self._fs.describe(info.key)
         except ObjectNotFoundError:
             now = None
-        # As another version it may be another node's, who does not know of it: it is loaded where it was noticed.
+        # The new version may belong to another node, which has not listed it: the node that noticed the change loads it.
         spans = (self._share(now) or everything(now)) if now else ()
-        with self._change:
-            self._add(objects=_counts(spans) - _counts(job.spans) if now else 0, nbytes=_nbytes(spans) - job.nbytes)
-            self._count(job, -job.done_bytes)
+        with self._changed:
+            objects = _counts(spans) - _counts(loaded.spans) if now else 0
+            self._add(objects=objects, nbytes=_nbytes(spans) - loaded.nbytes)
+            self._count(loaded, -loaded.done_bytes)
             if now is None:
                 self._add(missing_objects=1)
                 self._first_missing = self._first_missing or self._fs.unstrip_protocol(info.key)
         if now is not None:
             self._begin(now, spans, is_retry=True)
 
-    def _fail(self, error: Exception) -> None:
-        with self._change:
+    def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, Exception):  # the caller must not end as if it had been interrupted itself
+            defect = MillraceError(f"a defect: {type(error).__name__}: {error}", next_step="please report it")
+            defect.__cause__ = error
+            error = defect
+        with self._changed:
             self._error = self._error or error
-            self._stopping = True
-            self._change.notify_all()
+        self._scheduler.stop()
 
-    def _count(self, job: _Job, nbytes: int) -> None:
-        job.done_bytes += nbytes
+    def _count(self, loaded: _LoadedObject, nbytes: int) -> None:
+        loaded.done_bytes += nbytes
         self._add(done_bytes=nbytes)
 
     def _add(self, **amounts: int) -> None:
-        """Add to numbers of the progress. Under the lock."""
+        """Add to numbers of the progress. Call with the lock held."""
         for name, amount in amounts.items():
             self._counts[name] += amount
 
 
-class _Job:
-    """An object under way. Its fields change under the lock of its load."""
-
-    def __init__(self, fill: Fill, *, spans: Spans, is_retry: bool) -> None:
-        self.fill = fill
-        self.spans = spans
-        self.nbytes = _nbytes(spans)
-        self.is_retry = is_retry
-        self.pieces_left = len(fill.pieces)
-        self.done_bytes = 0
-        self.replaced: MillraceError | None = None
-
-
 def _counts(spans: Spans) -> int:
-    """1 where an object with these spans is counted."""
+    """1 if an object with these spans is counted on this node, else 0."""
     return int(bool(spans) and spans[0][0] == 0)
 
 
@@ -349,16 +370,16 @@ def _nbytes(spans: Spans) -> int:
 
 
 def complete(state: LoadProgress, *, first_missing: str) -> LoadProgress:
-    """The state of a load that has come to its end. Raises where not everything is in the cache."""
+    """Returns the state of a load that has ended. Raises if not everything is in the cache."""
     if state.left_objects:
         raise DiskFullError(
             f"the cache is full: {state.done_objects} of {state.objects} objects, {size_text(state.done_bytes)} of "
-            f"{size_text(state.nbytes)}, are in it",
+            f"{size_text(state.nbytes)}, were loaded",
             next_step="enlarge it with 'millrace resize', free something with 'millrace free', or load less",
         )
     if state.missing_objects:
         raise ObjectNotFoundError(
-            f"{state.missing_objects} of {state.objects} objects have gone since they were listed, the first is "
+            f"{state.missing_objects} of {state.objects} objects were deleted after they were listed, the first is "
             f"{first_missing}; the others are in the cache",
             next_step="load again what you need",
         )
@@ -366,11 +387,11 @@ def complete(state: LoadProgress, *, first_missing: str) -> LoadProgress:
 
 
 def with_progress(error: MillraceError, state: LoadProgress) -> MillraceError:
-    """The error that ended a load, saying what was achieved until then."""
+    """The error that ended a load, with the progress of the load in its message."""
     if not state.objects:
         return type(error)(error.message, next_step=error.next_step)
     total = f"{state.objects}{'' if state.listed else ' or more'}"
     return type(error)(
         f"{error.message}; {state.done_objects} of {total} objects are in the cache",
-        next_step=f"{error.next_step or 'see to it'}, then load again to go on with the rest",
+        next_step=f"{error.next_step or 'correct the cause'}, then load again to continue with the rest",
     )

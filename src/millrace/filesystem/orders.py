@@ -1,7 +1,7 @@
-"""Known reading orders, and how a `Prefetch` follows a reader that is somewhere else.
+"""Known reading orders, for a `Prefetch` that follows a reader in another process.
 
-Data sets and training code stay as they are: the order comes from the sampler that a DataLoader is given, or from the list
-of files that Ray Data reads. Imports neither torch nor ray.
+Data sets and training code do not change: the order comes from the sampler of a DataLoader, or from the list of files that
+Ray Data reads. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import numpy as np
 
 if TYPE_CHECKING:
     from millrace.filesystem.managing import CacheManagement
+    from millrace.filesystem.prefetching import Prefetch
 
 T = TypeVar("T")
 
 
 class PrefetchingSampler(Generic[T]):
-    """A sampler, or batch sampler, for torch's `DataLoader` that has the files of the coming indices fetched ahead.
+    """A sampler, or batch sampler, for torch's `DataLoader` that prefetches the files of the coming indices.
 
         sampler = PrefetchingSampler(RandomSampler(dataset), fs, path_of=lambda index: dataset.paths[index])
         loader = DataLoader(dataset, sampler=sampler, num_workers=8)
 
-    It gives the same indices as `sampler`, which must be finite: each pass asks it for all of them at its beginning. The
-    sampler runs in the process of the loop, whatever `num_workers` and start method; there the files are fetched into the
-    node's cache, and the workers find them. The reader is taken to be where the sampler is, which is ahead of the workers by
-    `num_workers * prefetch_factor` batches. `path_of` names the file of an index, or None for no file; it is called twice
-    for each. `window` is that of `fs.prefetch`. The prefetch of a pass ends with the pass.
+    It yields the same indices as `sampler`, which must be finite: each pass reads all of them at its start. The sampler runs
+    in the process of the loop, with any `num_workers` and start method; it fetches the files into the node's cache, where
+    the workers find them. The position of the sampler counts as that of the reader; it is ahead of the workers by
+    `num_workers * prefetch_factor` batches. `path_of` returns the file of an index, or None for no file; it is called twice
+    per index. `window` is that of `fs.prefetch`. The prefetch of a pass ends with the pass.
     """
 
     def __init__(
@@ -49,17 +50,10 @@ class PrefetchingSampler(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         order = list(self.sampler)
         paths = without_repeats(path for item in order for path in self._paths_of(item))
-        with self._fs.prefetch(paths, window=self._window, follow_opens=False) as prefetch:
-            last: str | None = None
-            for item in order:
-                for path in self._paths_of(item):
-                    if path != last:
-                        prefetch.advance(path)
-                        last = path
-                yield item
+        yield from _advancing(order, self._paths_of, self._fs.prefetch(paths, window=self._window, follow_opens=False))
 
     def set_epoch(self, epoch: int) -> None:
-        """Hand the epoch on, as `DistributedSampler` wants it."""
+        """Pass the epoch to the sampler, for a `DistributedSampler`."""
         self.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
 
     def _paths_of(self, item: Any) -> Iterator[str]:
@@ -77,7 +71,7 @@ def following(
     path_of: Callable[[T], str],
     window: int | str = "1GB",
 ) -> Iterator[T]:
-    """Give `batches` on, and have their files fetched ahead of them, in the order `paths`.
+    """Yield `batches`, and prefetch their files in the order of `paths`.
 
     For readers in other processes of this node, such as Ray Data's tasks:
 
@@ -85,17 +79,23 @@ def following(
         ds = ray.data.read_parquet(paths, filesystem=fs, include_paths=True)
         for batch in following(ds.iter_batches(), paths, fs, path_of=lambda batch: batch["path"][-1]): ...
 
-    `path_of` names a file that a batch came from. The tasks are ahead of the batches, so the window should hold what they
-    read at a time, and more.
+    `path_of` returns a file of the batch. The tasks are ahead of the batches, so the window should be larger than the bytes
+    that they read at the same time.
     """
-    with fs.prefetch(paths, window=window, follow_opens=False) as prefetch:
+    prefetch = fs.prefetch(paths, window=window, follow_opens=False)
+    yield from _advancing(batches, lambda batch: (str(path_of(batch)),), prefetch)
+
+
+def _advancing(items: Iterable[T], paths_of: Callable[[T], Iterable[str]], prefetch: Prefetch) -> Iterator[T]:
+    """Yield `items`, and advance `prefetch` to the paths of each before it."""
+    with prefetch:
         last: str | None = None
-        for batch in batches:
-            path = str(path_of(batch))
-            if path != last:
-                prefetch.advance(path)
-                last = path
-            yield batch
+        for item in items:
+            for path in paths_of(item):
+                if path != last:
+                    prefetch.advance(path)
+                    last = path
+            yield item
 
 
 def ray_file_order(
@@ -103,17 +103,17 @@ def ray_file_order(
 ) -> list[str]:
     """The order in which Ray Data's read tasks take `paths` with `shuffle=FileShuffleConfig(seed, reseed_after_execution)`.
 
-    `paths` are in the order in which Ray lists them (sorted). `execution` counts how often the data set was read before. Ray
-    hands them out in this order to as many tasks as run at a time; `shuffle="files"` without a seed cannot be foretold.
+    `paths` are in the order in which Ray lists them (sorted). `execution` is the number of earlier reads of the data set.
+    Ray assigns them in this order to its tasks; the order of `shuffle="files"` without a seed is unpredictable.
     """
     chosen = hash((seed, execution)) % (2**32) if reseed_after_execution else seed
-    rows = [(path,) for path in paths]  # as Ray has them: numpy shuffles a list of rows by swapping
+    rows = [(path,) for path in paths]  # like Ray: numpy shuffles a list of rows by swapping
     np.random.default_rng(chosen).shuffle(rows)
     return [path for (path,) in rows]
 
 
 def without_repeats(paths: Iterable[str]) -> Iterator[str]:
-    """`paths` with each run of the same path as one: of many samples in one file the file counts once."""
+    """`paths` without consecutive repeats, for files with many samples."""
     last: str | None = None
     for path in paths:
         if path != last:

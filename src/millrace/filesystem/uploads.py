@@ -1,4 +1,4 @@
-"""Writable file objects that stream one object out, and know when to publish it and when not to."""
+"""Writable file objects that upload one object, and publish it only after a successful close."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing_extensions import Buffer
 
 from millrace.origin import ObjectWriter
 
-_log = logging.getLogger("millrace")
+_log = logging.getLogger("millrace.filesystem")
 
 
 class UploadFile(io.RawIOBase):
     """A writable file that streams one object to the origin. The object becomes visible when the file is closed.
 
-    Discarded instead, with nothing visible, is what was written when
+    The upload is discarded, with nothing visible, when
 
     - a `with` block over this file is left by an exception;
-    - `close` is called while an exception is being handled that was not when the file was opened: so end the `with` blocks
-      of text wrappers, pyarrow streams, `pq.ParquetWriter` and `fsspec.open`, which do not say why they close. Whoever
-      closes by hand in an `except` block gets the same, and a warning in the log;
+    - `close` is called while an exception is being handled that was raised after the open. Text wrappers, pyarrow streams,
+      `pq.ParquetWriter` and `fsspec.open` call it so at the end of their `with` blocks. A `close` in an `except` block has
+      the same effect, with a warning in the log;
     - the file is garbage-collected without having been closed, with a `ResourceWarning` and a line in the log.
 
-    What cannot be known: that a `close` outside of any exception came too early.
+    A `close` outside of any exception always publishes, even if it came too early.
     """
 
     _failed = False
@@ -51,13 +51,13 @@ class UploadFile(io.RawIOBase):
         if self.closed:
             raise ValueError(f"{self.name} is closed")
         nbytes = memoryview(data).nbytes
-        if not self._failed:  # else the end of a compressed stream or a footer: it goes where the rest went
+        if not self._failed:  # else the end of a compressed stream or a footer of a discarded file
             self._writer.write(data)
         self._position += nbytes
         return nbytes
 
     def fail(self) -> None:
-        """Let `close` abort the upload, whatever is still written."""
+        """Let `close` abort the upload; later writes are ignored."""
         self._failed = True
 
     def discard(self) -> None:
@@ -66,7 +66,7 @@ class UploadFile(io.RawIOBase):
         self.close()
 
     def fail_under_exception(self) -> None:
-        """`fail` when an exception is on its way that was not yet when the file was opened."""
+        """`fail` if an exception is being handled that was raised after the open."""
         error = sys.exc_info()[1]
         if error is not None and error is not self._handled_at_open and not self._failed and not self.closed:
             self.fail()
@@ -104,13 +104,13 @@ class UploadFile(io.RawIOBase):
                 try:
                     self._writer.close()
                 finally:
-                    self._on_published()  # also when no answer came: it may have been published all the same
+                    self._on_published()  # also after an error: the object may have been published
         finally:
             super().close()
 
 
 class CompressedUpload(io.RawIOBase):
-    """A compressor of fsspec's over an `UploadFile`, which it ends as well: most of them leave the file below open."""
+    """An fsspec compressor over an `UploadFile`. It closes both: most compressors leave the file below open."""
 
     def __init__(self, upload: UploadFile, compress: Callable[..., Any]) -> None:
         super().__init__()

@@ -1,17 +1,15 @@
-"""The half of the file system that writes, copies and removes. Everything that it changes, the cache forgets."""
+"""The writing methods of the file system: write, copy, remove. They drop the cached metadata of changed objects."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from fsspec.core import get_compression, has_magic
 
-from millrace.cache.failures import disk_errors
 from millrace.errors import (
-    ConfigurationError,
     IsDirectoryError,
     NotDirectoryError,
     ObjectExistsError,
@@ -22,6 +20,8 @@ from millrace.errors import (
 from millrace.filesystem.listing import ListingFileSystem, parents
 from millrace.filesystem.paths import names_directory
 from millrace.filesystem.uploads import CompressedUpload, UploadFile
+from millrace.runtime.failures import disk_errors
+from millrace.runtime.importing import importing
 
 _PIPE_BYTES = 16 << 20
 _COPY_BYTES = 16 << 20
@@ -29,7 +29,7 @@ _DELETE_KEYS = 1000
 
 
 class WritingFileSystem(ListingFileSystem):
-    """Writes go straight to the origin; an object becomes visible when all of it is there."""
+    """Writes go directly to the origin; an object becomes visible when it is complete."""
 
     _rooted: bool
 
@@ -42,10 +42,13 @@ class WritingFileSystem(ListingFileSystem):
         compression: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """fsspec's. A write is published when the file is closed and not when an exception ended it, see `UploadFile`."""
+        """fsspec's. A write is published at the close of the file, but not after an exception, see `UploadFile`."""
+        if names_directory(path):
+            (self.require_file_name if "r" in mode else self.require_new_file_name)(path)
         if compression is None or "b" not in mode or "r" in mode:
             return super().open(path, mode, block_size, cache_options, compression, **kwargs)
-        from fsspec.compression import compr
+        with importing():
+            from fsspec.compression import compr
 
         upload = super().open(path, mode, block_size, cache_options, **kwargs)
         name = get_compression(path, compression)
@@ -53,7 +56,9 @@ class WritingFileSystem(ListingFileSystem):
 
     def _open_for_writing(self, path: str, mode: str, *, autocommit: bool) -> UploadFile:
         if mode not in ("wb", "xb"):
-            raise ConfigurationError(f"cannot open {path} with mode {mode!r}", next_step="use 'rb', 'wb' or 'xb'")
+            raise UsageError(
+                f"{self.unstrip_protocol(path)} cannot be opened with mode {mode!r}", next_step="use 'rb', 'wb' or 'xb'"
+            )
         if not autocommit:
             self._refuse_transaction()
         key = self.key_of(path)
@@ -63,21 +68,31 @@ class WritingFileSystem(ListingFileSystem):
 
     @property
     def transaction(self) -> NoReturn:
-        """Raises `UsageError`: what is written becomes visible file by file."""
+        """Raises `UsageError`: each file becomes visible at its close."""
         self._refuse_transaction()
 
     def start_transaction(self) -> NoReturn:
-        """Raises `UsageError`: what is written becomes visible file by file."""
+        """Raises `UsageError`: each file becomes visible at its close."""
         self._refuse_transaction()
 
     def _refuse_transaction(self) -> NoReturn:
         raise UsageError(
-            "a write cannot be held back until the end of a transaction",
+            "transactions are not supported: a write cannot wait for the end of one",
             next_step="write without fs.transaction and without autocommit=False; each file is published at its close",
         )
 
+    def pipe(self, path: Any, value: Any = None, **kwargs: Any) -> None:
+        """fsspec's, but a path that ends in a slash raises `IsDirectoryError`; fsspec removes the slash."""
+        for name in [path] if isinstance(path, str) else list(path):
+            self.require_new_file_name(name)
+        super().pipe(path, value, **kwargs)
+
     def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **_: Any) -> None:
-        """Write one object: above 16 MiB in parts, except with `mode="create"`, which one conditional request has to do."""
+        """Write one object: above 16 MiB in parts, except with `mode="create"`, which needs one conditional request.
+
+        Raises `IsDirectoryError` for a path with a slash at its end.
+        """
+        self.require_new_file_name(path)
         key = self.key_of(path)
         try:
             if mode != "create" and memoryview(value).nbytes > _PIPE_BYTES:
@@ -86,39 +101,42 @@ class WritingFileSystem(ListingFileSystem):
             else:
                 self._origin.put(key, value, if_absent=mode == "create")
         finally:
-            self._changed(key)  # also when no answer came: it may have been written all the same
+            self._changed(key)  # also after an error: the object may have been written
 
     def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
         if truncate or not self.exists(path):
             self.pipe_file(path, b"")
 
-    # --- names with a slash at their end, as pyarrow takes them ---------------------------------------
+    # --- names that end in a slash: directories -------------------------------------------------------
 
     def require_file_name(self, path: str) -> None:
-        """Raises where `path` ends in a slash: `NotDirectoryError`, `IsDirectoryError` or `ObjectNotFoundError`."""
+        """Raises `NotDirectoryError`, `IsDirectoryError` or `ObjectNotFoundError` if `path` ends in a slash."""
         if not names_directory(path):
             return
-        key = self.key_of(path)
-        name = self.unstrip_protocol(key)
-        if self.info(key)["type"] == "file":
-            raise NotDirectoryError(f"{name} is a file, not a directory", next_step="leave out the slash at its end")
-        raise IsDirectoryError(f"{name} is a directory", next_step="name a file in it")
+        self.info(path)
+        raise self.is_directory_error(path)
+
+    def is_directory_error(self, path: str) -> IsDirectoryError:
+        """The error for a directory where a file is needed."""
+        name = self.unstrip_protocol(self.key_of(path))
+        return IsDirectoryError(f"{name} is a directory", next_step="name a file in it")
 
     def require_new_file_name(self, path: str) -> None:
-        """Raises `IsDirectoryError` where `path` ends in a slash, whether there is something of this name or not."""
+        """Raises `IsDirectoryError` if `path` ends in a slash, whether the directory exists or not."""
         if names_directory(path):
             raise IsDirectoryError(
-                f"{self.unstrip_protocol(self.key_of(path))}/ is a directory's name", next_step="leave out the slash"
+                f"{self.unstrip_protocol(self.key_of(path))}/ is the name of a directory", next_step="omit the slash"
             )
 
     # --- copying ----------------------------------------------------------------------------------
 
     def cp_file(self, path1: str, path2: str, **_: Any) -> None:
-        """Copy one object through this machine and its cache. A directory needs no copy: it exists by what lies in it."""
+        """Copy one object through this machine and its cache. A directory is not copied: it exists through its files."""
         source, target = self.key_of(path1), self.key_of(path2)
         if source == target or self.isdir(source):
             return
-        with self.open(source) as file, self.open(target, "wb") as copy:
+        self.require_new_file_name(path2)
+        with self.open(path1) as file, self.open(target, "wb") as copy:
             while data := file.read(_COPY_BYTES):
                 copy.write(data)
 
@@ -126,7 +144,7 @@ class WritingFileSystem(ListingFileSystem):
 
     def rm_file(self, path: str) -> None:
         key = self.key_of(path)
-        if self.info(key)["type"] == "directory":  # object stores do not say whether there was something to remove
+        if self.info(key)["type"] == "directory":  # object stores do not report a missing object
             raise IsDirectoryError(f"{self.unstrip_protocol(key)} is a directory", next_step="pass recursive=True")
         self._delete([key])
 
@@ -134,11 +152,11 @@ class WritingFileSystem(ListingFileSystem):
         self.rm_file(path)
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """Remove objects, and with `recursive` everything below directories, as the origin has it now.
+        """Remove objects, and with `recursive` everything below directories, by a fresh listing of the origin.
 
-        `path` is one or a list of them; one with `*`, `?` or `[` is a pattern unless an object has just that name. Raises
+        `path` is one path or a list; a path with `*`, `?` or `[` is a pattern unless an object has exactly that name. Raises
         `ObjectNotFoundError`, and `IsDirectoryError` for a directory without `recursive`. A folder marker on AWS
-        (an empty object whose name ends in a slash) is not removed: obstore cannot name it.
+        (an empty object whose name ends in a slash) is not removed: obstore cannot address it.
         """
         for item in [path] if isinstance(path, str | os.PathLike) else list(path):
             for key in self._named(item):
@@ -150,34 +168,38 @@ class WritingFileSystem(ListingFileSystem):
                     self._delete(self.find(key, maxdepth=maxdepth))
 
     def rm_below(self, path: str) -> None:
-        """Remove everything below a directory. Raises `ObjectNotFoundError` where there is none."""
+        """Remove everything below a directory. Raises `ObjectNotFoundError` if it does not exist."""
         key = self.key_of(path)
         entry = self.info(key)
         if entry["type"] == "file":
-            raise UsageError(f"{self.unstrip_protocol(key)} is no directory", next_step="name a directory")
+            raise NotDirectoryError(f"{self.unstrip_protocol(key)} is not a directory", next_step="name a directory")
         self._remove_below(key)
 
     def _named(self, path: Any) -> list[str]:
         key = self.key_of(path)
         if not has_magic(key) or self.exists(key):
+            if names_directory(path):
+                self.info(path)  # raises NotDirectoryError for a file
             return [key]
         found: list[str] = self.glob(key)
         if not found:
-            raise ObjectNotFoundError(f"nothing is called {self.unstrip_protocol(key)}", next_step="check the pattern")
+            raise ObjectNotFoundError(f"{self.unstrip_protocol(key)}: no match", next_step="check the pattern")
         return found
 
     def rm_tree(self, path: str) -> None:
         """`rm(path, recursive=True)` of exactly this name."""
         key = self.key_of(path)
         if not key.strip("/"):
-            raise UsageError("the root is not removed", next_step="name what to remove")
+            raise UsageError("the root cannot be removed", next_step="name a directory or an object")
+        if self._rooted and _is_current_directory(key):  # an empty path is one of its names
+            raise UsageError(f"file://{key} is the current directory", next_step="name a directory or a file in it")
         if self._rooted and os.path.islink(key):
-            self._delete([key])  # the link, not what it leads to
+            self._delete([key])  # the link, not its target
             return
         is_file = self.info(key)["type"] == "file"
         self._remove_below(key)
         if not self._rooted:
-            self._delete([key] if "/" in key else [])  # an object of the directory's own name; a bucket stays
+            self._delete([key] if "/" in key else [])  # an object with the name of the directory; a bucket stays
         elif is_file:
             self._delete([key])
         else:
@@ -189,7 +211,7 @@ class WritingFileSystem(ListingFileSystem):
             self._remove_below_local(key)
             return
         directories: set[str] = set()
-        for page in self._origin.list_all(key):  # not what the cache remembers: nothing may stay behind
+        for page in self._origin.list_all(key):  # not from cached metadata: no object may remain
             self._delete([info.key.rstrip("/") for info in page])
             directories.update(name for info in page for name in parents(info.key, key))
         # Servers with real directories (SeaweedFS) keep empty ones; elsewhere this removes nothing.
@@ -205,8 +227,8 @@ class WritingFileSystem(ListingFileSystem):
                     shutil.rmtree(entry.path)
                 else:
                     os.unlink(entry.path)
-        self._forget(below)
-        self._forget([f"{key}/"])
+        self._changed(*below)
+        self._changed(f"{key}/")
 
     def _delete(self, keys: Sequence[str]) -> None:
         for start in range(0, len(keys), _DELETE_KEYS):
@@ -214,14 +236,14 @@ class WritingFileSystem(ListingFileSystem):
             try:
                 self._origin.delete(batch)
             finally:
-                self._forget(batch)
+                self._changed(*batch)
 
     def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
-        """Make a local directory. Those of an object store exist as soon as something lies in them: nothing to do."""
+        """Create a local directory. Does nothing for object stores, where a directory exists through its objects."""
         self._make_directory(path, create_parents=create_parents, exist_ok=False)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a local directory. Those of an object store exist as soon as something lies in them: nothing to do."""
+        """Create a local directory. Does nothing for object stores, where a directory exists through its objects."""
         self._make_directory(path, create_parents=True, exist_ok=exist_ok)
 
     def _make_directory(self, path: str, *, create_parents: bool, exist_ok: bool) -> None:
@@ -239,15 +261,21 @@ class WritingFileSystem(ListingFileSystem):
                 raise ObjectExistsError(f"{key} exists already", next_step="choose another name") from error
             if isinstance(error.__cause__, FileNotFoundError):
                 raise ObjectNotFoundError(
-                    f"{os.path.dirname(key)} does not exist", next_step="make it first"
+                    f"{os.path.dirname(key)} does not exist", next_step="create it first"
                 ) from error
             raise
-        self._forget([key])
+        self._changed(key)
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _changed(self, key: str) -> None:
-        self._forget([key])
-
-    def _forget(self, keys: Iterable[str]) -> None:
+    def _changed(self, *keys: str) -> None:
+        """Drop the cached metadata of `keys`."""
         self.node.metadata.forget(self._origin, *keys)
+
+
+def _is_current_directory(path: str) -> bool:
+    """Whether `path` is the directory in which this process runs."""
+    try:
+        return os.path.samefile(path, os.curdir)
+    except OSError:  # one of them does not exist
+        return False

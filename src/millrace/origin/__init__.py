@@ -1,4 +1,12 @@
-"""Remote storage behind narrow Protocols, and the one place that chooses an implementation for a URL."""
+"""Remote storage behind narrow Protocols, and the one place that chooses an implementation for a URL.
+
+Key terms:
+- origin: an object store, web server, hub or other storage that data is read from and written to.
+- object: one version of one key, identified by URL and ETag, version or size.
+- limiter: bounds the requests of all processes of a node to one origin, and retries.
+
+Start reading in `protocol.py`, then `object_store.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +21,7 @@ from millrace.origin.protocol import (
     Readable,
     Writable,
 )
-from millrace.origin.schemes import SCHEMES, open_origin, service_of, split_url
+from millrace.origin.schemes import SCHEMES, open_origin, require_url, service_of, split_url
 
 __all__ = [
     "SCHEMES",
@@ -28,6 +36,7 @@ __all__ = [
     "open_origin",
     "options_for",
     "origin_for_url",
+    "require_url",
     "service_of",
     "split_url",
 ]

@@ -1,10 +1,11 @@
-"""obstore's clients of one storage system: one for each container (bucket), of this process's own, with its credentials.
+"""obstore's clients of one storage system: one for each container (bucket) of each process, with its credentials.
 
-What a forked child inherits would hang (`obstore_library.py`), so a child makes its own.
+Inherited clients would hang (`obstore_library.py`), so a forked child creates its own.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -17,15 +18,16 @@ from millrace.errors import ConfigurationError, MillraceError
 from millrace.origin.credentials import Found, find_credentials
 from millrace.origin.obstore_library import obstore_library
 from millrace.origin.options import StoreOptions, azure_options, gcs_options, s3_options
+from millrace.runtime import forks
 
-# Of uploads in parts, each of which obstore itself repeats.
+# For uploads in parts, which obstore itself retries.
 RETRY: dict[str, Any] = {
     "max_retries": 8,
     "retry_timeout": timedelta(seconds=60),
-    # Jittered: a server that restarts is waited for 10 to 20 seconds, one that is gone is an error after that.
+    # With jitter: waits 10 to 20 seconds for a server that restarts, then fails.
     "backoff": {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=5), "base": 4},
 }
-# Requests that can be repeated whole are repeated above all origins (`origin/limits`), where the origin's budget is known.
+# Other requests are retried around all origins (`origin/limits`), within the limits.
 _NO_RETRY: dict[str, Any] = {**RETRY, "max_retries": 0}
 
 CLIENT: dict[str, Any] = {
@@ -34,13 +36,13 @@ CLIENT: dict[str, Any] = {
     "read_timeout": timedelta(seconds=20),
 }
 
-# A refusal may mean that credentials have ended or were replaced; they are looked up again, but not for every refusal.
+# A refusal may mean that credentials have expired; they are looked up again, but not for every refusal.
 _RENEW_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class _Service:
-    """How the storage of one scheme is spoken to: the name of obstore's class, and what translates the options."""
+    """The name of obstore's class for a scheme, and the function that translates its options."""
 
     store: str
     options: Callable[[Mapping[str, Any], Mapping[str, str]], StoreOptions]
@@ -55,27 +57,25 @@ _SERVICES: Mapping[str, _Service] = {
 
 @dataclass
 class _State:
-    """What belongs to one process."""
+    """The clients and credentials of one process."""
 
-    pid: int = field(default_factory=os.getpid)
     lock: threading.Lock = field(default_factory=threading.Lock)
     clients: dict[tuple[str, bool], Any] = field(default_factory=dict)
     found: Found | None = None
     renewed_at: float = 0.0
 
 
-# Of a parent process: never destroyed, since that could wait for its threads.
-_inherited: list[_State] = []
-
-
 class Clients:
-    """The clients of one scheme and `target_options`. Thread-safe; safe across fork; makes no request when it is made.
+    """The clients of one scheme and `target_options`. Thread-safe; safe across fork. The constructor sends no request.
+
+    No request takes longer than `request_seconds`, and no retry of a part of an upload starts after that time.
 
     Raises `ConfigurationError` for options that cannot be used.
     """
 
-    def __init__(self, scheme: str, target_options: Mapping[str, Any]) -> None:
+    def __init__(self, scheme: str, target_options: Mapping[str, Any], *, request_seconds: float = math.inf) -> None:
         self._scheme = scheme
+        self._request_seconds = request_seconds
         self._options: StoreOptions | None = None
         if scheme == "file":
             if target_options:
@@ -86,7 +86,7 @@ class Clients:
             raise ConfigurationError(
                 f"no object store for {scheme}://", next_step=f"use file or one of {', '.join(_SERVICES)}"
             )
-        self._state = _State()
+        self._states: forks.PerProcess[_State] = forks.PerProcess(lambda _: _State())
 
     @property
     def identity(self) -> str:
@@ -94,16 +94,21 @@ class Clients:
         return f"{self._scheme}+{self._options.endpoint}" if self._options is not None else self._scheme
 
     @property
+    def address(self) -> str:
+        """The URL of the server that requests go to; empty for local files."""
+        return self._options.address if self._options is not None else ""
+
+    @property
     def may_write(self) -> bool:
-        """Whether there is any use in trying to write."""
+        """Whether writes are possible."""
         return self._options is None or self._options.may_write
 
     def get(self, container: str, *, streams: bool = False) -> Any:
         """The client of a container; with `streams` the one for uploads of many requests, which retries each of them.
 
-        Raises `DeniedError` where there are no credentials, and `ConfigurationError`.
+        Raises `DeniedError` without credentials, and `ConfigurationError`.
         """
-        state = self._current()
+        state = self._states.get()
         client = state.clients.get((container, streams))
         if client is None:
             with state.lock:
@@ -113,13 +118,13 @@ class Clients:
         return client
 
     def renew(self, used: Any) -> bool:
-        """After a refusal of the client `used`: look for credentials again. Returns whether to try again with a new client.
+        """Look for credentials again after a refusal of the client `used`. Returns whether to retry with a new client.
 
-        Not for credentials that the user gave, nor for those that obstore finds itself.
+        Not for explicit credentials, and not for those that obstore finds itself.
         """
-        state = self._current()
+        state = self._states.get()
         with state.lock:
-            # Not by ==: obstore's clients are equal where their options are, whatever credentials they go on with.
+            # Not ==: obstore's clients with equal options are equal, also with other credentials.
             if not any(used is each for each in state.clients.values()):
                 return True  # another thread has found new ones meanwhile
             provider = state.found.provider if state.found is not None else None
@@ -130,22 +135,15 @@ class Clients:
             try:
                 changed = provider.renew()
             finally:
-                state.renewed_at = time.monotonic()  # a program that gives credentials may take longer than the pause
+                state.renewed_at = time.monotonic()  # a credential program may take longer than the pause
             if changed:
                 state.clients.clear()
             return changed
 
     def credentials_error(self) -> MillraceError | None:
-        """What the last attempt to get credentials raised in this process, None where it went well."""
-        found = self._current().found
+        """The error of the last attempt to get credentials in this process; None after a success."""
+        found = self._states.get().found
         return found.provider.error if found is not None and found.provider is not None else None
-
-    def _current(self) -> _State:
-        if self._state.pid != os.getpid():
-            # The parent's clients belong to threads that do not exist here: neither use nor destroy them.
-            _inherited.append(self._state)
-            self._state = _State()
-        return self._state
 
     def _make(self, state: _State, container: str, streams: bool) -> Any:
         stores = obstore_library().store
@@ -155,11 +153,18 @@ class Clients:
             state.found = find_credentials(self._scheme, self._options, os.environ)
         provider = state.found.provider
         if provider is not None:
-            provider()  # here its error is the user's; inside of obstore it would be one among others
+            provider()  # raises its own error here; inside of obstore it would be a general one
         return getattr(stores, _SERVICES[self._scheme].store)(
             container,
             config={**self._options.config, **state.found.config},
-            client_options={**CLIENT, **self._options.client_options},
-            retry_config=RETRY if streams else _NO_RETRY,
+            client_options={**self._within(CLIENT), **self._options.client_options},
+            retry_config=self._within(RETRY) if streams else _NO_RETRY,
             credential_provider=provider,
         )
+
+    def _within(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """`settings` with all times limited to the time of a request."""
+        if math.isinf(self._request_seconds):
+            return dict(settings)
+        longest = timedelta(seconds=self._request_seconds)
+        return {name: min(each, longest) if isinstance(each, timedelta) else each for name, each in settings.items()}

@@ -1,27 +1,28 @@
-"""Blocking calls of a library that looks at no signals, made so that Ctrl-C ends the wait for them.
+"""Runs blocking calls of a library that ignores signals, so that Ctrl-C ends the wait for them.
 
-Python runs signal handlers in the main thread only, between its own instructions: while that thread is inside such a
-call they wait for its end. So there, and only there, another thread makes the call; when the wait is interrupted that
-thread is left to end alone, and the next call gets a new one.
+Python runs signal handlers only in the main thread, between its instructions, so not inside of such a call. In the main
+thread, another thread runs the call. If the wait is interrupted, that thread finishes the call alone, and the next call
+gets a new thread.
 """
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from millrace.runtime import forks
+
 Result = TypeVar("Result")
 
 
-# A signal just before the kernel begins to wait does not end the wait.
+# A signal just before the kernel starts to wait does not end the wait.
 _LOOK_SECONDS = 0.5
 
 
 class _Call:
-    """One call, and what came of it."""
+    """One call and its outcome."""
 
     __slots__ = ("action", "done", "error", "result")
 
@@ -34,10 +35,10 @@ class _Call:
 
 
 class _Caller:
-    """A daemon thread that makes calls one after the other, in the process that made it."""
+    """A daemon thread that runs calls one after the other, for the process that created it."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
+        self.owner = forks.Owner()
         self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="millrace-origin-call", daemon=True).start()
 
@@ -48,27 +49,27 @@ class _Caller:
             except BaseException as error:  # noqa: BLE001 - raised again in the main thread
                 call.error = error
             call.done.release()
-            del call  # nothing of it is kept until the next
+            del call  # frees its memory before the next call
 
 
-# One at most, of the main thread: there is no other to share it with.
+# At most one, for the main thread.
 _idle: list[_Caller] = []
 
 
 def interruptible(action: Callable[[], Result]) -> Result:
-    """What `action` gives or raises. In the main thread a signal's handler is heard meanwhile, and may raise.
+    """Return or raise the outcome of `action`. In the main thread signal handlers run meanwhile, and may raise.
 
-    What `action` then still does goes on in the background. Some 50 microseconds in the main thread, nothing in others.
-    Safe across fork.
+    After such an exception `action` continues in the background. Costs some 50 microseconds in the main thread, nothing in
+    others. Safe across fork.
     """
     if threading.current_thread() is not threading.main_thread():
         return action()
-    # Taken away while it is used: a handler that sends a request of its own gets another.
+    # Removed while in use: a signal handler that sends its own request gets another.
     caller = _idle.pop() if _idle else None
-    if caller is None or caller.pid != os.getpid():
+    if caller is None or not caller.owner.is_this_process:
         try:
             caller = _Caller()
-        except RuntimeError:  # no more threads, or the interpreter is at its end
+        except RuntimeError:  # no more threads, or the interpreter is ending
             return action()
     call = _Call(action)
     try:
@@ -76,7 +77,7 @@ def interruptible(action: Callable[[], Result]) -> Result:
         while not call.done.acquire(timeout=_LOOK_SECONDS):
             pass
     except BaseException:
-        caller.calls.put(None)  # it ends when the call has
+        caller.calls.put(None)  # it ends after the call
         raise
     if _idle:
         caller.calls.put(None)

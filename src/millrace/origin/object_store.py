@@ -1,6 +1,6 @@
-"""Origins that obstore speaks to: S3 and everything with its interface, Azure, Google Cloud Storage, and local files.
+"""Origins through obstore: S3 and compatible services, Azure, Google Cloud Storage, and local files.
 
-obstore is the fastest client that was measured, releases the GIL, and sends `If-Match`.
+obstore is the fastest measured client, releases the GIL, and supports `If-Match`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 from typing_extensions import Buffer
 
 from millrace.errors import (
-    ConfigurationError,
     DeniedError,
+    IsDirectoryError,
     MillraceError,
-    ObjectChangedError,
     ObjectNotFoundError,
     OriginUnavailableError,
     UsageError,
 )
-from millrace.origin.local_places import check_place
+from millrace.origin.keys import bucket_word, check_place
 from millrace.origin.obstore_library import obstore_library
 from millrace.origin.protocol import ObjectInfo
+from millrace.origin.reachability import first_contact
 from millrace.origin.side_by_side import side_by_side
 from millrace.origin.store_access import MADE_UP
 from millrace.origin.store_listing import StoreListing
@@ -37,24 +37,19 @@ _URL_LASTS = timedelta(minutes=1)
 
 
 def _is_strong(version: str) -> bool:
-    """Whether a version may be sent as `If-Match`: a weak ETag never matches there, and one that is made up says nothing."""
+    """Whether a version can be sent as `If-Match`: a weak ETag never matches, and a made-up version is not an ETag."""
     return not version.startswith(("W/", MADE_UP))
 
 
 class ObjectStoreOrigin(StoreListing):
     """One storage system (scheme, endpoint, credentials) with all its buckets.
 
-    Thread-safe; picklable (with the explicit `target_options`, secrets included, as documented); safe across fork.
-    Credentials that the options do not have are found by every process for itself.
+    Every process looks for the credentials that are not among the options. See `BaseOrigin` for threads, forks and pickles.
     """
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def read(self, key: str, start: int, stop: int, *, version: str | None = None) -> Buffer:
-        if not 0 <= start <= stop:
-            raise ConfigurationError(f"bad byte range [{start}, {stop}) of {key}")
-        if start == stop:
-            return b""
+    def read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer:
         options: dict[str, Any] = {"range": (start, stop)}
         if version and _is_strong(version):
             options["if_match"] = version
@@ -65,9 +60,9 @@ class ObjectStoreOrigin(StoreListing):
             except obstore_library().exceptions.GenericError as error:
                 if is_outside(error) or self._scheme == "file":
                     refused: Exception = error
-                    return refused  # whether it is behind the end, another request tells
+                    return refused  # another request shows whether it is behind the end
                 raise
-            # Also where it was a precondition: something in between may have lost that.
+            # Also after a precondition, which a proxy may have dropped.
             if version and not _is_version(self._info(key, result.meta).version, version):
                 raise self._overwritten(key)
             return result.meta, result.bytes()
@@ -76,22 +71,22 @@ class ObjectStoreOrigin(StoreListing):
         if isinstance(answer, Exception):
             info = self.head(key)
             if start >= info.size:
-                raise self._outside(info, start, stop, version) from answer
+                raise self._range_error(info, start, stop, version) from answer
             with self._translated(key):
                 raise answer
         meta, data = answer
         got = len(memoryview(data))
         if got != stop - start:
             if meta["size"] < stop and got == meta["size"] - start:
-                raise self._outside(self._info(key, meta), start, stop, version)
+                raise self._range_error(self._info(key, meta), start, stop, version)
             raise OriginUnavailableError(
-                f"{self._scheme}://{key} answered {got} bytes for the range [{start}, {stop})",
+                f"{self._url(key)} answered {got} bytes for the range [{start}, {stop})",
                 next_step="read again; if it persists, a proxy in between truncates bodies",
             )
         return data
 
     def signed_url(self, key: str) -> str | None:
-        """A URL by which anybody may GET the object for a minute: a secret. None where such a thing cannot be had."""
+        """A URL for a GET of the object within a minute without credentials: a secret. None if it cannot be signed."""
         if self._scheme == "file":
             return None
 
@@ -102,21 +97,13 @@ class ObjectStoreOrigin(StoreListing):
         try:
             return self._request(key, sign)
         except (ObjectNotFoundError, OriginUnavailableError, UsageError):
-            return None  # without credentials, or with such as sign no URLs
+            return None  # without credentials, or with credentials that cannot sign
 
-    def _outside(self, info: ObjectInfo, start: int, stop: int, version: str | None) -> MillraceError:
-        """The error for a range that ends past the object's end: it was longer when the reader was told, or never."""
+    def _range_error(self, info: ObjectInfo, start: int, stop: int, version: str | None) -> MillraceError:
+        """The error for a range that ends past the object's end: the object was longer before, or never."""
         if version and version != info.version:
             return self._overwritten(info.key)
-        return UsageError(
-            f"the range [{start}, {stop}) ends past the {info.size} bytes of {self._scheme}://{info.key}",
-            next_step="read inside the object",
-        )
-
-    def _overwritten(self, key: str) -> MillraceError:
-        return ObjectChangedError(
-            f"{self._scheme}://{key} was overwritten while it was read", next_step="open it again"
-        )
+        return self._outside(info.key, start, stop, info.size)
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -125,11 +112,13 @@ class ObjectStoreOrigin(StoreListing):
 
     def open_writer(self, key: str) -> ObjectUpload:
         self._check_may_write(key)
-        self._locate(key)  # a key that cannot be is an error now, not at the end
+        self._locate(key)  # reports an invalid key now instead of at the end
         self._check_place(key)
 
         def upload(parts: Iterator[Buffer]) -> None:
             client, path = self._locate(key, streams=True)
+            if cause := first_contact(self._clients.address) if self._clients.address else None:
+                raise cause.error(f"{self._url(key)}: {self.identity} cannot be reached")
             with self._translated(key):
                 obstore_library().put(
                     client,
@@ -144,7 +133,7 @@ class ObjectStoreOrigin(StoreListing):
 
     def _put(self, key: str, data: Buffer, *, mode: str, streams: bool) -> None:
         self._check_may_write(key)
-        # A view as plain bytes: obstore takes one-dimensional uint8 buffers only.
+        # obstore accepts one-dimensional uint8 buffers only.
         body = memoryview(data).cast("B")
 
         def request(client: Any, path: str) -> None:
@@ -159,20 +148,18 @@ class ObjectStoreOrigin(StoreListing):
             by_bucket.setdefault(self._bucket(key), []).append(key)
         for members in by_bucket.values():
             self._check_may_write(members[0])
-            paths = {
-                key: self._locate(key)[1] for key in members
-            }  # a key that cannot be is an error before any is gone
+            paths = {key: self._locate(key)[1] for key in members}  # reports invalid keys before any removal
             if self._scheme == "s3":
                 for start in range(0, len(members), _DELETE_KEYS):
                     self._delete_together([paths[key] for key in members[start : start + _DELETE_KEYS]], members[start])
             elif self._scheme == "file":
                 for key in members:
                     self._delete_one(key)
-            else:  # their requests for many stop at the first that is missing
+            else:  # requests for many objects stop at the first missing one
                 side_by_side(self._delete_one, members, _DELETE_THREADS, "millrace-delete")
 
     def _delete_together(self, paths: Sequence[str], key: str) -> None:
-        """Remove objects of the bucket of `key` by one request."""
+        """Remove objects of the bucket of `key` with one request."""
 
         def request(client: Any, _: str) -> None:
             obstore_library().delete(client, paths)
@@ -189,14 +176,18 @@ class ObjectStoreOrigin(StoreListing):
     def _check_may_write(self, key: str) -> None:
         if not self._clients.may_write:
             raise DeniedError(
-                f"{self._scheme}://{key} cannot be written without credentials", next_step="leave 'anon' out"
+                f"{self._url(key)} cannot be written without credentials", next_step="remove the option 'anon'"
             )
 
     def _check_place(self, key: str) -> None:
         if self._scheme == "file":
             check_place("/" + key.strip("/"))
+        elif "/" not in key.strip("/"):  # as a request, this would create the bucket
+            raise IsDirectoryError(
+                f"{self._url(key)} is a whole {bucket_word(self._scheme)}", next_step="name an object in it"
+            )
 
 
 def _is_version(answered: str, wanted: str) -> bool:
-    """Whether an answer is of the wanted version; a proxy on the way may make an ETag weak, and changes no byte here."""
+    """Whether a response has the wanted version. A proxy may make an ETag weak without changing a byte."""
     return answered == wanted or (_is_strong(wanted) and answered == f"W/{wanted}")

@@ -1,9 +1,9 @@
-"""obstore, in a state that this process may use.
+"""obstore, usable also in forked processes.
 
 obstore runs its requests on threads of one runtime that lives in the extension module. A forked child inherits the runtime
-without its threads: any request there waits for ever, from new clients too. A child therefore loads a second image of the
-extension, copied to an anonymous file (the dynamic loader knows a library by its inode), which starts a runtime of its own.
-That costs a child about 20 ms and 15 MB, once, and only when the parent had used obstore.
+without its threads, and every request there would wait forever, also with new clients. A child therefore loads a second
+image of the extension, copied to an anonymous file (the dynamic loader identifies a library by its inode), which starts its
+own runtime. That costs a child about 20 ms and 15 MB, once, and only when the parent had used obstore.
 """
 
 from __future__ import annotations
@@ -18,29 +18,35 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from millrace.origin.importing import importing
+from millrace.runtime import forks
+from millrace.runtime.importing import importing
 
 _EXTENSION = "obstore._obstore"
 
-_loaded_in: int | None = None
+_loaded_in: forks.Owner | None = None
 
 
 def obstore_library() -> Any:
     """The `obstore` package for this process. Its types and errors must not be kept across a fork."""
     global _loaded_in
-    if _loaded_in != os.getpid():
+    if _loaded_in is None or not _loaded_in.is_this_process:
         with importing():
-            if _loaded_in != os.getpid():
+            if _loaded_in is None or not _loaded_in.is_this_process:
                 if _loaded_in is not None:
                     _load_second_image()
                 _import()
-                # Not before: a thread that finds the package half imported would use it so.
-                _loaded_in = os.getpid()
-    return sys.modules["obstore"]  # the child's package is another one than the parent's
+                # Last: another thread must not use a half imported package.
+                _loaded_in = forks.Owner()
+    return sys.modules["obstore"]  # the child has another package object than the parent
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether an error is an internal one of obstore; pyo3 raises a `BaseException` whose class cannot be imported."""
+    return (type(error).__module__, type(error).__name__) == ("pyo3_runtime", "PanicException")
 
 
 def start_workers() -> None:
-    """Start the package's threads, if there are none yet: they serve all of the process, with this thread's priority."""
+    """Start the package's threads if they do not run yet. They serve the whole process, with this thread's priority."""
     library = obstore_library()
     library.put(library.store.MemoryStore(), "nothing", b"")
 
@@ -88,12 +94,12 @@ def _remember_path() -> str | None:
     package = importlib.util.find_spec(_EXTENSION.partition(".")[0])
     if package is None:
         return None
-    # Not by its full name: that would load the package, which a process that finds everything cached never uses.
+    # Not by its full name, which would import the package: a process that finds everything cached never needs it.
     spec = importlib.machinery.PathFinder.find_spec(_EXTENSION, package.submodule_search_locations)
     return spec.origin if spec is not None else None
 
 
-# Where the extension lies; a grandchild finds only "/proc/self/fd/..." in the module that it inherited.
+# The path of the extension; the module that a grandchild inherits has only "/proc/self/fd/...".
 _original_path: str | None = _remember_path()
 # The modules of the parent are kept: unloading them would run destructors that wait for its threads.
 _retired: list[ModuleType] = []

@@ -1,8 +1,7 @@
-"""What Millrace requires of remote storage: one narrow Protocol per use, and nothing more.
+"""The requirements for remote storage: one narrow Protocol for each use.
 
-Keys are `bucket/path/of/object` without a scheme. Byte ranges are half-open. Every call blocks, may be made
-from any thread, and raises only `millrace.errors`. Implementations are picklable, and after a fork the child
-uses fresh connections of its own.
+Keys are `bucket/path/of/object` without a scheme. Byte ranges are half-open. Every call blocks, is thread-safe, and raises
+only `millrace.errors`. Implementations are picklable. After a fork the child uses its own connections.
 """
 
 from __future__ import annotations
@@ -11,17 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 from typing_extensions import Buffer
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
+class ObjectInfo(NamedTuple):
     """One version of one object.
 
-    `version` is opaque: an ETag, a version id, or whatever else the origin changes when the bytes change.
-    It is given back in `read` as a precondition. `modified` is in Unix seconds.
+    `version` is opaque: an ETag, a version id, or another value that changes with the bytes. It is the precondition of
+    `read`. `modified` is in Unix seconds.
     """
 
     key: str
@@ -34,7 +32,7 @@ class ObjectInfo:
 class Listing:
     """One level of a key space: the objects directly below a prefix, and the deeper prefixes (no trailing slash).
 
-    `is_directory` says of an empty one that the prefix is there all the same: an empty bucket, folder or local directory.
+    `is_directory` is True for an empty level that exists: an empty bucket, folder or local directory.
     """
 
     objects: Sequence[ObjectInfo]
@@ -44,11 +42,11 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class ListingPage:
-    """A stretch of a listing, as one request brings it: at most 1,000 objects in the origin's order.
+    """A part of a listing from one request: at most 1,000 objects in the origin's order.
 
-    `last` says that nothing follows; a page may be empty and not the last one. `is_directory` says that the prefix itself is
-    there, whatever lies below: its folder's marker was seen, or it is a bucket or a local directory. `last` and
-    `is_directory` may both be False for an empty page: then there is no such prefix so far.
+    `last`: nothing follows; an empty page may not be the last one. `is_directory`: the prefix itself exists, because it is a
+    bucket or a local directory, or because its folder's marker was found. Both may be False for an empty page: the prefix
+    has not been found so far.
     """
 
     objects: Sequence[ObjectInfo]
@@ -62,16 +60,16 @@ class Readable(Protocol):
 
     @property
     def identity(self) -> str:
-        """Names the storage (scheme and endpoint) without any secret: equal means the same bytes under the same key."""
+        """The name of the storage (scheme and endpoint) without secrets. Equal names: the same bytes for the same key."""
         ...
 
     @property
     def head_is_local(self) -> bool:
-        """Whether `head` sends no request over a network, so that a page of a listing is no cheaper way to many of them."""
+        """Whether `head` sends no request over a network. Otherwise a page of a listing is a cheaper way to many of them."""
         ...
 
     def is_immutable(self, key: str) -> bool:
-        """Whether what `key` names can never change, as a file of a commit: it is never asked about again. No request."""
+        """Whether the object can never change, as a file of a commit, so that its metadata stay valid. No request."""
         ...
 
     def head(self, key: str) -> ObjectInfo:
@@ -91,32 +89,32 @@ class Listable(Protocol):
     """Enumerates keys."""
 
     def list_level(self, prefix: str) -> Listing:
-        """List what lies directly below `prefix` (a directory, with or without the trailing slash).
+        """List the level directly below `prefix` (a directory, with or without the trailing slash).
 
-        Empty where there is nothing; raises `ObjectNotFoundError` where there is no such bucket.
+        Empty for a missing prefix; raises `ObjectNotFoundError` for a missing bucket.
         """
         ...
 
     def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
         """Yield every object below the directory `prefix`, in pages, in bounded memory.
 
-        A key that ends in a slash is an empty folder. Raises `ObjectNotFoundError` where there is no such bucket.
+        A key that ends in a slash is an empty folder. Raises `ObjectNotFoundError` for a missing bucket.
         """
         ...
 
     def list_pages(
         self, prefix: str, *, after: str = "", settled: Callable[[str], ObjectInfo | None] | None = None
     ) -> Iterator[ListingPage]:
-        """As `list_all`, from the keys that follow `after` in the origin's order (the whole by default).
+        """As `list_all`, for the keys that follow `after` in the origin's order (all by default).
 
-        Lazy: one request for each page that is taken, none before. `settled` gives what an earlier listing said of an empty
-        object, or of an empty folder by its key without the slash: if unchanged, nobody asks again which of both it is.
+        Lazy: one request for each consumed page. `settled` returns the entry of an earlier listing for an empty object, or
+        for an empty folder by its key without the slash. If that is unchanged, no request checks which of both it is.
         """
         ...
 
 
 class ObjectWriter(AbstractContextManager["ObjectWriter"], Protocol):
-    """Streams one object out. Leaving the `with` block normally publishes it; by an exception, aborts it."""
+    """Streams one object to the origin. The end of the `with` block publishes it; an exception aborts it."""
 
     def write(self, data: Buffer, /) -> int: ...
 
@@ -148,10 +146,10 @@ class Writable(Protocol):
         ...
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove objects. A key that does not exist is no error."""
+        """Remove objects. A missing key is not an error."""
         ...
 
 
 @runtime_checkable
 class Origin(Readable, Listable, Writable, Protocol):
-    """Everything at once: what the file system needs."""
+    """All of them: the requirement of the file system."""

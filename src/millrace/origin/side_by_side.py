@@ -1,24 +1,25 @@
-"""Several requests of one question at once, so that an interrupt, or the first error, ends the wait for all of them."""
+"""Runs several requests of one operation at once. An interrupt or the first error ends the wait for all of them."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# A signal just before the kernel begins to wait does not end the wait.
+# A signal just before the kernel starts to wait does not end the wait.
 _LOOK_SECONDS = 0.5
 
 
 def side_by_side(action: Callable[[Item], Result], items: Sequence[Item], threads: int, name: str) -> list[Result]:
-    """What `action` gives for each of `items`, in their order, `threads` at a time (named `name`).
+    """The results of `action` for each of `items`, in their order, `threads` at a time (named `name`).
 
-    Raises the first error. After that, and after an interrupt, no further item is begun; those that were go on alone: each
-    may wait for its turn, or be tried again, for a minute. That is why a pool, which waits for its threads, will not do.
+    Raises the first error. After that, and after an interrupt, no further item is started. Items in progress continue in the
+    background: each may wait for a slot or be retried for a minute. A pool would wait for its threads.
     """
     if len(items) < 2:
         return [action(item) for item in items]
@@ -51,8 +52,8 @@ def side_by_side(action: Callable[[Item], Result], items: Sequence[Item], thread
 def _start(work: Callable[[], None], threads: int, name: str) -> None:
     for count in range(threads):
         try:
-            threading.Thread(target=work, name=f"{name}_{count}", daemon=True).start()
-        except RuntimeError:  # no more threads, or the interpreter is at its end
+            threading.Thread(target=copy_context().run, args=(work,), name=f"{name}_{count}", daemon=True).start()
+        except RuntimeError:  # no more threads, or the interpreter is ending
             if not count:
                 work()
             return

@@ -1,26 +1,28 @@
-"""Listings of object stores and of local directories, and what a folder is where there are only names."""
+"""Listings of object stores and local directories, and the meaning of folders in a store without directories."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from millrace.errors import DeniedError, ObjectNotFoundError, UsageError
+from millrace.errors import DeniedError, NotDirectoryError, ObjectNotFoundError, UsageError
+from millrace.origin.base import pages_of, resumed, walk
 from millrace.origin.obstore_library import obstore_library
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo
 from millrace.origin.side_by_side import side_by_side
-from millrace.origin.store_access import StoreAccess
-from millrace.origin.turns import resumed
+from millrace.origin.store_access import MADE_UP, StoreAccess
 
 LIST_PAGE = 1000
 _MARKER_THREADS = 16
+_BAD_PATH = re.compile(r'\bpath: ("(?:[^"\\]|\\.)*")')  # escaped, in the debug part of obstore's text
 
 
 class StoreListing(StoreAccess):
-    """Enumerates keys, as `millrace.origin.Listable` says."""
+    """Implements `millrace.origin.Listable`."""
 
     def list_level(self, prefix: str) -> Listing:
         prefix = prefix.strip("/")
@@ -35,18 +37,16 @@ class StoreListing(StoreAccess):
             return Listing(
                 objects=[info for info in objects if info.size or info.key not in folders],
                 prefixes=prefixes,
-                # A bucket that answers, a folder's marker (it alone has the prefix's own name), or a local directory.
+                # A bucket, the marker of the folder (the only object with the name of the prefix), or a local directory.
                 is_directory=not path
                 or any(meta["path"] == path for meta in result["objects"])
                 or (self._scheme == "file" and os.path.isdir("/" + path)),
             )
 
-        return self._retrying(prefix, lambda: self._request(prefix, request))
-
-    def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
-        for page in self.list_pages(prefix):
-            if page.objects:
-                yield page.objects
+        try:
+            return self._retrying(prefix, lambda: self._request(prefix, request))
+        except NotDirectoryError:  # a local path below a file
+            return Listing((), ())
 
     def list_pages(
         self, prefix: str, *, after: str = "", settled: Callable[[str], ObjectInfo | None] | None = None
@@ -67,7 +67,7 @@ class StoreListing(StoreAccess):
             yield replace(page, objects=self._with_empty_folders(page.objects, settled))
 
     def _list_remote_pages(self, prefix: str, after: str) -> Iterator[ListingPage]:
-        """The pages as they come, with markers of empty folders among the objects."""
+        """The pages of the origin; markers of empty folders are among the objects."""
         last = renewed = False
         while not last:
             client, _ = self._locate(prefix)
@@ -76,8 +76,8 @@ class StoreListing(StoreAccess):
                     yield page
                     last, renewed = page.last, False
                     after = page.objects[-1].key if page.objects else after
-            except DeniedError:  # credentials may have ended in the middle: go on behind what has come
-                # Once for each page: who is denied gets others each time where a program makes them for each question.
+            except DeniedError:  # credentials may have expired in the middle: continue behind the last page
+                # Once for each page: a credential program may return other credentials each time, also without access.
                 if renewed or not self._clients.renew(client):
                     raise
                 renewed = True
@@ -85,7 +85,7 @@ class StoreListing(StoreAccess):
     def _pages_of(self, client: Any, prefix: str, after: str) -> Iterator[ListingPage]:
         path = prefix.partition("/")[2]
         bucket = self._bucket(prefix)
-        # The marker of the folder itself is wanted when listing begins, and is not an object below it.
+        # The first page needs the marker of the folder itself, which is not an object below it.
         offset = after.removeprefix(bucket).rstrip("/") if after.rstrip("/") != prefix else ""
         held_back: list[ObjectInfo] = []
         is_directory = not path
@@ -96,12 +96,12 @@ class StoreListing(StoreAccess):
             with self._listable(prefix):
                 return next(stream, None)
 
-        while (chunk := self._in_turn(prefix, next_chunk)) is not None:
+        while (chunk := self._in_slot(prefix, next_chunk)) is not None:
             last = len(chunk) < LIST_PAGE
             is_directory = is_directory or any(meta["path"] == path for meta in chunk)
             found = held_back + [self._info(bucket + meta["path"], meta) for meta in chunk if meta["path"] != path]
             objects = without_folder_markers(found)
-            # Whether the last one is a marker shows with the first of the next page.
+            # The first object of the next page shows whether the last one is a marker.
             held_back = objects[-1:] if objects and objects[-1].size == 0 and not last else []
             yield ListingPage(objects[: len(objects) - len(held_back)], last, is_directory)
             if last:
@@ -109,45 +109,31 @@ class StoreListing(StoreAccess):
         yield ListingPage(held_back, True, is_directory)
 
     def _list_local_pages(self, prefix: str, after: str) -> Iterator[ListingPage]:
-        """A walk in the order of the keys, which obstore's own is not; bounded by the largest directory."""
-        objects: list[ObjectInfo] = []
-        is_directory = os.path.isdir("/" + prefix)
-        for info in self._walk(prefix, after):
-            objects.append(info)
-            if len(objects) == LIST_PAGE:
-                yield ListingPage(objects, False, is_directory)
-                objects = []
-        yield ListingPage(objects, True, is_directory)
+        """A walk in the order of the keys, which obstore's own listing does not have; one directory in memory at a time.
 
-    def _walk(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
-        listing = self.list_level(prefix)
-        entries: list[tuple[str, ObjectInfo | None]] = [(info.key, info) for info in listing.objects]
-        entries += [(f"{name}/", None) for name in listing.prefixes]
-        for key, info in sorted(entries, key=lambda entry: entry[0]):
-            if info is None:
-                if key > after or after.startswith(key):
-                    yield from self._walk(key, after)
-            elif key > after:
-                yield info
+        An empty directory is an empty object whose key ends in a slash, as the marker of a folder.
+        """
+        objects = walk(self.list_level, self.list_level(prefix), after, _empty_folder)
+        yield from pages_of(objects, LIST_PAGE, is_directory=os.path.isdir("/" + prefix))
 
     def _with_empty_folders(
         self, objects: Sequence[ObjectInfo], settled: Callable[[str], ObjectInfo | None]
     ) -> Sequence[ObjectInfo]:
-        """Tell the markers of empty folders from empty objects, by a slash at the end of their key.
+        """Add the final slash to the keys of empty folders' markers, which distinguishes them from empty objects.
 
-        obstore takes the slash off, but cannot fetch such a name either: an empty object that a listing names and a request
-        does not find is a marker. Costs a request for each empty object that is not settled.
+        obstore removes the slash and cannot fetch such a name: an empty object in a listing that a request does not find is
+        a marker. One request for each empty object that is not settled.
         """
         empty = [info for info in objects if not info.size]
         if not empty:
             return objects
         earlier = {info.key: settled(info.key) for info in empty}
-        names = {info.key: told.key for info in empty if (told := earlier[info.key]) is not None and _same(info, told)}
+        names = {info.key: old.key for info in empty if (old := earlier[info.key]) is not None and _same(info, old)}
         unsure = [info.key for info in empty if info.key not in names]
         if unsure:
             found = side_by_side(self._is_object, unsure, _MARKER_THREADS, "millrace-markers")
             names |= {key: key if is_object else f"{key}/" for key, is_object in zip(unsure, found, strict=True)}
-        return [info if info.size else replace(info, key=names[info.key]) for info in objects]
+        return [info if info.size else info._replace(key=names[info.key]) for info in objects]
 
     def _is_object(self, key: str) -> bool:
         try:
@@ -158,16 +144,25 @@ class StoreListing(StoreAccess):
 
     @contextlib.contextmanager
     def _listable(self, prefix: str) -> Iterator[None]:
-        """Tell a listed name that obstore cannot take from one that was asked for: the others are there all the same."""
+        """Replace obstore's error for an invalid name among the listed ones by one that names it."""
         try:
             yield
         except obstore_library().exceptions.InvalidPathError as error:
             if "//" in prefix:
                 raise
             raise UsageError(
-                f"{self._scheme}://{prefix} holds an object whose name cannot be used ({error})",
+                f"{self._url(prefix)} contains an object whose name cannot be used"
+                + (f" ({bad[1]})" if (bad := _BAD_PATH.search(str(error))) else ""),
                 next_step="rename that object (no control characters, no empty parts), or list a directory without it",
             ) from error
+
+
+def _empty_folder(key: str) -> ObjectInfo | None:
+    try:
+        modified = os.stat(key).st_mtime
+    except FileNotFoundError:  # removed since its parent was listed
+        return None
+    return ObjectInfo(key=key, size=0, version=f"{MADE_UP}-0-{modified}", modified=modified)
 
 
 def _same(info: ObjectInfo, earlier: ObjectInfo) -> bool:
@@ -175,9 +170,9 @@ def _same(info: ObjectInfo, earlier: ObjectInfo) -> bool:
 
 
 def without_folder_markers(objects: Sequence[ObjectInfo]) -> list[ObjectInfo]:
-    """Leave out the empty objects that consoles and some servers make for folders: the key lies right above another one.
+    """Remove the empty objects that consoles and some servers create for folders: the next key is directly below theirs.
 
-    `objects` are in the order of the origin, which lists a marker immediately before what is in its folder.
+    `objects` are in the order of the origin, which lists a marker immediately before the content of its folder.
     """
     following = [info.key for info in objects[1:]] + [""] * bool(objects)
     return [

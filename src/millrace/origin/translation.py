@@ -1,38 +1,71 @@
-"""Turns obstore's exceptions into Millrace's.
+"""Translates obstore's exceptions into Millrace's.
 
-obstore tells apart what its callers can decide about, and gives everything else as one general error with the server's
-answer in its text: status and code are read from there.
+obstore has classes for a few kinds of errors. All others are one general error with the server's response in its text, from
+which status and code are parsed.
 """
 
 from __future__ import annotations
 
+import errno
 import re
+from collections.abc import Callable
 from urllib.parse import unquote
 
 from millrace.errors import (
     DeniedError,
     MillraceError,
+    NotDirectoryError,
     ObjectChangedError,
     ObjectExistsError,
     ObjectNotFoundError,
     OriginBusyError,
     OriginUnavailableError,
 )
+from millrace.origin.keys import bucket_word
 from millrace.origin.obstore_library import obstore_library
+from millrace.origin.reachability import Cause
 
-# The error code of S3, GCS and Azure, in the body of an answer.
+# The error code of S3, GCS and Azure, in the body of a response.
 _CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3})\b|\bstatus: (\d{3})\b")
-# The address of the request that failed, which obstore hides where there is a token in it.
+# The address of the failed request, which obstore hides if it contains a token.
 _ASKED = re.compile(r"Error performing [A-Z]+ (\S+) in ")
-# What an answer held in the place of something else.
+# Unexpected content of a response.
 _HELD = re.compile(r'\bstring ".*?"(?=, expected)')
+
+# The failures of obstore's HTTP client.
+_KIND = re.compile(r"\bkind: (\w+)")
+_KINDS = {
+    "BrokenPipe": "the server closed the connection",
+    "ConnectionAborted": "the connection was aborted",
+    "ConnectionReset": "the connection was reset",
+    "Timeout": "no answer in time",
+    "UnexpectedEof": "the answer ended early",
+}
+
+_NO_TOKEN_FILE = (
+    "the token file of this machine's identity cannot be read",
+    "check the file that a variable such as AWS_WEB_IDENTITY_TOKEN_FILE names, and its permissions",
+)
+_NO_RANGES = "Received non-partial response when range requested"
+# Permanent failures without a status: words of obstore's text, the problem, the next step.
+_PERMANENT = {
+    "error following redirect": ("its server redirects in a circle", "check the endpoint and the region"),
+    _NO_RANGES: (
+        "its server ignores the range of a request",
+        "check that the endpoint is an object store, not a web page or a proxy",
+    ),
+    "Received redirect without LOCATION": ("the bucket is in another region", "set the region of the bucket"),
+    "Failed to read token file": _NO_TOKEN_FILE,
+    "Failed to read EKS token file": _NO_TOKEN_FILE,
+    "Error reading federated token file": _NO_TOKEN_FILE,
+}
 
 _NO_BUCKET = frozenset(
     {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "InvalidBucketName", "InvalidResourceName"}
 )
 
-# Answers that obstore does not always tell from any other failure.
+# Error codes that obstore does not always distinguish from other failures.
 _REFUSALS = frozenset(
     {
         "AccessDenied",
@@ -47,57 +80,58 @@ _REFUSALS = frozenset(
         "SignatureDoesNotMatch",
     }
 )
+_SKEWED = frozenset({"RequestTimeTooSkewed", "RequestInTheFuture"})
 _EXPIRED = frozenset({"ExpiredToken", "RequestExpired", "TokenRefreshRequired"})
 _BUSY = frozenset({429, 503})
 
 
 def server_code(error: BaseException) -> str | None:
-    """The error code in the server's answer (`NoSuchBucket`, ...), None where there is none."""
+    """The error code in the server's response (`NoSuchBucket`, ...), if any."""
     match = _CODE.search(str(error))
     return match[1] if match else None
 
 
 def is_outside(error: BaseException) -> bool:
-    """Whether a range begins behind the object's end, as the server says, or obstore when the server sent what there was."""
+    """Whether a range starts behind the object's end, according to the server or to obstore."""
     return server_code(error) == "InvalidRange" or "InvalidRangeRequest" in str(error)
 
 
 def http_status(error: BaseException) -> int | None:
-    """The status of the server's answer, None where there was no answer."""
+    """The status of the server's response; None without a response."""
     match = _STATUS.search(str(error))
     return int(match[1] or match[2]) if match else None
 
 
-def asked_for_credentials(error: BaseException, url: str) -> bool:
-    """Whether what failed was no request for the object `url` but one for the identity of this machine or pod.
+def is_credentials_request(error: BaseException, url: str) -> bool:
+    """Whether the failed request was for the identity of this machine or pod, and not for the object `url`.
 
-    The address of such a question does not name the bucket. (Where it does by chance, the error is told as any other.)
+    The address of such a request does not contain the bucket. (If it does by chance, the error counts as another one.)
     """
     match = _ASKED.search(str(error))
     scheme, _, key = url.partition("://")
     if match is None:
         return False
     if match[1] == "REDACTED":
-        return scheme == "s3"  # there only what STS is asked; of Azure, every request with a signature in its address
+        return scheme == "s3"  # only requests to STS; for Azure, every request with a signature in its address
     return key.partition("/")[0] not in unquote(match[1])
 
 
-def bucket_word(scheme: str) -> str:
-    """What users of the service call a bucket."""
-    return "container" if scheme == "az" else "bucket"
-
-
 def translate(
-    error: Exception, url: str, identity: str, credentials_error: MillraceError | None = None
+    error: Exception,
+    url: str,
+    identity: str,
+    credentials_error: MillraceError | None = None,
+    diagnose: Callable[[], Cause | None] = lambda: None,
 ) -> MillraceError | None:
-    """Our error for one of obstore's; None for what is a fault of our own.
+    """The Millrace error for one of obstore's; None for a bug in Millrace.
 
-    `credentials_error` is what asking for credentials has raised, if it has: obstore gives on only its text.
+    `credentials_error` is the error of the last request for credentials, if any; obstore only returns its text. `diagnose`
+    returns the cause for a request without a response.
     """
     library = obstore_library().exceptions
     if credentials_error is not None and isinstance(error, library.BaseError) and http_status(error) is None:
         return type(credentials_error)(credentials_error.message, next_step=credentials_error.next_step)
-    if isinstance(error, library.BaseError | OSError) and asked_for_credentials(error, url):
+    if isinstance(error, library.BaseError | OSError) and is_credentials_request(error, url):
         return _no_credentials(http_status(error), url)
     code = server_code(error)
     if code in _NO_BUCKET:
@@ -117,10 +151,15 @@ def translate(
             f"the credentials for {url} have expired",
             next_step="give new ones, or a profile or an identity, which are renewed without asking",
         )
-    if http_status(error) == 400 and code is None:
-        # So S3 answers a HEAD with credentials that have expired: without a body there is no place for the reason.
+    if code in _SKEWED:
         return DeniedError(
-            f"{url}: the origin refuses the request (status 400), and does not say why",
+            f"access to {url} was denied because the clock of this machine is wrong",
+            next_step="set the clock, or start the time service (NTP)",
+        )
+    if http_status(error) == 400 and code is None:
+        # S3's response to a HEAD with expired credentials, which has no body for the reason.
+        return DeniedError(
+            f"{url}: the origin refuses the request (status 400), without a reason",
             next_step="check that the credentials have not expired, and the name",
         )
     refused = isinstance(error, library.PermissionDeniedError | library.UnauthenticatedError | PermissionError)
@@ -130,13 +169,28 @@ def translate(
             next_step="check the credentials and their rights on this " + bucket_word(url.partition(":")[0]),
         )
     if isinstance(error, library.InvalidPathError):
-        return ObjectNotFoundError(f"{url} is no valid object name", next_step="check the name")
+        return ObjectNotFoundError(f"{url} is not a valid object name", next_step="check the name")
     if http_status(error) in _BUSY:
         return OriginBusyError(
             f"{url}: {identity} asks for fewer requests (status {http_status(error)})",
             next_step="try again later, or with fewer workers",
         )
+    if url.startswith("file:") and f"(os error {errno.ENOTDIR})" in str(error):
+        return NotDirectoryError(f"{url} is below a file, not a directory", next_step="check the name")
+    if url.startswith("file:") and f"(os error {errno.ELOOP})" in str(error):
+        return ObjectNotFoundError(f"{url} is a link that leads to itself", next_step="remove the link")
+    if isinstance(error, library.BaseError):
+        for words, (problem, next_step) in _PERMANENT.items():
+            if words in str(error):
+                failed = OriginUnavailableError(f"{url}: {identity} failed: {problem}", next_step=next_step)
+                # Retried: a proxy may ignore the range of one request, but a server without ranges ignores every one.
+                failed.is_final = words != _NO_RANGES
+                failed.most_tries = 3
+                return failed
     if isinstance(error, library.BaseError | OSError | ValueError):
+        cause = diagnose() if http_status(error) is None else None
+        if cause is not None:
+            return cause.error(f"{url}: {identity} cannot be reached")
         failed = OriginUnavailableError(
             f"{url}: {identity} failed ({_first_line(error)})",
             next_step="check that the endpoint is up and reachable from this machine",
@@ -146,26 +200,38 @@ def translate(
     return None
 
 
+def panicked(url: str) -> OriginUnavailableError:
+    """Our error for an internal error of obstore (`is_panic`). Its text is not repeated: it may quote a credential."""
+    failed = OriginUnavailableError(
+        f"{url}: the object store client failed with an internal error",
+        next_step="check the name, the endpoint, the region and the credentials for unusual characters",
+    )
+    failed.is_final = True
+    return failed
+
+
 def _no_credentials(status: int | None, url: str) -> MillraceError:
-    """The error for a question for credentials that was answered with an error, or not at all."""
+    """The error for a failed request for credentials."""
     if _is_final(status):
         return DeniedError(
             f"{url}: the service that gives this machine or pod its credentials refuses them (status {status})",
             next_step="check its role or identity, and the token file and the variables that name them",
         )
     return OriginUnavailableError(
-        f"{url}: the service that gives this machine or pod its credentials does not answer"
+        f"{url}: the service that gives this machine or pod its credentials does not respond"
         + (f" (status {status})" if status is not None else ""),
         next_step="check that it is up and reachable from this machine",
     )
 
 
 def _is_final(status: int | None) -> bool:
-    """Whether an answer says that the same request will not succeed later either."""
+    """Whether a status means that the same request will not succeed later."""
     return status is not None and (status in (501, 505) or (400 <= status < 500 and status not in (408, 425, 429)))
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of a dependency's message, short enough for one line of ours."""
+    """The first line of a dependency's message, shortened."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return _HELD.sub("a string", lines[0])[:200]
+    # The first line is "error sending request"; the cause is in the lines below it, as text.
+    kinds = [_KINDS[kind] for kind in _KIND.findall("\n".join(lines[1:])) if kind in _KINDS]
+    return _HELD.sub("a string", lines[0])[:200] + (f": {kinds[-1]}" if kinds else "")

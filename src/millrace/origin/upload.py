@@ -1,4 +1,4 @@
-"""Streams one object out through obstore, in parts."""
+"""Streams one object to an origin, in parts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Self
 
 from typing_extensions import Buffer
 
+from millrace.origin.operation import note_failure
+
 PART_BYTES = 16 << 20
-"""One part of a streamed upload. S3 allows 10,000 parts, so a file may have 160 GB; S3's own ceiling of 5 TB would need
-parts that grow, and nothing here writes such files."""
+"""One part of a streamed upload. S3 allows 10,000 parts, so a file may have 160 GB. S3's limit of 5 TB would need growing
+parts, and Millrace writes no such files."""
 
 
 class _AbortUploadError(Exception):
@@ -21,7 +23,7 @@ class _AbortUploadError(Exception):
 
 
 class ObjectUpload:
-    """Streams one object out in parts: obstore runs in a thread of its own and pulls parts from a short queue.
+    """Streams one object in parts: a thread runs the upload, which takes parts from a short queue.
 
     Memory is bounded by the parts in the queue and in flight. An object that fits one part becomes a single PUT.
     Not thread-safe: one writer at a time.
@@ -40,7 +42,7 @@ class ObjectUpload:
         self._finished = False
 
     def send_whole_by(self, put_whole: Callable[[Buffer], None]) -> None:
-        """Send an object that fits one part by this call instead: a turn of a budget, with retries, is around it."""
+        """Send an object that fits one part with this function, which takes a slot and retries."""
         self._put_whole = put_whole
 
     def write(self, data: Buffer, /) -> int:
@@ -69,8 +71,7 @@ class ObjectUpload:
         self._send(None)
         self._finished = True
         self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
 
     def abort(self) -> None:
         if self._finished:
@@ -107,7 +108,12 @@ class ObjectUpload:
                 continue
         self._finished = True
         self._thread.join()
-        raise self._error
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            note_failure(self._error)
+            raise self._error
 
     def _run(self) -> None:
         try:

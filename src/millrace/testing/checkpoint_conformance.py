@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, extension_registry
-from millrace.checkpoint.places.storage import CheckpointStorage, open_storage
+from millrace.checkpoint.storage.storage import CheckpointStorage, open_storage
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -58,7 +58,7 @@ _WARNINGS = [
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPlace:
-    """Where and how a suite saves: checkpoints lie below `url`, which nobody else uses.
+    """Where and how a suite saves. Checkpoints are stored below `url`, which has no other user.
 
     `origin`, called for every reader, gives what it reads through in place of the storage itself, by the same keys.
     `extensions` are what chunks go through, and `registry` is torch's registry that knows them.
@@ -90,7 +90,7 @@ class CheckpointPlace:
 
 
 def conformance_state(seed: int = 0) -> State:
-    """A state with what is awkward to store; another one for each seed."""
+    """A state with values that are difficult to store; a different one for each seed."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(700, 500, generator=generator)
     odd = torch.tensor([0x7FC00001, 0x7F800001, -0x7FFFFFFF - 1, 1, -1, 0x7F800000], dtype=torch.int32)
@@ -139,7 +139,7 @@ def assert_same(left: Any, right: Any, where: str = "state") -> None:
 
 
 def failure_of(call: Callable[[], object]) -> BaseException:
-    """The error of rank 0 in the exception that torch makes of it."""
+    """The error of rank 0 inside torch's exception."""
     with pytest.raises(CheckpointException) as caught:
         call()
     failure: BaseException = caught.value.failures[0][0]
@@ -147,7 +147,7 @@ def failure_of(call: Callable[[], object]) -> BaseException:
 
 
 class _Failing(DefaultSavePlanner):  # type: ignore[misc]
-    """Fails when the last tensor is asked for, which is after others were written."""
+    """Fails when the last tensor is requested, after others were written."""
 
     def resolve_data(self, write_item: Any) -> Any:
         if write_item.index.fqn == "weights":
@@ -177,12 +177,12 @@ class _Rows(DefaultLoadPlanner):  # type: ignore[misc]
 
 
 class CheckpointConformance:
-    """What saving and loading promise, wherever a checkpoint lies. Give `place`, fresh for every test."""
+    """The guarantees of saving and loading, for any storage. Define the fixture `place`, new for every test."""
 
     pytestmark = _WARNINGS
 
     damaged_bits = 6
-    """How many bits of each file are tried; every one is a load."""
+    """The number of bits flipped in each file; each needs one load."""
 
     @pytest.fixture
     def place(self) -> CheckpointPlace:
@@ -199,19 +199,19 @@ class CheckpointConformance:
         return loaded
 
     @pytest.mark.parametrize("compression", ["typed", "max", "adaptive", "none"])
-    def test_what_was_saved_is_loaded(self, place: CheckpointPlace, compression: str) -> None:
+    def test_load_returns_the_saved_state(self, place: CheckpointPlace, compression: str) -> None:
         state = conformance_state()
         self._save(place, state, compression=compression, thread_count=2)
         assert_same(self._load(place, state), state)
 
-    def test_a_slice_is_loaded(self, place: CheckpointPlace) -> None:
+    def test_load_of_slice_returns_its_rows(self, place: CheckpointPlace) -> None:
         state = {key: value for key, value in conformance_state().items() if key in ("weights", "half")}
         self._save(place, state)
         rows: State = {key: torch.zeros_like(tensor[:40]) for key, tensor in state.items()}
         dcp.load(rows, storage_reader=place.reader("run"), planner=_Rows(333), no_dist=True)
         assert_same(rows, {key: tensor[333:373] for key, tensor in state.items()})
 
-    def test_overwriting_replaces_everything(self, place: CheckpointPlace) -> None:
+    def test_overwrite_replaces_the_whole_checkpoint(self, place: CheckpointPlace) -> None:
         self._save(place, conformance_state(1))
         before = set(place.storage("run").names())
         self._save(place, conformance_state(2))
@@ -220,7 +220,7 @@ class CheckpointConformance:
         assert len(after) == len(before)
         assert_same(self._load(place, conformance_state(2)), conformance_state(2))
 
-    def test_without_overwrite_the_first_one_stays(self, place: CheckpointPlace) -> None:
+    def test_save_without_overwrite_keeps_the_first_checkpoint(self, place: CheckpointPlace) -> None:
         self._save(place, conformance_state(1), overwrite=False)
         names = sorted(place.storage("run").names())
         failure = failure_of(lambda: self._save(place, conformance_state(2), overwrite=False))
@@ -228,7 +228,7 @@ class CheckpointConformance:
         assert sorted(place.storage("run").names()) == names
         assert_same(self._load(place, conformance_state(1)), conformance_state(1))
 
-    def test_a_failing_save_leaves_the_previous_one(self, place: CheckpointPlace) -> None:
+    def test_failed_save_keeps_the_previous_checkpoint(self, place: CheckpointPlace) -> None:
         self._save(place, conformance_state(1))
         names = sorted(place.storage("run").names())
         failure = failure_of(lambda: self._save(place, conformance_state(2), planner=_Failing()))
@@ -236,7 +236,7 @@ class CheckpointConformance:
         assert sorted(place.storage("run").names()) == names
         assert_same(self._load(place, conformance_state(1)), conformance_state(1))
 
-    def test_one_writer_saves_any_number_and_survives_pickling(self, place: CheckpointPlace) -> None:
+    def test_one_writer_saves_repeatedly_and_pickles(self, place: CheckpointPlace) -> None:
         writer = place.writer("run")
         for seed in (1, 2):
             dcp.save(conformance_state(seed), storage_writer=writer, no_dist=True)
@@ -245,19 +245,19 @@ class CheckpointConformance:
             dcp.save(conformance_state(3), storage_writer=pickle.loads(pickle.dumps(writer)), no_dist=True)
             assert_same(self._load(place, conformance_state(3)), conformance_state(3))
 
-    def test_an_asynchronous_save_keeps_the_state_of_its_call(self, place: CheckpointPlace) -> None:
+    def test_asynchronous_save_stores_the_state_of_its_call(self, place: CheckpointPlace) -> None:
         state = conformance_state(1)
         pending = dcp.async_save(state, storage_writer=place.writer("run"))
         state["weights"].fill_(9)
         pending.result()
         assert_same(self._load(place, state), conformance_state(1))
 
-    def test_without_collectives(self, place: CheckpointPlace) -> None:
+    def test_save_without_collectives_is_loaded(self, place: CheckpointPlace) -> None:
         for seed in (1, 2):
             dcp.save(conformance_state(seed), storage_writer=place.writer("run"), no_dist=True, use_collectives=False)
         assert_same(self._load(place, conformance_state(2)), conformance_state(2))
 
-    def test_what_is_not_complete_is_not_there(self, place: CheckpointPlace) -> None:
+    def test_incomplete_checkpoint_is_not_found(self, place: CheckpointPlace) -> None:
         failure = failure_of(lambda: self._load(place, conformance_state(), "nothing"))
         assert isinstance(failure, CheckpointNotFoundError)
         self._save(place, conformance_state())
@@ -274,7 +274,7 @@ class CheckpointConformance:
         logging.disable(logging.NOTSET)
 
     @pytest.mark.usefixtures("_quiet_torch")
-    def test_every_flipped_bit_is_reported(self, place: CheckpointPlace) -> None:
+    def test_flipped_bit_is_reported(self, place: CheckpointPlace) -> None:
         state = conformance_state()
         self._save(place, state)
         storage, generator = place.storage("run"), random.Random(0)
@@ -291,7 +291,7 @@ class CheckpointConformance:
             storage.publish(name, bytes(content), replace=True)
         assert_same(self._load(place, state), state)
 
-    def test_a_lost_or_short_file_is_reported(self, place: CheckpointPlace) -> None:
+    def test_missing_or_short_file_is_reported(self, place: CheckpointPlace) -> None:
         state = conformance_state()
         self._save(place, state)
         storage = place.storage("run")
@@ -303,14 +303,14 @@ class CheckpointConformance:
         storage.delete([name])
         assert isinstance(failure_of(lambda: self._load(place, state)), CorruptCheckpointError)
 
-    def test_the_summary_adds_up(self, place: CheckpointPlace) -> None:
+    def test_summary_equals_the_sizes_of_the_files(self, place: CheckpointPlace) -> None:
         self._save(place, conformance_state(), user_metadata={"step": 7})
         summary, storage = place.reader("run").summary(), place.storage("run")
         assert summary.stored_bytes == sum(storage.stat(name).size for name in storage.names())
         assert summary.user == {"step": 7}
         assert (summary.tensors, summary.objects) == (29, 3)
 
-    def test_a_reader_without_the_extensions_says_which(self, place: CheckpointPlace) -> None:
+    def test_reader_without_extension_names_it(self, place: CheckpointPlace) -> None:
         if not place.extensions:
             pytest.skip("chunks go through nothing")
         state = conformance_state()
@@ -327,14 +327,14 @@ class CheckpointConformance:
 
 
 class ExtensionConformance:
-    """What a stream extension must do to be used in our writer or in torch's. Give `extension`; `registry` by default
-    knows its class, whose `from_descriptor` must then find whatever it needs (a key, say).
+    """What a stream extension must do to be used in Millrace's writer or torch's. Set `extension`. The default `registry`
+    contains its class, whose `from_descriptor` must then find what it needs, such as a key.
     """
 
     pytestmark = _WARNINGS
 
     notices_damage = True
-    """Whether a stream that was changed or cut off raises. Without that only the checksums of our own format see it."""
+    """Whether a changed or truncated stream raises. If not, only the checksums of Millrace's format detect the damage."""
 
     @pytest.fixture
     def extension(self) -> Any:
@@ -363,19 +363,19 @@ class ExtensionConformance:
         return b"".join(iter(lambda: stream.read(portion), b""))
 
     @pytest.mark.parametrize("nbytes", [0, 1, 4095, 1 << 20, (2 << 20) + 3])
-    def test_a_stream_comes_back_in_any_portions(self, extension: Any, nbytes: int) -> None:
+    def test_stream_read_in_any_portions_is_unchanged(self, extension: Any, nbytes: int) -> None:
         content = random.Random(nbytes).randbytes(nbytes // 2) + bytes(nbytes - nbytes // 2)
         for to, back in itertools.product((1 << 22, 70_001), (1 << 22, 50_021)):
             assert self._restored(extension, self._transformed(extension, content, to), back) == content
 
-    def test_the_descriptor_finds_it_again(self, extension: Any, registry: Any) -> None:
+    def test_extension_is_restored_from_its_descriptor(self, extension: Any, registry: Any) -> None:
         (found,) = registry.from_descriptor_list([extension.get_descriptor()])
         stored = self._transformed(extension, b"grain" * 1000, 5000)
         assert self._restored(found, stored) == b"grain" * 1000
 
-    def test_damage_is_noticed(self, extension: Any) -> None:
+    def test_damaged_stream_raises(self, extension: Any) -> None:
         if not self.notices_damage:
-            pytest.skip("it makes no promise")
+            pytest.skip("the extension guarantees nothing")
         content = random.Random(1).randbytes(100_000)
         stored = self._transformed(extension, content, 1 << 20)
         for length in (0, 1, len(stored) // 2, len(stored) - 1):
@@ -388,12 +388,12 @@ class ExtensionConformance:
     def _assert_refused(self, extension: Any, stored: bytes) -> None:
         try:
             self._restored(extension, stored)
-        except Exception:  # noqa: BLE001 - whatever its library raises: a reader of ours names it
+        except Exception:  # noqa: BLE001 - its library may raise anything; Millrace's reader wraps it
             return
         raise AssertionError("damage went unseen")
 
     @pytest.mark.parametrize("stock", [False, True])
-    def test_in_our_writer_and_in_torchs(self, extension: Any, registry: Any, tmp_path: Any, stock: bool) -> None:
+    def test_extension_works_in_both_writers(self, extension: Any, registry: Any, tmp_path: Any, stock: bool) -> None:
         state, writer = conformance_state(), dcp.FileSystemWriter if stock else CheckpointWriter
         dcp.save(state, storage_writer=writer(tmp_path, _extensions=[extension]), no_dist=True)
         readers = [CheckpointReader, dcp.FileSystemReader] if stock else [CheckpointReader]
@@ -402,7 +402,7 @@ class ExtensionConformance:
             dcp.load(loaded, storage_reader=reader(tmp_path, _extension_registry=registry), no_dist=True)
             assert_same(loaded, state)
 
-    def test_an_error_inside_fails_the_save(self, extension: Any, tmp_path: Any) -> None:
+    def test_error_in_extension_fails_the_save(self, extension: Any, tmp_path: Any) -> None:
         class Failing(type(extension)):  # type: ignore[misc]
             def __init__(self) -> None:
                 pass

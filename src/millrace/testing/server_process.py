@@ -51,7 +51,7 @@ class ServerProcess:
         *,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """Run `command(ports)`, with the variables `env` besides, and wait until `answers(ports[0])`.
+        """Run `command(ports)`, with the additional variables `env`, and wait until `answers(ports[0])`.
 
         That may raise `OSError` or `http.client.HTTPException` as long as the server is not up. Raises `UsageError` when it
         runs, and `RetryableError` with the end of its log when it ends by itself, or has not answered after a minute.
@@ -72,7 +72,7 @@ class ServerProcess:
             if self._wait(process, ports[0], answers):
                 self._ports = ports
                 return
-            self.kill()  # somebody else took a port
+            self.kill()  # another process took a port
         raise RetryableError(f"{self._name} did not start; its log ends: {log_tail(self._log)}", next_step="try again")
 
     def _wait(self, process: ChildProcess, port: int, answers: Callable[[int], bool]) -> bool:
@@ -85,7 +85,7 @@ class ServerProcess:
             except (OSError, http.client.HTTPException):
                 pass  # not up yet: asked again until the deadline, whose error shows its log
             if time.monotonic() > deadline:
-                raise RetryableError(f"{self._name} does not answer; its log ends: {log_tail(self._log)}")
+                raise RetryableError(f"{self._name} does not respond; its log ends: {log_tail(self._log)}")
             time.sleep(_LOOK_SECONDS)
         return False
 
@@ -101,7 +101,7 @@ class ServerProcess:
             self._process = None
 
     def kill(self) -> None:
-        """End it at once, as a crash would. Idempotent."""
+        """Kill the process, as a crash would. Idempotent."""
         if self._process is not None:
             self._process.kill()
             self._process = None

@@ -1,56 +1,60 @@
-"""How hard the codec tries, chunk by chunk: always the same, or as the storage's speed asks for.
+"""The effort of each chunk: constant, or adapted to the speed of the storage.
 
-Compressing is worth its time only while storage is slower than the codec. An `Adaptive` schedule measures both and gives
-just so many chunks to the codec that neither waits for the other: all of them before slow storage, none before fast
-storage. `typed_share` decides, and is pure.
+Compression saves time only while storage is slower than the codec. An `Adaptive` schedule measures both, and compresses the
+share of chunks that keeps both busy: all chunks for slow storage, none for fast storage. `typed_share` computes this share.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
-from millrace.checkpoint.codec.planes import Effort
+from millrace.checkpoint.codec.chunks import Effort
+from millrace.checkpoint.codec.registry import efforts
 from millrace.errors import ConfigurationError
 
 Compression = Literal["typed", "max", "adaptive", "none"]
+"""The built-in values of `compression=`. A registered codec adds its own names."""
 
-_STEADY = {"typed": Effort.TYPED, "max": Effort.MAX, "none": Effort.RAW}
-# Until something is stored raw: splitting alone is at least so many times as fast as the whole codec.
+_ADAPTIVE = "adaptive"
+# Splitting into planes is at least this many times as fast as the whole codec. Used until a chunk was stored raw.
 _RAW_SPEED_UP = 5.0
-# A rate forgets half of what it knows after so many bytes.
+# The weight of a measurement halves after this many bytes.
 _HALF_LIFE_BYTES = 64 << 20
-# So many bytes are stored before the first judgement: the buffers of an upload fill at once, whatever is behind them.
+# The first measurement of the storage waits for this many bytes: the buffers of an upload fill at once at any speed.
 _FIRST_BYTES = 80 << 20
-# And so many between one judgement and the next.
+# Bytes between two measurements of the storage.
 _STEP_BYTES = 8 << 20
-# Some chunks are compressed in any case, so that the ratio and the codec's speed stay known.
+# This share of chunks is always compressed, which keeps the measured ratio and codec speed up to date.
 _LEAST_SHARE = 1 / 32
 
 
 class Schedule(Protocol):
-    """Says how to encode the next chunk. Thread-safe. Rates are in bytes and seconds."""
+    """Selects the effort of each chunk. Thread-safe. Rates are in bytes and seconds."""
 
-    def next(self) -> Effort: ...
+    def next(self) -> Effort:
+        """The effort of the next chunk."""
+        ...
 
     def encoded(self, effort: Effort, raw_bytes: int, stored_bytes: int, seconds: float) -> None:
-        """One thread spent `seconds` on a chunk."""
+        """Record that one thread spent `seconds` on a chunk."""
         ...
 
     def stored(self, total_bytes: int, busy_seconds: float) -> None:
-        """The storage has taken `total_bytes` since the beginning of a file, and was busy for so long with them."""
+        """Record that the storage has taken `total_bytes` of the current file in `busy_seconds`."""
         ...
 
 
 def schedule_for(compression: str, threads: int) -> Schedule:
-    """Raises `ConfigurationError` for a name that does not exist."""
-    if compression == "adaptive":
+    """The schedule of a `compression=` name. Raises `ConfigurationError` for an unknown name."""
+    if compression == _ADAPTIVE:
         return Adaptive(threads)
-    if compression not in _STEADY:
+    effort = efforts().get(compression) if isinstance(compression, str) else None
+    if effort is None:
         raise ConfigurationError(
-            f"unknown compression {compression!r}", next_step=f"use one of {', '.join(get_args(Compression))}"
+            f"unknown compression {compression!r:.100}", next_step=f"use one of {', '.join([*efforts(), _ADAPTIVE])}"
         )
-    return Steady(_STEADY[compression])
+    return Steady(effort)
 
 
 class Steady:
@@ -70,12 +74,12 @@ class Steady:
 
 
 def typed_share(*, sink: float, typed: float, raw: float, ratio: float) -> float:
-    """The share of bytes to compress, 0 to 1, so that codec and storage are done at the same time.
+    """The share of bytes to compress, 0 to 1, with which codec and storage finish at the same time.
 
-    `sink` is what the storage takes; `typed` and `raw` what all threads together encode with and without compression, in
-    bytes of the tensors; all a second. `ratio` is the size of what is compressed to what it was. With a share `f`
-    a byte costs the codec `f / typed + (1 - f) / raw` and the storage `(1 - f + f * ratio) / sink`; the slower of the two
-    counts, the first grows with `f`, the second falls.
+    `sink` is the rate of the storage. `typed` and `raw` are the rates of all threads together with and without
+    compression, in bytes of the tensors per second. `ratio` is the stored size of compressed bytes, divided by their raw
+    size. With a share `f`, a byte costs the codec `f / typed + (1 - f) / raw` and the storage `(1 - f + f * ratio) /
+    sink`. The slower one decides. The first cost grows with `f`, the second one falls.
     """
     surplus = 1 / sink - 1 / raw
     if surplus <= 0:
@@ -84,7 +88,7 @@ def typed_share(*, sink: float, typed: float, raw: float, ratio: float) -> float
 
 
 class _Rate:
-    """Amounts over another quantity (bytes over seconds), of which old ones count less and less."""
+    """The quotient of two sums (bytes by seconds, for example) in which older amounts have less weight."""
 
     def __init__(self) -> None:
         self._above = self._below = 0.0
@@ -99,7 +103,7 @@ class _Rate:
 
 
 class Adaptive:
-    """Watches codec and storage; compresses `typed_share` of the chunks, evenly spread. Everything at first."""
+    """Measures codec and storage, and compresses `typed_share` of the chunks, evenly spread. At first it compresses all."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -119,7 +123,7 @@ class Adaptive:
             return Effort.TYPED
 
     def share(self) -> float:
-        """The share of chunks that is being compressed."""
+        """The current share of compressed chunks."""
         sink, typed, ratio = self._sink.value(), self._speeds[Effort.TYPED].value(), self._ratio.value()
         if sink is None or typed is None or ratio is None:
             return 1.0

@@ -1,20 +1,20 @@
-"""The typed codec on a stream of bytes whose element type nobody tells: finds it by trial. No torch.
+"""The plane codec on a stream of bytes with unknown element types. No torch.
 
-Serves torch's stream extensions, which see a tensor only as the archive that `torch.save` makes of it. The archive puts
-values at multiples of 64 bytes, so blocks at multiples of 1 MiB hold whole elements. The stream (little-endian):
+A stream extension sees a tensor only as the archive that `torch.save` makes of it. The archive puts values at multiples
+of 64 bytes, so blocks at multiples of 1 MiB hold whole elements. A trial finds their type. The stream (little-endian):
 
 ======================  ==========================================================================
 8 bytes                 magic `89 4D 49 4C 4C 52 50 0A`
 blocks                  of 1 MiB of content each, the last one shorter:
-  u32, u32, u64, u64    length of the content, of what is stored, and the xxh3 of both (stored first)
-  stored                a chunk as `millrace.checkpoint.codec.planes` makes it; then what is too short to be an element
-u32, u32                0, 0: no more blocks
+  u32, u32, u64, u64    length of the content, length of the stored bytes, and the xxh3 of both (stored first)
+  stored                a chunk of `millrace.checkpoint.codec.planes`, then the rest that is shorter than an element
+u32, u32                0, 0: end of the blocks
 index                   u32 for each block: stored length
 footer: u64, u64, u64   length of all content, number of blocks, xxh3 of the index and the two numbers
 ======================  ==========================================================================
 
-A reader that can seek in its input starts at the footer and decodes only what is asked for; another one reads from the
-beginning. Every block is verified in both cases.
+With a seekable input, the reader starts at the footer and decodes only the requested blocks. Otherwise it reads from the
+beginning. It verifies every block in both cases.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from typing import IO, Any
 import numpy as np
 from typing_extensions import Buffer
 
-from millrace.checkpoint.codec.planes import OPAQUE, Effort, Kind, PlaneCodec, as_bytes, checksum
+from millrace.checkpoint.codec.chunks import OPAQUE, Effort, Kind, as_bytes, checksum
+from millrace.checkpoint.codec.planes import PlaneCodec
 from millrace.errors import CorruptCheckpointError, UsageError
 
 BLOCK_BYTES = 1 << 20
@@ -38,16 +39,16 @@ _MAGIC = b"\x89MILLRP\n"
 _BLOCK = struct.Struct("<IIQQ")
 _END = struct.Struct("<II")
 _FOOTER = struct.Struct("<QQQ")
-# The codec's header, and the rest of an element.
+# The header of the codec, and the rest of an element.
 _MOST_OVERHEAD = 64 + 8
 
 _TRIAL_BYTES, _TRIAL_PIECES = 16 << 10, 4
-# The type is tried again after so many blocks, or when a block comes out by so much worse than the one before.
+# The element type is tried again after this many blocks, or when a block compresses this much worse than the one before.
 _TRIAL_EVERY = 64
 _WORSE = 1.02
 
 
-# Without slots: those would be shared by all threads. A codec keeps nothing between calls, so streams can share it.
+# Without slots, which all threads would share. A codec keeps no state between calls, so streams can share it.
 @dataclass
 class _Local(threading.local):
     codec: PlaneCodec = field(default_factory=PlaneCodec)
@@ -57,9 +58,9 @@ _LOCAL = _Local()
 
 
 class PlaneStreamWriter(io.RawIOBase):
-    """Compresses what is written to it into `output`, holding one block. `close` ends the stream and closes `output`.
+    """Compresses written bytes into `output`, one block at a time. `close` ends the stream and closes `output`.
 
-    Not thread-safe. A stream that is not closed is incomplete, and no reader takes it for whole.
+    Not thread-safe. A stream without `close` is incomplete, and readers refuse it.
     """
 
     def __init__(self, output: IO[bytes], effort: Effort = Effort.TYPED) -> None:
@@ -73,7 +74,7 @@ class PlaneStreamWriter(io.RawIOBase):
         output.write(_MAGIC)
 
     def __del__(self) -> None:
-        # The base class would close, and so make an interrupted stream look complete.
+        # The base class would close the stream here. An interrupted stream would look complete.
         pass
 
     def writable(self) -> bool:
@@ -81,11 +82,11 @@ class PlaneStreamWriter(io.RawIOBase):
 
     def write(self, data: Buffer, /) -> int:
         if self.closed:
-            raise UsageError("write to a closed stream", next_step="write before closing it")
+            raise UsageError("the stream is closed", next_step="write before closing it")
         view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
         position = 0
         while position < len(view):
-            # Whole blocks are encoded where they are.
+            # Whole blocks are encoded in place, without a copy.
             if not self._held and len(view) - position >= BLOCK_BYTES:
                 self._encode(view[position : position + BLOCK_BYTES])
                 position += BLOCK_BYTES
@@ -135,11 +136,11 @@ class PlaneStreamWriter(io.RawIOBase):
 
 
 def _find_kind(codec: PlaneCodec, raw: np.ndarray[Any, Any]) -> Kind:
-    """The kind as which a sample of `raw` becomes smallest."""
+    """The kind with the smallest encoding of a sample of `raw`."""
     sample = raw[: raw.size - raw.size % 8]
     if raw.size > 2 * _TRIAL_BYTES:
         piece = _TRIAL_BYTES // _TRIAL_PIECES
-        # Aligned, so that elements stay whole; the beginning is the archive's own.
+        # Aligned, so that elements stay whole. The first piece is skipped: it holds the header of the archive.
         stride = (raw.size - 2 * piece) // (_TRIAL_PIECES - 1) & ~7
         sample = np.concatenate([raw[piece + at * stride :][:piece] for at in range(_TRIAL_PIECES)])
         sample = sample[: sample.size - sample.size % 8]
@@ -152,9 +153,9 @@ def _find_kind(codec: PlaneCodec, raw: np.ndarray[Any, Any]) -> Kind:
 
 
 class PlaneStreamReader(io.RawIOBase):
-    """Gives back what a `PlaneStreamWriter` took, holding one block. Can seek when `source` can.
+    """Reads a stream of `PlaneStreamWriter`, one block at a time. Seekable if `source` is.
 
-    Not thread-safe. Raises `CorruptCheckpointError` for damage and for a stream that was cut off, when it gets there.
+    Not thread-safe. Raises `CorruptCheckpointError` on reaching a damaged block or the end of an incomplete stream.
     """
 
     def __init__(self, source: IO[bytes]) -> None:
@@ -179,7 +180,7 @@ class PlaneStreamReader(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if self._index is None:
-            raise io.UnsupportedOperation("the stream below cannot seek")
+            raise io.UnsupportedOperation("the source is not seekable")
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._index.total_bytes}[whence]
         self._position = max(0, base + offset)
         return self._position
@@ -215,7 +216,7 @@ class PlaneStreamReader(io.RawIOBase):
             self._position += block.size - start
 
     def _load(self, number: int) -> np.ndarray[Any, Any]:
-        """The content of a block, empty behind the last one."""
+        """The content of a block. Empty after the last one."""
         if number == self._block_number:
             return self._block
         if self._index is None:
@@ -233,11 +234,11 @@ class PlaneStreamReader(io.RawIOBase):
         self._source.seek(start)
         header = _BLOCK.unpack(_read_exactly(self._source, _BLOCK.size))
         if header[0] != out.size or _BLOCK.size + header[1] != stop - start:
-            raise CorruptCheckpointError("a block of a compressed stream has another length than its index says")
+            raise CorruptCheckpointError("a block of a compressed stream has another length than in its index")
         _decode(header, _read_exactly(self._source, header[1]), out)
 
     def _read_through(self) -> Iterator[np.ndarray[Any, Any]]:
-        """All blocks, one after the other; the last of them only when the end of the stream is as it should be."""
+        """All blocks in order. Checks the end of the stream before the last one."""
         lengths: list[int] = []
         total_bytes = 0
         while True:
@@ -253,7 +254,7 @@ class PlaneStreamReader(io.RawIOBase):
             lengths.append(stored_bytes)
             total_bytes += raw_bytes
             if raw_bytes < BLOCK_BYTES:
-                # Nobody asks for what comes after a short block.
+                # The caller stops reading after a short block, so check the end now.
                 if _read_exactly(self._source, _END.size) != _END.pack(0, 0):
                     raise CorruptCheckpointError("a block of a compressed stream follows the last one")
                 self._check_end(lengths, total_bytes)
@@ -271,19 +272,19 @@ class PlaneStreamReader(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """Where blocks begin in the input; one more entry for the end of the last."""
+    """The offset of each block in the input, and the end of the last block."""
 
     total_bytes: int
     offsets: np.ndarray[Any, Any]
 
     def length(self, number: int) -> int:
-        """Bytes of content of a block; 0 behind the last one."""
+        """Bytes of content of a block. 0 after the last one."""
         return max(0, min(BLOCK_BYTES, self.total_bytes - number * BLOCK_BYTES))
 
 
 def _read_index(source: IO[bytes]) -> _Index:
     source.seek(0, io.SEEK_END)
-    end = source.tell()  # torch's view of a part of a file returns the position in the file from `seek`
+    end = source.tell()  # `seek` of torch's file slices returns the position in the whole file
     source.seek(0)
     _check_magic(source)
     least = len(_MAGIC) + _END.size + _FOOTER.size
@@ -291,7 +292,7 @@ def _read_index(source: IO[bytes]) -> _Index:
         raise CorruptCheckpointError("a compressed stream is cut off")
     source.seek(end - _FOOTER.size)
     total_bytes, count, expected = _FOOTER.unpack(_read_exactly(source, _FOOTER.size))
-    # Before anything is allocated by the numbers: a block takes at least its header and its entry in the index.
+    # Check the numbers before allocating memory. A block has at least a header and an entry in the index.
     if count > (end - least) // (_BLOCK.size + 4) or count != -(-total_bytes // BLOCK_BYTES):
         raise CorruptCheckpointError("the end of a compressed stream is damaged")
     source.seek(end - _FOOTER.size - 4 * count)
@@ -330,7 +331,7 @@ def _decode(header: tuple[int, ...], stored: bytes, out: np.ndarray[Any, Any]) -
         raise CorruptCheckpointError("a block of a compressed stream does not match its checksum")
     if not stored:
         raise CorruptCheckpointError("a block of a compressed stream is empty")
-    kind = Kind.from_code(stored[0] & 0x37)  # without how floats were rotated and halved
+    kind = Kind.from_code(stored[0] & 0x37)  # without the bits for rotation and halving
     rest = out.size % kind.width
     body = memoryview(stored)
     _LOCAL.codec.decode(body[: len(body) - rest], kind, out[: out.size - rest].data)

@@ -1,8 +1,9 @@
 """The arithmetic of delta chunks: differences of values as small numbers. Pure.
 
-Values are read as integers that order like them. Of a float's bits `u` that is `~u` where the sign bit is set, else `u` with
-the sign bit set; differences do not change when both sides are less by a constant, so here the top bit is left alone and
-the others are inverted in negative numbers. The zig-zag of a difference `d` is `2 d` or `-2 d - 1`: small for either sign.
+Values are read as integers that order like them. For the bits `u` of a float, this integer is `~u` when the sign bit is
+set, else `u` with the sign bit set. A constant offset on both sides does not change the difference. So this module keeps
+the top bit and inverts the other bits of negative numbers. The zig-zag of a difference `d` is `2 d` or `-2 d - 1`, small
+for either sign.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
-# Scratch by name, element type and number of elements.
+from millrace.checkpoint.codec.chunks import Array
+
+# Returns scratch memory for a name, element type and number of elements.
 Scratch = Callable[[str, Any, int], Array]
 
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
-# What the operations work on at a time: it stays in the second-level cache, and calls are few.
+# Block of the operations: large enough for few calls, small enough for the second-level cache.
 _BLOCK_BYTES = 256 << 10
 _SAMPLE = 4096
 
 
 def difference(words: Array, base: Array, is_float: bool, out: Array, scratch: Scratch) -> None:
-    """Put the zig-zag of `words - base`, modulo the width, into `out`. All are of one unsigned type and length."""
+    """Write the zig-zag of `words - base`, modulo the width, to `out`. All arrays have one unsigned type and length."""
     signed, last = SIGNED[words.itemsize], 8 * words.itemsize - 1
     step = _BLOCK_BYTES // words.itemsize
     for start in range(0, words.size, step):
@@ -41,7 +43,7 @@ def difference(words: Array, base: Array, is_float: bool, out: Array, scratch: S
 
 
 def apply_difference(coded: Array, base: Array, is_float: bool, scratch: Scratch) -> None:
-    """The inverse: turn what `difference` made into `words`, in place."""
+    """The inverse of `difference`, in place: replace the zig-zag differences `coded` by the words."""
     one, step = coded.dtype.type(1), _BLOCK_BYTES // coded.itemsize
     for start in range(0, coded.size, step):
         words = coded[start : start + step]
@@ -61,10 +63,10 @@ def apply_difference(coded: Array, base: Array, is_float: bool, scratch: Scratch
 
 
 def by_exponent(base: Array) -> Array:
-    """The order in which grouped differences lie: of the eight bits below the sign of the base's floats, then their own.
+    """The order of grouped differences: by the eight bits below the sign of the base, then by position.
 
-    A step of the same size is many units in the last place of a small value and few of a large one, so differences to bases
-    of one exponent are alike; each block that zstd codes then has a table of its own for few exponents.
+    A step of the same size is many units in the last place of a small value and few of a large one. So differences to
+    bases of one exponent are alike, and each block that zstd codes has a table for few exponents.
     """
     exponents = np.right_shift(base, 8 * base.itemsize - 9).astype(np.uint8)
     order: Array = np.argsort(exponents, kind="stable")
@@ -72,7 +74,9 @@ def by_exponent(base: Array) -> Array:
 
 
 def worth_grouping(coded: Array) -> bool:
-    """Whether so many values have changed that differences are better grouped: those of a few rows lie better together."""
+    """Whether enough values have changed to group the differences. The differences of a few rows compress better
+    ungrouped.
+    """
     some = coded[:: max(1, coded.size // _SAMPLE)]
     return 4 * int(np.count_nonzero(some)) > some.size
 

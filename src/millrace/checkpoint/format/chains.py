@@ -1,7 +1,7 @@
-"""Chunks that build on others: what each costs to restore, and which reads a set of them needs. Pure.
+"""Chains of delta chunks: the cost to restore each chunk, and the reads for a set of chunks. Pure.
 
-In a chunk table the column `base` leads from a delta to the row that it changes, which is always an earlier one; so a chain
-ends at a chunk that stands alone, its *root*.
+In a chunk table the column `base` of a delta is the row of its base, which is always an earlier row. So a chain ends at a
+chunk that is not a delta, its *root*.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from millrace.checkpoint.format.tables import NO_BASE, Column, Table
 from millrace.errors import CorruptCheckpointError
 
 MAX_BASES = 64
-"""A chain has at most so many deltas: longer ones come from no writer of this format version."""
+"""The maximum number of deltas in a chain. No writer of this format version makes longer chains."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainCosts:
-    """Of every row of a table: the stored bytes of its whole chain, those of the root alone, and the number of deltas."""
+    """For every row of a table: stored bytes of its chain, stored bytes of its root, and number of deltas in the chain."""
 
     chain_bytes: Column
     root_bytes: Column
@@ -29,7 +29,7 @@ class ChainCosts:
 
 
 def chain_costs(chunks: Table) -> ChainCosts:
-    """Add up every chain. Raises `CorruptCheckpointError` for one of more than `MAX_BASES` deltas."""
+    """The costs of every chain. Raises `CorruptCheckpointError` for a chain of more than `MAX_BASES` deltas."""
     stored = chunks["stored_bytes"].astype(np.int64)
     chain_bytes, roots, deltas = stored.copy(), np.arange(len(chunks)), np.zeros(len(chunks), dtype=np.int64)
     rows = np.flatnonzero(chunks["base"] != NO_BASE)
@@ -38,34 +38,34 @@ def chain_costs(chunks: Table) -> ChainCosts:
         chain_bytes[rows] += stored[roots[rows]]
         deltas[rows] += 1
         if deltas[rows[0]] > MAX_BASES:
-            raise CorruptCheckpointError(f"a chunk ends a chain of more than {MAX_BASES} deltas")
+            raise CorruptCheckpointError(f"a chunk has a chain of more than {MAX_BASES} deltas")
         rows = rows[chunks["base"][roots[rows]] != NO_BASE]
     return ChainCosts(chain_bytes, stored[roots], deltas)
 
 
 def closure(chunks: Table, rows: Column) -> Column:
-    """`rows` and all that they build on: row numbers in increasing order, each once, so that a base precedes its deltas."""
+    """`rows` and all their bases as unique row numbers in increasing order, so that a base precedes its deltas."""
     found = [np.unique(rows.astype(np.int64))]
     while found[-1].size:
         bases = chunks["base"][found[-1]]
         found.append(np.unique(bases[bases != NO_BASE].astype(np.int64)))
         if len(found) > MAX_BASES + 2:
-            raise CorruptCheckpointError(f"a chunk ends a chain of more than {MAX_BASES} deltas")
+            raise CorruptCheckpointError(f"a chunk has a chain of more than {MAX_BASES} deltas")
     return np.unique(np.concatenate(found))
 
 
 def chain(chunks: Table, row: int) -> list[int]:
-    """The rows that decode one after the other into `row`: its root first, itself last."""
+    """The rows of the chain of `row` in decoding order: its root first, `row` last."""
     rows = [row]
     while (base := int(chunks["base"][rows[-1]])) != NO_BASE:
         rows.append(base)
         if len(rows) > MAX_BASES + 1:
-            raise CorruptCheckpointError(f"chunk {row} ends a chain of more than {MAX_BASES} deltas")
+            raise CorruptCheckpointError(f"chunk {row} has a chain of more than {MAX_BASES} deltas")
     return rows[::-1]
 
 
 def restore_bytes(chunks: Table) -> int:
-    """Stored bytes that reading all of these chunks takes, each that lies in a file once (rows may share one)."""
+    """Stored bytes to read for all these chunks. Chunks that several rows share count once."""
     places = np.stack([chunks["file"].astype(np.uint64), chunks["offset"]])
     _, first = np.unique(places, axis=1, return_index=True)
     return int(chunks["stored_bytes"][first].sum(dtype=np.int64))
@@ -73,17 +73,17 @@ def restore_bytes(chunks: Table) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReadGroup:
-    """Rows to decode together, and the ranges that hold them and everything that they build on."""
+    """Rows to decode together, and the ranges that contain them and all their bases."""
 
     rows: tuple[int, ...]
     ranges: tuple[ReadRange, ...]
 
 
 def plan_reads(chunks: Table, rows: Column, *, gap_bytes: int, limit_bytes: int, group_bytes: int) -> list[ReadGroup]:
-    """Few ranged reads for `rows`, which are different.
+    """Plan few ranged reads for `rows`, which are unique.
 
-    Without chains every range is a group of its own. With chains neighbours are read together, since what they build on
-    lies side by side as well: a group takes about `limit_bytes` of the file that it has most of, `group_bytes` in all.
+    Without chains every range is a group. With chains, neighbours are in one group, because their bases are neighbours as
+    well. A group has about `limit_bytes` in its largest file, and `group_bytes` in total.
     """
     if not (chunks["base"][rows] != NO_BASE).any():
         return [ReadGroup(found.rows, (found,)) for found in _coalesced(chunks, rows, gap_bytes, limit_bytes)]
@@ -97,7 +97,7 @@ def plan_reads(chunks: Table, rows: Column, *, gap_bytes: int, limit_bytes: int,
 def _neighbours(
     chunks: Table, rows: Column, limit_bytes: int, group_bytes: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Consecutive rows with, in each group, everything that they need."""
+    """Groups of consecutive rows, each with all rows that it needs."""
     members: list[int] = []
     needed: dict[int, None] = {}
     in_file: dict[int, int] = {}

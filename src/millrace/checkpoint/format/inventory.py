@@ -1,4 +1,6 @@
-"""What a manifest says about each tensor and object: where its bytes lie, and how many they are. Pure; no torch, no I/O."""
+"""The inventory of a manifest: size and location of each tensor and object. Selects keys by patterns. Pure; no torch, no
+I/O.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ _DIGITS = re.compile(r"(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredValue:
-    """A tensor, or (without `dtype`) an object. Sizes in bytes.
+    """A tensor, or an object (without `dtype`). Sizes in bytes.
 
-    `stored_bytes` is its share in the chunks that hold it, without the chunks that those are deltas to. The three counts
-    are of its chunks: stored whole, stored as a delta, and chunks of an earlier checkpoint that are used as they are.
-    `files` are named as in the manifest, so those of other checkpoints begin with `../`.
+    `stored_bytes` is its share of its chunks, without their bases. The three counts are of its chunks: stored whole,
+    stored as a delta, and references to chunks of an earlier checkpoint. `files` are names as in the manifest: files of
+    other checkpoints begin with `../`.
     """
 
     key: str
@@ -40,13 +42,13 @@ class StoredValue:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that wrote it, as far as the names of its files say so."""
+        """The ranks that wrote it, by the names of its files."""
         return tuple(sorted({rank for name in self.files if (rank := rank_of(name)) is not None}))
 
 
 class ItemSpans(NamedTuple):
-    """Where the items of a manifest lie: rows `[first, stop)` of the chunk table, and bytes `[begin, end)` of all chunks
-    laid end to end, as they were before the codec. Of an item without bytes both are empty.
+    """The locations of the items of a manifest: rows `[first, stop)` of the chunk table, and bytes `[begin, end)` in the
+    concatenation of all decoded chunks. Both are empty for an item without bytes.
     """
 
     first: np.ndarray[Any, Any]
@@ -56,7 +58,7 @@ class ItemSpans(NamedTuple):
 
 
 def item_spans(manifest: Manifest) -> ItemSpans:
-    """Find every item, in the order of `manifest.items`."""
+    """The location of every item, in the order of `manifest.items`."""
     items, raw = manifest.items, manifest.chunks["raw_bytes"].astype(np.int64)
     nbytes = items["nbytes"].astype(np.int64)
     used = nbytes > 0
@@ -69,18 +71,18 @@ def item_spans(manifest: Manifest) -> ItemSpans:
 
 
 def item_keys(manifest: Manifest) -> list[str]:
-    """The key of every item: a tensor's as often as it has shards."""
+    """The key of every item. A tensor has one item per shard."""
     return [entry.key for entry in manifest.tensors for _ in entry.shards] + list(manifest.blobs)
 
 
 def inventory(manifest: Manifest) -> list[StoredValue]:
-    """Every tensor in the manifest's order, then every object."""
+    """Every tensor in the order of the manifest, then every object."""
     chunks, spans = manifest.chunks, item_spans(manifest)
     names = [file.name for file in manifest.files]
     elsewhere = np.array([name.startswith("../") for name in names], dtype=bool)
     referenced = elsewhere[chunks["file"]] if len(chunks) else np.zeros(0, dtype=bool)
     delta = ~referenced & (chunks["base"] != NO_BASE)
-    # Within a chunk every value has its share by length.
+    # A value has a share of each of its chunks, proportional to its length.
     line = np.concatenate([[0], np.cumsum(chunks["raw_bytes"], dtype=np.int64)])
     stored = np.concatenate([[0], np.cumsum(chunks["stored_bytes"], dtype=np.int64)])
     shares = np.interp(spans.end, line, stored) - np.interp(spans.begin, line, stored)
@@ -112,7 +114,7 @@ _NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 def rank_of(name: str) -> int | None:
-    """The rank that wrote a data file, by its name; None for one that no rank wrote (an export)."""
+    """The rank that wrote a data file, by its name. None for other files (exports, for example)."""
     found = _RANK.search(name)
     return None if found is None else int(found[1] or found[2])
 
@@ -126,27 +128,27 @@ def natural_order(key: str) -> tuple[Any, ...]:
 
 
 def is_named(key: str, pattern: str) -> bool:
-    """Whether a pattern names a key: it is the key, what the key begins with before a dot, or matches as file names do."""
+    """Whether a pattern selects a key: by equality, as a prefix before a dot, or as a pattern of file names."""
     return key == pattern or key.startswith(f"{pattern}.") or fnmatch.fnmatchcase(key, pattern)
 
 
 def select_keys(keys: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    """The keys that some pattern names, in their order; all of them without a pattern.
+    """The keys that match a pattern, in their order. All keys without a pattern.
 
-    A pattern is a key, what keys begin with before a dot (`model` for `model.layers.0.weight`), or has `*`, `?` or
-    `[...]` in it as file names do, where `*` goes over dots, too. Raises `UsageError` for one that names nothing.
+    A pattern is a key, a prefix before a dot (`model` for `model.layers.0.weight`), or contains `*`, `?` or `[...]` as in
+    file names, where `*` also matches dots. Raises `UsageError` for a pattern that matches no key.
     """
-    there = list(keys)
+    known = list(keys)
     if not patterns:
-        return there
+        return known
     chosen: set[str] = set()
     for pattern in patterns:
-        found = [key for key in there if is_named(key, pattern)]
+        found = [key for key in known if is_named(key, pattern)]
         if not found:
-            some = ", ".join(repr(key) for key in there[:3])
+            some = ", ".join(repr(key) for key in known[:3])
             raise UsageError(
-                f"nothing in the checkpoint has a key like {pattern!r}",
+                f"no key of the checkpoint matches {pattern!r}",
                 next_step=f"'millrace checkpoints show' lists the keys ({some}, ...)" if some else "it is empty",
             )
         chosen.update(found)
-    return [key for key in there if key in chosen]
+    return [key for key in known if key in chosen]

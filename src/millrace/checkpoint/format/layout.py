@@ -1,7 +1,7 @@
-"""Which bytes of which item go into which chunk. Pure.
+"""Distributes the bytes of items over chunks. Pure.
 
-A chunk holds either one stretch of a large item, or several small items of one kind packed together, so that twenty
-thousand biases are twenty chunks. An item always lies in consecutive chunks of its own kind.
+A chunk contains either a range of one large item, or several small items of one kind. So twenty thousand biases are twenty
+chunks. An item is always in consecutive chunks of its kind.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from millrace.checkpoint.codec.planes import CHUNK_BYTES, Kind
+from millrace.checkpoint.codec.chunks import CHUNK_BYTES, Kind
 
 PACK_BELOW_BYTES = CHUNK_BYTES // 8
-"""Items shorter than this share a chunk; a slice of one then decodes at most one chunk too much."""
+"""Items shorter than this share a chunk. So a read of such an item decodes only one chunk."""
 
 
-class Part(NamedTuple):
+class ItemRange(NamedTuple):
     """The bytes `[start, stop)` of item number `item`."""
 
     item: int
@@ -30,10 +30,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """One chunk: its parts, laid end to end."""
+    """One chunk: the concatenation of its parts."""
 
     kind: Kind
-    parts: tuple[Part, ...]
+    parts: tuple[ItemRange, ...]
 
     @property
     def nbytes(self) -> int:
@@ -42,26 +42,23 @@ class ChunkPlan:
 
 @dataclass(slots=True)
 class _Pack:
-    """A chunk that is not full yet."""
+    """An incomplete chunk."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[ItemRange] = field(default_factory=list)
     nbytes: int = 0
 
 
 class Packer:
-    """Takes items one by one, in order, and gives chunks as they become full. Not thread-safe."""
+    """Packs items in order, and returns full chunks. Not thread-safe."""
 
     def __init__(self) -> None:
         self._open: dict[Kind, _Pack] = {}
 
     def add(self, item: int, nbytes: int, kind: Kind) -> Iterable[ChunkPlan]:
-        """Place an item, and give the chunks that are full now.
-
-        Chunks of one item come out in order and without others between them.
-        """
+        """Add an item, and return the full chunks. The chunks of one item are consecutive and in order."""
         if nbytes >= PACK_BELOW_BYTES:
             return (
-                ChunkPlan(kind, (Part(item, start, min(start + CHUNK_BYTES, nbytes)),))
+                ChunkPlan(kind, (ItemRange(item, start, min(start + CHUNK_BYTES, nbytes)),))
                 for start in range(0, nbytes, CHUNK_BYTES)
             )
         if nbytes == 0:
@@ -71,11 +68,11 @@ class Packer:
         if pack is None or pack.nbytes + nbytes > CHUNK_BYTES:
             full = () if pack is None else (ChunkPlan(kind, tuple(pack.parts)),)
             pack = self._open[kind] = _Pack()
-        pack.parts.append(Part(item, 0, nbytes))
+        pack.parts.append(ItemRange(item, 0, nbytes))
         pack.nbytes += nbytes
         return full
 
     def flush(self) -> Sequence[ChunkPlan]:
-        """Give the chunks that are not full yet."""
+        """Return the incomplete chunks."""
         packs, self._open = self._open, {}
         return [ChunkPlan(kind, tuple(pack.parts)) for kind, pack in packs.items()]

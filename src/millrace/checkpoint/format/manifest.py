@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint contains and where each byte of it lies. Pure; no torch, no I/O, never a pickle.
+"""The manifest: the content of a checkpoint and the location of every byte. Pure; no torch, no I/O, never a pickle.
 
-`docs/reference/checkpoint-format.md` describes it byte by byte. A manifest read from outside is treated as hostile: the
-checksum is verified first, then every length, index and name, before anything is allocated by them.
+`docs/reference/checkpoint-format.md` describes it byte by byte. `decode_manifest` treats its input as hostile: it
+verifies the checksum first, then every length, index and name, before it allocates memory for them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import zstandard
 from typing_extensions import Buffer
 
-from millrace.checkpoint.codec.planes import MAX_CHUNK_BYTES, OPAQUE, Kind, checksum
+from millrace.checkpoint.codec import zstd
+from millrace.checkpoint.codec.chunks import MAX_CHUNK_BYTES, MAX_CHUNK_OVERHEAD_BYTES, OPAQUE, Kind, checksum
 from millrace.checkpoint.format.tables import CHUNK_COLUMNS, ITEM_COLUMNS, NO_BASE, Table
 from millrace.checkpoint.format.values import pack_value, unpack_value
 from millrace.errors import CorruptCheckpointError, MillraceError, UnsupportedFormatError
@@ -27,23 +27,23 @@ from millrace.errors import CorruptCheckpointError, MillraceError, UnsupportedFo
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.millrace"
 MAX_MANIFEST_BYTES = 256 << 20
-"""A stored manifest is no longer than this; its body decompresses to at most four times as much."""
+"""The maximum length of a stored manifest. Its body decompresses to at most four times as much."""
 MAX_BLOB_BYTES = 1 << 30
-"""An object that is no tensor is no longer than this: a reader allocates its length before the first byte is there."""
-MAX_CHUNK_OVERHEAD_BYTES = 64
-"""A chunk as the codec makes it is at most so much longer than what it holds."""
+"""The maximum length of an object that is not a tensor. A reader allocates this memory before it reads the object."""
+MAX_RECIPE_BYTES = 1 << 20
+"""The maximum length of the recipe of a wrapper tensor. A reader reads all recipes of a load at once."""
 
 _MAGIC = b"\x89MILLRC\n"
 _HEADER = struct.Struct("<8sIIQQ")
 _SECTION = struct.Struct("<4sQ")
 _CHECKSUM = struct.Struct("<Q")
-# A body beyond the first number of bytes is at most so many times as long as stored (real ones: 10 to 70 times): what
-# a hostile manifest makes a reader allocate stays in proportion to what somebody had to store.
+# A body longer than the first number of bytes is at most this many times as long as stored (in practice 10 to 70 times).
+# So the memory that a hostile manifest makes a reader allocate is proportional to its stored size.
 _BODY_BYTES, _BODY_RATIO = 4 << 20, 100
-_KNOWN_FEATURES = frozenset({"delta", "transforms"})
-# What stream extensions may add to a chunk, beside an eighth of it.
+_KNOWN_FEATURES = frozenset({"delta", "transforms", "wrapped"})
+# Stream extensions may add this many bytes to a chunk, and an eighth of its length.
 _TRANSFORM_BYTES, _MAX_TRANSFORMS = 4096, 16
-# A data file of this checkpoint, or of a sibling directory: a hostile name must not reach anything else.
+# A data file in this directory or in a sibling directory. A hostile name must not match any other file.
 _FILE_NAME = re.compile(r"(?:\.\./(?!\.{1,2}/)[^/\0]{1,255}/)?data-[0-9a-z-]{1,100}\.millrace", re.ASCII)
 
 _FLOATS = {2: ("bfloat16", "float16"), 4: ("float32",), 8: ("float64",)}
@@ -59,26 +59,26 @@ DTYPES: Mapping[str, tuple[int, Kind]] = {
     "complex64": (8, Kind(4, True)),
     "complex128": (16, Kind(8, True)),
 }
-"""Every element type that can be stored: bytes an element, and how the codec sees it."""
+"""Every supported element type: bytes per element, and the kind for the codec."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file of packed chunks, beside the manifest or (`../name/...`) in a sibling checkpoint. `size` in bytes."""
+    """A file of packed chunks, in the directory of the manifest or (`../name/...`) in a sibling. `size` in bytes."""
 
     name: str
     size: int
 
 
 class Shard(NamedTuple):
-    """A box of a tensor that is stored as one item: where it begins and how long it is, in elements per dimension."""
+    """A box of a tensor that is stored as one item: offsets and sizes in elements per dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 class Properties(NamedTuple):
-    """What torch keeps about a tensor besides its values; names as in torch, without `torch.`."""
+    """Torch's properties of a tensor besides its values. Names as in torch, without `torch.`."""
 
     layout: str = "strided"
     requires_grad: bool = False
@@ -87,7 +87,7 @@ class Properties(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """One tensor: its key in the flattened state dict, element type, global shape, and the shards that hold it."""
+    """One tensor: its key in the flattened state dict, element type, global shape, and its shards."""
 
     key: str
     dtype: str
@@ -96,14 +96,26 @@ class TensorEntry(NamedTuple):
     properties: Properties = Properties()
 
 
+class WrappedEntry(NamedTuple):
+    """A wrapper tensor, as described by the planner of the save.
+
+    `parts` has, for each shard, the key of its recipe (one of the blobs) and the keys of its plain tensors.
+    """
+
+    tensor: TensorEntry
+    parts: tuple[tuple[str, tuple[str, ...]], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A whole checkpoint. Items are numbered through the shards of `tensors` in order, then `blobs`.
+    """A whole checkpoint. Items are numbered: the shards of `tensors` in order, then `blobs`.
 
-    `created` is in Unix seconds. `planner_data` is made of JSON values, tuples and bytes. `user` is the caller's own.
-    `save_id` is unlike that of any other save. `replaces` is the checksum of the metadata of torch's own writer that
-    this checkpoint was saved over: other metadata beside the manifest is of a later save. `transforms` describes the
-    stream extensions that every stored chunk went through, in the order in which a reader undoes them.
+    `tensors` and `blobs` contain the parts of `wrapped`.
+
+    `created` is in Unix seconds. `planner_data` consists of JSON values, tuples and bytes. `user` is data of the caller.
+    `save_id` is unique to the save. `replaces` is the checksum of the metadata of torch's own writer that this save
+    replaced: any other metadata in the directory is from a later save. `transforms` describes the stream extensions of
+    all stored chunks, in the order in which a reader reverses them.
     """
 
     created: float
@@ -118,20 +130,29 @@ class Manifest:
     save_id: str = ""
     replaces: str | None = None
     transforms: tuple[str, ...] = ()
+    wrapped: tuple[WrappedEntry, ...] = ()
 
 
 # --- writing --------------------------------------------------------------------------------------
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Serialise. Raises `UnsupportedObjectError` for planner or user data that is not plain."""
-    dtypes = sorted({entry.dtype for entry in manifest.tensors})
-    properties = list(dict.fromkeys(entry.properties for entry in manifest.tensors))
+    """Serialise a manifest. Raises `UnsupportedObjectError` for planner or user data that is not plain."""
+    described = (*manifest.tensors, *(each.tensor for each in manifest.wrapped))
+    dtypes = sorted({entry.dtype for entry in described})
+    properties = list(dict.fromkeys(entry.properties for entry in described))
     dtype_numbers = {name: number for number, name in enumerate(dtypes)}
     property_numbers = {value: number for number, value in enumerate(properties)}
     features = ["delta"] if (manifest.chunks["base"] != NO_BASE).any() else []
     if manifest.transforms:
         features.append("transforms")
+    if manifest.wrapped:
+        features.append("wrapped")
+
+    def row(entry: TensorEntry) -> list[Any]:
+        shards = None if _is_whole(entry) else [[shard.offsets, shard.sizes] for shard in entry.shards]
+        return [entry.key, dtype_numbers[entry.dtype], entry.shape, property_numbers[entry.properties], shards]
+
     meta = {
         "created": manifest.created,
         "writer": manifest.writer,
@@ -139,16 +160,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "files": [[file.name, file.size] for file in manifest.files],
         "dtypes": dtypes,
         "properties": [[p.layout, p.requires_grad, p.memory_format, p.pin_memory] for p in properties],
-        "tensors": [
-            [
-                entry.key,
-                dtype_numbers[entry.dtype],
-                entry.shape,
-                property_numbers[entry.properties],
-                None if _is_whole(entry) else [[shard.offsets, shard.sizes] for shard in entry.shards],
-            ]
-            for entry in manifest.tensors
-        ],
+        "tensors": [row(entry) for entry in manifest.tensors],
         "blobs": manifest.blobs,
         "planner": pack_value(manifest.planner_data, "the planner's data"),
         "user": pack_value(dict(manifest.user), "user metadata"),
@@ -156,6 +168,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "replaces": manifest.replaces,
         "transforms": manifest.transforms,
     }
+    if manifest.wrapped:
+        meta["wrapped"] = [[*row(each.tensor), each.parts] for each in manifest.wrapped]
     sections = {
         b"META": json.dumps(meta, separators=(",", ":")).encode("ascii"),
         b"ITEM": manifest.items.to_bytes(),
@@ -163,7 +177,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     }
     body, stored = _compress(sections)
     if len(body) > _body_limit(len(stored)):
-        # Noise, which every reader skips, keeps an extremely regular manifest under the ratio that readers allow.
+        # An extremely regular manifest would exceed the ratio that readers accept. Readers skip this section of noise.
         body, stored = _compress({**sections, b"NOIS": os.urandom(len(body) // (_BODY_RATIO // 2))})
     head = _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, len(stored), len(body))
     return head + stored + _CHECKSUM.pack(checksum(head + stored))
@@ -171,7 +185,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def _compress(sections: Mapping[bytes, bytes]) -> tuple[bytes, bytes]:
     body = b"".join(part for tag, data in sections.items() for part in (_SECTION.pack(tag, len(data)), data))
-    return body, zstandard.ZstdCompressor(level=3).compress(body)
+    return body, zstd.at_level(3).compress(body)
 
 
 def _body_limit(stored_bytes: int) -> int:
@@ -187,17 +201,18 @@ def _is_whole(entry: TensorEntry) -> bool:
 
 
 def decode_manifest(data: Buffer) -> Manifest:
-    """Read a manifest, checking all of it.
+    """Decode a manifest and check all of it.
 
-    Raises `UnsupportedFormatError` for an intact manifest of a newer version, `CorruptCheckpointError` otherwise.
+    Raises `UnsupportedFormatError` for an intact manifest of a newer version, `CorruptCheckpointError` for any other
+    problem.
     """
     view = memoryview(data).cast("B")
     if len(view) < _HEADER.size + _CHECKSUM.size or bytes(view[:8]) != _MAGIC:
         raise CorruptCheckpointError("not a manifest")
     content = view[: -_CHECKSUM.size]
-    # The checksum comes first, so that a damaged version number is not mistaken for a newer format.
+    # Check the checksum first: a damaged version number is not a newer format.
     if _CHECKSUM.unpack(view[-_CHECKSUM.size :])[0] != checksum(content):
-        raise CorruptCheckpointError("the manifest's checksum does not match")
+        raise CorruptCheckpointError("the manifest does not match its checksum")
     _, version, _, stored_bytes, body_bytes = _HEADER.unpack_from(content)
     if version != FORMAT_VERSION:
         raise UnsupportedFormatError(
@@ -207,21 +222,11 @@ def decode_manifest(data: Buffer) -> Manifest:
     if stored_bytes != len(content) - _HEADER.size or body_bytes > _body_limit(stored_bytes):
         raise CorruptCheckpointError("the manifest's lengths are wrong")
     try:
-        return _decode_body(_decompress(content[_HEADER.size :], body_bytes))
+        return _decode_body(memoryview(zstd.decompress(content[_HEADER.size :], body_bytes)))
     except MillraceError:
         raise
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error) as error:
         raise CorruptCheckpointError(f"the manifest's body is malformed ({type(error).__name__})") from error
-
-
-def _decompress(stored: memoryview, nbytes: int) -> memoryview:
-    try:
-        # The decompressor allocates what the frame declares, so the declaration is checked first.
-        if zstandard.frame_content_size(stored) == nbytes:
-            return memoryview(zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False))
-    except zstandard.ZstdError as error:
-        raise CorruptCheckpointError("the manifest's body does not decompress") from error
-    raise CorruptCheckpointError("the manifest's body has another length than declared")
 
 
 def _decode_body(body: memoryview) -> Manifest:
@@ -238,7 +243,7 @@ def _decode_body(body: memoryview) -> Manifest:
     unknown = sorted(set(meta["features"]) - _KNOWN_FEATURES)
     if unknown:
         raise UnsupportedFormatError(
-            f"the checkpoint uses features that this Millrace does not know: {', '.join(unknown)}",
+            f"the checkpoint uses features that this Millrace lacks: {', '.join(unknown)}",
             next_step="install a newer Millrace",
         )
     properties = [_read_properties(*row) for row in meta["properties"]]
@@ -255,30 +260,32 @@ def _decode_body(body: memoryview) -> Manifest:
         save_id=str(meta.get("save", "")),
         replaces=None if meta.get("replaces") is None else _text(meta["replaces"]),
         transforms=tuple(_text(descriptor) for descriptor in meta.get("transforms", ())),
+        wrapped=tuple(_read_wrapped(meta.get("wrapped", ()), meta["dtypes"], properties)),
     )
     if len(manifest.transforms) > _MAX_TRANSFORMS:
-        raise CorruptCheckpointError("the chunks went through impossibly many extensions")
+        raise CorruptCheckpointError("the chunks have impossibly many extensions")
     _check_keys_and_files(manifest)
     _check_chunks(manifest)
     _check_items(manifest)
+    _check_wrapped(manifest)
     return manifest
 
 
 def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise CorruptCheckpointError(f"{value!r:.40} is no size")
+        raise CorruptCheckpointError(f"{value!r:.40} is not a size")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise CorruptCheckpointError(f"{value!r:.40} is no key")
+        raise CorruptCheckpointError(f"{value!r:.40} is not a key")
     return value
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise CorruptCheckpointError("the manifest's user metadata is no mapping")
+        raise CorruptCheckpointError("the user metadata of the manifest is not a mapping")
     return value
 
 
@@ -292,8 +299,17 @@ def _read_properties(layout: Any, requires_grad: Any, memory_format: Any, pin_me
     return Properties(_text(layout), bool(requires_grad), _text(memory_format), bool(pin_memory))
 
 
-def _read_tensors(rows: Any, dtypes: Any, properties: Sequence[Properties]) -> Iterator[TensorEntry]:
-    # Most of tens of thousands of tensors are whole, and of few shapes.
+def _read_wrapped(rows: Any, dtypes: Any, properties: Sequence[Properties]) -> Iterator[WrappedEntry]:
+    for *row, parts in rows:
+        # Any element type: it is the type of the wrapper, and no chunk has it.
+        (entry,) = _read_tensors([row], dtypes, properties, any_dtype=True)
+        yield WrappedEntry(entry, tuple((_text(recipe), tuple(map(_text, keys))) for recipe, keys in parts))
+
+
+def _read_tensors(
+    rows: Any, dtypes: Any, properties: Sequence[Properties], *, any_dtype: bool = False
+) -> Iterator[TensorEntry]:
+    # There may be tens of thousands of tensors. Most are whole, and have few different shapes.
     wholes: dict[Any, tuple[Shard, ...]] = {}
     for key, dtype, shape, number, shards in rows:
         boxes = wholes.get(tuple(shape))
@@ -304,16 +320,16 @@ def _read_tensors(rows: Any, dtypes: Any, properties: Sequence[Properties]) -> I
         if shards is not None:
             boxes = _read_shards(key, shards, size)
         name = dtypes[_natural(dtype)]
-        if name not in DTYPES:
+        if not any_dtype and name not in DTYPES:
             raise CorruptCheckpointError(f"unknown element type {name!r:.40}")
-        yield TensorEntry(_text(key), name, size, boxes, properties[_natural(number)])
+        yield TensorEntry(_text(key), _text(name), size, boxes, properties[_natural(number)])
 
 
 def _read_shards(key: Any, shards: Any, size: tuple[int, ...]) -> tuple[Shard, ...]:
     boxes = tuple(Shard(_box(offsets, len(size)), _box(sizes, len(size))) for offsets, sizes in shards)
     for box in boxes:
         if any(offset + length > whole for offset, length, whole in zip(box.offsets, box.sizes, size, strict=True)):
-            raise CorruptCheckpointError(f"a shard of {key!r:.100} lies outside its tensor")
+            raise CorruptCheckpointError(f"a shard of {key!r:.100} is outside its tensor")
     return boxes
 
 
@@ -323,7 +339,7 @@ def _check_keys_and_files(manifest: Manifest) -> None:
         raise CorruptCheckpointError("a key appears twice")
     for file in manifest.files:
         if not _FILE_NAME.fullmatch(file.name):
-            raise CorruptCheckpointError(f"{file.name!r:.100} is no name of a data file")
+            raise CorruptCheckpointError(f"{file.name!r:.100} is not the name of a data file")
 
 
 def _check_chunks(manifest: Manifest) -> None:
@@ -331,17 +347,17 @@ def _check_chunks(manifest: Manifest) -> None:
     if not len(chunks):
         return
     if chunks["file"].max() >= len(manifest.files):
-        raise CorruptCheckpointError("a chunk lies in a file that the manifest does not list")
+        raise CorruptCheckpointError("a chunk is in a file that the manifest does not list")
     sizes = np.array([file.size for file in manifest.files], dtype=np.uint64)[chunks["file"]]
     stored = chunks["stored_bytes"].astype(np.uint64)
     if (stored > sizes).any() or (chunks["offset"] > sizes - np.minimum(stored, sizes)).any():
-        raise CorruptCheckpointError("a chunk lies outside its file")
+        raise CorruptCheckpointError("a chunk is outside its file")
     kinds = [Kind.from_code(int(code)) for code in np.unique(chunks["kind"])]
     widths = np.zeros(256, dtype=np.uint32)
     for kind in kinds:
         widths[kind.code] = kind.width
     raw = chunks["raw_bytes"]
-    # No encoder makes a chunk longer than its header and the plain bytes.
+    # A chunk is never longer than its header and its plain bytes.
     longest = raw.astype(np.uint64) + np.uint64(MAX_CHUNK_OVERHEAD_BYTES)
     if manifest.transforms:
         longest += (longest >> np.uint64(3)) + np.uint64(_TRANSFORM_BYTES)
@@ -356,7 +372,7 @@ def _check_chunks(manifest: Manifest) -> None:
 
 
 def _check_items(manifest: Manifest) -> None:
-    """Every item must lie inside consecutive chunks of its own kind, and be as long as its shape says."""
+    """Every item must be in consecutive chunks of its kind, and have the length of its shape."""
     expected_bytes: list[int] = []
     expected_kind: list[int] = []
     codes = {name: (itemsize, kind.code) for name, (itemsize, kind) in DTYPES.items()}
@@ -370,7 +386,7 @@ def _check_items(manifest: Manifest) -> None:
     if len(items) != tensor_items + len(manifest.blobs):
         raise CorruptCheckpointError("the number of items does not match the keys")
     if (items["nbytes"][:tensor_items] != np.array(expected_bytes, dtype=np.uint64)).any():
-        raise CorruptCheckpointError("an item's length does not match its shape")
+        raise CorruptCheckpointError("the length of an item does not match its shape")
     if (items["nbytes"][tensor_items:] > MAX_BLOB_BYTES).any():
         raise CorruptCheckpointError("an object is impossibly long")
     used = items["nbytes"] > 0
@@ -378,15 +394,36 @@ def _check_items(manifest: Manifest) -> None:
         return
     first = items["chunk"][used].astype(np.int64)
     if first.max() >= len(chunks):
-        raise CorruptCheckpointError("an item begins in a chunk that does not exist")
+        raise CorruptCheckpointError("an item starts in a chunk that does not exist")
     ends = np.cumsum(chunks["raw_bytes"], dtype=np.uint64)
     start = items["start"][used].astype(np.uint64)
     begin = ends[first] - chunks["raw_bytes"][first] + start
     if (start >= chunks["raw_bytes"][first]).any() or (items["nbytes"][used] > ends[-1] - begin).any():
-        raise CorruptCheckpointError("an item lies outside its chunks")
+        raise CorruptCheckpointError("an item is outside its chunks")
     last = np.searchsorted(ends, begin + items["nbytes"][used])
     kind_column = chunks["kind"]
     changes = np.concatenate([[0], np.cumsum(kind_column[1:] != kind_column[:-1])])
     kinds = np.array(expected_kind + [OPAQUE.code] * len(manifest.blobs), dtype=np.uint8)[used]
     if (kind_column[first] != kinds).any() or (changes[first] != changes[last]).any():
-        raise CorruptCheckpointError("an item lies in chunks of another kind")
+        raise CorruptCheckpointError("an item is in chunks of another kind")
+
+
+def _check_wrapped(manifest: Manifest) -> None:
+    """The parts of every wrapper must exist, and belong to one wrapper only."""
+    tensors = {entry.key for entry in manifest.tensors}
+    first = len(manifest.items) - len(manifest.blobs)
+    recipes = dict(zip(manifest.blobs, manifest.items["nbytes"][first:].tolist(), strict=True))
+    keys, used = [], []
+    for entry, parts in manifest.wrapped:
+        keys.append(entry.key)
+        used += [key for recipe, leaves in parts for key in (recipe, *leaves)]
+        if len(parts) != len(entry.shards) or any(
+            recipe not in recipes or not tensors.issuperset(leaves) for recipe, leaves in parts
+        ):
+            raise CorruptCheckpointError(f"{entry.key!r:.100} has missing parts")
+        if any(recipes[recipe] > MAX_RECIPE_BYTES for recipe, _ in parts):
+            raise CorruptCheckpointError("a recipe is impossibly long")
+    # A recipe may have the key of its wrapper.
+    others = (tensors | recipes.keys()).difference(used)
+    if len(set(keys)) != len(keys) or len(set(used)) != len(used) or not others.isdisjoint(keys):
+        raise CorruptCheckpointError("a wrapped tensor appears twice")

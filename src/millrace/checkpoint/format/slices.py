@@ -1,7 +1,7 @@
-"""Which bytes of a stored shard a slice needs, and how to put them together. Pure.
+"""Slices of stored shards: the bytes of a box, and how to combine them. Pure.
 
-A shard lies in row-major order. A box of it is a number of equally long *runs*: stretches of consecutive bytes, in
-increasing order. The box in row-major order is the runs, one after the other.
+A shard is stored in row-major order. A box of it consists of equally long *runs* of consecutive bytes, in increasing
+order. The concatenation of the runs is the box in row-major order.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-# Runs shorter than this are gathered by one index array instead of one copy each.
+# Shorter runs are gathered with one index array instead of one copy each.
 _SHORT_RUN_BYTES = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs of a box: `count` of `nbytes` each. The first begins at byte `first` of the shard.
+    """The runs of a box: `count` runs of `nbytes` each. The first one begins at byte `first` of the shard.
 
-    Run `r` begins where the row-major multi-index of `r` in `outer` says, with `strides` in bytes.
+    Run `r` begins at the row-major multi-index of `r` in `outer`, with `strides` in bytes.
     """
 
     first: int
@@ -78,19 +78,19 @@ class Runs:
 def box_runs(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], itemsize: int) -> Runs | None:
     """The runs of the box `[offsets, offsets + lengths)` of a shard of `sizes`; None for an empty box.
 
-    Raises `ValueError` for a box that does not lie inside.
+    Raises `ValueError` for a box that is not inside the shard.
     """
     if tuple(sizes) == tuple(lengths) and not any(offsets) and len(offsets) == len(sizes):
         nbytes = itemsize * math.prod(sizes)
         return _all_of(nbytes) if nbytes else None
     boxes = list(zip(sizes, offsets, lengths, strict=True))
     if any(offset < 0 or length < 0 or offset + length > size for size, offset, length in boxes):
-        raise ValueError(f"a slice at {tuple(offsets)} of {tuple(lengths)} does not lie in {tuple(sizes)}")
+        raise ValueError(f"a slice at {tuple(offsets)} of {tuple(lengths)} is not inside {tuple(sizes)}")
     if 0 in lengths:
         return None
     strides = [itemsize * math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-    # Whole trailing dimensions, and the first partial one before them, are consecutive.
+    # Whole trailing dimensions and the first partial one before them are consecutive.
     dim = len(sizes)
     nbytes = itemsize
     while dim > 0:
@@ -109,7 +109,7 @@ def _all_of(nbytes: int) -> Runs:
 def split_box(lengths: Sequence[int], itemsize: int, limit_bytes: int) -> Iterator[tuple[list[int], list[int]]]:
     """Cut a box into boxes of at most `limit_bytes` (or one element), in row-major order: offsets in it, and lengths.
 
-    Cuts along the first dimension that can be cut, so that the pieces lie one after the other.
+    Cuts along the first possible dimension, so that the pieces are consecutive.
     """
     total = itemsize * math.prod(lengths)
     dim = next((dim for dim, length in enumerate(lengths) if length > 1), None)
@@ -126,9 +126,9 @@ def split_box(lengths: Sequence[int], itemsize: int, limit_bytes: int) -> Iterat
 
 
 def scatter_chunk(runs: Runs, chunk: np.ndarray[Any, Any], begin: int, out: np.ndarray[Any, Any]) -> None:
-    """Copy what a chunk has of a box into `out`, the box's bytes in row-major order.
+    """Copy the bytes of a box that are in a chunk to `out`, which holds the box in row-major order.
 
-    `chunk` holds the bytes of the shard from `begin` on, which may be negative when other items lie before.
+    `chunk` contains the bytes of the shard from `begin`, which is negative when other items precede it in the chunk.
     """
     end = begin + chunk.size
     low, high = runs.overlapping(begin, end)
@@ -147,7 +147,7 @@ def scatter_chunk(runs: Runs, chunk: np.ndarray[Any, Any], begin: int, out: np.n
     starts = runs.starts(whole_low, whole_high) - begin
     wanted = out[whole_low * runs.nbytes : whole_high * runs.nbytes]
     if runs.nbytes < _SHORT_RUN_BYTES:
-        # Elements of the widest type that divides everything: a gather costs per element, not per byte.
+        # Gather with the widest possible type: the cost is per element, not per byte.
         width = math.gcd(8, runs.nbytes, chunk.size - chunk.size % 8, *(int(stride) for stride in runs.strides))
         width = math.gcd(width, int(starts[0]))
         words = chunk[: chunk.size - chunk.size % width].view(f"u{width}")
@@ -160,7 +160,7 @@ def scatter_chunk(runs: Runs, chunk: np.ndarray[Any, Any], begin: int, out: np.n
 
 @dataclass(frozen=True, slots=True)
 class ReadRange:
-    """Bytes `[start, stop)` of one file that hold the chunks of `rows`, in order of their place in the file."""
+    """Bytes `[start, stop)` of one file with the chunks of `rows`, in order of their offsets."""
 
     file: int
     start: int
@@ -177,9 +177,9 @@ def coalesce(
     gap_bytes: int,
     limit_bytes: int,
 ) -> list[ReadRange]:
-    """Join chunks into ranges to read: across gaps of at most `gap_bytes`, up to `limit_bytes` a range.
+    """Join chunks into ranges to read, across gaps of at most `gap_bytes`, with at most `limit_bytes` per range.
 
-    The arrays are parallel, in any order. A chunk longer than the limit is a range of its own.
+    The arrays are parallel, in any order. A chunk longer than the limit is a separate range.
     """
     ranges: list[ReadRange] = []
     members: list[int] = []

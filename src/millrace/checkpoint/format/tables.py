@@ -1,4 +1,4 @@
-"""The manifest's two tables: where items lie in chunks, and where chunks lie in files. Pure."""
+"""The two tables of the manifest: the locations of items in chunks, and of chunks in files. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from millrace.errors import CorruptCheckpointError
 
 NO_BASE = 0xFFFF_FFFF
-"""In the column `base`: the chunk is no delta."""
+"""In the column `base`: the chunk is not a delta."""
 
 _COUNT = struct.Struct("<Q")
 
@@ -39,7 +39,7 @@ class Table:
             name: np.asarray(given.get(name, ()), dtype=dtype) for name, dtype in columns.items()
         }
         if len({len(column) for column in self.columns.values()}) > 1:
-            raise ValueError("columns of a table are equally long")
+            raise ValueError("the columns of a table have different lengths")
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -55,7 +55,7 @@ class Table:
         (count,) = _COUNT.unpack_from(data)
         widths = [np.dtype(dtype).itemsize for dtype in columns.values()]
         if _COUNT.size + count * sum(widths) != len(data):
-            raise CorruptCheckpointError("a table's length does not match its number of rows")
+            raise CorruptCheckpointError("the length of a table does not match its number of rows")
         values, position = {}, _COUNT.size
         for (name, dtype), width in zip(columns.items(), widths, strict=True):
             values[name] = np.frombuffer(data, dtype=dtype, count=count, offset=position)
@@ -64,12 +64,12 @@ class Table:
 
 
 def item_table(values: Mapping[str, Any] | None = None) -> Table:
-    """Where each item lies: its first row in the chunk table, the byte inside that chunk, and its length in bytes."""
+    """The location of each item: its first row in the chunk table, its offset in that chunk, and its length in bytes."""
     return Table(ITEM_COLUMNS, values)
 
 
 def chunk_table(values: Mapping[str, Any] | None = None) -> Table:
-    """Where each chunk lies (`file`, `offset`, `stored_bytes`), what it decodes to (`kind`, `raw_bytes`, `base`: the
-    row of the chunk that it is a delta to, always an earlier one), and both its checksums.
+    """The location of each chunk (`file`, `offset`, `stored_bytes`), its content (`kind`, `raw_bytes`, and `base`, an
+    earlier row, for a delta), and both checksums.
     """
     return Table(CHUNK_COLUMNS, values)

@@ -1,8 +1,8 @@
-"""Torch's stream extensions (encryption, say) on the stored chunks of our own checkpoints. Needs no torch itself.
+"""Applies torch's stream extensions (encryption, for example) to stored chunks. Does not import torch.
 
-The codec comes first, then the extensions, on each chunk as a stream of its own: so a slice still reads only its chunks,
-threads still share a tensor, and memory stays bounded. As in torch's writer the first extension of a list is nearest to
-the file. The manifest names them in this order, in which they are undone.
+The extensions run after the codec, with one stream per chunk. So a slice still reads only its chunks, threads still share a
+tensor, and memory stays limited. As in torch's writer, the first extension of a list is nearest to the file. The manifest
+lists them in this order, in which a reader reverses them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import IO, Any, Protocol
 
 from typing_extensions import Buffer
 
+from millrace.checkpoint.arguments import sequence
 from millrace.errors import ConfigurationError, CorruptCheckpointError, MillraceError, UnsupportedFormatError
 
 
 class StreamExtension(Protocol):
-    """What is used of torch's `StreamTransformExtension`. Its streams are used by one thread each."""
+    """The used part of torch's `StreamTransformExtension`. One thread uses each stream."""
 
     def get_descriptor(self) -> str: ...
 
@@ -27,7 +28,7 @@ class StreamExtension(Protocol):
 
 
 class _Sink(io.BytesIO):
-    """Keeps what was written when the streams above close it."""
+    """Keeps the written bytes after `close`."""
 
     content = b""
 
@@ -41,11 +42,11 @@ class Transforms:
     """A list of extensions. Thread-safe where they are."""
 
     def __init__(self, extensions: Sequence[StreamExtension] = ()) -> None:
-        """Raises `ConfigurationError` for what is no stream extension."""
-        for extension in extensions:
+        """Raises `ConfigurationError` for an object that is not a stream extension."""
+        for extension in sequence("_extensions", extensions, "stream extensions"):
             if not all(hasattr(extension, name) for name in ("get_descriptor", "transform_to", "transform_from")):
                 raise ConfigurationError(
-                    f"{type(extension).__name__} is no stream extension",
+                    f"{type(extension).__name__} is not a stream extension",
                     next_step="give instances of torch's StreamTransformExtension",
                 )
         self._extensions = tuple(extensions)
@@ -55,7 +56,7 @@ class Transforms:
         return tuple(extension.get_descriptor() for extension in self._extensions)
 
     def apply(self, stored: bytes) -> bytes:
-        """Transform a chunk. Raises what the extensions raise."""
+        """Transform a stored chunk. Raises the errors of the extensions."""
         if not self._extensions:
             return stored
         sink = _Sink()
@@ -68,9 +69,9 @@ class Transforms:
         return sink.content
 
     def undo(self, data: Buffer, limit_bytes: int) -> Buffer:
-        """The chunk that `data` was made of; at most `limit_bytes` are read of it.
+        """Reverse `apply`. Reads at most `limit_bytes` of the chunk.
 
-        Raises `CorruptCheckpointError` when an extension fails, or gives more.
+        Raises `CorruptCheckpointError` when an extension fails or returns more.
         """
         if not self._extensions:
             return data
@@ -79,25 +80,25 @@ class Transforms:
             stream: IO[bytes] = io.BytesIO(data)
             for extension in self._extensions:
                 stream = extension.transform_from(stream)
-            # To the end of the stream: some extensions verify there.
+            # Read to the end of the stream, where some extensions verify the content.
             while len(content) <= limit_bytes and (part := stream.read(limit_bytes + 1 - len(content))):
                 content += part
         except MillraceError:
             raise
         except Exception as error:
             raise CorruptCheckpointError(
-                f"{' after '.join(self.descriptors)} cannot be undone ({type(error).__name__})",
-                next_step="check the key or setting of the extension, else load another checkpoint",
+                f"{' after '.join(self.descriptors)} cannot be reversed ({type(error).__name__})",
+                next_step="check the key or settings of the extension, or load another checkpoint",
             ) from error
         if len(content) > limit_bytes:
-            raise CorruptCheckpointError(f"{' after '.join(self.descriptors)} gives more than was saved")
+            raise CorruptCheckpointError(f"{' after '.join(self.descriptors)} returns more than was saved")
         return content
 
 
 def transforms_for(descriptors: Sequence[str], registry: Any) -> Transforms:
-    """The extensions that a manifest names, from torch's `ExtensionRegistry` (or None).
+    """The extensions of a manifest, from torch's `ExtensionRegistry` or None.
 
-    Raises `UnsupportedFormatError`, naming the extension, when the registry does not know one.
+    Raises `UnsupportedFormatError`, naming the extension, when it is not in the registry.
     """
     extensions = []
     for descriptor in descriptors:
@@ -109,7 +110,7 @@ def transforms_for(descriptors: Sequence[str], registry: Any) -> Transforms:
             raise
         except ValueError as error:
             raise UnsupportedFormatError(
-                f"the checkpoint was written through the extension {descriptor!r:.100}",
-                next_step="pass _extension_registry= with that extension registered to the reader",
+                f"the checkpoint was written with the extension {descriptor!r:.100}",
+                next_step="pass _extension_registry= with this extension to the reader",
             ) from error
     return Transforms(extensions)

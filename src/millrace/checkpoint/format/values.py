@@ -1,7 +1,7 @@
-"""Plain Python values (planner data, user metadata) as JSON that comes back as the same object graph. Pure.
+"""Encodes plain Python values (planner data, user metadata) as JSON, without loss. Pure.
 
-JSON has no tuples, no bytes and only text keys; those are written as an object with one key: `{"t": [...]}` a tuple,
-`{"b": "..."}` bytes in base64, `{"d": [[key, value], ...]}` a dict. Everything else is JSON's own.
+JSON has no tuples, no bytes, and only text keys. These are written as an object with one key: `{"t": [...]}` for a tuple,
+`{"b": "..."}` for bytes in base64, `{"d": [[key, value], ...]}` for a dict. Other values are ordinary JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _AS_THEY_ARE = frozenset({type(None), bool, int, float, str})
 
 
 def pack_value(value: Any, what: str) -> Any:
-    """Make `value` fit for `json.dumps`. Subclasses of the plain types come back as the plain type.
+    """Convert `value` for `json.dumps`. Subclasses of plain types become the plain type.
 
     Raises `UnsupportedObjectError`, naming `what` and the type, for a value that is not plain.
     """
@@ -26,7 +26,7 @@ def pack_value(value: Any, what: str) -> Any:
     if isinstance(value, float):
         return float(value)
     if isinstance(value, tuple):
-        # Mostly paths of keys, and as many as there are tensors.
+        # Mostly paths of keys, as many as tensors.
         return {"t": [member if type(member) in _AS_THEY_ARE else pack_value(member, what) for member in value]}
     if isinstance(value, list):
         return [pack_value(member, what) for member in value]
@@ -46,7 +46,7 @@ def pack_value(value: Any, what: str) -> Any:
 
 
 def unpack_value(packed: Any) -> Any:
-    """The inverse of `pack_value`. Raises `CorruptCheckpointError` for what it never returns."""
+    """The inverse of `pack_value`. Raises `CorruptCheckpointError` for other values."""
     if isinstance(packed, list):
         return [unpack_value(member) for member in packed]
     if not isinstance(packed, dict):
@@ -59,4 +59,4 @@ def unpack_value(packed: Any) -> Any:
             return base64.b64decode(content, validate=True)
         if tag == "d":
             return {key if type(key) is str else unpack_value(key): unpack_value(member) for key, member in content}
-    raise CorruptCheckpointError("the manifest holds a value of an unknown type")
+    raise CorruptCheckpointError("the manifest contains a value of an unknown type")

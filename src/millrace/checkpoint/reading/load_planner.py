@@ -10,41 +10,49 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from millrace.checkpoint.host.garbage import collection_paused
-from millrace.checkpoint.state.flattening import PLAIN_TENSORS, flatten, sharded_in_old_way, without_values
+from millrace.checkpoint.state.flattening import (
+    PLAIN_TENSORS,
+    flatten,
+    refuse_nested_objects,
+    sharded_in_old_way,
+    without_values,
+)
+from millrace.checkpoint.state.wrappers import WrapperSlot
 from millrace.errors import MissingKeyError, StateMismatchError, UsageError
+from millrace.runtime.garbage import collection_paused
 
 _NAMED = 5
 
 
 class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
-    """Does what torch's `DefaultLoadPlanner` does, several times as fast when a state dict has many tensors:
+    """Replaces torch's `DefaultLoadPlanner`, and is several times as fast when a state dict has many tensors:
     `dcp.load(state, storage_reader=..., planner=CheckpointLoadPlanner())`.
 
-    Takes the same arguments, makes the same plans, and works with every storage reader. Subclasses may override what
-    they may override there. What does not fit is found before anything is read, all of it at once: keys that the checkpoint
-    lacks (without `allow_partial_load`) are a `MissingKeyError`, other shapes and kinds a `StateMismatchError`. An object
-    under a key that is no text (an optimizer's state by number, say) goes to that key; torch adds one of text beside it.
+    It has the same arguments and plans, works with every storage reader, and has the same methods to override. It reports
+    all mismatches at once, before the first read: `MissingKeyError` for keys that are not in the checkpoint (without
+    `allow_partial_load`), `StateMismatchError` for other shapes and kinds. An object with a key that is not text (the
+    optimizer state of a parameter number, for example) is loaded to that key. Torch adds a second key of text.
     """
 
     way_out = "name the keys as they were saved, or pass allow_partial_load=True to leave these as they are"
-    """For who misses keys."""
+    """The next step of `MissingKeyError`."""
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
-        # By the identity of the mapping: its keys by their text.
+        # The keys of each mapping by their text. Mappings are identified by `id`.
         self._keys: dict[int, dict[str, Any]] = {}
         if not self.flatten_state_dict:
             super().set_up_planner(state_dict, metadata, is_coordinator)
             return
         with collection_paused():
             values, paths = flatten(state_dict)
+            refuse_nested_objects(values)
         empty = without_values(values)
         if empty and not torch.distributed.is_initialized():
             raise UsageError(
-                "the state dict has tensors on the meta device, and no process group says which device to load them to",
+                "the state dict has tensors on the meta device, and there is no process group with a device for them",
                 next_step="give them memory (module.to_empty(device=...)), or call init_process_group first",
             )
-        # Torch gives those values, and puts those together, in the state dict itself.
+        # Torch replaces such tensors in the state dict itself.
         if empty or (self.flatten_sharded_tensors and sharded_in_old_way(values)):
             super().set_up_planner(state_dict, metadata, is_coordinator)
             return
@@ -54,7 +62,9 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
 
     def create_local_plan(self) -> Any:
         if self.metadata is None:
-            raise UsageError("a load plan without metadata", next_step="call set_up_planner first, as dcp.load does")
+            raise UsageError(
+                "the load planner has no metadata", next_step="call set_up_planner first, as dcp.load does"
+            )
         described: Mapping[str, Any] = self.metadata.state_dict_metadata
         with collection_paused():
             if self.flatten_state_dict:
@@ -64,15 +74,23 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
         place = self._place(self.mappings[read_item.dest_index.fqn]) if self.flatten_state_dict else None
-        if place is None:
-            super().load_bytes(read_item, value)
-        else:
-            container, key = place
-            container[key] = torch.load(value, weights_only=False)
+        try:
+            if place is None:
+                super().load_bytes(read_item, value)
+            else:
+                container, key = place
+                container[key] = torch.load(value, weights_only=False)
+        except TypeError as error:
+            raise UsageError(
+                f"{read_item.dest_index.fqn!r} cannot be set in the state ({error!s:.200})",
+                next_step="give dicts and lists, which can be changed",
+            ) from error
 
     def lookup_tensor(self, index: Any) -> Any:
         value = self.state_dict.get(index.fqn)
         if type(value) in PLAIN_TENSORS and index.offset is not None and not any(index.offset):
+            return value
+        if isinstance(value, WrapperSlot):
             return value
         return super().lookup_tensor(index)
 
@@ -82,7 +100,7 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
         return super().transform_tensor(read_item, tensor)
 
     def _place(self, path: Sequence[str | int]) -> tuple[Any, Any] | None:
-        """The container and the key in it that a path leads to, where a key on it is no text as it is in the path."""
+        """The container and key at the end of a path, if a key of the path is not text in the state dict. Otherwise None."""
         container, differs = self.original_state_dict, False
         for depth, part in enumerate(path):
             key: Any = part
@@ -98,7 +116,7 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
         return (container, key) if differs else None
 
     def _adapt_to_torch_2_3(self, described: Mapping[str, Any]) -> None:
-        """Look for keys as torch up to 2.3 made them, where the checkpoint has some that the state dict has not."""
+        """Use the keys of torch up to 2.3 if the checkpoint contains them."""
         unknown = described.keys() - self.state_dict.keys()
         if unknown:
             values, paths = flatten(self.original_state_dict, as_torch_2_3=True)
@@ -107,10 +125,10 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
 
 
 def _check(state: Mapping[str, Any], described: Mapping[str, Any], partial: bool, way_out: str) -> None:
-    """Raise `MissingKeyError` or `StateMismatchError`, each with everything that is wrong."""
+    """Raise `MissingKeyError` or `StateMismatchError` with all missing or different keys."""
     missing = [] if partial else [key for key in state if key not in described]
     if missing:
-        first = f", the first of them {next(iter(described))!r}" if described else ""
+        first = f", the first one is {next(iter(described))!r}" if described else ""
         raise _naming(
             missing,
             MissingKeyError(
@@ -128,7 +146,7 @@ def _check(state: Mapping[str, Any], described: Mapping[str, Any], partial: bool
             StateMismatchError(
                 f"the checkpoint does not fit {len(differing)} of {len(state)} keys: "
                 + _some([f"{key!r} {problem}" for key, problem in differing.items()]),
-                next_step="build the state dict with the settings of the model that was saved",
+                next_step="build the state dict with the settings of the saved model",
             ),
         )
 
@@ -139,15 +157,15 @@ def _naming(keys: Iterable[str], error: StateMismatchError) -> StateMismatchErro
 
 
 def _mismatch(value: Any, described: Any) -> str | None:
-    if type(described) is not TensorStorageMetadata:
+    if not isinstance(described, TensorStorageMetadata):
         return None
     if isinstance(value, torch.Tensor):
         if value.shape == described.size:
             return None
-        return f"has shape {tuple(described.size)} there and {tuple(value.shape)} here"
+        return f"has shape {tuple(described.size)} in the checkpoint and {tuple(value.shape)} in the state"
     if hasattr(value, "__create_chunk_list__"):
         return None
-    return f"is a tensor of shape {tuple(described.size)} there and a {type(value).__name__} here"
+    return f"is a tensor of shape {tuple(described.size)} in the checkpoint and a {type(value).__name__} in the state"
 
 
 def _some(names: list[str]) -> str:
@@ -169,6 +187,6 @@ def _read_items(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[
                     index = MetadataIndex(key, offsets, 0)
                     items.append(ReadItem(LoadItemType.TENSOR, index, offsets, index, offsets, size))
                 continue
-        # Shards, objects, and tensors that were saved in parts.
+        # Shards, objects, and tensors saved in parts.
         items += create_default_local_load_plan({key: value}, Metadata({key: saved})).items
     return items

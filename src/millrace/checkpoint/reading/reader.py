@@ -1,77 +1,57 @@
 """The reading side of `torch.distributed.checkpoint`: `CheckpointReader`.
 
-Torch calls, on every rank: `reset` (only with a checkpoint id), `read_metadata`, `set_up_storage_reader`,
-`prepare_local_plan`; `prepare_global_plan` on the coordinator; `read_data`. When `read_metadata()` fails torch calls it
-again with the rank, for a save made without collectives.
+Torch calls on every rank: `reset` (only with a checkpoint id), `read_metadata`, `set_up_storage_reader`,
+`prepare_local_plan`, then `prepare_global_plan` on the coordinator, then `read_data`. When `read_metadata()` fails, torch
+calls it again with the rank, for a save without collectives.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.storage import StorageReader
 
+from millrace.checkpoint.arguments import classes, mapping, path_text, thread_number
 from millrace.checkpoint.codec.extension import extension_registry
-from millrace.checkpoint.format.manifest import DTYPES, Shard
-from millrace.checkpoint.format.slices import Runs, box_runs, split_box
 from millrace.checkpoint.format.transforms import transforms_for
-from millrace.checkpoint.host.garbage import collection_paused, each_paused
-from millrace.checkpoint.host.pipeline import default_threads
-from millrace.checkpoint.places.fetching import ChunkFetcher, Request
-from millrace.checkpoint.places.manifests import (
+from millrace.checkpoint.reading.loads import load_items
+from millrace.checkpoint.reading.stock import StockReader
+from millrace.checkpoint.state.tensors import metadata_of
+from millrace.checkpoint.storage.fetching import ChunkFetcher
+from millrace.checkpoint.storage.manifests import (
     CheckpointSummary,
     LoadedManifest,
     read_newest,
     read_stock_metadata,
     summarize,
 )
-from millrace.checkpoint.places.stock_metadata import summarize_stock
-from millrace.checkpoint.places.storage import CheckpointStorage, can_open_storage, open_storage
-from millrace.checkpoint.reading.stock import StockReader
-from millrace.checkpoint.state.tensors import (
-    bytes_of,
-    check_blob,
-    copy_bits,
-    lacks_memory,
-    metadata_of,
-    plain_memory,
-    torch_dtype,
-)
-from millrace.errors import (
-    CheckpointNotFoundError,
-    ConfigurationError,
-    MillraceError,
-    StateMismatchError,
-    UsageError,
-)
+from millrace.checkpoint.storage.stock_metadata import summarize_stock
+from millrace.checkpoint.storage.storage import CheckpointStorage, can_open_storage, open_storage
+from millrace.errors import CheckpointNotFoundError, ConfigurationError, MillraceError, UsageError
 from millrace.origin import Readable
-
-# What cannot be decoded in place (on a device, not contiguous, of another dtype) goes through host memory in waves of this;
-# no tensor needs more of it, however large it is.
-_STAGING_BYTES = 128 << 20
+from millrace.runtime.garbage import collection_paused
+from millrace.runtime.pipeline import default_threads
 
 
 class CheckpointReader(StorageReader):  # type: ignore[misc]
     """Reads a checkpoint from a URL or local path: `dcp.load(state, storage_reader=CheckpointReader(url))`.
 
-    Reads what `CheckpointWriter` wrote, where every byte is verified and damage is a `CorruptCheckpointError`; and what
-    torch's own writer wrote, which has no checksums. `_extension_registry` is as in `FileSystemReader`; without one
-    torch's `ZStandard` and our `ZstdPlanes` are known.
+    Reads checkpoints of `CheckpointWriter`, verifies every byte, and raises `CorruptCheckpointError` for damage. Also reads
+    checkpoints of torch's own writer, which have no checksums. `_extension_registry` is as in `FileSystemReader`. Without
+    it, torch's `ZStandard` and `ZstdPlanes` are registered.
 
-    - `target_options`: for the storage, as s3fs takes them.
-    - `origin`: read through this instead (a cache); `path` then names the key in it.
-    - `trusted_types`: classes that stored objects may have beside those that torch trusts.
-    - `thread_count`: threads that read and decompress; by default one a core, up to eight.
+    - `target_options`: for the storage, as in s3fs.
+    - `origin`: read from this origin (a cache) instead. `path` is then the key in it.
+    - `trusted_types`: classes of stored objects to accept in addition to those that torch trusts. Tensor subclasses in the
+      state dict are accepted without an entry.
+    - `thread_count`: threads that read and decompress. Default: one per core, at most eight.
 
-    One object serves one load at a time, and any number in a row. It pickles, `target_options` included.
+    One object serves one load at a time, and any number in succession. Its pickle contains `target_options`.
     """
 
     def __init__(
@@ -84,15 +64,20 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         trusted_types: Sequence[type] = (),
         thread_count: int | None = None,
     ) -> None:
-        if thread_count is not None and thread_count < 1:
-            raise ConfigurationError(f"thread_count={thread_count}", next_step="give a positive number")
-        self._path = os.fspath(path)
-        # As with torch's reader, what comes with the library needs no registering.
+        self._path = path_text("path", path)
+        if _extension_registry is not None and not hasattr(_extension_registry, "from_descriptor_list"):
+            raise ConfigurationError(
+                f"_extension_registry={_extension_registry!r:.100}", next_step="give an ExtensionRegistry of torch"
+            )
+        if origin is not None and not isinstance(origin, Readable):
+            raise ConfigurationError(
+                f"origin={origin!r:.100}", next_step="give an origin to read from, or leave it out"
+            )
         self._extension_registry = extension_registry() if _extension_registry is None else _extension_registry
-        self._target_options = dict(target_options or {})
+        self._target_options = mapping("target_options", target_options) or {}
         self._origin = origin
-        self._trusted_types = tuple(trusted_types)
-        self._threads = thread_count or default_threads()
+        self._trusted_types = classes("trusted_types", trusted_types)
+        self._threads = thread_number("thread_count", thread_count) or default_threads()
         self.reset()
 
     def __repr__(self) -> str:
@@ -103,21 +88,21 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
 
     @property
     def checkpoint_id(self) -> str:
-        """The URL or path that is read from."""
+        """The URL or path of the checkpoint."""
         return self._path
 
     @property
     def load_id(self) -> str:
-        """Names the load that is under way, or else the last one."""
+        """The id of the current load, or of the last one."""
         return self._load_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this reader can read from a place of this name."""
+        """Whether this reader can read from a URL or path of this form."""
         return can_open_storage(checkpoint_id)
 
     def summary(self) -> CheckpointSummary:
-        """What the checkpoint holds, in short. Raises as `describe`."""
+        """A summary of the checkpoint. Raises as `describe`."""
         try:
             return summarize(self._storage(), read_newest(self._storage()))
         except CheckpointNotFoundError:
@@ -128,22 +113,22 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
     # --- the calls of a load, in order ------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Forget what was read, and go to another place when `checkpoint_id` is given."""
+        """Discard all state of the last load. `checkpoint_id` replaces the path."""
         if checkpoint_id:
-            self._path = os.fspath(checkpoint_id)
+            self._path = path_text("checkpoint_id", checkpoint_id)
         self._load_id = uuid.uuid4().hex
         self._opened: CheckpointStorage | None = None
         self._loaded: LoadedManifest | None = None
         self._stock: StockReader | None = None
         self._failure: MillraceError | None = None
 
-    # Torch asks for one rank's metadata only where a parameter is called `kwargs`.
+    # Torch passes a rank only when a parameter has the name `kwargs`.
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """The metadata of the checkpoint, or of one `rank` of a save without collectives.
 
-        Raises `CheckpointNotFoundError`, `CorruptCheckpointError` or `UnsupportedFormatError`. When both calls of
-        torch fail the second returns an object that raises the error that says more on use: torch would replace an
-        exception by one that only quotes it.
+        Raises `CheckpointNotFoundError`, `CorruptCheckpointError` or `UnsupportedFormatError`. When both calls of torch
+        fail, the second one returns an object that raises the more specific error on use. Torch would replace an
+        exception of the second call by one that only quotes it.
         """
         rank: int | None = kwargs.get("rank")
         try:
@@ -177,14 +162,10 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
             return self._stock.read_data(plan, planner)
         if self._loaded is None:
             raise UsageError("read_data before read_metadata", next_step="use torch.distributed.checkpoint.load")
-        with collection_paused():
-            index = _ItemIndex(self._loaded)
-        transforms = transforms_for(self._loaded.manifest.transforms, self._extension_registry)
-        fetcher = ChunkFetcher(self._storage(), self._loaded.manifest, self._threads, transforms)
-        for wave in each_paused(_waves(plan.items, planner, index)):
-            fetcher.fetch([load.request for load in wave if load.request is not None])
-            for load in wave:
-                load.commit(self._trusted_types)
+        manifest = self._loaded.manifest
+        transforms = transforms_for(manifest.transforms, self._extension_registry)
+        fetcher = ChunkFetcher(self._storage(), manifest, self._threads, transforms)
+        load_items(plan.items, planner, manifest, fetcher, self._trusted_types)
         future: Any = torch.futures.Future()
         future.set_result(None)
         return future
@@ -214,7 +195,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
 
 
 class _Unreadable:
-    """Stands for metadata that could not be read: raises why, whatever is asked of it."""
+    """Stands for unreadable metadata: every access raises the error of the read."""
 
     def __init__(self, failure: MillraceError) -> None:
         self.__dict__["_failure"] = failure
@@ -227,163 +208,3 @@ class _Unreadable:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise self.__dict__["_failure"]
-
-
-class _ItemIndex:
-    """Finds the item of a shard or blob by its key and offsets."""
-
-    def __init__(self, loaded: LoadedManifest) -> None:
-        self.manifest = loaded.manifest
-        # By plain tuples: an index computes its hash anew, in Python, whenever it is looked up.
-        self._numbers: dict[tuple[str, Any], tuple[int, Shard | None, str]] = {}
-        self._dtypes: dict[str, Any] = {}
-        number = 0
-        for key, dtype, _, shards, _ in self.manifest.tensors:
-            for shard in shards:
-                self._numbers[key, shard.offsets] = (number, shard, dtype)
-                number += 1
-        for key in self.manifest.blobs:
-            self._numbers[key, None] = (number, None, "uint8")
-            number += 1
-
-    def dtype(self, name: str) -> Any:
-        known = self._dtypes.get(name)
-        return known if known is not None else self._dtypes.setdefault(name, torch_dtype(name))
-
-    def find(self, index: Any) -> tuple[int, Shard | None, str]:
-        try:
-            return self._numbers[index.fqn, index.offset]
-        except KeyError as error:
-            raise UsageError(
-                f"the load plan asks for {index.fqn!r} at {index.offset}, which the checkpoint does not have",
-                next_step="check the load planner",
-            ) from error
-
-
-class _Load(Protocol):
-    """A part of a plan that is read at once. `staging_bytes` of host memory are held until `commit`."""
-
-    @property
-    def request(self) -> Request | None: ...
-
-    @property
-    def staging_bytes(self) -> int: ...
-
-    def commit(self, trusted_types: Sequence[type]) -> None:
-        """Give the planner what was read."""
-        ...
-
-
-class _BlobLoad:
-    """An object."""
-
-    def __init__(self, item: Any, planner: Any, index: _ItemIndex) -> None:
-        self._item, self._planner = item, planner
-        number, _, _ = index.find(item.storage_index)
-        self.staging_bytes = int(index.manifest.items["nbytes"][number])
-        self._data = np.empty(self.staging_bytes, dtype=np.uint8)
-        runs = Runs(0, self.staging_bytes, (), ())
-        self.request = Request(number, runs, self._data) if self.staging_bytes else None
-
-    def commit(self, trusted_types: Sequence[type]) -> None:
-        data = self._data.tobytes()
-        # The stock planner unpickles without restrictions: only what the safe loader accepts gets that far.
-        check_blob(data, self._item.storage_index.fqn, trusted_types)
-        self._planner.load_bytes(self._item, io.BytesIO(data))
-
-
-class _DirectLoad(NamedTuple):
-    """A tensor whose bytes go straight into its memory. There may be tens of thousands."""
-
-    item: Any
-    planner: Any
-    tensor: Any
-    request: Request | None
-    staging_bytes: int = 0
-
-    def commit(self, trusted_types: Sequence[type]) -> None:
-        self.planner.commit_tensor(self.item, self.tensor)
-
-
-class _StagedLoad:
-    """A piece of a tensor, whose bytes go into `staged`, which `commit` copies to `piece`; `tensor` with the last one."""
-
-    def __init__(self, item: Any, planner: Any, tensor: Any, piece: Any, staged: Any, request: Request | None) -> None:
-        self._item, self._planner, self._tensor = item, planner, tensor
-        self._piece, self._staged = piece, staged
-        self.request = request
-        self.staging_bytes = staged.numel() * staged.element_size()
-
-    def commit(self, trusted_types: Sequence[type]) -> None:
-        try:
-            copy_bits(self._staged, self._piece)
-        except RuntimeError as error:
-            raise StateMismatchError(
-                f"{self._item.dest_index.fqn!r} cannot be copied into ({error!s:.200})",
-                next_step="load into a dense tensor whose elements lie apart",
-            ) from error
-        if self._tensor is not None:
-            self._planner.commit_tensor(self._item, self._tensor)
-
-
-def _tensor_loads(item: Any, planner: Any, index: _ItemIndex) -> Iterable[_Load]:
-    number, shard, dtype_name = index.find(item.storage_index)
-    if shard is None:
-        raise UsageError(
-            f"{item.storage_index.fqn!r} is an object in the checkpoint", next_step="load it into an object"
-        )
-    itemsize, _ = DTYPES[dtype_name]
-    dtype = index.dtype(dtype_name)
-    tensor, lengths = planner.resolve_tensor(item), tuple(item.lengths)
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if tensor.shape != lengths:
-        raise UsageError(
-            f"{item.dest_index.fqn!r} has shape {tuple(tensor.shape)} where the plan says {lengths}",
-            next_step="check the load planner",
-        )
-    memory = plain_memory(tensor) if tensor.dtype == dtype else None
-    if memory is not None:
-        runs = box_runs(shard.sizes, item.storage_offsets, lengths, itemsize)
-        return (_DirectLoad(item, planner, tensor, None if runs is None else Request(number, runs, memory)),)
-    if tensor.layout is not torch.strided:
-        raise StateMismatchError(
-            f"{item.dest_index.fqn!r} is a {tensor.layout} tensor, into which nothing can be loaded",
-            next_step="load into a dense tensor",
-        )
-    if lacks_memory(tensor):
-        raise StateMismatchError(
-            f"the memory of {item.dest_index.fqn!r} was freed or shrunk",
-            next_step="load into a tensor that has its memory",
-        )
-    return _staged_loads(item, planner, tensor, number, shard.sizes, dtype)
-
-
-def _staged_loads(
-    item: Any, planner: Any, tensor: Any, number: int, sizes: Sequence[int], dtype: Any
-) -> Iterator[_Load]:
-    pieces = list(split_box(item.lengths, dtype.itemsize, _STAGING_BYTES))
-    for position, (offsets, lengths) in enumerate(pieces):
-        staged = torch.empty(lengths, dtype=dtype)
-        begin = [first + more for first, more in zip(item.storage_offsets, offsets, strict=True)]
-        runs = box_runs(sizes, begin, lengths, dtype.itemsize)
-        request = None if runs is None else Request(number, runs, bytes_of(staged).numpy())
-        piece = tensor[tuple(slice(first, first + length) for first, length in zip(offsets, lengths, strict=True))]
-        last = position == len(pieces) - 1
-        yield _StagedLoad(item, planner, tensor if last else None, piece, staged, request)
-
-
-def _waves(items: Sequence[Any], planner: Any, index: _ItemIndex) -> Iterator[list[_Load]]:
-    """The loads of a plan, in groups that need a bounded amount of staging memory (or are a single object)."""
-    wave: list[_Load] = []
-    staged = 0
-    for item in items:
-        blob = item.type == LoadItemType.BYTE_IO
-        for load in (_BlobLoad(item, planner, index),) if blob else _tensor_loads(item, planner, index):
-            wave.append(load)
-            staged += load.staging_bytes
-            if staged >= _STAGING_BYTES:
-                yield wave
-                wave, staged = [], 0
-    if wave:
-        yield wave

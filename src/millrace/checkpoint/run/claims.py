@@ -1,16 +1,15 @@
-"""Who saves into a run: small numbered files in its directory, of which the highest counts.
+"""Claims: the process that may save into a run, recorded in small numbered files of which the highest counts.
 
-A claim is taken by making `writer-<number + 1>.json`, which succeeds for one process only: by a conditional PUT on an
-object store, by a hard link on a file system. Whoever had the one before finds out at its next `check`. No clock matters.
-On a network file system that caches directories (NFS: for up to a minute) both the look at who is there and `check` may be
-late by as much. No torch.
+A claim is taken by creating `writer-<number + 1>.json`, which succeeds for one process only: by a conditional PUT on an
+object store, by a hard link on a file system. The previous owner finds out at its next `check`. Clocks are not used. On a
+network file system that caches directories (NFS: for up to a minute), both taking a claim and `check` may see an old state
+for that long. No torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import threading
 import time
@@ -22,9 +21,9 @@ from typing import Any, NamedTuple, Self
 
 from typing_extensions import Buffer
 
-from millrace.checkpoint.places.storage import StoredFile
 from millrace.checkpoint.run.processes import Process, state_of, this_process
 from millrace.checkpoint.run.run_layout import Run, parse_name
+from millrace.checkpoint.storage.storage import StoredFile
 from millrace.errors import (
     ChangedError,
     MillraceError,
@@ -35,24 +34,25 @@ from millrace.errors import (
     UsageError,
 )
 from millrace.events import Event, emit
+from millrace.runtime import forks
 
 _PREFIX = "writer-"
 _NAME = re.compile(r"writer-(\d{12})\.json", re.ASCII)
 _MAX_CLAIM_BYTES = 1 << 20
 _POLL_SECONDS = 0.5
-# Tries to read a claim that its owner rewrites at that moment.
+# Attempts to read a claim that its owner rewrites at the same time.
 _READ_ATTEMPTS = 5
-# Claims of others that are seen to come and go, one after the other, before this is given up.
-_MAX_TURNS = 100
-# Saves of dead writers that are remembered; older ones are found by their age.
+# Attempts to take a claim while other processes take it, one after the other.
+_MAX_TAKE_ATTEMPTS = 100
+# Saves of dead writers that a claim lists; older ones are found by their age.
 _MAX_LEFT = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimRecord:
-    """What a claim says: who has it, since when (for people), and what it is saving.
+    """The content of a claim: its process, the time (for people), and the checkpoints that are being saved.
 
-    `left` are directories in which earlier writers, dead beyond doubt, did not finish a save.
+    `left` are directories of unfinished saves by earlier writers that have certainly died.
     """
 
     process: Process
@@ -67,7 +67,7 @@ class ClaimRecord:
 
     @classmethod
     def decode(cls, data: Buffer) -> Self:
-        """Raises `ValueError` for what is no claim."""
+        """Raises `ValueError` for other data than a claim."""
         try:
             found = json.loads(bytes(memoryview(data)))
             process = found["process"]
@@ -80,11 +80,11 @@ class ClaimRecord:
                 released=found["released"] is True,
             )
         except (KeyError, TypeError, RecursionError, OverflowError) as error:
-            raise ValueError("this is no claim") from error
+            raise ValueError("not a claim") from error
 
 
 class _Newest(NamedTuple):
-    """The highest claim of a run: its number and file, and what it says (None: it cannot be read)."""
+    """The highest claim of a run: its number, its file, and its record (None if it cannot be read)."""
 
     number: int
     file: StoredFile
@@ -92,12 +92,12 @@ class _Newest(NamedTuple):
 
 
 class Claim:
-    """The right to save into a run, until somebody else takes it. Thread-safe; of one process, not of its forks."""
+    """The right to save into a run, until another process takes it. Thread-safe; not valid in forked children."""
 
     def __init__(self, run: Run, number: int, record: ClaimRecord, version: str) -> None:
         self._run, self._number = run, number
         self._record, self._version = record, version
-        self._pid = os.getpid()
+        self._owner = forks.Owner()
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -105,23 +105,23 @@ class Claim:
 
     @property
     def number(self) -> int:
-        """One more than that of the claim before."""
+        """One more than the number of the previous claim."""
         return self._number
 
     @classmethod
     def take(cls, run: Run, *, wait_seconds: float = 10.0) -> Claim:
-        """Become the one that saves into `run`.
+        """Take the right to save into `run`.
 
-        The run is taken over at once from a process that is dead, from this one, and from one of which nothing is known
-        here (of another host). One that runs on this host is waited for, and then it is a `RunTakenError`. Of several that
-        try at the same time one wins.
+        A dead process, this one, and a process of another host, whose state is unknown, lose the run at once. For another
+        running process of this host the call waits `wait_seconds`, and then raises `RunTakenError`. If several processes
+        try at the same time, one succeeds.
         """
         deadline = time.monotonic() + wait_seconds
         run.storage.prepare()
-        turns = 0
+        attempts = 0
         while True:
             newest = _newest(run)
-            if newest is not None and _is_held_beside_us(newest.record):
+            if newest is not None and _is_held_on_this_host(newest.record):
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise _taken(run, newest.record, "end that process, or save into another directory")
@@ -130,15 +130,16 @@ class Claim:
             claim = cls._follow(run, newest)
             if claim is not None:
                 return claim
-            turns += 1
-            if turns == _MAX_TURNS:
+            attempts += 1
+            if attempts == _MAX_TAKE_ATTEMPTS:
+                _refuse_other_than_file(run, newest.number + 1 if newest else 1)
                 raise _taken(
                     run, newest.record if newest else None, "see which processes save there, and end all but one"
                 )
 
     @classmethod
     def _follow(cls, run: Run, before: _Newest | None) -> Claim | None:
-        """Make the next claim; None when another process was first."""
+        """Create the next claim; None if another process was first."""
         number = before.number + 1 if before else 1
         record = ClaimRecord(
             process=this_process(),
@@ -153,7 +154,7 @@ class Claim:
             return None
         claims = _claims(run)
         if max(claims, default=0) != number or claims[number].version != file.version:
-            # Numbers of superseded claims become free, and whoever was slow may get one of these.
+            # Numbers of superseded claims become free, and a slow process may get one of them.
             run.storage.delete([_name(number)])
             return None
         claim = cls(run, number, record, file.version)
@@ -161,24 +162,24 @@ class Claim:
         return claim
 
     def check(self) -> None:
-        """Raise `RunTakenError` when another claim was made since; one listing."""
-        with self._lock:
+        """Raise `RunTakenError` if another process has taken the run; one listing."""
+        with self._locked():
             self._check()
 
     def announce(self, directories: Collection[str]) -> None:
-        """Say which checkpoints are being saved, instead of what was said before.
+        """Record the checkpoints that are being saved, in place of those recorded before.
 
-        Should this process die, a pruning need not wait a day to remove what it leaves in them. Raises as `check`.
+        If this process dies, a pruning can remove their files without waiting a day. Raises as `check`.
         """
-        with self._lock:
+        with self._locked():
             self._check()
             left = tuple(each for each in self._record.left if each not in directories)
             self._rewrite(replace(self._record, saving=tuple(directories), left=left))
 
     def release(self) -> None:
-        """Let the next one take the run at once. No error when it was taken already; a storage that fails is an event."""
+        """Release the run, also if another process has taken it already. An error of the storage is an event."""
         try:
-            with self._lock:
+            with self._locked():
                 self._check()
                 self._rewrite(replace(self._record, released=True, saving=()))
         except RunTakenError:
@@ -188,29 +189,37 @@ class Claim:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        if self._pid != os.getpid():
+    def _locked(self) -> threading.Lock:
+        """The lock, but not in a forked child, where a thread of the parent may hold it without end."""
+        if not self._owner.is_this_process:
             raise UsageError(
-                f"the claim on {self._run.url} is of the process before the fork", next_step="take another in this one"
+                f"the claim on {self._run.url} belongs to the process before the fork",
+                next_step="take a claim in this one",
             )
+        return self._lock
+
+    def _check(self) -> None:
         claims = _claims(self._run)
         newest = max(claims, default=0)
-        if newest == self._number:
-            if claims[newest].version == self._version:
-                return
-            record = _read(self._run, claims[newest])
-            if record is not None and record.token == self._record.token:
-                self._version = claims[newest].version  # copied or touched
-                return
-        other = _read(self._run, claims[newest]) if newest > self._number else None
+        if newest == self._number and claims[newest].version == self._version:
+            return
+        record = _read(self._run, claims[newest]) if newest >= self._number else None
+        if newest == self._number and record is not None and record.token == self._record.token:
+            self._version = claims[newest].version  # copied or touched
+            return
+        if newest < self._number or (newest == self._number and record is None):
+            raise RunTakenError(
+                f"{self._run.url}/{_name(self._number)}, the claim of this process, was removed or replaced",
+                next_step="check the directory of the run, and open the run again to save into it",
+            )
         raise _taken(
-            self._run, other, "stop saving in this process, or open the run anew if the other one is the mistake"
+            self._run, record, "stop saving in this process, or open the run again if the other one is the mistake"
         )
 
     def _rewrite(self, record: ClaimRecord) -> None:
         self._run.storage.publish(_name(self._number), record.encode(), replace=True)
         self._record = record
-        with contextlib.suppress(MissingError):  # superseded and removed this moment; the next check tells
+        with contextlib.suppress(MissingError):  # superseded and removed just now; the next check raises
             self._version = self._run.storage.stat(_name(self._number)).version
 
     def _remove_older(self, claims: Collection[int]) -> None:
@@ -221,7 +230,7 @@ class Claim:
 
 
 def dead_saves(run: Run) -> frozenset[str]:
-    """Directories in which a writer that is dead beyond doubt was saving when it died, and nobody saves since."""
+    """Directories of unfinished saves whose writers have certainly died, and that no process writes to now."""
     newest = _newest(run)
     if newest is None or newest.record is None:
         return frozenset()
@@ -230,7 +239,7 @@ def dead_saves(run: Run) -> frozenset[str]:
 
 
 def _left_by(record: ClaimRecord) -> tuple[str, ...]:
-    """What is known to lie about unfinished, should `record` be the last claim."""
+    """Directories of unfinished saves at the time of the next claim after `record`."""
     return tuple(dict.fromkeys((*record.left, *record.saving))) if _is_dead(record) else record.left
 
 
@@ -238,7 +247,7 @@ def _is_dead(record: ClaimRecord) -> bool:
     return state_of(record.process) == "dead"
 
 
-def _is_held_beside_us(record: ClaimRecord | None) -> bool:
+def _is_held_on_this_host(record: ClaimRecord | None) -> bool:
     return record is not None and not record.released and state_of(record.process) == "alive"
 
 
@@ -260,7 +269,7 @@ def _newest(run: Run) -> _Newest | None:
 
 
 def _read(run: Run, file: StoredFile) -> ClaimRecord | None:
-    """What a claim says now; None when it was removed, or is no claim."""
+    """The current record of a claim; None if it was removed or is not valid."""
     for attempt in range(1, _READ_ATTEMPTS + 1):
         try:
             now = run.storage.stat(file.name)
@@ -271,15 +280,28 @@ def _read(run: Run, file: StoredFile) -> ClaimRecord | None:
             if attempt == _READ_ATTEMPTS:
                 raise
             continue
-        # On a file system another version of it may have been read, cut off.
+        # On a file system a part of another version may have been read.
         with contextlib.suppress(ValueError):
             return ClaimRecord.decode(data)
     return None
 
 
+def _refuse_other_than_file(run: Run, number: int) -> None:
+    """Raise `StorageError` if the name of claim `number`, which exists, is not that of a file."""
+    if max(_claims(run), default=0) >= number:
+        return
+    try:
+        run.storage.stat(_name(number))
+    except MissingError as error:
+        raise StorageError(
+            f"{run.url}/{_name(number)} is not a file, so no process can claim the run",
+            next_step="remove it, and save again",
+        ) from error
+
+
 def _plain(value: Any) -> Any:
     if type(value) not in (str, int):
-        raise ValueError("a claim has text and numbers only")
+        raise ValueError("a claim contains only text and numbers")
     return value
 
 
@@ -288,10 +310,13 @@ def _directories(found: Any) -> tuple[str, ...]:
 
 
 def _taken(run: Run, record: ClaimRecord | None, next_step: str) -> RunTakenError:
+    if record is not None and record.process == this_process():
+        next_step = "use one manager for a run, and close it before another one is made"
     if record is None:
         return RunTakenError(f"another process has taken the run at {run.url}", next_step=next_step)
+    which = "another manager in this process" if record.process == this_process() else "another process"
     since = datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     return RunTakenError(
-        f"another process saves into {run.url} (pid {record.process.pid} on {record.process.host}, since {since})",
+        f"{which} saves into {run.url} (pid {record.process.pid} on {record.process.host}, since {since})",
         next_step=next_step,
     )

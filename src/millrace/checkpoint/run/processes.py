@@ -1,4 +1,4 @@
-"""Which process something is of, and whether that one still runs: told by the kernel, not by clocks. Linux only."""
+"""Identifies a process, and checks with the kernel whether it still runs, without clocks. Linux only."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ State = Literal["here", "alive", "dead", "elsewhere"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """One process, ever: `boot` names a run of a kernel, `namespace` a table of pids in it (each container has its own),
-    `started` the clock tick at which it began, by which it is told from a later one of the same `pid`. `host` is for people.
+    """A unique process: `boot` is the id of the kernel's boot, `namespace` that of the pid namespace (one per container).
+    `started` is the clock tick of its start, which distinguishes it from a later process with the same `pid`. `host` is for
+    people.
     """
 
     host: str
@@ -24,7 +25,7 @@ class Process:
 
 
 def this_process() -> Process:
-    """The process that asks."""
+    """The current process."""
     return Process(
         host=socket.gethostname(),
         boot=_text("/proc/sys/kernel/random/boot_id"),
@@ -35,10 +36,10 @@ def this_process() -> Process:
 
 
 def state_of(process: Process) -> State:
-    """What can be said of `process` from here.
+    """The state of `process` as seen from this process.
 
-    "dead" is beyond doubt. "elsewhere" is a process of another host, of another container on this one, or of this host
-    before it was started again: nothing is known of it.
+    "dead" is certain. "elsewhere" is a process of another host, of another container, or of this host before its last
+    boot: its state is unknown.
     """
     here = this_process()
     if process == here:
@@ -53,19 +54,19 @@ def state_of(process: Process) -> State:
         return "dead"
     started = _started(process.pid)
     if started is None:
-        # Hidden from this user, or gone this moment, which the next look will tell.
+        # Hidden from this user, or it ended just now; then the next check returns "dead".
         return "alive"
     return "alive" if started == process.started else "dead"
 
 
 def _started(pid: int) -> int | None:
-    """When a running process began, in clock ticks since the boot; 0 when it has ended and only waits to be reaped."""
-    # The name, in parentheses, may hold anything.
+    """The start of a running process in clock ticks since the boot; 0 for a zombie."""
+    # The name, in parentheses, may contain any character.
     fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if len(fields) < 20:
         return None
     state, threads, started = fields[0], int(fields[17]), int(fields[19])
-    # A first thread that has ended looks the same while others still run.
+    # A process whose first thread has ended looks the same while other threads run.
     return 0 if state in "ZX" and threads <= 1 else started
 
 

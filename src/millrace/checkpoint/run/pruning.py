@@ -1,25 +1,34 @@
-"""Removes checkpoints of a run that no policy keeps, and what crashed saves and prunings left. What goes is decided in
-`retention.py` and `prune_plan.py`; this carries it out. No torch.
+"""Removes the checkpoints of a run that its policy does not keep, and the leftovers of crashed saves and prunings. No torch.
 
-The manifests go first, and data files only when no manifest is left that names them: at any moment, and after any crash,
-a checkpoint that has its manifest is whole. What is about to be deleted is noted in the run's directory before, so that
-the next pruning finishes the work of one that was killed.
+`retention.py` and `prune_plan.py` decide what to remove. This module removes it. Manifests go first, and a data file only
+when no remaining manifest names it. So at any moment, and after any crash, a checkpoint that has its manifest is complete.
+A note in the run's directory lists the files before they are deleted, so that the next pruning can finish the work of a
+process that was killed.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
-from millrace.checkpoint.places.storage import StoredFile
 from millrace.checkpoint.run.claims import dead_saves
 from millrace.checkpoint.run.prune_plan import NOTE_PREFIX, Note, PruneWork, is_note, note_of, plan_work
-from millrace.checkpoint.run.retention import Policy, as_policy
-from millrace.checkpoint.run.run_layout import Found, Run, RunListing, parse_name
-from millrace.errors import ChangedError, DiskFullError, MissingError
+from millrace.checkpoint.run.retention import (
+    KeepAll,
+    KeepLast,
+    Policy,
+    as_policy,
+    policy_warnings,
+    refuse_what_matches_nothing,
+)
+from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, RunListing, parse_name
+from millrace.checkpoint.run.tiers import pending_uploads
+from millrace.checkpoint.storage.storage import StoredFile
+from millrace.errors import ChangedError, DiskFullError, MillraceError, MissingError, UsageError
 from millrace.events import Event, emit
 
 _ATTEMPTS = 3
@@ -27,11 +36,11 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneReport:
-    """What a pruning did, or would do (`dry_run`). Names are those of checkpoints, by step and revision.
+    """What a pruning removed, or would remove (`dry_run`). Checkpoints are named, and sorted by step and revision.
 
-    `freed_bytes` is the size of the `deleted_files`; `leftovers` are those of them, as paths in the run, that were of no
-    checkpoint. `kept_for_others` has, by directory, files of removed checkpoints that a kept one needs. `unreadable`
-    are checkpoints whose manifest is damaged or of a newer version: they are left alone, and so is what they may need.
+    `freed_bytes` is the size of the `deleted_files`. `leftovers` are those of them, as paths in the run, that belonged to no
+    checkpoint. `kept_for_others` lists, by directory, files of removed checkpoints that a kept one needs. `unreadable` are
+    checkpoints whose manifest is damaged or of a newer version: they stay, and so do all files that they may need.
     """
 
     url: str
@@ -52,13 +61,20 @@ def prune(
     dry_run: bool = False,
     protected: Collection[str] = (),
     progress: Callable[[int, int], None] | None = None,
+    independent: bool = True,
+    damaged: Collection[str] = (),
+    strict: bool = False,
 ) -> PruneReport:
-    """Remove what `policy` does not keep. Never the newest checkpoint or what a kept one needs, nor foreign files.
+    """Remove the checkpoints that `policy` does not keep. The newest, the files of kept ones and other files always stay.
 
-    `protected` are names of checkpoints that stay in any case. `progress` is called with the number of files that are
-    deleted and of those that are to be. Safe beside savers and other prunings; a reader of a checkpoint that goes gets an
-    error that says so. Killed at any moment, it leaves every checkpoint that has a manifest whole, and the next one
-    finishes. Raises what the storage raises, and `ChangedError` when others keep replacing what is to go.
+    `protected` are names of checkpoints that stay in any case. `independent` keeps one that shares no file with the
+    newest, and `damaged` are names of checkpoints that do not count as such (see `plan_pruning`). `strict` raises
+    `UsageError` where a part of the policy selects by a metric or step that no checkpoint of the run has. `progress` is
+    called with the number of deleted files and the number of files to delete.
+
+    Safe while others save and prune. A reader of a checkpoint that is removed gets an error that names the reason. If the
+    process is killed, every checkpoint that has a manifest is complete, and the next pruning finishes the work. Raises
+    errors of the storage, and `ChangedError` when others keep replacing the checkpoints to remove.
     """
     kept_by = as_policy(policy)
     removed: list[str] = []
@@ -66,7 +82,22 @@ def prune(
     leftovers: list[str] = []
     for _ in range(_ATTEMPTS):
         listing = run.look()
-        work = _decide(run, listing, kept_by, protected)
+        described = run.describe_all(found for found in listing.checkpoints if found.complete)
+        if strict:
+            refuse_what_matches_nothing(run.url, kept_by, described.values())
+        work = plan_work(
+            listing,
+            described,
+            kept_by,
+            now=time.time(),
+            protected=protected,
+            notes={file.name: _read_note(run, file) for file in listing.files if is_note(file.name)},
+            # After the listing: a process announces a save before it writes, and then its directory is not dead.
+            dead=dead_saves(run),
+            is_remote=run.is_remote,
+            independent=independent,
+            damaged=damaged,
+        )
         finished = True
         if dry_run:
             deleted = {path: work.sizes[path] for path in work.paths}
@@ -76,7 +107,7 @@ def prune(
             finished = _carry_out(run, listing, work, deleted, progress)
             removed += [name for name in work.plan.remove if f"{name}/{MANIFEST_NAME}" in deleted]
             leftovers += [path for path in work.leftovers if path in deleted]
-            _tell(run, work, len(deleted) - before)
+            _report(run, work, len(deleted) - before)
         if finished:
             return PruneReport(
                 url=run.url,
@@ -94,18 +125,77 @@ def prune(
     )
 
 
-def _decide(run: Run, listing: RunListing, policy: Policy, protected: Collection[str]) -> PruneWork:
-    return plan_work(
-        listing,
-        run.describe_all(found for found in listing.checkpoints if found.complete),
-        policy,
-        now=time.time(),
-        protected=protected,
-        notes={file.name: _read_note(run, file) for file in listing.files if is_note(file.name)},
-        # After the listing: who begins to save in such a directory says so first, and its files are not listed yet.
-        dead=dead_saves(run),
-        is_remote=run.is_remote,
-    )
+@dataclass(kw_only=True)
+class Retention:
+    """The retention of one manager: its policy for the run, and `local_keep` for this node's disk. For the first rank.
+
+    `damaged` are names of checkpoints that other parts of the manager found to be damaged.
+    """
+
+    run: Run
+    policy: Policy
+    local_keep: int
+    independent: bool
+    damaged: set[str]
+    _is_tidy: bool = False
+    _warned: set[str] = field(default_factory=set)
+
+    def prune(self, policy: Policy, *, dry_run: bool = False) -> PruneReport:
+        """Prune the run. Raises as `prune` with `strict`."""
+        return self._prune(policy, dry_run=dry_run, strict=True)
+
+    def prune_after_save(self) -> None:
+        """Prune the run by the manager's policy. A failure is an event: the next save prunes again."""
+        try:
+            # A policy that keeps everything can only remove leftovers of dead saves, and one look for them is enough.
+            if not isinstance(self.policy, KeepAll) or not (self._is_tidy or _is_tidy(self.run.look())):
+                self._prune(self.policy)
+            self._is_tidy = True
+        except MillraceError as error:
+            self._report_failure(self.run, error)
+
+    def make_room(self, place: Run) -> int:
+        """Prune the run or the copies on this node's disk because a disk is full; returns the freed bytes. Never raises."""
+        try:
+            if place is self.run:
+                return self._prune(self.policy).freed_bytes
+            waiting = {upload.name for upload in pending_uploads(place, self.run)}
+            return prune(place, KeepLast(self.local_keep), protected=waiting, independent=False).freed_bytes
+        except MillraceError as error:
+            self._report_failure(place, error)
+            return 0
+
+    def warn_of_mistakes(self, step: int, metrics: Mapping[str, float], last_save: tuple[int, float] | None) -> None:
+        """Warn, once of each, where the policy may keep nothing because of a metric or a step that does not match.
+
+        `last_save` is the step of the manager's last save, and its time by the monotonic clock.
+        """
+        previous, at = last_save or (None, None)
+        apart = None if at is None else time.monotonic() - at
+        found = policy_warnings(self.policy, step, metrics, previous=previous, apart_seconds=apart)
+        for problem in found.keys() - self._warned:
+            self._warned.add(problem)
+            text = f"{self.run.url}: {found[problem]}"
+            emit(Event(name="run.policy.matches_nothing", subject=self.run.url, detail=text))
+            warnings.warn(text, RuntimeWarning, stacklevel=6)
+
+    def _report_failure(self, place: Run, error: MillraceError) -> None:
+        text = str(error)
+        if isinstance(error, UsageError):  # of the policy, which fails in the same way after every save
+            if text in self._warned:
+                return
+            self._warned.add(text)
+        emit(Event(name="run.prune.failed", subject=place.url, detail=text))
+
+    def _prune(self, policy: Policy, *, dry_run: bool = False, strict: bool = False) -> PruneReport:
+        return prune(
+            self.run, policy, dry_run=dry_run, independent=self.independent, damaged=self.damaged, strict=strict
+        )
+
+
+def _is_tidy(listing: RunListing) -> bool:
+    """Whether no save left anything unfinished."""
+    return not listing.empty and all(found.complete for found in listing.checkpoints)
 
 
 def _carry_out(
@@ -115,8 +205,9 @@ def _carry_out(
     deleted: dict[str, int],
     progress: Callable[[int, int], None] | None,
 ) -> bool:
-    """Do the work, adding what was deleted to `deleted`. False when a manifest is another one by now: then it must be
-    decided again, and the data is still there.
+    """Do the work, and add the deleted files to `deleted`.
+
+    Returns False when a manifest was replaced meanwhile. Then the plan must be made again, and the data is still there.
     """
     total = len(deleted) + len(work.paths)
 
@@ -143,7 +234,7 @@ def _carry_out(
     return True
 
 
-def _is_as_listed(run: Run, found: Found) -> bool | None:
+def _is_as_listed(run: Run, found: ListedCheckpoint) -> bool | None:
     """Whether a checkpoint's manifest is the one that was listed; None when it is gone."""
     try:
         manifest = run.checkpoint(found.name).stat(MANIFEST_NAME)
@@ -156,7 +247,7 @@ def _is_as_listed(run: Run, found: Found) -> bool | None:
 
 
 def _write_note(run: Run, work: PruneWork) -> list[str]:
-    """Note what is about to go; gives the names of the notes written."""
+    """List the files to delete in a note; returns the names of the notes written."""
     note = note_of(work)
     if note == Note():
         return []
@@ -164,14 +255,14 @@ def _write_note(run: Run, work: PruneWork) -> list[str]:
     try:
         run.storage.publish(name, note.encode(), replace=False)
     except DiskFullError as error:
-        # Making room is what this is for. Killed now, the data files would go in a day.
+        # The pruning is needed to free space. If it is killed now, the data files are removed a day later.
         emit(Event(name="checkpoint.prune.note.failed", subject=run.url, detail=str(error)))
         return []
     return [name]
 
 
 def _read_note(run: Run, file: StoredFile) -> Note:
-    """A note. One that was removed meanwhile, or says nothing, is empty."""
+    """A note; an empty one if it was removed meanwhile or cannot be read."""
     try:
         return Note.decode(bytes(memoryview(run.storage.read(file, 0, file.size))))
     except (MissingError, ChangedError):
@@ -181,7 +272,7 @@ def _read_note(run: Run, file: StoredFile) -> Note:
         return Note()
 
 
-def _tell(run: Run, work: PruneWork, files: int) -> None:
+def _report(run: Run, work: PruneWork, files: int) -> None:
     for name in work.unreadable:
         emit(Event(name="checkpoint.prune.unreadable", subject=run.url_of(name), detail="left alone"))
     if files:

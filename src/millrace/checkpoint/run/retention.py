@@ -1,37 +1,39 @@
-"""Which checkpoints of a run stay: policies as small values, and what follows from them for every file. Pure.
+"""Retention policies: which checkpoints of a run stay. Pure.
 
-A policy maps descriptions of a run's complete checkpoints to the names of those it keeps; `a | b` keeps what either keeps.
+A policy maps descriptions of a run's complete checkpoints to the names of those that it keeps. `a | b` keeps all that
+either of them keeps.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 from urllib.parse import quote, unquote
 
-from millrace.checkpoint.format.manifest import MANIFEST_NAME
-from millrace.checkpoint.run.run_info import CheckpointInfo, paths_of
-from millrace.checkpoint.run.run_layout import parse_name
-from millrace.checkpoint.run.timeline import timeline
-from millrace.errors import ConfigurationError
+from millrace.checkpoint.run.run_info import CheckpointInfo
+from millrace.checkpoint.run.timeline import age_of
+from millrace.config import shown
+from millrace.errors import ConfigurationError, UsageError
 
 _UNITS = {"w": 604_800, "d": 86_400, "h": 3_600, "m": 60, "s": 1}
 _AGE = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)([wdhms])", re.ASCII)
-# Beside letters and digits, what stays as it is in a metric's name when a policy is written as text.
+# Characters besides letters and digits that are not escaped in a metric's name when a policy is written as text.
 _PLAIN = "/ ()[]<>@#&+*^~!?'|-_."
-_KNOWN = "last=N, every=STEPS, best=METRIC[:min|max][:N], newer=AGE (90s, 12h, 7d, 2w) or all"
+_NAMED = 5
+_KNOWN = "N, last=N, every=STEPS, best=METRIC[:min|max][:N], newer=AGE (90s, 12h, 7d, 2w) or all"
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides which checkpoints stay. Pure: the same descriptions and `now` give the same answer."""
+    """Decides which checkpoints stay. Pure: the same descriptions and `now` give the same result."""
 
     def keep(self, checkpoints: Sequence[CheckpointInfo], *, now: float) -> frozenset[str]:
-        """Names of those that stay, of the run's complete checkpoints by step and revision. `now` is in Unix seconds."""
+        """Names of the complete checkpoints to keep. `checkpoints` are by step and revision; `now` is in Unix seconds."""
         ...
 
 
@@ -52,7 +54,7 @@ class _Composable:
 def _join(*policies: object) -> Any:
     members: list[Policy] = []
     for policy in policies:
-        if not isinstance(policy, Policy):
+        if not _is_policy(policy):
             return NotImplemented
         members += policy.policies if isinstance(policy, AnyOf) else [policy]
     return AnyOf(tuple(members))
@@ -60,7 +62,7 @@ def _join(*policies: object) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class KeepLast(_Composable):
-    """Keeps the newest `n`: of the steps that lead to the newest one, not of a future that a restore gave up."""
+    """Keeps the `n` checkpoints that were saved last, whatever their steps."""
 
     n: int
 
@@ -71,12 +73,12 @@ class KeepLast(_Composable):
         return f"last={self.n}"
 
     def keep(self, checkpoints: Sequence[CheckpointInfo], *, now: float) -> frozenset[str]:
-        return frozenset(info.name for info in timeline(checkpoints)[-self.n :])
+        return frozenset(info.name for info in sorted(checkpoints, key=age_of)[-self.n :])
 
 
 @dataclass(frozen=True, slots=True)
 class KeepEvery(_Composable):
-    """Keeps the checkpoints whose step is a multiple of `steps`. A save at another step is none of them."""
+    """Keeps the checkpoints whose step is a multiple of `steps`, and no others."""
 
     steps: int
 
@@ -92,9 +94,9 @@ class KeepEvery(_Composable):
 
 @dataclass(frozen=True, slots=True)
 class KeepBest(_Composable):
-    """Keeps the `n` with the lowest (`mode="min"`) or highest value of a metric; of equals the newest.
+    """Keeps the `n` with the lowest (`mode="min"`) or highest value of a metric; of equal ones the newest.
 
-    A checkpoint without the metric, or with one that is no number, is none of them.
+    A checkpoint without the metric, or with a NaN, does not count. While no checkpoint has it, the last `n` are kept.
     """
 
     metric: str
@@ -103,54 +105,61 @@ class KeepBest(_Composable):
 
     def __post_init__(self) -> None:
         _positive("best", self.n)
-        if not self.metric or self.mode not in ("min", "max"):
+        if not isinstance(self.metric, str) or not self.metric or self.mode not in ("min", "max"):
             raise ConfigurationError(
-                f"KeepBest({self.metric!r}, mode={self.mode!r}) says nothing",
+                f"KeepBest({self.metric!r}, mode={self.mode!r}) is not valid",
                 next_step="give a metric's name, and mode='min' or mode='max'",
             )
 
     def __str__(self) -> str:
-        return f"best={quote(self.metric, safe=_PLAIN)}:{self.mode}:{self.n}"
+        return f"best={quote(self.metric, safe=_PLAIN, errors='surrogatepass')}:{self.mode}:{self.n}"
 
     def keep(self, checkpoints: Sequence[CheckpointInfo], *, now: float) -> frozenset[str]:
         sign = 1 if self.mode == "min" else -1
-        known = [info for info in _current(checkpoints) if not math.isnan(info.metrics.get(self.metric, math.nan))]
+        known = [info for info in _current(checkpoints) if self.counts(info.metrics)]
+        if not known:
+            return KeepLast(self.n).keep(checkpoints, now=now)
         known.sort(key=lambda info: (sign * info.metrics[self.metric], -info.revision, -info.step))
         return frozenset(info.name for info in known[: self.n])
+
+    def counts(self, metrics: Mapping[str, float]) -> bool:
+        """Whether these metrics of a checkpoint include this one as a number."""
+        return not math.isnan(metrics.get(self.metric, math.nan))
 
 
 @dataclass(frozen=True, slots=True)
 class KeepNewerThan(_Composable):
-    """Keeps what was saved in the last `seconds` (a number or a `timedelta`), by the clocks of the writers."""
+    """Keeps the checkpoints saved in the last `seconds` (a number or a `timedelta`), by the writers' clocks."""
 
     seconds: float | timedelta
 
     def __post_init__(self) -> None:
         seconds = self.seconds.total_seconds() if isinstance(self.seconds, timedelta) else self.seconds
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= sys.float_info.max:
             raise ConfigurationError(
-                f"newer={self.seconds!r} is no age", next_step="give a positive number of seconds, or a timedelta"
+                f"newer={shown(self.seconds)} is not an age",
+                next_step="give a positive number of seconds, or a timedelta",
             )
         object.__setattr__(self, "seconds", float(seconds))
 
     def __str__(self) -> str:
-        seconds = self._seconds
+        seconds = self.age_seconds
         for unit, length in _UNITS.items():
             if seconds % length == 0:
                 return f"newer={int(seconds // length)}{unit}"
         return f"newer={seconds!r}s"
 
     def keep(self, checkpoints: Sequence[CheckpointInfo], *, now: float) -> frozenset[str]:
-        return frozenset(info.name for info in _current(checkpoints) if info.created > now - self._seconds)
+        return frozenset(info.name for info in _current(checkpoints) if info.created > now - self.age_seconds)
 
     @property
-    def _seconds(self) -> float:
+    def age_seconds(self) -> float:
         return self.seconds.total_seconds() if isinstance(self.seconds, timedelta) else self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class KeepAll(_Composable):
-    """Keeps every complete checkpoint, also one whose step was saved again."""
+    """Keeps every complete checkpoint, including those whose step was saved again."""
 
     def __str__(self) -> str:
         return "all"
@@ -161,7 +170,7 @@ class KeepAll(_Composable):
 
 @dataclass(frozen=True, slots=True)
 class AnyOf(_Composable):
-    """Keeps what any of its policies keeps. Made by `a | b`."""
+    """Keeps all that any of its policies keeps. Created by `a | b`."""
 
     policies: tuple[Policy, ...]
 
@@ -176,12 +185,38 @@ class AnyOf(_Composable):
         return ",".join(map(str, self.policies))
 
     def keep(self, checkpoints: Sequence[CheckpointInfo], *, now: float) -> frozenset[str]:
-        return frozenset().union(*(policy.keep(checkpoints, now=now) for policy in self.policies))
+        return frozenset().union(*(kept_names(policy, checkpoints, now=now) for policy in self.policies))
+
+
+def kept_names(policy: Policy, checkpoints: Sequence[CheckpointInfo], *, now: float) -> frozenset[str]:
+    """The names that `policy` keeps. Raises `UsageError` if it fails, or returns anything but names: it may be a user's."""
+    try:
+        kept: Any = policy.keep(checkpoints, now=now)
+        names = frozenset((kept,) if isinstance(kept, str) else kept)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"the retention policy {type(policy).__name__} failed ({type(error).__name__}: {error!s:.200})",
+            next_step="correct its keep(); nothing was removed",
+        ) from error
+    if isinstance(kept, str) or not all(isinstance(name, str) for name in names):
+        raise UsageError(
+            f"the retention policy {type(policy).__name__} returned other values than names",
+            next_step="return the `name` of each checkpoint to keep, as a set; nothing was removed",
+        )
+    return names
+
+
+def _is_policy(found: object) -> TypeGuard[Policy]:
+    return isinstance(found, Policy) and not isinstance(found, type)  # a class has a `keep`, too
 
 
 def _positive(what: str, number: int) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ConfigurationError(f"{what}={number!r} keeps nothing", next_step="give a whole number from 1 on")
+        raise ConfigurationError(f"{what}={shown(number)} keeps nothing", next_step="give a whole number from 1 on")
+    if number > sys.maxsize:
+        raise ConfigurationError(f"{what}= is too large", next_step=f"give a whole number from 1 to {sys.maxsize}")
 
 
 def _current(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
@@ -192,26 +227,26 @@ def _current(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
 
 
 def parse_policy(text: str) -> Policy:
-    """Read `last=5,every=1000,best=loss:min:2,newer=7d`, or `all`: what any part keeps is kept. `str(policy)` is read back.
+    """Parse `last=5,every=1000,best=loss:min:2,newer=7d` or `all`, of which any part keeps checkpoints; inverse of `str`.
 
-    In a metric's name `%2C` stands for a comma, and so on. Raises `ConfigurationError`.
+    A number alone is short for `last=`. In a metric's name `%2C` stands for a comma, and so on. Raises `ConfigurationError`.
     """
     parts = [_parse_part(part.strip()) for part in text.split(",")]
     return parts[0] if len(parts) == 1 else AnyOf(tuple(parts))
 
 
 def as_policy(keep: int | str | Policy | None) -> Policy:
-    """A policy from what callers write: a number of newest checkpoints, text for `parse_policy`, None for all."""
+    """A policy from an argument: a number of newest checkpoints, text for `parse_policy`, None for all."""
     if keep is None:
         return KeepAll()
     if isinstance(keep, int):
         return KeepLast(keep)
     if isinstance(keep, str):
         return parse_policy(keep)
-    if isinstance(keep, Policy):
+    if _is_policy(keep):
         return keep
     raise ConfigurationError(
-        f"{keep!r:.100} says not what to keep", next_step="give a number, a policy such as KeepLast(5), or text"
+        f"{shown(keep)} is not a retention policy", next_step="give a number, a policy such as KeepLast(5), or text"
     )
 
 
@@ -225,14 +260,16 @@ def _parse_part(text: str) -> Policy:
     }
     if text == "all":
         return KeepAll()
+    if text.isascii() and text.isdigit():
+        kind, value = "last", text
     if kind not in parsers or not value:
-        raise ConfigurationError(f"{text!r:.100} is no retention policy", next_step=f"write {_KNOWN}")
+        raise ConfigurationError(f"{text!r:.100} is not a retention policy", next_step=f"write {_KNOWN}")
     try:
         return parsers[kind](value)
     except ConfigurationError:
         raise
     except ValueError as error:
-        raise ConfigurationError(f"{text!r:.100} is no retention policy", next_step=f"write {_KNOWN}") from error
+        raise ConfigurationError(f"{text!r:.100} is not a retention policy", next_step=f"write {_KNOWN}") from error
 
 
 def _parse_best(value: str) -> Policy:
@@ -241,7 +278,7 @@ def _parse_best(value: str) -> Policy:
     n = int(rest.pop(0)) if rest else 1
     if rest or mode not in ("min", "max"):
         raise ValueError(value)
-    return KeepBest(unquote(metric), n, "min" if mode == "min" else "max")
+    return KeepBest(unquote(metric, errors="surrogatepass"), n, "min" if mode == "min" else "max")
 
 
 def _parse_newer(value: str) -> Policy:
@@ -251,66 +288,70 @@ def _parse_newer(value: str) -> Policy:
     return KeepNewerThan(float(match[1]) * _UNITS[match[2]])
 
 
-# --- what follows ---------------------------------------------------------------------------------
+# --- policies that match nothing ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrunePlan:
-    """What a pruning is to do. `remove` is in the order in which the manifests go: the newest first.
+def refuse_what_matches_nothing(url: str, policy: Policy, checkpoints: Iterable[object]) -> None:
+    """Raise `UsageError` if a part of `policy` selects by a metric or a step that none of the checkpoints has.
 
-    `files_of_removed_to_delete` has, by the directory in which they lie, the data files that only removed checkpoints
-    name (never a manifest); `files_kept_for_others` likewise those that stay without a manifest beside them, since a kept
-    checkpoint names them, too.
+    Values other than `CheckpointInfo` (errors) in `checkpoints` are skipped. An empty run is accepted.
     """
+    complete = [info for info in checkpoints if isinstance(info, CheckpointInfo) and info.complete]
+    for part in _parts(policy) if complete else ():
+        if isinstance(part, KeepBest) and not any(part.counts(info.metrics) for info in complete):
+            names = {name: None for info in complete for name in info.metrics}
+            raise UsageError(
+                f"{str(part)!r}: no checkpoint of {url} has the metric {part.metric!r} ({_listed(list(names))})",
+                next_step="correct the metric's name, or keep by last=N",
+            )
+        if isinstance(part, KeepEvery) and not any(info.step % part.steps == 0 for info in complete):
+            steps = ", ".join(str(info.step) for info in complete[-_NAMED:])
+            raise UsageError(
+                f"{str(part)!r}: {part.steps} divides no step of {url} (the last ones: {steps})",
+                next_step="give a number that divides the steps, or keep by last=N",
+            )
 
-    keep: frozenset[str]
-    remove: tuple[str, ...]
-    files_of_removed_to_delete: Mapping[str, tuple[str, ...]]
-    files_kept_for_others: Mapping[str, tuple[str, ...]]
 
+def policy_warnings(
+    policy: Policy, step: int, metrics: Mapping[str, float], *, previous: int | None, apart_seconds: float | None
+) -> dict[str, str]:
+    """Warnings about parts of `policy` that may keep nothing of a run whose next save is of `step` with `metrics`.
 
-def plan_pruning(
-    checkpoints: Sequence[CheckpointInfo],
-    policy: Policy,
-    *,
-    now: float,
-    protected: Collection[str] = (),
-    spared: Collection[str] = (),
-) -> PrunePlan:
-    """Decide what goes. `checkpoints` are all that have a manifest which can be read; incomplete ones are passed over.
-
-    Kept besides what the policy keeps: the names in `protected`; the newest checkpoint and the one published last, each
-    with the full save that its next delta may be made against; and whoever names a path (`step-.../data-...`) in
-    `spared`, which somebody may need of whom nothing is known.
+    The keys identify the mistakes, so that each is reported once. `previous` is the step of the manager's last save,
+    `apart_seconds` before.
     """
-    complete = sorted((info for info in checkpoints if info.complete), key=lambda info: (info.step, info.revision))
-    chosen = policy.keep(complete, now=now) | _bases_of_the_next_save(complete) | frozenset(protected)
-    spared = frozenset(spared)
-    paths = {info.name: paths_of(info) for info in complete}
-    keep = frozenset(info.name for info in complete if info.name in chosen or paths[info.name] & spared)
-    removed = [info for info in reversed(complete) if info.name not in keep]
-    needed = spared.union(*(paths[name] for name in keep))
-    named: frozenset[str] = frozenset().union(*(paths[info.name] for info in removed))
-    data = {path for path in named if not path.endswith(f"/{MANIFEST_NAME}") and parse_name(path.partition("/")[0])}
-    return PrunePlan(
-        keep=keep,
-        remove=tuple(info.name for info in removed),
-        files_of_removed_to_delete=by_directory(data - needed),
-        files_kept_for_others=by_directory({path for path in data & needed if path.partition("/")[0] not in keep}),
-    )
+    found: dict[str, str] = {}
+    parts = _parts(policy)
+    for part in parts:
+        if isinstance(part, KeepBest) and not part.counts(metrics):
+            problem = "is NaN" if part.metric in metrics else "is missing"
+            found[f"metric {part.metric}"] = (
+                f"the metric {part.metric!r} of step {step} {problem} ({_listed(list(metrics))}), and {str(part)!r} chooses"
+                f" by it; correct the name in keep= or metrics=, as while no checkpoint has it the last {part.n} are kept,"
+                " and after that none without it except the newest"
+            )
+        if isinstance(part, KeepEvery) and step % part.steps and previous is not None:
+            multiple = step - step % part.steps
+            if previous < multiple:
+                found[str(part)] = (
+                    f"{str(part)!r} keeps neither step {previous} nor step {step}, since {part.steps} divides neither;"
+                    f" save at multiples of {part.steps} such as {multiple}, or keep by last=N"
+                )
+        if isinstance(part, KeepNewerThan) and len(parts) == 1 and (apart_seconds or 0.0) >= part.age_seconds:
+            found[str(part)] = (
+                f"{str(part)!r} keeps the newest checkpoint alone, since saves are {apart_seconds:.0f} s apart;"
+                " give a longer age, or add last=N"
+            )
+    return found
 
 
-def _bases_of_the_next_save(complete: Sequence[CheckpointInfo]) -> frozenset[str]:
-    """The newest checkpoint, which a run goes on from, and what a save in flight may be made against."""
-    if not complete:
-        return frozenset()
-    newest = [timeline(complete)[-1], max(complete, key=lambda info: (info.published, info.step, info.revision))]
-    return frozenset(name for info in newest for name in (info.name, info.full) if name is not None)
+def _parts(policy: Policy) -> Sequence[Policy]:
+    return policy.policies if isinstance(policy, AnyOf) else (policy,)
 
 
-def by_directory(paths: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Paths in the run's directory as names by directory, all in order."""
-    found: dict[str, list[str]] = {}
-    for directory, _, file in (path.partition("/") for path in sorted(paths)):
-        found.setdefault(directory, []).append(file)
-    return {directory: tuple(files) for directory, files in found.items()}
+def _listed(names: Sequence[str]) -> str:
+    """The names of the metrics, or the first few of them."""
+    if not names:
+        return "there are no metrics"
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"there are {', '.join(map(repr, names[:_NAMED]))}{more}"

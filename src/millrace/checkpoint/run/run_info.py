@@ -1,4 +1,4 @@
-"""What one checkpoint of a run is, in short: the facts that retention decides by. Pure; no torch, no I/O."""
+"""Descriptions of a run's checkpoints, which retention decides by. Pure; no torch, no I/O."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from millrace.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from millrace.checkpoint.format.tables import NO_BASE
 
 SIBLING = "../"
-"""How the name of a data file begins that lies in the directory of another checkpoint."""
+"""Prefix of the names of data files in the directory of another checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
     """One checkpoint of a run. Sizes in bytes.
 
-    `created` is in Unix seconds, by the writer's clock; `published` is when the manifest was written, by the storage's.
-    `stored_bytes` counts what lies in its own directory and is its own, manifest included; `restore_bytes` what a whole
-    read fetches, wherever that lies. `bases` are the directories whose files it names, `files` these names as they
-    are in the manifest (`../step-.../data-...` for a file of another checkpoint). `full` is the directory of the full
-    save that the next delta may be made against; None where the manifest does not say. `user` is the caller's own.
+    `created` is in Unix seconds, by the writer's clock; `published` is the time of the manifest, by the storage's clock.
+    `stored_bytes` counts its own files in its own directory, manifest included; `restore_bytes` all that a whole restore
+    reads, in any directory. `bases` are the directories whose files it names, `files` these names as in the manifest
+    (`../step-.../data-...` for a file of another checkpoint). `full` is the directory of the full save that the next delta
+    may be made against; None if the manifest does not contain it. `user` are the caller's values.
 
-    Of an incomplete one only sizes and times of its files are known, and `kind` is None. A complete one whose step was
-    saved again later is `superseded`.
+    For an incomplete checkpoint only the sizes and times of its files are known, and `kind` is None. A complete one whose
+    step was saved again later is `superseded`.
     """
 
     name: str
@@ -51,9 +51,9 @@ class CheckpointInfo:
 def info_of_manifest(
     manifest: Manifest, manifest_bytes: int, *, name: str, url: str, step: int, revision: int, published: float
 ) -> CheckpointInfo:
-    """Sum up a manifest that is `manifest_bytes` long in the directory `name`.
+    """Describe a manifest of `manifest_bytes` in the directory `name`.
 
-    A checkpoint that no manager saved has no record of the run; then it is told from its files and chunks.
+    A checkpoint without a record of its run, because no manager saved it, is described by its files and chunks.
     """
     record = manifest.user.get("run")
     managed = isinstance(record, Mapping)
@@ -82,7 +82,7 @@ def info_of_manifest(
 
 
 def directory_of(file: str, checkpoint: str) -> tuple[str, str]:
-    """Where the data file lies that the manifest of `checkpoint` names so: its directory in the run, and its name there."""
+    """The directory in the run, and the name there, of a data file that the manifest of `checkpoint` names."""
     if not file.startswith(SIBLING):
         return checkpoint, file
     directory, _, name = file.removeprefix(SIBLING).partition("/")
@@ -90,16 +90,16 @@ def directory_of(file: str, checkpoint: str) -> tuple[str, str]:
 
 
 def paths_of(info: CheckpointInfo) -> frozenset[str]:
-    """Everything that must be there for this checkpoint to be whole, as paths in the run's directory."""
+    """All files that this checkpoint needs, its manifest included, as paths in the run's directory."""
     named = (directory_of(file, info.name) for file in info.files)
     return frozenset({f"{info.name}/{MANIFEST_NAME}", *(f"{directory}/{file}" for directory, file in named)})
 
 
 def _chunk_bytes(manifest: Manifest) -> int:
-    """The stored bytes of every chunk, a chunk that several rows point to counted once."""
+    """The stored bytes of all chunks. A chunk that several rows refer to is counted once."""
     if not len(manifest.chunks):
         return 0
-    # Unlike `chains.restore_bytes`, which is of one writer, for a manifest from anywhere: it may name a file twice.
+    # `chains.restore_bytes` is for one writer's table. A manifest from any source may name a file twice.
     numbers = {name: number for number, name in enumerate(dict.fromkeys(file.name for file in manifest.files))}
     file = np.array([numbers[file.name] for file in manifest.files], dtype=np.uint32)[manifest.chunks["file"]]
     offset = manifest.chunks["offset"]

@@ -1,9 +1,9 @@
-"""A run: one directory with a sub-directory for each of its checkpoints. Names, one listing of all, what each holds.
+"""A run: one directory with a sub-directory for each of its checkpoints. Names, listings, and descriptions of checkpoints.
 
 A checkpoint is called `step-` and twelve digits. After a restore of an earlier step `-r1`, `-r2` and so on follow
-(`timeline.py`); of several of one step the highest that is complete supersedes the others. A checkpoint is complete if its
-manifest is there. Small files of the run itself (claims, notes of a pruning) lie beside the directories. All else that is
-there is left alone. No torch.
+(`timeline.py`). Of several complete checkpoints of one step the highest revision supersedes the others. A checkpoint is
+complete if its manifest exists. Small files of the run itself (claims, notes of a pruning) are stored next to the
+directories. All other files are ignored and never removed. No torch.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
-from millrace.checkpoint.host.pipeline import run_in_order
-from millrace.checkpoint.places.manifests import load_manifest
-from millrace.checkpoint.places.storage import CheckpointStorage, LocalStorage, ObjectStorage, StoredFile, open_storage
 from millrace.checkpoint.run.run_info import CheckpointInfo, info_of_manifest
-from millrace.checkpoint.run.timeline import next_revision
+from millrace.checkpoint.run.timeline import Point, last_revisions
+from millrace.checkpoint.storage.manifests import load_manifest
+from millrace.checkpoint.storage.storage import CheckpointStorage, LocalStorage, ObjectStorage, StoredFile, open_storage
 from millrace.errors import (
     ChangedError,
     CheckpointNotFoundError,
     ConfigurationError,
     DamagedError,
+    DiskFullError,
     MillraceError,
     MissingError,
     ObjectNotFoundError,
+    StorageError,
     UnsupportedFormatError,
 )
 from millrace.origin import Origin, origin_for_url
-
-__all__ = ["CheckpointInfo", "Found", "Run", "RunListing", "checkpoint_name", "open_run", "parse_name"]
+from millrace.runtime import forks
+from millrace.runtime.pipeline import run_in_order
 
 MAX_STEP = 10**12 - 1
-"""Steps have twelve digits, so that names sort as steps do."""
+"""Steps have twelve digits, so that names sort in the order of the steps."""
 _NAME = re.compile(r"step-(\d{12})(?:-r([1-9]\d{0,8}))?", re.ASCII)
-# Manifests are read over a network: waiting, not working.
+# Reading manifests over a network is mostly waiting.
 _THREADS = 8
 
 
@@ -50,20 +51,21 @@ def checkpoint_name(step: int, revision: int = 0) -> str:
     """
     if not 0 <= step <= MAX_STEP or revision < 0:
         raise ConfigurationError(
-            f"step {step}, revision {revision} names no checkpoint", next_step=f"give a step from 0 to {MAX_STEP}"
+            f"step {step}, revision {revision} is not valid for a checkpoint",
+            next_step=f"give a step from 0 to {MAX_STEP}",
         )
     return f"step-{step:012d}" + (f"-r{revision}" if revision else "")
 
 
-def parse_name(directory: str) -> tuple[int, int] | None:
+def parse_name(directory: str) -> Point | None:
     """Step and revision of a checkpoint's directory; None for any other name."""
     match = _NAME.fullmatch(directory)
-    return (int(match[1]), int(match[2] or 0)) if match else None
+    return Point(int(match[1]), int(match[2] or 0)) if match else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A checkpoint's directory as a listing saw it. `files` are those directly in it, never none."""
+class ListedCheckpoint:
+    """A checkpoint's directory in a listing. `files` are those directly in it, at least one."""
 
     name: str
     step: int
@@ -76,17 +78,18 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunListing:
-    """A run as one listing saw it: checkpoints by step and revision, files of the run itself, and checkpoints' directories
-    with nothing in them (only a file system has such; described by name, size 0, and when something last changed in them).
+    """The listing of a run: its checkpoints by step and revision, the run's own files, and empty directories of checkpoints.
+
+    Only a file system has empty directories. They are described by name, size 0, and the time of their last change.
     """
 
-    checkpoints: tuple[Found, ...]
+    checkpoints: tuple[ListedCheckpoint, ...]
     files: tuple[StoredFile, ...]
     empty: tuple[StoredFile, ...] = ()
 
 
 class _Entry(NamedTuple):
-    """A file of the run (`directory` is empty) or directly in a checkpoint's directory; None: that directory is empty."""
+    """A file of the run itself (`directory` is "") or of a checkpoint's directory; `file` is None for an empty directory."""
 
     directory: str
     file: StoredFile | None
@@ -94,27 +97,27 @@ class _Entry(NamedTuple):
 
 
 class _Place(Protocol):
-    """Where a run lies. Thread-safe."""
+    """The storage of a run. Thread-safe."""
 
     def walk(self, prefix: str) -> Iterator[_Entry]:
-        """What lies in the run under names that begin with `prefix`, in one listing. Foreign directories are passed over."""
+        """List the entries of the run whose names begin with `prefix`, without directories of other kinds."""
         ...
 
     def open(self, directory: str) -> CheckpointStorage: ...
 
     def delete(self, directory: str, manifest: Sequence[str], files: Sequence[str]) -> None:
-        """Remove `manifest`, durably, then `files`, then the directory if nothing is left in it."""
+        """Remove `manifest`, durably, then `files`, then the directory if it is empty."""
         ...
 
 
 class Run:
-    """A run's directory. Thread-safe. Nothing is asked of the storage before a method needs it."""
+    """A run's directory. Thread-safe. Makes no request before a method needs one."""
 
     def __init__(self, storage: CheckpointStorage, place: _Place) -> None:
         self._storage = storage
         self._place = place
-        self._lock = threading.Lock()
-        # By name: the manifest that was read, by its listing, and what it said.
+        self._lock = forks.PerProcess(lambda _: threading.Lock())
+        # By name: the listed manifest that was read, and its description.
         self._described: dict[str, tuple[StoredFile, CheckpointInfo]] = {}
 
     def __repr__(self) -> str:
@@ -122,7 +125,7 @@ class Run:
 
     @property
     def url(self) -> str:
-        """Names the run for people, without secrets."""
+        """The run's URL for messages, without secrets."""
         return self._storage.url
 
     @property
@@ -132,24 +135,25 @@ class Run:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the run lies in an object store: then what a dead process has sent may still be under way."""
+        """Whether the run is in an object store, where requests of a dead process may still be in progress."""
         return not isinstance(self._storage, LocalStorage)
 
     def checkpoint(self, directory: str) -> CheckpointStorage:
-        """Open a checkpoint's directory; no request is made. Shares its connections with all others of the run."""
+        """Open a checkpoint's directory without a request. All directories of the run share connections."""
         return self._place.open(directory)
 
     def url_of(self, directory: str) -> str:
+        """The URL of a checkpoint's directory."""
         return f"{self.url.rstrip('/')}/{directory}"
 
-    # --- what is there ----------------------------------------------------------------------------
+    # --- listing ----------------------------------------------------------------------------------
 
-    def scan(self) -> list[Found]:
-        """Every checkpoint with any file, complete or not, by step and revision: one listing, a request for 1,000 files."""
+    def scan(self) -> list[ListedCheckpoint]:
+        """Every checkpoint with any file, complete or not, by step and revision: one listing, a request per 1,000 files."""
         return list(self.look().checkpoints)
 
     def look(self) -> RunListing:
-        """The same, with what else belongs to the run."""
+        """As `scan`, with the run's own files and empty directories."""
         files: list[StoredFile] = []
         empty: list[StoredFile] = []
         directories: dict[str, list[StoredFile]] = {}
@@ -160,7 +164,7 @@ class Run:
                 directories.setdefault(entry.directory, []).append(entry.file)
             else:
                 files.append(entry.file)
-        with self._lock:
+        with self._lock.get():
             for gone in self._described.keys() - directories.keys():
                 del self._described[gone]
         return RunListing(checkpoints=tuple(_found(directories)), files=tuple(files), empty=tuple(empty))
@@ -170,48 +174,45 @@ class Run:
         found = (entry.file for entry in self._place.walk(prefix) if not entry.directory and entry.file is not None)
         return sorted(found, key=lambda file: file.name)
 
-    def new_name(self, step: int) -> str:
-        """A name for a new save of `step` under which nothing lies yet, and that makes it the newest of the run."""
-        checkpoints = self.scan()
-        revision = next_revision(step, [found for found in checkpoints if found.complete])
-        taken = [found.revision for found in checkpoints if found.step == step]
-        return checkpoint_name(step, revision if revision not in taken else max(taken) + 1)
+    # --- describing -------------------------------------------------------------------------------
 
-    # --- what a checkpoint holds ------------------------------------------------------------------
+    def describe(self, found: ListedCheckpoint) -> CheckpointInfo:
+        """Describe a checkpoint by its manifest, which is read once per version; an incomplete one by its files.
 
-    def describe(self, found: Found) -> CheckpointInfo:
-        """Read a checkpoint's manifest, once for each version of it; of an incomplete one, add up its files.
-
-        Raises `CheckpointNotFoundError` when it was removed since the listing, `CorruptCheckpointError` or
-        `UnsupportedFormatError` when the manifest cannot be read.
+        Raises `CheckpointNotFoundError` if it was removed since the listing, `CorruptCheckpointError` or
+        `UnsupportedFormatError` if the manifest cannot be read.
         """
         if found.manifest is None:
             return self._incomplete(found)
-        with self._lock:
+        with self._lock.get():
             known = self._described.get(found.name)
         if known is None or known[0] != found.manifest:
             known = (found.manifest, self._read(found, found.manifest))
-            with self._lock:
+            with self._lock.get():
                 self._described[found.name] = known
         return replace(known[1], superseded=found.superseded)
 
-    def describe_all(self, checkpoints: Iterable[Found]) -> dict[str, CheckpointInfo | MillraceError]:
-        """The same for many at once, by name; where `describe` would raise, the error. Raises what is no fault of one
-        checkpoint, such as a storage that does not answer. One that is gone by now is left out.
+    def describe_all(self, checkpoints: Iterable[ListedCheckpoint]) -> dict[str, CheckpointInfo | MillraceError]:
+        """Describe many checkpoints in parallel: descriptions by name, or the errors of unreadable manifests.
+
+        Checkpoints that were removed since the listing are left out. A file that a local disk cannot read is an error of its
+        checkpoint. Raises errors that concern no single checkpoint, such as a storage that does not respond.
         """
 
-        def work(found: Found) -> tuple[str, CheckpointInfo | MillraceError | None]:
+        def work(found: ListedCheckpoint) -> tuple[str, CheckpointInfo | MillraceError | None]:
             try:
                 return found.name, self.describe(found)
             except CheckpointNotFoundError:
                 return found.name, None
-            except (DamagedError, UnsupportedFormatError) as error:
+            except DiskFullError:
+                raise
+            except (DamagedError, UnsupportedFormatError, StorageError) as error:
                 return found.name, error
 
         described = run_in_order(checkpoints, work, _THREADS)
         return {directory: info for directory, info in described if info is not None}
 
-    def _read(self, found: Found, manifest: StoredFile) -> CheckpointInfo:
+    def _read(self, found: ListedCheckpoint, manifest: StoredFile) -> CheckpointInfo:
         storage = self.checkpoint(found.name)
         try:
             loaded = load_manifest(storage, manifest)
@@ -229,7 +230,7 @@ class Run:
             published=manifest.modified,
         )
 
-    def _incomplete(self, found: Found) -> CheckpointInfo:
+    def _incomplete(self, found: ListedCheckpoint) -> CheckpointInfo:
         newest = max(file.modified for file in found.files)
         return CheckpointInfo(
             name=found.name,
@@ -248,48 +249,53 @@ class Run:
     # --- removing ---------------------------------------------------------------------------------
 
     def remove(self, directory: str, files: Sequence[str]) -> None:
-        """Remove files of a checkpoint; its manifest, when it is among them, before all others. What is gone is no error.
+        """Remove files of a checkpoint, its manifest first if it is among them. Missing files are not an error.
 
-        A local directory in which nothing is left goes, too. Whoever calls this knows that nobody needs the files.
+        An empty local directory is removed, too. The caller makes sure that no checkpoint needs the files.
         """
         if parse_name(directory) is None:
-            raise ConfigurationError(f"{directory!r} is no checkpoint's directory", next_step="give a name from scan()")
+            raise ConfigurationError(
+                f"{directory!r} is not a checkpoint's directory", next_step="give a name from scan()"
+            )
         manifest = [file for file in files if file == MANIFEST_NAME]
         self._place.delete(directory, manifest, [file for file in files if file != MANIFEST_NAME])
 
 
-def open_run(url: str | os.PathLike[str], target_options: Mapping[str, Any] | None = None, *, sync: bool = True) -> Run:
-    """Open the run that lies, or will lie, in a directory: a URL or local path. No request is made.
+def open_run(
+    url: str | os.PathLike[str],
+    target_options: Mapping[str, Any] | None = None,
+    *,
+    limits: Mapping[str, Any] | None = None,
+    sync: bool = True,
+) -> Run:
+    """Open the run in a directory (a URL or local path), which need not exist yet. Makes no request.
 
-    `sync`: whether local files are forced to the disk. Raises `ConfigurationError` as `open_storage` does.
+    `limits`, `sync` and the errors are those of `open_storage`.
     """
-    storage = open_storage(url, target_options, sync=sync)
+    storage = open_storage(url, target_options, limits=limits, sync=sync)
     if isinstance(storage, LocalStorage):
         return Run(storage, _LocalPlace(storage, sync))
-    origin, key = origin_for_url(os.fspath(url), target_options)
+    origin, key = origin_for_url(os.fspath(url), target_options, limits)
     return Run(storage, _ObjectPlace(storage.url, origin, key.strip("/")))
 
 
-def _found(directories: Mapping[str, Sequence[StoredFile]]) -> Iterator[Found]:
-    parsed = {directory: at for directory in directories if (at := parse_name(directory)) is not None}
+def _found(directories: Mapping[str, Sequence[StoredFile]]) -> Iterator[ListedCheckpoint]:
+    parsed = {directory: point for directory in directories if (point := parse_name(directory)) is not None}
     manifests = {
         directory: next((file for file in directories[directory] if file.name == MANIFEST_NAME), None)
         for directory in parsed
     }
-    highest: dict[int, int] = {}
-    for directory, (step, revision) in parsed.items():
-        if manifests[directory] is not None:
-            highest[step] = max(revision, highest.get(step, 0))
+    last = last_revisions(point for directory, point in parsed.items() if manifests[directory] is not None)
     for directory, (step, revision) in sorted(parsed.items(), key=lambda item: item[1]):
         manifest = manifests[directory]
-        yield Found(
+        yield ListedCheckpoint(
             name=directory,
             step=step,
             revision=revision,
             complete=manifest is not None,
             files=tuple(sorted(directories[directory], key=lambda file: file.name)),
             manifest=manifest,
-            superseded=manifest is not None and revision < highest[step],
+            superseded=manifest is not None and revision < last[step],
         )
 
 
@@ -297,7 +303,7 @@ def _found(directories: Mapping[str, Sequence[StoredFile]]) -> Iterator[Found]:
 
 
 class _ObjectPlace:
-    """A prefix of an object store. Its listing has no directories of its own, so it goes through foreign ones as well."""
+    """A prefix of an object store. A listing has no directories, so it includes files that do not belong to the run."""
 
     def __init__(self, url: str, origin: Origin, key: str) -> None:
         self._url, self._origin, self._key = url, origin, key
@@ -344,11 +350,9 @@ class _LocalPlace:
                 yield _Entry(directory.name, file, file.modified)
             if not files:
                 yield _Entry(directory.name, None, directory.modified)
-        for name in self._storage.names():
-            if name.startswith(prefix):
-                with contextlib.suppress(ObjectNotFoundError):  # removed since it was listed
-                    file = self._storage.stat(name)
-                    yield _Entry("", file, file.modified)
+        for file in self._storage.files():
+            if file.name.startswith(prefix):
+                yield _Entry("", file, file.modified)
 
     def open(self, directory: str) -> CheckpointStorage:
         return self._open(directory)
@@ -357,10 +361,10 @@ class _LocalPlace:
         storage = self._open(directory)
         storage.delete(manifest)
         if manifest and self._sync:
-            # After a power failure there must be no manifest of which the files are gone.
+            # After a power failure there must not be a manifest whose files are gone.
             storage.sync_names()
         storage.delete(files)
-        with contextlib.suppress(OSError):  # not empty: somebody else's files, or some that others need
+        with contextlib.suppress(OSError):  # not empty: foreign files, or files that other checkpoints need
             os.rmdir(storage.url)
 
     def _open(self, directory: str) -> LocalStorage:

@@ -1,8 +1,8 @@
-"""The places where one run's checkpoints lie: this node's disk, a second node's, and the origin.
+"""The places that hold one run's checkpoints: this node's disk, a second node's, and the origin.
 
-A save is durable near first, and goes on to the origin from there; a restore takes every file from the nearest place that
+A save is durable near first, and is then uploaded to the origin. A restore takes every file from the nearest place that
 has it intact (`layered.py`). Every place has the same layout, names and bytes, so a checkpoint is copied file by file
-(`replicating.py`). The origin is the truth: where it has a checkpoint, another save of that name counts nowhere. No torch.
+(`replicating.py`). The origin decides: if it has a checkpoint, another save of that name is ignored everywhere. No torch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from millrace.checkpoint.arguments import mapping, path_text
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
-from millrace.checkpoint.places.layered import LayeredStorage, StoredManifest, missing_files
-from millrace.checkpoint.places.storage import CheckpointStorage
 from millrace.checkpoint.run.run_info import CheckpointInfo, directory_of
-from millrace.checkpoint.run.run_layout import Found, Run, open_run
+from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, open_run
+from millrace.checkpoint.run.timeline import age_of, last_revisions
+from millrace.checkpoint.storage.layered import LayeredStorage, StoredManifest, missing_files
+from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
@@ -41,14 +43,14 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def run_directory(url: str | os.PathLike[str], target_options: Mapping[str, Any] | None = None) -> str:
-    """The name of a run's directory in a place that keeps several: the run's own name, and a hash of what it lies in.
+    """The name of a run's directory in a place for several runs: the run's own name, and a hash of its full location.
 
-    The same for every way to write the same URL or path; different for two runs, endpoints included. No request is made.
+    Equal for all spellings of one URL or path; different for two runs, endpoints included. Makes no request.
     """
     origin, key = origin_for_url(os.fspath(url), target_options)
     if origin.identity == "file":
         key = os.path.realpath(os.path.expanduser(key))
-    # Names of buckets are Amazon's own in all regions.
+    # Bucket names are unique across all regions of AWS.
     identity = re.sub(r"^s3\+aws:.*", "s3+aws", origin.identity)
     key = key.strip("/")
     stem = _UNSAFE.sub("-", key.rpartition("/")[2]).strip(".-")[:_STEM_CHARACTERS] or "run"
@@ -57,17 +59,17 @@ def run_directory(url: str | os.PathLike[str], target_options: Mapping[str, Any]
 
 
 class ReplicaTier(Protocol):
-    """A place near the job, other than this node's disk, that keeps copies of checkpoints: a second node's disk, say."""
+    """A place near the job, other than this node's disk, for copies of checkpoints: for example a second node's disk."""
 
     def open(self, url: str, target_options: Mapping[str, Any] | None = None) -> Run:
-        """The place's own directory for the run at `url`. Makes no request. The same run gets the same directory always."""
+        """The place's directory for the run at `url`, always the same for the same run. Makes no request."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryReplica:
-    """A `ReplicaTier` in any directory: this node's disk, another node's through a mount. Below it each run has one of its
-    own. `sync`: whether files are forced to the disk before they count.
+    """A `ReplicaTier` in a directory of this machine, for example a mount of another node's disk. Each run has a directory
+    below it. `sync`: whether files are flushed to the disk before they count as durable.
     """
 
     path: str | os.PathLike[str]
@@ -77,19 +79,19 @@ class DirectoryReplica:
         path = os.fspath(self.path)
         if not path or "://" in path:
             raise ConfigurationError(
-                f"{path!r} is no directory of this machine", next_step="give a path, as /nvme/ckpt"
+                f"{path!r} is not a directory of this machine", next_step="give a path, as /nvme/ckpt"
             )
 
     def open(self, url: str, target_options: Mapping[str, Any] | None = None) -> Run:
-        """Open the directory of the run at `url`; nothing is made yet."""
+        """Open the directory of the run at `url`, without creating it."""
         path = Path(os.path.abspath(os.path.expanduser(self.path))) / run_directory(url, target_options)
         return open_run(str(path), sync=self.sync)
 
 
 class Placed(NamedTuple):
-    """A checkpoint as one of the places has it."""
+    """A checkpoint in one of the places."""
 
-    found: Found
+    found: ListedCheckpoint
     run: Run
 
     @property
@@ -123,10 +125,10 @@ class Tiers:
         return tuple(run for run in (self.local, self.replica, self.origin) if run is not None)
 
     def complete(self) -> list[Placed]:
-        """The complete checkpoints of all places, each once, by step and revision; of several the farthest place's.
+        """The complete checkpoints of all places, each once, by step and revision; of copies the one in the farthest place.
 
-        A place that does not answer is passed over with an event (`checkpoint.tier.unreachable`), as long as another
-        answers and has any checkpoint. Raises its error otherwise.
+        A place that does not respond is skipped with an event (`checkpoint.tier.unreachable`) if another place has any
+        checkpoint. Otherwise its error is raised.
         """
         found: dict[str, Placed] = {}
         errors: list[MillraceError] = []
@@ -138,19 +140,17 @@ class Tiers:
                 emit(Event(name="checkpoint.tier.unreachable", subject=run.url, detail=str(error)))
         if errors and not found:
             raise errors[-1]
-        last: dict[int, int] = {}
-        for each in found.values():
-            last[each.step] = max(each.revision, last.get(each.step, 0))
+        last = last_revisions(found.values())
         return [
             Placed(replace(each.found, superseded=each.revision < last[each.step]), each.run)
             for each in sorted(found.values(), key=lambda each: (each.step, each.revision))
         ]
 
     def save_id(self, name: str) -> str:
-        """Which save a checkpoint's name stands for: that of the farthest place that has it and can be read.
+        """The id of the save that a checkpoint's name stands for, from the farthest place whose manifest can be read.
 
-        Ranks on several nodes have to agree on it before they read, each from its own places. Raises
-        `CheckpointNotFoundError` or what the places raise.
+        Ranks on several nodes must use the same id before they read, each from its own places. Raises
+        `CheckpointNotFoundError` or errors of the places.
         """
         if len(self.places) == 1:
             return _save_id(self.origin.checkpoint(name))
@@ -168,7 +168,7 @@ class Tiers:
         )
 
     def is_at_origin(self, name: str) -> bool:
-        """Whether the origin has a checkpoint, and so all of it; False, too, when it does not answer (with an event)."""
+        """Whether the origin has a checkpoint, and so all of it. If it does not respond: False, with an event."""
         try:
             self.origin.checkpoint(name).stat(MANIFEST_NAME)
         except MissingError:
@@ -178,11 +178,11 @@ class Tiers:
             return False
         return True
 
-    def lacking(self, name: str, save_id: str) -> list[str]:
-        """Data files of a checkpoint that this process reaches in none of the places. Raises what the places raise.
+    def missing_files(self, name: str, save_id: str) -> list[str]:
+        """Data files of a checkpoint that this process finds in none of the places; the manifest's name if that is missing.
 
-        A near place of one of several nodes has what that node's ranks wrote, so until the origin has it all, nodes that are
-        gone, and ranks that change places, take files with them. Without a manifest within reach it is the manifest's name.
+        The disk of one of several nodes has only the files of that node's ranks. Until the origin has all files, a node that
+        is gone, or ranks that run on other nodes, make files unreachable. Raises errors of the places.
         """
         places = LayeredStorage([run.checkpoint(name) for run in self.places], save_id=save_id)
         try:
@@ -191,7 +191,7 @@ class Tiers:
             return [MANIFEST_NAME]
 
     def checkpoint(self, name: str, *, save_id: str | None = None) -> CheckpointStorage:
-        """Open a checkpoint for reading, each file from the nearest place. For one restore; see `LayeredStorage`."""
+        """Open a checkpoint for one restore, which reads each file from the nearest place (`LayeredStorage`)."""
         if len(self.places) == 1:
             return self.origin.checkpoint(name)
         return LayeredStorage([run.checkpoint(name) for run in self.places], save_id=save_id)
@@ -203,17 +203,22 @@ def open_tiers(
     local: str | os.PathLike[str] | None = None,
     replica: ReplicaTier | str | os.PathLike[str] | None = None,
     target_options: Mapping[str, Any] | None = None,
+    limits: Mapping[str, Any] | None = None,
     sync: bool = True,
 ) -> Tiers:
-    """Open the places of the run at `url`. No request is made, and nothing written. `sync` as in `open_storage`.
+    """Open the places of the run at `url`, without a request or a write. `limits` and `sync` as in `open_storage`.
 
-    Raises `ConfigurationError`, also where two places are one directory.
+    Raises `ConfigurationError`, also if two places are the same directory.
     """
-    near = None if local is None else DirectoryReplica(local, sync).open(os.fspath(url), target_options)
-    if isinstance(replica, str | os.PathLike):
-        replica = DirectoryReplica(replica, sync)
-    second = None if replica is None else replica.open(os.fspath(url), target_options)
-    tiers = Tiers(origin=open_run(url, target_options, sync=sync), local=near, replica=second)
+    mapping("target_options", target_options)
+    place = path_text("url", url)
+    near = None
+    if local is not None:
+        near = DirectoryReplica(path_text("local", local), sync).open(place, target_options)
+    if isinstance(replica, str | os.PathLike) or (replica is not None and not callable(getattr(replica, "open", None))):
+        replica = DirectoryReplica(path_text("replica", replica), sync)
+    second = None if replica is None else replica.open(place, target_options)
+    tiers = Tiers(origin=open_run(place, target_options, limits=limits, sync=sync), local=near, replica=second)
     urls = [run.url for run in tiers.places]
     if len(set(urls)) < len(urls):
         raise ConfigurationError(
@@ -226,12 +231,12 @@ def _save_id(storage: CheckpointStorage) -> str:
     return StoredManifest.read(storage).manifest.save_id
 
 
-# --- what the origin still lacks ------------------------------------------------------------------
+# --- pending uploads ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """What to copy of one directory: these data files, and with `manifest` the manifest after them.
+    """The files to copy from one directory: these data files, then with `manifest` the manifest.
 
     `copy_checkpoint(local.checkpoint(name), origin.checkpoint(name), files, manifest=manifest)` does it.
     """
@@ -241,92 +246,60 @@ class Upload:
     manifest: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingUploads:
-    """What a crash left near and not at the origin. `uploads` in the order in which to make them, oldest first, what a
-    delta needs before it. `left` are complete checkpoints that are not to be uploaded: a newer one is at the origin
-    already, or nobody wants to keep them. `unreadable`: those of which the manifest cannot be read, and why.
-    """
-
-    uploads: tuple[Upload, ...] = ()
-    left: tuple[str, ...] = ()
-    unreadable: Mapping[str, MillraceError]
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The directories that must stay near until they are uploaded."""
-        return frozenset(upload.name for upload in self.uploads)
-
-
 def plan_uploads(
     local: Sequence[CheckpointInfo],
-    here: Collection[str],
-    origin: Sequence[Found],
-    *,
-    keep: Collection[str] | None = None,
-) -> tuple[tuple[Upload, ...], tuple[str, ...]]:
-    """Decide what to upload, and what to leave: `PendingUploads.uploads` and `.left`. Pure.
+    local_paths: Collection[str],
+    origin: Sequence[ListedCheckpoint],
+) -> tuple[Upload, ...]:
+    """Decide what to upload: oldest first, bases before their deltas. Pure.
 
-    `local` are the complete checkpoints of the near place, `here` all paths in it (`directory/file`), `origin` the
-    directories there. Only what is newer than anything complete at the origin (by revision, then step, as in
-    `timeline.py`) is uploaded: the rest is of a history that went on elsewhere. `keep` limits it to these names. Of a
-    directory whose checkpoint is not wanted the files go that a wanted delta names. On one of several nodes the files of
-    others are not here, and left to them.
+    `local` are the complete checkpoints of the near place, `local_paths` all paths in it (`directory/file`), `origin` the
+    directories at the origin. Only checkpoints that are newer than every complete one at the origin (by revision, then
+    step, as in `timeline.py`) are uploaded: the others belong to a history that continued elsewhere. Of a directory whose
+    checkpoint is not uploaded, the files that an uploaded delta needs are. The files of other nodes are not in
+    `local_paths`, and those nodes upload them.
     """
     complete = {found.name for found in origin if found.complete}
     newest = max(((found.revision, found.step) for found in origin if found.complete), default=None)
-    there = {f"{found.name}/{file.name}" for found in origin for file in found.files}
+    origin_paths = {f"{found.name}/{file.name}" for found in origin for file in found.files}
     by_name = {info.name: info for info in local}
     uploads: list[Upload] = []
-    left: list[str] = []
-    for info in sorted(local, key=_age):
-        if info.name in complete:
+    for info in sorted(local, key=age_of):
+        if info.name in complete or (newest is not None and age_of(info) < newest):
             continue
-        if (newest is not None and _age(info) < newest) or (keep is not None and info.name not in keep):
-            left.append(info.name)
-            continue
-        lacking: dict[str, list[str]] = {info.name: []}
+        missing: dict[str, list[str]] = {info.name: []}
         for directory, file in sorted(directory_of(name, info.name) for name in info.files):
             path = f"{directory}/{file}"
-            if path in here and path not in there:
-                lacking.setdefault(directory, []).append(file)
-                there.add(path)
-        # A directory without a manifest has no checksums to copy by: then the delta stays near.
-        for directory in sorted(lacking.keys() & by_name.keys() - {info.name}, key=lambda name: _age(by_name[name])):
-            uploads.append(Upload(name=directory, files=tuple(lacking[directory]), manifest=False))
-        uploads.append(Upload(name=info.name, files=tuple(lacking[info.name]), manifest=True))
-    return tuple(uploads), tuple(left)
+            if path in local_paths and path not in origin_paths:
+                missing.setdefault(directory, []).append(file)
+                origin_paths.add(path)
+        # A directory without a manifest has no checksums to verify copies by: then the delta stays near.
+        for directory in sorted(missing.keys() & by_name.keys() - {info.name}, key=lambda name: age_of(by_name[name])):
+            uploads.append(Upload(name=directory, files=tuple(missing[directory]), manifest=False))
+        uploads.append(Upload(name=info.name, files=tuple(missing[info.name]), manifest=True))
+    return tuple(uploads)
 
 
-def pending_uploads(local: Run, origin: Run, *, keep: Collection[str] | None = None) -> PendingUploads:
-    """Look what an earlier process saved near and did not bring to the origin: one listing of each.
+def pending_uploads(local: Run, origin: Run) -> tuple[Upload, ...]:
+    """The uploads (`plan_uploads`) of checkpoints that a crash left near and not at the origin: one listing of each place.
 
-    `keep`: names of the checkpoints that are wanted there; all by default. Raises what the places raise.
+    Checkpoints whose manifest cannot be read are left out. Raises errors of the places.
     """
     near = local.scan()
     described = local.describe_all([found for found in near if found.complete])
     infos = [info for info in described.values() if isinstance(info, CheckpointInfo)]
-    here = {f"{found.name}/{file.name}" for found in near for file in found.files}
-    uploads, left = plan_uploads(infos, here, origin.scan(), keep=keep)
-    return PendingUploads(
-        uploads=uploads,
-        left=left,
-        unreadable={name: error for name, error in described.items() if isinstance(error, MillraceError)},
-    )
-
-
-def _age(info: CheckpointInfo) -> tuple[int, int]:
-    return info.revision, info.step
+    local_paths = {f"{found.name}/{file.name}" for found in near for file in found.files}
+    return plan_uploads(infos, local_paths, origin.scan())
 
 
 # --- a near place that fails ----------------------------------------------------------------------
 
 
 def is_local_failure(error: BaseException) -> bool:
-    """Whether a save into a near place failed because of that place, so that the origin may still take it.
+    """Whether a save into a near place failed because of that place, so that the origin may still accept it. Pure.
 
-    True for a full, failing, vanished or forbidden disk. Takes torch's `CheckpointException` too: then every rank's
-    failure must be of that kind. Pure, so ranks that see the same error decide alike.
+    True for a full, failing, vanished or forbidden disk. For torch's `CheckpointException` every rank's failure must be of
+    that kind. Ranks with the same error get the same result.
     """
     failures = getattr(error, "failures", None)
     causes = [failure[0] for failure in failures.values()] if isinstance(failures, Mapping) else [error]
@@ -334,8 +307,8 @@ def is_local_failure(error: BaseException) -> bool:
     return bool(causes) and all(isinstance(cause, kinds) for cause in causes)
 
 
-def say_local_failure(run: Run, name: str, error: BaseException) -> None:
-    """Say that a checkpoint goes to the origin without a near copy: an event and a `RuntimeWarning`."""
+def report_local_failure(run: Run, name: str, error: BaseException) -> None:
+    """Report that a checkpoint is written to the origin without a near copy: an event and a `RuntimeWarning`."""
     reason = error.message if isinstance(error, MillraceError) else str(error)
     text = f"{name} goes to the origin directly: {run.url} did not take it ({reason})"
     emit(Event(name="checkpoint.tier.refused", subject=run.url, detail=text))

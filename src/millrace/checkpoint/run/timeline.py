@@ -1,15 +1,14 @@
-"""In which order a run's checkpoints were made, told from their names alone. Pure.
+"""The order in which a run's checkpoints were saved, from the steps and revisions in their names. Pure.
 
-A run that was restored to an earlier step saves steps again that it has saved before, and what was saved beyond that step
-is of a future that was given up. Such saves are of the next *revision*: `step-000000000200-r1` follows
-`step-000000000150` and takes the place of `step-000000000200`. So the newest checkpoint is the one with the highest
-revision, and the highest step in it; no clock takes part.
+A run that was restored to an earlier step saves some steps again. The checkpoints beyond that step are abandoned. The new
+saves have the next *revision*: `step-000000000200-r1` follows `step-000000000150` and replaces `step-000000000200`. So the
+newest checkpoint has the highest step of the highest revision. Clocks are not used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 
 class Named(Protocol):
@@ -22,31 +21,50 @@ class Named(Protocol):
     def revision(self) -> int: ...
 
 
+class Point(NamedTuple):
+    """A checkpoint by the two numbers in its name."""
+
+    step: int
+    revision: int
+
+
 Item = TypeVar("Item", bound=Named)
 
 
+def age_of(checkpoint: Named) -> tuple[int, int]:
+    """Sort key for the order in which checkpoints were saved."""
+    return checkpoint.revision, checkpoint.step
+
+
 def timeline(checkpoints: Iterable[Item]) -> list[Item]:
-    """Those that lead to the newest one, oldest first: of each revision the steps below the first one of any later."""
+    """The checkpoints that led to the newest one, oldest first: of each revision the steps below the first of any later."""
     kept: list[Item] = []
     limit: int | None = None
-    for revision, members in sorted(_by_revision(checkpoints).items(), reverse=True):
-        del revision
+    for _, members in sorted(_by_revision(checkpoints).items(), reverse=True):
         kept += [each for each in reversed(members) if limit is None or each.step < limit]
         limit = members[0].step if limit is None else min(limit, members[0].step)
     return kept[::-1]
 
 
 def newest_first(checkpoints: Iterable[Item]) -> list[Item]:
-    """All of them in the order in which a restore tries them: the timeline backwards, then what was given up."""
+    """All checkpoints in the order in which a restore tries them: the timeline backwards, then abandoned ones."""
     everything = list(checkpoints)
     live = timeline(everything)
     kept = {(each.step, each.revision) for each in live}
     rest = [each for each in everything if (each.step, each.revision) not in kept]
-    return live[::-1] + sorted(rest, key=lambda each: (each.revision, each.step), reverse=True)
+    return live[::-1] + sorted(rest, key=age_of, reverse=True)
+
+
+def last_revisions(checkpoints: Iterable[Named]) -> dict[int, int]:
+    """The highest revision of each step, which supersedes the others."""
+    last: dict[int, int] = {}
+    for each in checkpoints:
+        last[each.step] = max(each.revision, last.get(each.step, 0))
+    return last
 
 
 def next_revision(step: int, checkpoints: Iterable[Named]) -> int:
-    """The revision under which `step` is saved, after these complete checkpoints."""
+    """The revision for a save of `step` after these complete checkpoints."""
     everything = list(checkpoints)
     if not everything:
         return 0

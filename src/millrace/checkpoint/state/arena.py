@@ -1,6 +1,6 @@
-"""Host memory that a staged state lies in: one mapping for all of its tensors, kept from save to save, touched once.
+"""Host memory of staged states: one mapping for all tensors of a state, reused by later saves.
 
-It may be shared: a helper process that is given its descriptor reads the same pages. Private memory is a little faster.
+The memory can be shared: an encoder process with its descriptor reads the same pages. Private memory is a little faster.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from millrace.errors import StorageError
+from millrace.runtime import forks
 
-# Of Linux's <asm-generic/mman-common.h>; Python's mmap does not name them.
+# From Linux's <asm-generic/mman-common.h>. Python's mmap does not define them.
 _MADV_WIPEONFORK = 18
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _ALIGNMENT = 64
@@ -27,7 +28,7 @@ _map.restype = ctypes.c_void_p
 
 
 class Region(NamedTuple):
-    """Memory that can be shared: `nbytes` from `address` on, behind a descriptor. `number` is never given twice."""
+    """Shareable memory: `nbytes` from `address`, with a descriptor. `number` is unique in this process."""
 
     number: int
     address: int
@@ -35,27 +36,27 @@ class Region(NamedTuple):
     descriptor: int
 
 
-# Every region in use. Looked at by the threads that save while the loop's thread adds and removes: a dict's methods are
-# atomic, and a lock could be forked in its locked state.
+# Every region in use. Saving threads read it while the training thread adds and removes regions. The methods of a dict are
+# atomic, and a fork could copy a lock in its locked state.
 _regions: dict[int, Region] = {}
 _numbers = itertools.count()
 
 
 def regions() -> tuple[Region, ...]:
-    """Those that hold somebody's tensors now. A region stays as long as one of its tensors is referred to."""
+    """The regions in use. A region exists as long as there is a reference to one of its tensors."""
     return tuple(_regions.values())
 
 
 def aligned(nbytes: int) -> int:
-    """How much room so many bytes take in an arena."""
+    """The size of `nbytes` in an arena, with alignment."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class Arena:
-    """`nbytes` of memory, given back to the system when neither the arena nor a tensor in it is referred to any more.
+    """`nbytes` of memory, freed when there is no reference to the arena or one of its tensors.
 
-    A forked process finds zeros in it: it can neither hold the memory nor change what is being saved, and the first staging
-    after a data loader has forked its workers is as fast as any. Not thread-safe.
+    A forked process finds zeros in it. So a fork cannot keep the memory or change a state during its save, and the first
+    staging after a data loader has forked its workers is not slower. Not thread-safe.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool, shared: bool = False) -> None:
@@ -63,7 +64,7 @@ class Arena:
         self._number = next(_numbers)
         memory = _shared(nbytes, self._number) if shared and nbytes else None
         if memory is None:
-            # Whoever cannot have shared memory saves without a helper process.
+            # Without shared memory, saves do not use an encoder process.
             memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             memory.madvise(_MADV_WIPEONFORK)
         self._memory = memory
@@ -71,12 +72,12 @@ class Arena:
             self._pin()
 
     def tensor(self, offset: int, dtype: Any, shape: Any) -> Any:
-        """A contiguous tensor at `offset` with a storage of its own, so that pickling it takes no more than its bytes."""
+        """A contiguous tensor at `offset` with its own torch storage, so that its pickle contains only its own bytes."""
         return torch.frombuffer(self._memory, dtype=dtype, count=shape.numel(), offset=offset).view(shape)
 
     @property
     def region(self) -> Region | None:
-        """What to share of it; None where it is private."""
+        """The shareable memory. None for private memory."""
         return _regions.get(self._number)
 
     def view(self) -> memoryview:
@@ -84,8 +85,8 @@ class Arena:
         return memoryview(self._memory)
 
     def _pin(self) -> None:
-        """Fix the pages for a GPU's copy engine. Not run by the tests here, which have no GPU."""
-        # Registering instead of `pin_memory=True`: torch's allocator rounds up to a power of two and gives nothing back.
+        """Pin the pages for the copy engine of a GPU. The tests do not cover it without a GPU."""
+        # Not `pin_memory=True`: torch's allocator rounds up to a power of two and does not free memory.
         runtime = torch.cuda.cudart()
         address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         status = int(runtime.cudaHostRegister(address, self.nbytes, 0))
@@ -95,12 +96,12 @@ class Arena:
                 next_step="raise the limit of locked memory (ulimit -l), or stage with pin=False",
             )
         unpin = weakref.finalize(self._memory, runtime.cudaHostUnregister, address)
-        # At exit the CUDA context may be gone already, and the pages go with the process.
+        # At exit the CUDA context may no longer exist, and the process frees the pages.
         unpin.atexit = False
 
 
 def _shared(nbytes: int, number: int) -> mmap.mmap | None:
-    """Memory behind a descriptor, among the regions until it is not referred to any more; None where there is none."""
+    """Memory with a descriptor, registered as a region until it is garbage. None if the system has no such memory."""
     if not hasattr(os, "memfd_create") or _is_overcommit_refused():
         return None
     try:
@@ -115,14 +116,15 @@ def _shared(nbytes: int, number: int) -> mmap.mmap | None:
         return None
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     _regions[number] = Region(number, address, nbytes, descriptor)
-    # At exit all goes with the process.
-    weakref.finalize(memory, _give_back, number).atexit = False
+    # At exit the process frees everything.
+    weakref.finalize(memory, _free, number).atexit = False
     return memory
 
 
 def _is_overcommit_refused() -> bool:
-    """Whether the kernel promises no memory that it may not have: then a page of shared memory that is lacking is a signal
-    that ends the process, where private memory is an error.
+    """Whether the kernel refuses to overcommit memory.
+
+    Then a missing page of shared memory kills the process with a signal. Private memory raises an error instead.
     """
     try:
         with open("/proc/sys/vm/overcommit_memory", encoding="ascii") as setting:
@@ -131,16 +133,16 @@ def _is_overcommit_refused() -> bool:
         return False
 
 
-def _give_back(number: int) -> None:
+def _free(number: int) -> None:
     region = _regions.pop(number, None)
     if region is not None:
-        # The pages go now, whoever else may still have the descriptor.
+        # Free the pages now, even if another process still has the descriptor.
         os.ftruncate(region.descriptor, 0)
         os.close(region.descriptor)
 
 
-def _let_go_in_child() -> None:
-    """Put zeros of the child's own in the place of every region, and forget the descriptors."""
+def _drop_in_child() -> None:
+    """Replace every region by private zero pages of the child, and close the descriptors."""
     for region in regions():
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         _map(region.address, region.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
@@ -148,4 +150,4 @@ def _let_go_in_child() -> None:
     _regions.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+forks.reset_in_child(_drop_in_child)

@@ -1,4 +1,4 @@
-"""Copies a state into memory that is there already, with more than one thread where that is more than one core's work."""
+"""Copies a state into existing memory, with several threads for large tensors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 
 from millrace.checkpoint.state.tensors import as_integers, dense
 
-# This one keeps the interpreter's lock: for tens of thousands of small tensors, half a microsecond each.
+# Keeps the interpreter lock: for tens of thousands of small tensors, half a microsecond each.
 _copy_at_once = ctypes.PyDLL(None).memmove
-# This one gives it back: worth its price from some hundred KiB on.
+# Releases the interpreter lock, which pays off from some hundred KiB.
 _copy = ctypes.CDLL(None).memmove
 for _function in (_copy_at_once, _copy):
     _function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -23,20 +23,20 @@ for _function in (_copy_at_once, _copy):
 
 _LARGE_BYTES = 256 << 10
 _PIECE_BYTES = 8 << 20
-# A thread costs some 100 us to start, which is what this many bytes take to copy.
+# Starting a thread takes about 100 us, as long as copying this many bytes.
 _BYTES_FOR_A_THREAD = 4 << 20
-# Two cores already fill the memory bus of a small machine, four that of a socket nearly.
+# Two cores saturate the memory bus of a small machine, four nearly that of a socket.
 _MAX_THREADS = 4
 
 
 CopyJob = tuple[int, int, int]
-"""The addresses of target and source, and a number of bytes."""
+"""Target address, source address, number of bytes."""
 
 
 def copy_memory(jobs: Iterable[CopyJob]) -> None:
-    """Carry out all the jobs, within this process's memory, which the caller keeps alive.
+    """Carry out all jobs in the memory of this process. The caller keeps the memory alive.
 
-    Returns when all is copied, also when it is interrupted: no thread writes any more then.
+    No thread writes after the return, not even after an interrupt.
     """
     pieces: deque[CopyJob] = deque()
     total = 0
@@ -74,7 +74,7 @@ def _copy_pieces(pieces: deque[CopyJob]) -> None:
 
 
 def copy_tensors(pairs: Iterable[tuple[str, Any, Any]]) -> None:
-    """Copy `(key, source, target)` by torch: whatever lies on another device, or not in one run. Waits for all of it."""
+    """Copy each `(key, source, target)` with torch, from any device and layout. Returns when all copies are complete."""
     by_device: dict[Any, list[tuple[str, Any, Any]]] = {}
     for pair in pairs:
         by_device.setdefault(pair[1].device, []).append(pair)
@@ -87,12 +87,12 @@ def copy_tensors(pairs: Iterable[tuple[str, Any, Any]]) -> None:
 
 def _copy_values(members: Iterable[tuple[str, Any, Any]], *, non_blocking: bool = False) -> None:
     for key, source, target in members:
-        # As integers: torch cannot copy every dtype, and no bit of a NaN may change.
+        # As integers: torch cannot copy every dtype, and the bits of NaN values must not change.
         as_integers(target).copy_(as_integers(dense(source, key)), non_blocking=non_blocking)
 
 
 def _copy_from_gpu(device: Any, members: Iterable[tuple[str, Any, Any]]) -> None:
-    """On a stream of its own, after all that the loop has queued. Not run by the tests here, which have no GPU."""
+    """Copy on a separate stream, after all queued work of the training loop. The tests do not cover it without a GPU."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

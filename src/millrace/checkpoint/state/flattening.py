@@ -1,4 +1,4 @@
-"""A nested state dict as one flat one, by the rules of torch's own planners: in one pass, and cheap for each tensor."""
+"""Flattens nested state dicts in one pass, by the rules of torch's own planners."""
 
 from __future__ import annotations
 
@@ -7,32 +7,47 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.stateful import Stateful
 
 from millrace.errors import UsageError
 
 Path = tuple[str | int, ...]
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types of tensors that one process has all of. Another type may be a shard, or hold its values in its own way."""
+"""Types of whole tensors with ordinary memory. Other types may be shards, or store their values differently."""
 
 
 def flatten(state: Mapping[Any, Any], *, as_torch_2_3: bool = False) -> tuple[dict[str, Any], dict[str, Path]]:
-    """The leaves of a state dict and the path to each, by their keys: the path's parts joined by dots.
+    """The leaves of a state dict and their paths, by key. A key is the parts of the path, joined by dots.
 
-    A mapping is never a leaf, a list only when no tensor or mapping lies in it; everything else is one. Torch up to 2.3
-    also took a mapping without a tensor in it for a leaf; checkpoints of that time need it.
+    A mapping is never a leaf. A list is a leaf if it contains no tensor and no mapping. Any other value is a leaf. In
+    checkpoints of torch up to 2.3, a mapping without tensors was a leaf as well (`as_torch_2_3`).
 
-    Raises `UsageError` when two leaves come to the same key, or when there is no end to the nesting.
+    Raises `UsageError` when two leaves have the same key, and for a state dict that contains itself.
     """
     values: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     try:
         _flatten_into(values, paths, _members(state), (), "", as_torch_2_3)
     except RecursionError as error:
-        raise UsageError(
-            "the state dict is nested too deeply, or contains itself", next_step="make it flatter"
-        ) from error
+        raise nested_too_deeply() from error
     return values, paths
+
+
+def state_dict_of(key: str, value: Any) -> Any:
+    """The `state_dict()` of an object. Raises `UsageError`, naming `key`, if it exceeds the recursion limit."""
+    try:
+        return value.state_dict()
+    except RecursionError as error:
+        raise UsageError(
+            f"{key!r} is a {type(value).__name__} whose state_dict() exceeds the recursion limit",
+            next_step="correct its state_dict()",
+        ) from error
+
+
+def nested_too_deeply() -> UsageError:
+    """The error for a state dict that exceeds the recursion limit."""
+    return UsageError("the state dict is nested too deeply, or contains itself", next_step="make it flatter")
 
 
 def _flatten_into(
@@ -77,13 +92,34 @@ def _is_leaf(value: Any, as_torch_2_3: bool) -> bool:
     )
 
 
+def refuse_nested_objects(values: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for a leaf with a `state_dict()` (an optimizer, for example).
+
+    Only the direct members of a state dict are replaced by their `state_dict()` before flattening.
+    """
+    kinds = {
+        kind for kind in set(map(type, values.values())) if kind not in PLAIN_TENSORS and issubclass(kind, Stateful)
+    }
+    for key, value in values.items() if kinds else ():
+        if type(value) in kinds and not isinstance(value, torch.Tensor):
+            raise nested_object(key, value)
+
+
+def nested_object(key: str, value: Any) -> UsageError:
+    """The error for an object with a `state_dict()` that is not a direct member of the state dict."""
+    return UsageError(
+        f"{key!r} is a {type(value).__name__} inside another value, where its state_dict() is not used",
+        next_step="make it a direct member of the state dict, as {'optimizer': optimizer}",
+    )
+
+
 def sharded_in_old_way(values: Mapping[str, Any]) -> bool:
-    """Whether some of the values are of torch's older kind of sharded tensor, which may lie in one another."""
+    """Whether a value is a `ShardedTensor`, which may contain another one."""
     return any(issubclass(kind, ShardedTensor) for kind in set(map(type, values.values())))
 
 
 def without_values(values: Mapping[str, Any]) -> bool:
-    """Whether some of the values are tensors on the meta device, which load planners give memory first."""
+    """Whether a value is a tensor on the meta device. Load planners replace it by one with memory."""
     return any(
         value.is_meta if isinstance(value, torch.Tensor) else type(value) is tuple and _meta_within(value)
         for value in values.values()

@@ -1,44 +1,52 @@
-"""Copies a state dict so that the training may go on changing it: into host memory that is kept from save to save."""
+"""Staging: copies a state dict to host memory, so that training can continue. The memory is reused by later saves.
+
+`StateStager` serves `CheckpointManager`, `CheckpointStager` serves torch's `dcp.async_save`.
+"""
 
 from __future__ import annotations
 
 import copy
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import Shard as OldShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
-from millrace.checkpoint.host.garbage import collection_paused
-from millrace.checkpoint.host.memory import Memory
 from millrace.checkpoint.state.arena import Arena, aligned
 from millrace.checkpoint.state.copying import CopyJob, copy_memory, copy_tensors
-from millrace.checkpoint.state.flattening import PLAIN_TENSORS
+from millrace.checkpoint.state.flattening import PLAIN_TENSORS, nested_object, nested_too_deeply, state_dict_of
 from millrace.checkpoint.state.tensors import dense, lacks_memory, plain_memory
+from millrace.checkpoint.state.wrappers import is_wrapper, take_apart
 from millrace.errors import ConfigurationError, MillraceError, UnsupportedObjectError, UsageError
+from millrace.runtime.garbage import collection_paused
+from millrace.runtime.memory import Memory
 
-# Values that nobody can change.
+# Immutable values.
 _ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
-# A buffer that so many stagings have gone without is one that nobody needs: where saves overlap and the previous
-# state is kept for a delta, three alternate.
+# A buffer is released after this many stagings without use. Three buffers alternate when saves overlap and the previous
+# state is kept for a delta.
 _STAGINGS_UNTIL_UNUSED = 3
-# Below this a buffer that is too large is not worth a new one.
+# A buffer that is too large by less than this is kept.
 _SPARE_BYTES = 64 << 20
 
 
 class StagedState:
-    """A copy of a state that nobody changes until `release`.
+    """A copy of a state, unchanged until `release`.
 
-    `state`: what was staged, as nested dicts, lists and tuples; tensors lie on the CPU, contiguous, without gradients.
-    After `release` it is empty, and tensors taken from it before have any values.
-    `nbytes`: of the tensors that were copied, each shared one counted once. `seconds`: how long the copy took.
+    `state`: nested dicts, lists and tuples. Its tensors are on the CPU, contiguous, without gradients. After `release` it is
+    empty, and its tensors have undefined values. `nbytes`: size of the copied tensors, each shared tensor counted once.
+    `seconds`: duration of the copy.
     """
 
     def __init__(self, state: dict[str, Any], nbytes: int, seconds: float, give_back: Callable[[], None]) -> None:
@@ -46,42 +54,42 @@ class StagedState:
         self._give_back: deque[Callable[[], None]] = deque([give_back])
 
     def release(self) -> None:
-        """Let a later staging overwrite the tensors of `state`. May be called again, and from any thread."""
+        """Allow a later staging to overwrite the tensors of `state`. Idempotent. Any thread may call it."""
         try:
             give_back = self._give_back.pop()
         except IndexError:
             return
-        # What still refers to this object (an error's traceback, say) shall not keep the memory.
+        # Drop the references: an object that refers to this one (a traceback, for example) must not keep the memory.
         self.state = {}
         give_back()
 
 
 class StateStager:
-    """Copies one state after the other. Each has a buffer of its own until its release; then another reuses that.
+    """Copies states into reusable buffers. A state has its own buffer until its release.
 
-    `pin`: whether the buffers are pinned, which makes copies from a GPU faster; by default they are where a tensor
-    lies on one. `shared`: whether an encoder process can read them. `stage` is for one thread at a time, `release` and
-    `close` for any. Not to be used in a forked process.
+    `pin`: whether the buffers are pinned, which makes copies from a GPU faster. Default: pinned when a tensor is on a GPU.
+    `shared`: whether an encoder process can read the buffers. One thread at a time may call `stage`. Any thread may call
+    `release` and `close`. Do not use a stager in a forked process.
     """
 
     def __init__(self, *, pin: bool | None = None, shared: bool = False) -> None:
         if pin and not torch.cuda.is_available():
-            raise ConfigurationError("pin=True needs a CUDA device", next_step="leave pin away")
+            raise ConfigurationError("pin=True needs a CUDA device", next_step="omit pin")
         self._pin, self._shared = pin, shared
-        # No lock, which a fork could copy in its locked state: a deque's methods are atomic.
+        # The methods of a deque are atomic. A lock could be copied in its locked state by a fork.
         self._free: deque[_Slot] = deque()
         self._stagings = 0
         self._closed = False
 
     def stage(self, state: Mapping[str, Any]) -> StagedState:
-        """Copy `state`; when it returns, all may be changed. The `state_dict()` of each `Stateful` member is what is staged.
+        """Copy `state`. After the return the caller may change it. `Stateful` members are replaced by their `state_dict()`.
 
-        What no checkpoint can hold (sparse tensors, say) is passed on, for the save to refuse it. Raises
-        `UnsupportedObjectError`, naming the key, for an object that cannot be copied, and `UsageError` for a state that
+        Unsupported values (sparse tensors, for example) are passed on, and the save refuses them. Raises
+        `UnsupportedObjectError`, naming the key, for an object that cannot be copied. Raises `UsageError` for a state that
         contains itself, and after `close`.
         """
         if self._closed:
-            raise UsageError("the stager was closed", next_step="make another one")
+            raise UsageError("the stager is closed", next_step="create another one")
         began = time.perf_counter()
         slot = self._take_slot()
         try:
@@ -95,7 +103,7 @@ class StateStager:
         return StagedState(gathered.state, nbytes, time.perf_counter() - began, lambda: self._put_back(slot))
 
     def close(self) -> None:
-        """Give back all memory but that of states not yet released, which goes with them."""
+        """Free all memory. The memory of staged states is freed at their release."""
         self._closed = True
         self._free.clear()
 
@@ -104,7 +112,7 @@ class StateStager:
         free: list[_Slot] = []
         while self._free:
             free.append(self._free.popleft())
-        # The last one used first: the others grow old when nobody needs them.
+        # Take the most recently used buffer first, so that unneeded ones become old.
         free.sort(key=lambda slot: slot.used)
         slot = free.pop() if free else _Slot(shared=self._shared)
         self._free.extend(one for one in free if self._stagings - one.used <= _STAGINGS_UNTIL_UNUSED)
@@ -116,34 +124,32 @@ class StateStager:
             self._free.append(slot)
 
 
-# A tensor to copy, and where the copy belongs: `(holder, place, prefix, tensor)`, for `holder[place]`. As there may be tens
-# of thousands, plain tuples, and the whole key only where it is needed.
+# A tensor to copy to `holder[place]`: `(holder, place, prefix, tensor)`. There may be tens of thousands, so these are
+# plain tuples, and the whole key is built only when needed.
 _Leaf = tuple[Any, Any, str, Any]
 
 
 class _Gathered:
-    """The state's containers and objects, copied; its tensors as a list, in an order that is always the same."""
+    """The copied containers and objects of a state, and its tensors as a list in a stable order."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.leaves: list[_Leaf] = []
-        # What can only be made when its parts are copied, inner parts first.
+        # Completes values whose parts must be copied first, inner parts first.
         self.rest: list[Callable[[], None]] = []
         self.state: dict[str, Any] = {}
         try:
             for key, value in state.items():
-                member = value.state_dict() if isinstance(value, Stateful) else value
+                member = state_dict_of(key, value) if isinstance(value, Stateful) else value
                 self._put(self.state, key, member, "")
         except RecursionError as error:
-            raise UsageError(
-                "the state dict is nested too deeply, or contains itself", next_step="make it flatter"
-            ) from error
+            raise nested_too_deeply() from error
 
     def on_gpu(self) -> bool:
-        """Whether some tensor lies on a GPU."""
+        """Whether a tensor is on a GPU."""
         return torch.cuda.is_available() and any(tensor.is_cuda for *_, tensor in self.leaves)
 
     def _put(self, holder: Any, place: Any, value: Any, prefix: str) -> None:
-        """Make `holder[place]` a copy of `value`, now or, where tensors are in it, later."""
+        """Set `holder[place]` to a copy of `value`: now, or later if the value contains tensors."""
         kind = type(value)
         if kind in _ATOMS:
             holder[place] = value
@@ -160,6 +166,8 @@ class _Gathered:
             self._put_sequence(holder, place, value, prefix)
         elif isinstance(value, torch.Tensor):
             self._put_tensor(holder, place, value, prefix)
+        elif isinstance(value, Stateful):
+            raise nested_object(f"{prefix}{place}", value)
         else:
             holder[place] = _copied(value, f"{prefix}{place}")
 
@@ -174,9 +182,14 @@ class _Gathered:
             self.rest.append(lambda: _set(holder, place, tuple(members)))
 
     def _put_tensor(self, holder: Any, place: Any, value: Any, prefix: str) -> None:
-        """Any other kind of tensor than the plain ones."""
+        """A tensor of another type than the plain ones."""
         holder[place] = None
-        if isinstance(value, DTensor):
+        key = f"{prefix}{place}"
+        if is_lazy(value):
+            holder[place] = value  # it has no values, and the save refuses it
+        elif is_wrapper(value):
+            self._put_wrapper(holder, place, value, key)
+        elif isinstance(value, DTensor):
             local: list[Any] = [None]
             self._put(local, 0, value.to_local(), f"{prefix}{place}.")
             # Not `from_local`, which would move the copy to the mesh's device.
@@ -188,7 +201,20 @@ class _Gathered:
                 self._put(copies, number, shard.tensor, f"{prefix}{place}.")
             self.rest.append(lambda: _set(holder, place, _with_shards(value, copies)))
         else:
-            holder[place] = _copied(value.detach(), f"{prefix}{place}")
+            holder[place] = _copied(value, key)
+
+    def _put_wrapper(self, holder: Any, place: Any, value: Any, key: str) -> None:
+        """A wrapper of the same class around copies of the plain tensors in `value`."""
+        wrapper, tensors = take_apart(value, key)
+        wrapper = replace(wrapper, context=_copied(wrapper.context, key))
+        copies: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            if tensor.layout is torch.strided and tensor.is_contiguous():
+                self._put(copies, name, tensor, "")
+            else:
+                # Keep the strides with which the wrapper was built.
+                copies[name] = _copied(tensor, name).detach().cpu()
+        self.rest.append(lambda: _set(holder, place, wrapper.build(copies, key)))
 
 
 def _set(holder: Any, place: Any, value: Any) -> None:
@@ -197,17 +223,19 @@ def _set(holder: Any, place: Any, value: Any) -> None:
 
 def _copied(value: Any, key: str) -> Any:
     try:
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
         try:
             return copy.deepcopy(value)
         except RuntimeError:
-            # Some kinds of tensors can only be cloned.
+            # Some tensors support only `clone`.
             if isinstance(value, torch.Tensor):
                 return value.clone()
             raise
     except (MillraceError, MemoryError, RecursionError):
         raise
     except Exception as error:
-        # A copy raises whatever the object does.
+        # The object may raise any exception.
         raise UnsupportedObjectError(
             f"{key!r} is an object that cannot be copied ({type(error).__name__}: {error!s:.200})",
             next_step="store tensors and plain values",
@@ -215,9 +243,9 @@ def _copied(value: Any, key: str) -> Any:
 
 
 def _with_shards(value: Any, tensors: list[Any]) -> Any:
-    """The same `ShardedTensor` with other tensors for the local shards."""
+    """The same `ShardedTensor` with other tensors as local shards."""
     properties = value.metadata().tensor_properties
-    # Not by its constructors: they gather from all ranks, or insist on the device of the original.
+    # Its constructors gather from all ranks, or require the device of the original.
     other = ShardedTensor.__new__(
         ShardedTensor,
         value.sharding_spec(),
@@ -228,7 +256,7 @@ def _with_shards(value: Any, tensors: list[Any]) -> Any:
         requires_grad=False,
     )
     other.__dict__.update(value.__dict__)
-    # The original's entry in torch's map is not the copy's to remove.
+    # The copy must not remove the entry of the original in torch's map.
     other._init_rrefs = False
     other._local_shards = [
         OldShard(tensor, shard.metadata) for tensor, shard in zip(tensors, value.local_shards(), strict=True)
@@ -237,7 +265,7 @@ def _with_shards(value: Any, tensors: list[Any]) -> Any:
 
 
 class _Slot:
-    """A buffer, and the tensors in it: as long as the states are alike, the same ones are filled again and again."""
+    """A buffer and its tensors. States with the same tensors fill the same ones again."""
 
     def __init__(self, *, shared: bool) -> None:
         self.used, self._shared = 0, shared
@@ -245,12 +273,12 @@ class _Slot:
         self._tensors: list[Any] = []
 
     def fit(self, wanted: list[Any], *, pinned: bool) -> list[Any]:
-        """A tensor for each of those, of its shape and dtype. All that this slot gave before is void."""
+        """A tensor with the shape and dtype of each wanted one. Overwrites all tensors that this slot returned before."""
         room = sum(aligned(tensor.nbytes) for tensor in wanted)
         pinned = pinned and room > 0
         if room > self._arena.nbytes or pinned != self._arena.pinned or room + _SPARE_BYTES < self._arena.nbytes // 2:
             self._tensors = []
-            # Before the new one, so that there are never both.
+            # Free the old arena before allocating the new one.
             self._arena = Arena(0, pinned=False)
             self._arena = Arena(room, pinned=pinned, shared=self._shared)
         held = self._tensors
@@ -268,11 +296,11 @@ class _Slot:
 
 
 def _fill(gathered: _Gathered, slot: _Slot, *, pinned: bool) -> int:
-    """Copy the tensors, complete the state, and say how many bytes were copied."""
+    """Copy the tensors and complete the state. Returns the number of copied bytes."""
     wanted: list[Any] = []
-    # Where one run of bytes in this process holds all the values of what is wanted; the key, where it does not.
+    # The memory of each tensor that is one run of bytes in this process. The key of any other tensor.
     sources: list[Memory | str] = []
-    # The same values under several names (tied weights) are one copy with several names.
+    # Tensors that share their values (tied weights) share one copy.
     known: dict[Any, int] = {}
     places: list[tuple[Any, Any, int]] = []
     for holder, place, prefix, tensor in gathered.leaves:
@@ -300,7 +328,7 @@ def _fill(gathered: _Gathered, slot: _Slot, *, pinned: bool) -> int:
             others.append((source, tensor, target))
         else:
             nbytes += source.nbytes
-            # Asked anew: a tensor that was sent to another process lies in shared memory from then on.
+            # Read `data_ptr` again: sending a tensor to another process moves it to shared memory.
             plain.append((target.data_ptr(), source.address, source.nbytes))
     copy_tensors(others)
     copy_memory(plain)
@@ -323,12 +351,59 @@ def _has_values(tensor: Any) -> bool:
 
 
 def _as_it_is(tensor: Any, key: str) -> Any:
-    """A tensor without plain values: the save says what is wrong with it, if anything is."""
+    """A tensor without plain values, for the save to refuse it if necessary."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return tensor.detach().clone()
     if tensor.is_meta:
         return tensor.detach()
     if tensor.numel():
-        # Freed: whether it has its memory again while it is saved, nobody knows. This says so.
+        # Its memory was freed: raise the error now.
         dense(tensor, key)
     return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+# --- for torch's own asynchronous saves -------------------------------------------------------------------
+
+
+class CheckpointStager(AsyncStager):  # type: ignore[misc]
+    """Copies the state for `dcp.async_save(state, storage_writer=CheckpointWriter(url), async_stager=CheckpointStager())`.
+
+    Works with every storage writer. Use one object for all saves of a run: it reuses its host memory, so that each save
+    except the first blocks the training loop only for one copy of the state. A state is never overwritten during its save.
+    Concurrent saves have one buffer each. `pin`: whether buffers are pinned. Default: pinned when a tensor is on a GPU.
+    Torch's thread and process checkpointers both work. The latter moves every tensor into shared memory, which the next
+    copy reuses.
+
+    `close` frees the memory. For one thread at a time. Raises `UnsupportedObjectError`, naming the key, for a value that
+    cannot be copied. The writer refuses other unsupported values.
+    """
+
+    # Torch must not wait for the copy after it has begun the save: the copy is already complete.
+    _synchronize_after_execute = False
+
+    def __init__(self, *, pin: bool | None = None) -> None:
+        self._stager = StateStager(pin=pin)
+
+    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of the state, complete on return. Its memory is reused when the returned dict is garbage."""
+        staged = self._stager.stage(state_dict)
+        state = _Staged(staged.state)
+        # Torch does not notify a stager of the end of a save, but refers to the dict until then.
+        weakref.finalize(state, staged.release).atexit = False
+        return state
+
+    def synchronize_staging(self) -> None:
+        """Does nothing: the copy is already complete."""
+
+    def close(self) -> None:
+        """Free all memory. The memory of a running save is freed at its end."""
+        self._stager.close()
+
+
+class _Staged(dict[str, Any]):
+    """A dict with weak references. It unpickles as a plain dict."""
+
+    __slots__ = ("__weakref__",)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)

@@ -1,11 +1,13 @@
-"""Between torch's objects and the manifest's: element types, flat bytes of a tensor, metadata, safe blobs."""
+"""Converts between torch and the format: element types, flat bytes of tensors, metadata. Checks stored objects."""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import pickle
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,51 +18,56 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from millrace.checkpoint.format.manifest import DTYPES, Manifest, Properties, Shard, TensorEntry
-from millrace.checkpoint.host.memory import Memory
 from millrace.checkpoint.state.flattening import PLAIN_TENSORS
 from millrace.errors import CorruptCheckpointError, UnsupportedObjectError
+from millrace.runtime import forks
+from millrace.runtime.memory import Memory
 
-# `torch.serialization.safe_globals` changes state of the whole process; two threads must not undo each other's.
-_SAFE_GLOBALS_LOCK = threading.Lock()
+# `torch.serialization.safe_globals` changes the state of the process, so only one thread at a time may use it.
+_SAFE_GLOBALS_LOCK = forks.PerProcess(lambda _: threading.RLock())
 _NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# How torch's safe loader names what it does not admit.
-_REFUSED = re.compile(r"GLOBAL ([\w.]{1,200})")
-# In all lists of a state dict together.
+# The refused class in the error message of torch's safe loader.
+# The code in a pickle of an integer of more than 255 bytes.
+_LONG_INTEGER = re.compile(rf"Unsupported operand {pickle.LONG4[0]}\b")
+REFUSED = re.compile(r"GLOBAL ([\w.]{1,200})")
+ADMIT = (
+    "import the library that defines it, and admit the class with trusted_types=[...], or --trust on the command line"
+)
+"""The next step for a class that is not trusted."""
+# Members of all lists of a state dict.
 _MAX_LIST_MEMBERS = 1 << 24
 
 
 def _name(value: Any) -> str:
-    """`torch.float32` -> `float32`; layouts and memory formats likewise."""
+    """`torch.float32` -> `float32`, the same for layouts and memory formats."""
     return str(value).removeprefix("torch.")
 
 
 def dtype_name(dtype: Any, key: str) -> str:
-    """The manifest's name of a torch dtype. Raises `UnsupportedObjectError`, naming `key`."""
+    """The name of a torch dtype in the manifest. Raises `UnsupportedObjectError`, naming `key`, for an unknown dtype."""
     name = _NAMES.get(dtype)
     if name is None:
         raise UnsupportedObjectError(
-            f"{key!r} is a tensor of {dtype}, which a checkpoint cannot hold",
+            f"{key!r} is a tensor of {dtype}, which a checkpoint cannot store",
             next_step="convert it to an ordinary dtype before saving",
         )
     return name
 
 
 def flat_bytes(tensor: Any, key: str) -> Any:
-    """The tensor's values in row-major order as a 1-D uint8 tensor on its own device; a view where that is possible.
-
-    Raises as `dense`.
-    """
+    """The values in row-major order as a 1-D uint8 tensor on the same device. A view if possible. Raises as `dense`."""
     values = dense(tensor, key)
     return bytes_of(values if values.is_contiguous() else values.contiguous())
 
 
 def part_of_bytes(values: Any, start: int, stop: int) -> Any:
-    """The bytes `[start, stop)` of `flat_bytes`, of which whatever has to be copied is not much more than them.
+    """The bytes `[start, stop)` of `flat_bytes`. Copies not much more than these bytes.
 
-    `values` come from `dense`; `start` and `stop` are at whole elements.
+    `values` is a result of `dense`. `start` and `stop` are multiples of the element size.
     """
     if values.is_contiguous():
         return bytes_of(values)[start:stop]
@@ -83,13 +90,13 @@ def _row_major(values: Any, start: int, stop: int) -> Any:
 
 
 def dense(tensor: Any, key: str) -> Any:
-    """The tensor as plain values, not conjugated or negated lazily; integers where it is not contiguous.
+    """The tensor as plain values, without lazy conjugation or negation. As integers if it is not contiguous.
 
-    A view where that is possible. Raises `UnsupportedObjectError` for a tensor without plain values (sparse, meta, freed).
+    A view if possible. Raises `UnsupportedObjectError` for a tensor without plain values (sparse, meta, freed).
     """
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         raise UnsupportedObjectError(
-            f"{key!r} is a {_name(tensor.layout)} tensor on {tensor.device}, which a checkpoint cannot hold",
+            f"{key!r} is a {_name(tensor.layout)} tensor on {tensor.device}, which a checkpoint cannot store",
             next_step="make it a dense tensor with values before saving",
         )
     if lacks_memory(tensor):
@@ -99,13 +106,13 @@ def dense(tensor: Any, key: str) -> Any:
         )
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain._is_zerotensor():
-        # It has no memory before it is copied.
+        # A copy gives it memory.
         plain = plain.clone()
     return plain if plain.is_contiguous() else as_integers(plain)
 
 
 def plain_memory(tensor: Any) -> Memory | None:
-    """The memory of a tensor that has its values in this process's memory, one after the other; None for another."""
+    """The memory of a tensor whose values are one run of bytes in this process. None for other tensors."""
     if (
         type(tensor) in PLAIN_TENSORS
         and tensor.is_cpu
@@ -116,16 +123,17 @@ def plain_memory(tensor: Any) -> Memory | None:
     ):
         address, nbytes = tensor.data_ptr(), tensor.nbytes
         held_bytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
-        # A tensor of zeros that nobody has written to may have no memory yet, and one that was freed none any more.
+        # A tensor of zeros has no memory before its first write. A freed tensor has none either.
         if not nbytes or (address and nbytes <= held_bytes):
             return Memory(address, nbytes, tensor)
     return None
 
 
 def lacks_memory(tensor: Any) -> bool:
-    """Whether a dense tensor's storage is shorter than the tensor says, so that touching its values harms the process.
+    """Whether the storage of a dense tensor is shorter than the tensor, so that an access to its values crashes the process.
 
-    Sharded training frees parameters so, and leaves the tensors. Subclasses may hold their values in another way.
+    Sharded training frees parameters in this way and keeps the tensors. False for subclasses, which may store their values
+    differently.
     """
     if type(tensor) not in PLAIN_TENSORS or not tensor.numel():
         return False
@@ -135,46 +143,68 @@ def lacks_memory(tensor: Any) -> bool:
 
 
 def as_integers(tensor: Any) -> Any:
-    """The same memory with integers of the same width in it: torch cannot copy every dtype. Complex128 stays itself."""
+    """The same memory as integers of the same width, because torch cannot copy every dtype. Complex128 is unchanged."""
     dtype = _INTEGERS.get(tensor.element_size())
     return tensor if dtype is None else tensor.view(dtype)
 
 
 def bytes_of(tensor: Any) -> Any:
     """The memory of a contiguous tensor as a 1-D uint8 tensor."""
-    # Not `reshape`: a tensor of one element counts as contiguous whatever its strides are, and a view of bytes minds them.
+    # Not `reshape`: a tensor of one element is contiguous with any strides, and a view of bytes depends on them.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def copy_bits(source: Any, target: Any) -> None:
-    """Copy a plain tensor to another one of equal shape, wherever and however that lies; converts to its dtype."""
-    if source.dtype == target.dtype and not target.is_conj() and not target.is_neg():
+    """Copy a plain tensor to another one of equal shape, on any device and with any layout. Converts to its dtype."""
+    if is_traceable_wrapper_subclass(target):
+        # Its class implements the copy.
+        with torch.no_grad():
+            target.copy_(source)
+    elif source.dtype == target.dtype and not target.is_conj() and not target.is_neg():
         as_integers(target).copy_(as_integers(source))
     else:
         target.copy_(source)
 
 
-def check_blob(data: bytes | memoryview, key: str, trusted_types: Sequence[type]) -> Any:
-    """Make sure that `torch.load` reads `data` without running foreign code, and return what it reads.
+@contextlib.contextmanager
+def admitted(trusted_types: Sequence[type]) -> Iterator[None]:
+    """In this context, torch's safe loader also accepts `trusted_types`."""
+    with _SAFE_GLOBALS_LOCK.get():
+        # The end of torch's context removes all given classes, so pass only new ones.
+        known = torch.serialization.get_safe_globals()
+        with torch.serialization.safe_globals([kind for kind in trusted_types if kind not in known]):
+            yield
 
-    Raises `UnsupportedObjectError`, naming `key`, when the safe loader refuses it.
+
+def check_blob(data: bytes | memoryview, key: str, trusted_types: Sequence[type]) -> Any:
+    """Load an object with torch's safe loader, which does not execute foreign code, and return it.
+
+    Raises `UnsupportedObjectError`, naming `key`, when the safe loader refuses the object.
     """
     try:
-        with _SAFE_GLOBALS_LOCK, torch.serialization.safe_globals(list(trusted_types)):
+        with admitted(trusted_types):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        refused = _REFUSED.search(str(error))
+        if _LONG_INTEGER.search(str(error)):
+            raise UnsupportedObjectError(
+                f"{key!r} contains an integer of more than 2039 bits, which torch's safe loader refuses",
+                next_step="store it as text",
+            ) from error
+        refused = REFUSED.search(str(error))
         raise UnsupportedObjectError(
             f"{key!r} is an object that torch's safe loader refuses"
-            + (f" (it has {refused[1]} in it)" if refused else ""),
+            + (f" (it contains {refused[1]})" if refused else ""),
             next_step="store tensors and plain values, or admit its class with trusted_types=[...]",
         ) from error
 
 
-def entries_of(metadata: Any) -> tuple[tuple[TensorEntry, ...], tuple[str, ...]]:
-    """The manifest's tensors and blobs for a planner's `Metadata`, which is left as it is."""
+def entries_of(metadata: Any, wrapped: Collection[str] = ()) -> tuple[tuple[TensorEntry, ...], tuple[str, ...]]:
+    """The tensors and blobs of the manifest for the `Metadata` of a planner, which is not changed.
+
+    Tensors with a key in `wrapped` may have any element type, because only their parts are stored.
+    """
     tensors, blobs = [], []
-    # Most of tens of thousands of tensors are alike in all but their keys, and so are described by the same objects.
+    # There may be tens of thousands of tensors. Most differ only in their keys, so they share one description.
     known: dict[Any, Properties] = {}
     wholes: dict[Any, tuple[tuple[int, ...], tuple[Shard, ...]]] = {}
     for key, value in metadata.state_dict_metadata.items():
@@ -192,7 +222,8 @@ def entries_of(metadata: Any) -> tuple[tuple[TensorEntry, ...], tuple[str, ...]]
         else:
             shape = tuple(size)
             shards = tuple(Shard(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
-        tensors.append(TensorEntry(key, dtype_name(given.dtype, key), shape, shards, properties))
+        dtype = _name(given.dtype) if key in wrapped else dtype_name(given.dtype, key)
+        tensors.append(TensorEntry(key, dtype, shape, shards, properties))
     return tuple(tensors), tuple(blobs)
 
 
@@ -210,26 +241,39 @@ def _whole(size: Any) -> tuple[tuple[int, ...], tuple[Shard, ...]]:
     return shape, (Shard((0,) * len(shape), shape),)
 
 
+class WrapperMetadata(TensorStorageMetadata):  # type: ignore[misc]
+    """Describes a tensor that was saved as a wrapper tensor."""
+
+
 def metadata_of(manifest: Manifest) -> Any:
-    """The `Metadata` that a load planner works with. Raises `CorruptCheckpointError` for what no planner has saved."""
+    """The `Metadata` for a load planner. Raises `CorruptCheckpointError` for content that no save planner can have
+    written.
+    """
     _check_paths(manifest.planner_data)
     described: dict[str, Any] = {}
-    # The same descriptions for all tensors that are alike, as `entries_of` does.
+    # Equal tensors share one description, as in `entries_of`.
     known: dict[Any, Any] = {}
     sizes: dict[Any, Any] = {}
     boxes: dict[Shard, Any] = {}
-    for key, dtype, shape, shards, properties in manifest.tensors:
-        described[key] = TensorStorageMetadata(
-            known.get((dtype, properties))
-            or known.setdefault((dtype, properties), _torch_properties(dtype, properties)),
-            sizes.get(shape) or sizes.setdefault(shape, torch.Size(shape)),
-            [
-                boxes.get(box) or boxes.setdefault(box, ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1])))
-                for box in shards
-            ],
-        )
+    # Planners handle a wrapper as one tensor.
+    parts = {key for each in manifest.wrapped for recipe, leaves in each.parts for key in (recipe, *leaves)}
+    plain = [entry for entry in manifest.tensors if entry.key not in parts] if parts else manifest.tensors
+    wrapped = [each.tensor for each in manifest.wrapped]
+    for kind, entries in ((TensorStorageMetadata, plain), (WrapperMetadata, wrapped)):
+        for key, dtype, shape, shards, properties in entries:
+            described[key] = kind(
+                known.get((dtype, properties))
+                or known.setdefault((dtype, properties), _torch_properties(dtype, properties)),
+                sizes.get(shape) or sizes.setdefault(shape, torch.Size(shape)),
+                [
+                    boxes.get(box)
+                    or boxes.setdefault(box, ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1])))
+                    for box in shards
+                ],
+            )
     for key in manifest.blobs:
-        described[key] = BytesStorageMetadata()
+        if key not in parts:
+            described[key] = BytesStorageMetadata()
     return Metadata(state_dict_metadata=described, planner_data=manifest.planner_data)
 
 
@@ -244,10 +288,10 @@ def _torch_properties(dtype: str, properties: Properties) -> Any:
 
 
 def _check_paths(planner_data: Any) -> None:
-    """Torch rebuilds a state dict along these paths and fills lists up to any index that it finds in one."""
+    """Check the paths along which torch rebuilds a state dict. Torch fills lists up to any index in a path."""
     if not isinstance(planner_data, dict):
         return
-    # Containers are numbered: keeping the path to each would take the square of a long path.
+    # Containers are numbered. Storing the path of each would need quadratic memory for a long path.
     containers: dict[tuple[int, Any], int] = {}
     lengths: dict[int, int] = {}
     try:
@@ -258,21 +302,21 @@ def _check_paths(planner_data: Any) -> None:
             for part in path:
                 if type(part) is int:
                     if part < 0:
-                        raise CorruptCheckpointError("the manifest's planner data counts backwards")
+                        raise CorruptCheckpointError("the planner data of the manifest has a negative index")
                     lengths[container] = max(part, lengths.get(container, 0))
                 container = containers.setdefault((container, part), len(containers) + 1)
     except TypeError as error:
-        raise CorruptCheckpointError("the manifest's planner data has paths that are none") from error
+        raise CorruptCheckpointError("the planner data of the manifest has an invalid path") from error
     if sum(lengths.values()) > _MAX_LIST_MEMBERS:
-        raise CorruptCheckpointError("the manifest's planner data speaks of impossibly long lists")
+        raise CorruptCheckpointError("the planner data of the manifest has impossibly long lists")
 
 
 def torch_dtype(name: str) -> Any:
-    """Raises `UnsupportedObjectError` when this torch does not know a dtype that the format does."""
+    """The torch dtype with this name. Raises `UnsupportedObjectError` when this version of torch lacks it."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedObjectError(
-            f"the checkpoint holds tensors of {name}, which torch {torch.__version__} lacks",
+            f"the checkpoint contains tensors of {name}, which torch {torch.__version__} lacks",
             next_step="install a newer torch",
         )
     return dtype

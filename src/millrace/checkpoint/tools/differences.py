@@ -1,4 +1,4 @@
-"""How much the values of a tensor differ from another's: counted bit by bit, measured in double precision."""
+"""Measures how much the values of two tensors differ: bit by bit, and in double precision."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from millrace.checkpoint.format.manifest import DTYPES
 from millrace.checkpoint.reading.contents import Bytes
 from millrace.checkpoint.state.tensors import torch_dtype
 
-# What is converted to double precision at a time.
+# Elements that are converted to double precision at a time.
 _STEP_ELEMENTS = 1 << 20
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _NOT_NUMBERS = frozenset({"bool", "float4_e2m1fn_x2"})
 
 
 class Difference:
-    """Adds up the differences of a tensor, given piece by piece. See `TensorChange` for what it counts."""
+    """Adds up the differences of a tensor, piece by piece. `TensorChange` describes the figures."""
 
     def __init__(self, dtype: str) -> None:
         self._dtype, self._itemsize = dtype, DTYPES[dtype][0]
@@ -28,7 +28,7 @@ class Difference:
         self._max = self._sum = self._squares = self._norm = 0.0
 
     def add(self, before: Bytes, after: Bytes) -> None:
-        """Add a piece: the bytes of its elements in A and in B. Where they are the same array there is no difference."""
+        """Add a piece: the bytes of its elements in A and in B. The same array means no difference."""
         step = _STEP_ELEMENTS * self._itemsize
         for begin in range(0, before.size, step):
             one = before[begin : begin + step]
@@ -61,7 +61,7 @@ class Difference:
         change = (self._numbers(after) - one).abs()
         total = float(change.sum())
         if not math.isfinite(total):
-            # Also what is no number on both sides, and the same.
+            # This includes elements that are not numbers and equal on both sides.
             change = change[torch.from_numpy(differs)]
             change = change[torch.isfinite(change)]
             self.not_finite += count - change.numel()
@@ -72,7 +72,7 @@ class Difference:
             self._squares += _square(change)
 
     def _differs(self, before: Bytes, after: Bytes) -> np.ndarray[Any, Any]:
-        """Of each element, whether some bit is different."""
+        """For each element, whether any bit differs."""
         if self._itemsize == 16:
             return np.asarray((before.view(np.uint64) != after.view(np.uint64)).reshape(-1, 2).any(axis=1))
         word = _WORDS[self._itemsize]
@@ -92,7 +92,7 @@ def _square(values: Any) -> float:
 
 
 def same_objects(one: Any, other: Any) -> bool:
-    """Whether two objects of a state dict have the same values. What cannot be compared is not the same."""
+    """Whether two objects of a state dict have the same values. Objects that cannot be compared are different."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

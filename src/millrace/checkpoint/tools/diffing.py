@@ -1,7 +1,7 @@
-"""Compares two checkpoints, whoever wrote them: which values came, went or changed, and by how much.
+"""Compares two checkpoints of Millrace or of torch's own writer: added, removed and changed values, and the differences.
 
-Chunks with equal checksums of what they hold (64 bits) count as equal where both checkpoints have the same shards, and
-are not read. What differs is read piece by piece, a few at a time, and compared bit by bit; torch is needed for that.
+If both checkpoints have the same shards, chunks with equal checksums of their content (64 bits) count as equal and are not
+read. The others are read in pieces, a few at a time, and compared bit by bit, which needs torch.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import numpy as np
 
 from millrace.checkpoint.format.inventory import ItemSpans, item_spans, select_keys
 from millrace.checkpoint.reading.contents import (
+    Box,
     Bytes,
     Contents,
-    ManifestContents,
-    Part,
-    open_contents,
     pieces,
     stream,
     whole,
 )
-from millrace.checkpoint.tools.progress import WorkProgress
+from millrace.checkpoint.reading.opening import ManifestContents, open_contents
+from millrace.checkpoint.tools import WorkProgress
 from millrace.errors import MissingDependencyError
 
 _TEXT_CHARACTERS = 200
@@ -32,12 +31,12 @@ _TEXT_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorChange:
-    """A tensor that both checkpoints have and that is not the same.
+    """A tensor that is different in the two checkpoints.
 
-    With another dtype or shape its values are not compared. Else `changed` of `elements` differ in their bits. `max_abs`
-    and `mean_abs` are of B - A, the mean over all elements; `relative_l2` is |B - A| / |A| in the Euclidean norm (None
-    where A is zero). `not_finite` of the changed elements are infinite or no number in A or B, and are left out of the
-    three. All of them are None for elements that are no numbers (bool).
+    With another dtype or shape its values are not compared. Otherwise `changed` of `elements` differ in their bits.
+    `max_abs` and `mean_abs` are of B - A, the mean over all elements; `relative_l2` is |B - A| / |A| in the Euclidean norm
+    (None if A is zero). `not_finite` of the changed elements are infinite or NaN in A or B, and are left out of these three.
+    All of them are None for elements that are not numbers (bool).
     """
 
     key: str
@@ -53,7 +52,7 @@ class TensorChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectChange:
-    """An object that is not the same; `before` and `after` are what it was and is, cut short, where it is a plain value."""
+    """An object that is different; `before` and `after` are its shortened texts in A and B."""
 
     key: str
     before: str
@@ -62,7 +61,7 @@ class ObjectChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport:
-    """What B has otherwise than A. `equal` counts tensors and objects; `skipped_bytes` were equal by their checksums."""
+    """The differences of B to A. `equal` counts tensors and objects; `skipped_bytes` were equal by their checksums."""
 
     urls: tuple[str, str]
     added: tuple[str, ...]
@@ -90,21 +89,28 @@ def diff_checkpoints(
     extension_registry: Any = None,
     progress: Callable[[WorkProgress], None] | None = None,
 ) -> DiffReport:
-    """Compare the checkpoints at `a` and `b`, or what `keys` name of them (`select_keys`).
+    """Compare the checkpoints at `a` and `b`, or only the values that `keys` select (`select_keys`).
 
-    `target_options` are for the one and the other. Raises as a load does, and `MissingDependencyError` without torch.
+    `target_options` are for `a` and `b`. Raises the errors of a load, and `MissingDependencyError` without torch.
     """
     one, other = (
-        open_contents(url, options, threads=threads, trusted_types=trusted_types, extension_registry=extension_registry)
+        open_contents(
+            url,
+            options,
+            threads=threads,
+            trusted_types=trusted_types,
+            extension_registry=extension_registry,
+            keys=keys,
+        )
         for url, options in zip((a, b), target_options, strict=True)
     )
     return _Diff(one, other, keys, trusted_types, progress).run()
 
 
 class _Pair(NamedTuple):
-    """The same box of a tensor in A and B. `equal` says that their checksums are the same."""
+    """The same box of a tensor in A and B. `equal`: whether their checksums are the same."""
 
-    part: Part
+    part: Box
     equal: bool
 
 
@@ -121,15 +127,15 @@ class _Diff:
         there = dict.fromkeys([*a.tensors, *a.blob_bytes, *b.tensors, *b.blob_bytes])
         self._keys = select_keys(there, patterns)
         self._checksums = _Checksums.of(a, b)
-        self._done_bytes = self._total_bytes = 0
+        self._done_bytes = self._read_bytes = self._total_bytes = 0
 
     def run(self) -> DiffReport:
         a, b = self._a, self._b
         in_a = [key for key in self._keys if key in a.tensors or key in a.blob_bytes]
         in_b = [key for key in self._keys if key in b.tensors or key in b.blob_bytes]
         both = [key for key in in_a if key in b.tensors and key in a.tensors]
-        # A tensor on one side and an object on the other is a value less and a value more.
-        turned = {key for key in in_a if (key in a.tensors) != (key in b.tensors) and key in set(in_b)}
+        # A key that is a tensor on one side and an object on the other counts as removed and added.
+        replaced = {key for key in in_a if (key in a.tensors) != (key in b.tensors) and key in set(in_b)}
         others = {
             key: TensorChange(
                 key=key,
@@ -149,8 +155,8 @@ class _Diff:
         skipped_bytes = sum(pair.part.nbytes for members in pairs.values() for pair in members if pair.equal)
         return DiffReport(
             urls=(a.url, b.url),
-            added=tuple(key for key in in_b if key not in set(in_a) or key in turned),
-            removed=tuple(key for key in in_a if key not in set(in_b) or key in turned),
+            added=tuple(key for key in in_b if key not in set(in_a) or key in replaced),
+            removed=tuple(key for key in in_a if key not in set(in_b) or key in replaced),
             tensors=tuple(changes[key] for key in both if key in changes),
             objects=tuple(objects),
             equal=len(both) - len(changes) + equal_objects,
@@ -159,7 +165,7 @@ class _Diff:
         )
 
     def _pairs(self, key: str) -> Iterator[_Pair]:
-        """The pieces of a tensor, by which it is compared."""
+        """The pieces in which a tensor is compared."""
         a, b = self._a, self._b
         entry = a.tensors[key]
         if self._checksums is None or entry.shards != b.tensors[key].shards:
@@ -171,7 +177,7 @@ class _Diff:
             if 0 in shard.sizes:
                 continue
             position = 0
-            for piece in pieces(a, Part(key, entry.dtype, shard.offsets, shard.sizes)):
+            for piece in pieces(a, Box(key, entry.dtype, shard.offsets, shard.sizes)):
                 yield _Pair(piece, self._checksums.equal(key, number, position, position + piece.nbytes))
                 position += piece.nbytes
 
@@ -179,15 +185,16 @@ class _Diff:
         if not compared:
             return
         order = [pair for members in compared.values() for pair in members]
-        left = iter(stream(self._a, (pair.part for pair in order)))
-        right = iter(stream(self._b, (pair.part for pair in order if not pair.equal)))
+        other = [pair.part for pair in order if not pair.equal]
+        self._read_bytes = self._total_bytes + sum(part.nbytes for part in other)
+        left = iter(stream(self._a, (pair.part for pair in order), count=self._report))
+        right = iter(stream(self._b, other, count=self._report))
         for key, members in compared.items():
             found = _differences().Difference(members[0].part.dtype)
             for pair in members:
                 before: Bytes = next(left)[1]
-                # What is equal is read once: the norm of A is of all of it.
+                # Equal pieces are read once, because the norm of A includes them.
                 found.add(before, before if pair.equal else next(right)[1])
-                self._tell(pair.part.nbytes)
             if found.changed:
                 entry = self._a.tensors[key]
                 yield TensorChange(
@@ -202,10 +209,12 @@ class _Diff:
                     not_finite=found.not_finite,
                 )
 
-    def _tell(self, nbytes: int) -> None:
+    def _report(self, nbytes: int) -> None:
+        """Report progress: the bytes read of A and of B, as a share of the compared bytes."""
         self._done_bytes += nbytes
         if self._progress is not None:
-            self._progress(WorkProgress(done_bytes=self._done_bytes, total_bytes=self._total_bytes))
+            done_bytes = self._total_bytes * self._done_bytes // max(1, self._read_bytes)
+            self._progress(WorkProgress(done_bytes=done_bytes, total_bytes=self._total_bytes))
 
     def _objects(self, keys: Sequence[str]) -> tuple[list[ObjectChange], int]:
         changes = []
@@ -215,7 +224,7 @@ class _Diff:
         return changes, len(keys) - len(changes)
 
     def _object(self, key: str, before: bytes, after: bytes) -> ObjectChange | None:
-        """Compare what was stored in different ways: equal values may have been."""
+        """Compare two objects with different bytes, which may still have equal values."""
         differences = _differences()
         from millrace.checkpoint.state.tensors import check_blob
 
@@ -231,7 +240,7 @@ def _text(value: Any) -> str:
 
 
 def _differences() -> Any:
-    """The module that needs torch, which takes a second to load."""
+    """The module that needs torch. Torch takes a second to load, so it is imported on first use."""
     try:
         from millrace.checkpoint.tools import differences
     except ModuleNotFoundError as error:
@@ -242,7 +251,7 @@ def _differences() -> Any:
 
 
 class _Checksums(NamedTuple):
-    """Tells by checksums where two checkpoints of ours hold the same."""
+    """Finds equal parts of two checkpoints of Millrace by their checksums."""
 
     a: ManifestContents
     b: ManifestContents
@@ -256,7 +265,7 @@ class _Checksums(NamedTuple):
         return cls(a, b, item_spans(a.manifest), item_spans(b.manifest))
 
     def equal(self, key: str, shard: int, start: int, stop: int) -> bool:
-        """Whether the bytes `[start, stop)` of a shard are certainly the same on both sides."""
+        """Whether the bytes `[start, stop)` of a shard are the same on both sides by their checksums."""
         rows_a, begin_a = _rows(self.a, self.spans_a, self.a.item(key) + shard, start, stop)
         rows_b, begin_b = _rows(self.b, self.spans_b, self.b.item(key) + shard, start, stop)
         one, other = self.a.manifest.chunks, self.b.manifest.chunks
@@ -266,7 +275,7 @@ class _Checksums(NamedTuple):
 
 
 def _rows(contents: ManifestContents, spans: ItemSpans, number: int, start: int, stop: int) -> tuple[slice, int]:
-    """The chunks that hold some bytes of an item, and where in the first of them these begin."""
+    """The chunks with the bytes `[start, stop)` of an item, and the position of `start` in the first of them."""
     first, last = int(spans.first[number]), int(spans.stop[number])
     raw = contents.manifest.chunks["raw_bytes"][first:last].astype(np.int64)
     begin = int(contents.manifest.items["start"][number]) + start

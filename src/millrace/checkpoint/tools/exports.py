@@ -1,8 +1,8 @@
-"""Turns a checkpoint into a file or directory that other programs read: `export_checkpoint`. Bit for bit.
+"""Exports a checkpoint, bit for bit, to a file or directory that other programs read: `export_checkpoint`.
 
-- `torch`: one file for `torch.load(weights_only=True)`, with the state dict nested as it was saved. All of it is in memory.
-- `safetensors`: the tensors under their flat keys in one file, which is written as it is read.
-- `dcp`: a checkpoint of torch's own, written tensor by tensor.
+- `torch`: one file for `torch.load(weights_only=True)`, with the state dict nested as it was saved. Needs memory for all.
+- `safetensors`: the tensors under their flat keys in one file, which is streamed.
+- `dcp`: a checkpoint in torch's own format, written tensor by tensor.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from millrace.checkpoint.format.inventory import select_keys
-from millrace.checkpoint.format.manifest import DTYPES
-from millrace.checkpoint.reading.contents import Contents, Part, open_contents, pieces, stream, whole
+from millrace.checkpoint.format.manifest import DTYPES, WrappedEntry
+from millrace.checkpoint.reading.contents import Box, Contents, pieces, stream, whole
+from millrace.checkpoint.reading.opening import open_contents
+from millrace.checkpoint.tools import WorkProgress
 from millrace.checkpoint.tools.export_targets import DirectoryTarget, FileTarget
-from millrace.checkpoint.tools.progress import WorkProgress
 from millrace.errors import MissingDependencyError, UnsupportedObjectError, UsageError
 
 ExportFormat = Literal["torch", "safetensors", "dcp"]
@@ -43,15 +44,15 @@ _SAFETENSORS_DTYPES = {
     "float8_e8m0fnu": "F8_E8M0",
     "complex64": "C64",
 }
-# Readers of safetensors refuse longer headers.
+# Readers of safetensors reject longer headers.
 _MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """What was written to `target`: so many `tensors` and `objects` with `raw_bytes` of values, in `seconds`.
+    """The figures of an export to `target`: numbers of `tensors` and `objects`, `raw_bytes` of values, and `seconds`.
 
-    `left_out` are keys that were asked for, or not excluded, and that the format cannot hold (objects, for safetensors).
+    `left_out` are selected keys that the format cannot hold (objects, for safetensors).
     """
 
     url: str
@@ -79,16 +80,17 @@ def export_checkpoint(
     extension_registry: Any = None,
     progress: Callable[[WorkProgress], None] | None = None,
 ) -> ExportReport:
-    """Export the checkpoint at `url`, ours or one of torch's own writer, to `target`: a file, or for `dcp` a directory.
+    """Export the checkpoint at `url`, of Millrace or of torch's own writer, to `target`: a file, or for `dcp` a directory.
 
-    `keys` are patterns (`select_keys`). `strip_prefix`, for safetensors, exports only the keys that begin with it, without
+    `keys` are patterns (`select_keys`). `strip_prefix`, for safetensors, selects the keys that begin with it, and removes
     it. `target_options` are for the storage of the checkpoint, `output_options` for that of the target. The target
-    appears when all of it is durable; an existing one is an `ObjectExistsError` without `overwrite`.
+    becomes visible when all of it is durable. An existing one is an `ObjectExistsError` without `overwrite`.
 
-    Raises as a load, `UsageError`, `UnsupportedObjectError` naming what the format cannot hold, `MissingDependencyError`.
+    Raises errors of a load, `UsageError`, `UnsupportedObjectError` for values that the format cannot hold, and
+    `MissingDependencyError`.
     """
     if to not in EXPORT_FORMATS:
-        raise UsageError(f"no export to {to!r}", next_step=f"choose one of {', '.join(EXPORT_FORMATS)}")
+        raise UsageError(f"{to!r} is not an export format", next_step=f"choose one of {', '.join(EXPORT_FORMATS)}")
     if strip_prefix and to != "safetensors":
         raise UsageError("a prefix can only be stripped for safetensors", next_step="leave it out")
     began = time.monotonic()
@@ -99,12 +101,20 @@ def export_checkpoint(
         threads=threads,
         trusted_types=trusted_types,
         extension_registry=extension_registry,
+        keys=keys,
     )
     chosen = select_keys([*contents.tensors, *contents.blob_bytes], keys)
+    wrapped: list[WrappedEntry] = []
+    if to != "safetensors":
+        # A wrapper tensor is exported as one value. Only safetensors has its plain tensors instead.
+        wrapped = [each for each in contents.wrapped.values() if not set(chosen).isdisjoint(_keys_of(each))]
+        parts = {key for each in wrapped for key in _keys_of(each)}
+        chosen = [key for key in chosen if key not in parts]
     tensors = [key for key in chosen if key in contents.tensors]
     objects = [key for key in chosen if key in contents.blob_bytes]
     left_out: list[str] = []
-    counter = _Counter(sum(whole(contents.tensors[key]).nbytes for key in tensors), progress)
+    leaves = [key for each in wrapped for _, keys in each.parts for key in keys]
+    counter = _Counter(sum(whole(contents.tensors[key]).nbytes for key in (*tensors, *leaves)), progress)
     if to == "safetensors":
         left_out = objects + [key for key in tensors if not key.startswith(strip_prefix)]
         tensors, objects = [key for key in tensors if key.startswith(strip_prefix)], []
@@ -121,15 +131,15 @@ def export_checkpoint(
             ) from error
         if to == "torch":
             file = FileTarget(place, output_options, overwrite=overwrite)
-            write_torch(contents, tensors, objects, file, trusted_types, counter.add)
+            write_torch(contents, tensors, objects, wrapped, file, trusted_types, counter.add)
         else:
             directory = DirectoryTarget(place, output_options, overwrite=overwrite)
-            write_dcp(contents, tensors, objects, directory, counter.add)
+            write_dcp(contents, tensors, objects, wrapped, directory, trusted_types, counter.add)
     return ExportReport(
         url=contents.url,
         target=place,
         to=to,
-        tensors=len(tensors),
+        tensors=len(tensors) + len(wrapped),
         objects=len(objects),
         raw_bytes=counter.total_bytes,
         left_out=tuple(left_out),
@@ -137,8 +147,12 @@ def export_checkpoint(
     )
 
 
+def _keys_of(wrapped: WrappedEntry) -> list[str]:
+    return [key for recipe, leaves in wrapped.parts for key in (recipe, *leaves)]
+
+
 class _Counter:
-    """Tells how far an export is."""
+    """Reports the progress of an export. Every byte counts twice: when it is read, and when it is written."""
 
     def __init__(self, total_bytes: int, progress: Callable[[WorkProgress], None] | None) -> None:
         self.total_bytes = total_bytes
@@ -147,16 +161,18 @@ class _Counter:
     def add(self, nbytes: int) -> None:
         self._done_bytes += nbytes
         if self._progress is not None:
-            self._progress(WorkProgress(done_bytes=self._done_bytes, total_bytes=self.total_bytes))
+            # Files contain more bytes than the values.
+            done_bytes = min(self._done_bytes // 2, self.total_bytes)
+            self._progress(WorkProgress(done_bytes=done_bytes, total_bytes=self.total_bytes))
 
 
 # --- safetensors ------------------------------------------------------------------------------------------
 
 
-def safetensors_header(parts: Sequence[tuple[str, Part]]) -> bytes:
-    """The beginning of a safetensors file that holds `parts` under these names, one after the other. Pure.
+def safetensors_header(parts: Sequence[tuple[str, Box]]) -> bytes:
+    """The header of a safetensors file with `parts` under these names, one after the other. Pure.
 
-    Raises `UnsupportedObjectError` for element types that such a file cannot have.
+    Raises `UnsupportedObjectError` for element types that the format does not have.
     """
     unknown = [f"{name!r} ({part.dtype})" for name, part in parts if part.dtype not in _SAFETENSORS_DTYPES]
     if unknown:
@@ -165,7 +181,7 @@ def safetensors_header(parts: Sequence[tuple[str, Part]]) -> bytes:
             f"safetensors cannot hold {', '.join(unknown[:3])}{more}",
             next_step="leave them out by naming the others, or export to torch",
         )
-    # What transformers asks for: that the tensors are torch's.
+    # Transformers requires the format "pt".
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, part in parts:
@@ -173,6 +189,13 @@ def safetensors_header(parts: Sequence[tuple[str, Part]]) -> bytes:
             raise UnsupportedObjectError(
                 f"safetensors cannot hold a second {name!r}", next_step="choose other keys, or another prefix"
             )
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise UnsupportedObjectError(
+                f"safetensors cannot hold the key {name!r}, which is not valid Unicode",
+                next_step="leave it out by naming the others, or export to torch",
+            ) from error
         header[name] = {
             "dtype": _SAFETENSORS_DTYPES[part.dtype],
             "shape": part.lengths,
@@ -191,15 +214,16 @@ def _write_safetensors(
 ) -> None:
     if not keys:
         raise UsageError(
-            f"no tensor of {contents.url} " + (f"is below {prefix!r}" if prefix else "was chosen"),
+            f"no tensor of {contents.url} " + (f"is below {prefix!r}" if prefix else "was selected"),
             next_step="'millrace checkpoints show' lists the keys",
         )
-    # The widest elements first, so that every tensor lies at a multiple of its own; then as they lie in the checkpoint.
+    # Tensors with the widest elements first, so that each is aligned; then in the order of the checkpoint.
     ordered = sorted(keys, key=lambda key: (-DTYPES[contents.tensors[key].dtype][0], contents.place(key)))
     wholes = [whole(contents.tensors[key]) for key in ordered]
     header = safetensors_header([(part.key[len(prefix) :], part) for part in wholes])
-    with target.open() as file:
+    with target.open(counter.add) as file:
         file.write(header)
-        for _, data in stream(contents, (piece for part in wholes for piece in pieces(contents, part))):
+        for _, data in stream(
+            contents, (piece for part in wholes for piece in pieces(contents, part)), count=counter.add
+        ):
             file.write(data.data)
-            counter.add(data.size)

@@ -1,7 +1,7 @@
-"""Reads and checks every stored byte of a checkpoint, and says what is wrong and which tensors it touches. No torch.
+"""Checks every stored byte of a checkpoint, and reports damage and the tensors that it affects. No torch.
 
-Each stored chunk is read once, also where others are deltas to it: chunks that hang together are checked together. The
-check does not end at the first problem. Torch's own checkpoints have no checksums and cannot be checked so.
+Each stored chunk is read once: a chunk and its deltas are checked together. The check continues after a problem. Torch's
+own checkpoints have no checksums and cannot be checked.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 from typing_extensions import Buffer
 
-from millrace.checkpoint.codec.planes import Kind, PlaneCodec, as_bytes, checksum
+from millrace.checkpoint.codec.chunks import MAX_CHUNK_OVERHEAD_BYTES, Kind, as_bytes, checksum
+from millrace.checkpoint.codec.registry import ChunkCodec
 from millrace.checkpoint.format.chains import MAX_BASES
 from millrace.checkpoint.format.inventory import item_keys, item_spans
-from millrace.checkpoint.format.manifest import MANIFEST_NAME, MAX_CHUNK_OVERHEAD_BYTES, Manifest
+from millrace.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from millrace.checkpoint.format.slices import ReadRange, coalesce
 from millrace.checkpoint.format.tables import NO_BASE, Table
 from millrace.checkpoint.format.transforms import Transforms, transforms_for
-from millrace.checkpoint.host.pipeline import default_threads, run_in_order
-from millrace.checkpoint.places.manifests import manifest_name, read_newest, read_stock_metadata
-from millrace.checkpoint.places.storage import CheckpointStorage, StoredFile, open_storage
-from millrace.checkpoint.tools.progress import WorkProgress
+from millrace.checkpoint.storage.manifests import manifest_name, read_newest, read_stock_metadata
+from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile, open_storage
+from millrace.checkpoint.tools import WorkProgress
 from millrace.errors import (
     ChangedError,
     CheckpointNotFoundError,
@@ -39,23 +39,24 @@ from millrace.errors import (
     UnsupportedFormatError,
     UsageError,
 )
+from millrace.runtime.pipeline import default_threads, run_in_order
 
 _BATCH_BYTES = 8 << 20
-# Chains lie in several files, and from each of them a group should take a range that is worth a round trip.
+# Chains are spread over several files, and a group should read a large enough range from each.
 _CHAINS_BATCH_BYTES = 32 << 20
 _GAP_BYTES = 256 << 10
-# Beyond this the chunks of a chain are read one by one, some of them again: no writer makes such a chain.
+# Chains of more bytes, which no writer creates, are checked chunk by chunk, with repeated reads.
 _CHAIN_BYTES = 128 << 20
 _RANK_MANIFEST = re.compile(rf"rank-(\d+)\.{re.escape(MANIFEST_NAME)}", re.ASCII)
-# What a storage raises for bytes that are not there as they should be; that it does not answer is another matter.
+# Errors of a storage for missing or damaged bytes. That it does not respond is not damage.
 _BAD = (MissingError, ChangedError, StorageError, DamagedError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """Something that is not as it was written: a chunk (its row in the manifest's table), or a whole file.
+    """A damaged chunk (its row in the manifest's table), or a damaged file.
 
-    `keys` are the tensors and objects that cannot be read for it, those included whose chunks are deltas to this one.
+    `keys` are the tensors and objects that cannot be read, including those whose chunks are deltas to this one.
     """
 
     file: str
@@ -66,10 +67,10 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What was checked: `chunks` of `stored_bytes` in `files`, in `seconds`.
+    """The figures of a check: `chunks` of `stored_bytes` in `files`, in `seconds`.
 
-    `decoded` is False where the chunks went through extensions that are not known here (encryption): then only what is
-    stored was checked against its checksums, not what it decodes to.
+    `decoded` is False for chunks with stream extensions that are not registered here (encryption): then only the stored
+    bytes were checked against their checksums, not the decoded ones.
     """
 
     url: str
@@ -82,12 +83,12 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there is no damage."""
         return not self.damages
 
     @property
     def damaged_keys(self) -> tuple[str, ...]:
-        """Every tensor and object that cannot be read, once."""
+        """All tensors and objects that cannot be read, each once."""
         return tuple(dict.fromkeys(key for damage in self.damages for key in damage.keys))
 
 
@@ -99,12 +100,12 @@ def verify_checkpoint(
     progress: Callable[[WorkProgress], None] | None = None,
     extension_registry: Any = None,
 ) -> VerifyReport:
-    """Read and check all of the checkpoint at `url`, which must be one of ours.
+    """Read and check all of the checkpoint at `url`, which must be in Millrace's format.
 
-    `progress` is called in this thread now and then. Memory: 10 MiB a thread, 40 MiB with deltas. What is wrong is in
-    the report, a damaged manifest included. Raises `CheckpointNotFoundError`, `UnsupportedFormatError`, `UsageError` for a
-    checkpoint of torch's own writer, and what a storage raises that refuses (`DeniedError`) or does not answer
-    (`RetryableError`).
+    `progress` is called in this thread from time to time. Memory: 10 MiB per thread, 40 MiB with deltas. The report
+    contains all damage, including that of manifests. Raises `CheckpointNotFoundError`, `UnsupportedFormatError`,
+    `UsageError` for a checkpoint of torch's own writer, and errors of a storage that denies access (`DeniedError`) or does
+    not respond (`RetryableError`).
     """
     if threads is not None and threads < 1:
         raise ConfigurationError(f"threads={threads}", next_step="give a positive number")
@@ -133,14 +134,14 @@ def verify_checkpoint(
 
 
 def _manifests(storage: CheckpointStorage) -> tuple[list[Manifest], list[Damage]]:
-    """The checkpoint's manifest, or those of all ranks of a save without collectives, and which of them are damaged."""
+    """The checkpoint's manifest, or those of all ranks of a save without collectives, and the damaged ones among them."""
     found: list[Manifest] = []
     damages: list[Damage] = []
 
     def read(rank: int | None) -> None:
         try:
             found.append(read_newest(storage, rank).manifest)
-        except CorruptCheckpointError as error:
+        except (CorruptCheckpointError, StorageError) as error:
             damages.append(Damage(file=manifest_name(rank), chunk=None, problem=error.message, keys=()))
 
     try:
@@ -149,7 +150,7 @@ def _manifests(storage: CheckpointStorage) -> tuple[list[Manifest], list[Damage]
         if read_stock_metadata(storage) is not None:
             raise UsageError(
                 f"torch's own writer saved {storage.url}, without checksums to check",
-                next_step="save with CheckpointWriter, or load it to see that it can be read",
+                next_step="save with CheckpointWriter, or load it to check that it can be read",
             ) from None
         ranks = sorted(int(match[1]) for name in storage.names() if (match := _RANK_MANIFEST.fullmatch(name)))
         if not ranks:
@@ -159,13 +160,13 @@ def _manifests(storage: CheckpointStorage) -> tuple[list[Manifest], list[Damage]
     return found, damages
 
 
-# --- what is checked together (pure) ----------------------------------------------------------------------
+# --- groups of chunks (pure) ------------------------------------------------------------------------------
 
 
 def batches(chunks: Table, limit_bytes: int = _BATCH_BYTES) -> Iterator[np.ndarray[Any, Any]]:
-    """Rows of a chunk table in groups of about `limit_bytes` stored bytes, in order of their places.
+    """Rows of a chunk table in groups of about `limit_bytes` stored bytes, in the order of their places.
 
-    A chunk and all that are deltas to it, directly or not, are in one group, bases first.
+    A chunk and all its direct and indirect deltas are in one group, bases first.
     """
     count = len(chunks)
     if not count:
@@ -191,11 +192,11 @@ def batches(chunks: Table, limit_bytes: int = _BATCH_BYTES) -> Iterator[np.ndarr
 
 @dataclass
 class _Local(threading.local):
-    codec: PlaneCodec = field(default_factory=PlaneCodec)
+    codec: ChunkCodec = field(default_factory=ChunkCodec)
 
 
 class _Check:
-    """Checks everything that one manifest names. `problems` maps a row to what is wrong with it."""
+    """Checks all files and chunks of one manifest. `problems` maps rows to descriptions of their damage."""
 
     def __init__(self, storage: CheckpointStorage, manifest: Manifest, threads: int, registry: Any) -> None:
         self._storage, self._manifest, self._threads = storage, manifest, threads
@@ -209,7 +210,7 @@ class _Check:
         self.done_bytes = 0
 
     def run(self) -> Iterator[int]:
-        """Check everything; gives the bytes of each part that is done."""
+        """Check everything; yields the bytes of each part that is done."""
         for number, (file, problem) in enumerate(run_in_order(self._manifest.files, self._find, self._threads)):
             if file is not None:
                 self._files[number] = file
@@ -224,7 +225,7 @@ class _Check:
             yield nbytes
 
     def damages(self) -> list[Damage]:
-        """What is wrong, and what cannot be read for it."""
+        """All damage, with the keys that cannot be read."""
         names = [file.name for file in self._manifest.files]
         column = self._manifest.chunks["file"]
         found = [
@@ -248,7 +249,7 @@ class _Check:
         return file, ""
 
     def _check(self, rows: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], dict[int, str]]:
-        """Check the chunks of `rows`, of which the bases come first."""
+        """Check the chunks of `rows`, in which bases come first."""
         found: dict[int, str] = {}
         chunks = self._manifest.chunks
         wanted = rows[[int(number) in self._files for number in chunks["file"][rows]]]
@@ -257,7 +258,7 @@ class _Check:
                 self._check_alone(row, found)
             return rows, found
         stored = self._read(wanted, found)
-        # What later rows are deltas to is kept until the last of them is done.
+        # A decoded base is kept until the last of its deltas is done.
         needed = Counter(chunks["base"][rows].tolist())
         decoded: dict[int, np.ndarray[Any, Any]] = {}
         depths: dict[int, int] = {}
@@ -276,7 +277,7 @@ class _Check:
         return rows, found
 
     def _check_alone(self, row: int, found: dict[int, str]) -> None:
-        """The same for one chunk, with those below it."""
+        """Check one chunk, with its bases."""
         chain = [row]
         while (base := int(self._manifest.chunks["base"][chain[-1]])) != NO_BASE:
             chain.append(base)
@@ -292,7 +293,7 @@ class _Check:
                 found.update(problems)
 
     def _read(self, rows: np.ndarray[Any, Any], found: dict[int, str]) -> dict[int, memoryview]:
-        """The stored bytes of chunks, of which those that cannot be read are found bad one by one."""
+        """The stored bytes of chunks. After an error in a range its chunks are read one by one to find the damaged ones."""
         chunks = self._manifest.chunks
         ranges = coalesce(
             rows,
@@ -326,7 +327,7 @@ class _Check:
     def _decode(
         self, row: int, stored: Buffer, base: np.ndarray[Any, Any] | None, found: dict[int, str]
     ) -> np.ndarray[Any, Any] | None:
-        """What a chunk holds; None where that cannot be told, for whatever reason."""
+        """The decoded bytes of a chunk; None if it cannot be decoded."""
         chunks = self._manifest.chunks
         if checksum(stored) != int(chunks["stored_checksum"][row]):
             found[row] = "does not match its checksum"
@@ -361,7 +362,7 @@ class _Check:
 
 
 def _transforms(descriptors: Sequence[str], registry: Any) -> Transforms | None:
-    """The extensions that the chunks went through; None where they are not known here."""
+    """The stream extensions of the chunks; None if one is not registered."""
     if not descriptors:
         return Transforms()
     try:

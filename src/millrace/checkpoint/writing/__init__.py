@@ -1,1 +1,12 @@
-"""One rank's half of a save: what torch plans as data files of chunks, in the form that serves best."""
+"""Saving: plans, encoding of chunks, deltas, data files, and the writer for `dcp.save`.
+
+Key terms:
+- source: the bytes of one item of a save plan.
+- chunk: about 1 MiB of one or more items, encoded on its own.
+- base: an earlier checkpoint, to which chunks are deltas or references.
+
+A save runs through `writer`, `sources`, `packing`, `encoding` and `chunk_forms`. Then `assembly` joins the ranks'
+tables into a manifest. `offloading` and `encoder_process` move the encoding to another process.
+
+Start reading in `writer.py`.
+"""

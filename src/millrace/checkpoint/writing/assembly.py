@@ -1,23 +1,24 @@
-"""Joins what the ranks wrote into one manifest. No I/O."""
+"""Joins the data of all ranks into one manifest. No I/O."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from millrace._version import __version__
-from millrace.checkpoint.format.manifest import DataFile, Manifest
+from millrace.checkpoint.format.manifest import DataFile, Manifest, Shard, TensorEntry, WrappedEntry
 from millrace.checkpoint.format.tables import NO_BASE, Table, chunk_table, item_table
 from millrace.checkpoint.state.tensors import entries_of
-from millrace.checkpoint.writing.packing import RankData, StoredItem
-from millrace.errors import UsageError
+from millrace.checkpoint.writing.rank_data import RankData, StoredItem, StoredWrapper
+from millrace.errors import UnsupportedObjectError, UsageError
 
 
 def written_files(results: Sequence[Sequence[Any]]) -> list[str]:
-    """The data files that the ranks have written. Those of siblings, which they may refer to, are not among them."""
+    """The data files that the ranks have written, without those of siblings that they refer to."""
     written = (result.storage_data for rank_results in results for result in rank_results)
     return sorted({file.name for stored in written for file in stored.data.own_files})
 
@@ -30,23 +31,24 @@ def build_manifest(
     save_id: str,
     replaces: str | None = None,
 ) -> Manifest:
-    """Join what all ranks wrote with what the planner says about it. Changes neither. `save_id` is of this save alone.
+    """Join the data of all ranks with the planner's metadata, without changing either. `save_id` is unique to this save.
 
-    Raises `UsageError` when a tensor or object of the plan was written by no rank, or ranks had different extensions.
+    Raises `UsageError` if no rank wrote a tensor or object of the plan, or if ranks had different extensions.
     """
-    tensors, blobs = entries_of(metadata)
-    # By plain tuples: an index computes its hash anew, in Python, whenever it is looked up.
-    written: dict[tuple[str, Any], StoredItem] = {}
+    # Keys are plain tuples: an index computes its hash again, in Python, at each lookup.
+    written: dict[tuple[str, Any], StoredItem | StoredWrapper] = {}
     first_rows: dict[int, int] = {}
     ranks: list[RankData] = []
     chunk_count = 0
     for result in (result for rank_results in results for result in rank_results):
-        stored: StoredItem = result.storage_data
+        stored: StoredItem | StoredWrapper = result.storage_data
         written[result.index.fqn, result.index.offset] = stored
         if id(stored.data) not in first_rows:
             first_rows[id(stored.data)] = chunk_count
             ranks.append(stored.data)
             chunk_count += len(stored.data.chunks)
+    wrappers = {key for (key, _), each in written.items() if isinstance(each, StoredWrapper)}
+    tensors, blobs = entries_of(metadata, wrappers)
     indices: list[tuple[str, Any]] = [(entry.key, shard.offsets) for entry in tensors for shard in entry.shards]
     indices += [(key, None) for key in blobs]
     missing = [index[0] for index in indices if index not in written]
@@ -57,10 +59,8 @@ def build_manifest(
         )
     transforms = {data.transforms for data in ranks if len(data.chunks)}
     if len(transforms) > 1:
-        raise UsageError(
-            "ranks wrote through different stream extensions", next_step="give the same _extensions to every rank"
-        )
-    items = [written[index] for index in indices]
+        raise UsageError("ranks used different stream extensions", next_step="give the same _extensions to every rank")
+    tensors, blobs, wrapped, items = _unwrapped(tensors, blobs, [written[index] for index in indices])
     places = item_table(
         {
             "chunk": [item.chunk + (first_rows[id(item.data)] if item.nbytes else 0) for item in items],
@@ -83,11 +83,54 @@ def build_manifest(
         save_id=save_id,
         replaces=replaces,
         transforms=next(iter(transforms), ()),
+        wrapped=wrapped,
     )
 
 
+def _unwrapped(
+    tensors: Sequence[TensorEntry], blobs: Sequence[str], stored: Sequence[StoredItem | StoredWrapper]
+) -> tuple[tuple[TensorEntry, ...], tuple[str, ...], tuple[WrappedEntry, ...], list[StoredItem]]:
+    """The entries of the manifest: plain tensors and objects, wrapper tensors, and the items of the former in order.
+
+    Raises `UsageError` for a key that is a wrapper on some ranks only, and `UnsupportedObjectError` if a part of a wrapper
+    has the key of another value.
+    """
+    plain: list[TensorEntry] = []
+    wrapped: list[WrappedEntry] = []
+    items: list[StoredItem] = []
+    recipes: dict[str, StoredItem] = {}
+    places = iter(stored)
+    for entry in tensors:
+        shards = [next(places) for _ in entry.shards]
+        wrappers = [each for each in shards if isinstance(each, StoredWrapper)]
+        if not wrappers:
+            plain.append(entry)
+            items += [each for each in shards if isinstance(each, StoredItem)]
+            continue
+        if len(wrappers) < len(shards):
+            raise UsageError(
+                f"{entry.key!r} is not the same kind of tensor on every rank", next_step="give every rank a shard of it"
+            )
+        for wrapper in wrappers:
+            recipes[wrapper.key] = wrapper.recipe
+            for key, dtype, shape, place in wrapper.leaves:
+                plain.append(TensorEntry(key, dtype, shape, (Shard((0,) * len(shape), shape),)))
+                items.append(place)
+        parts = tuple((wrapper.key, tuple(leaf[0] for leaf in wrapper.leaves)) for wrapper in wrappers)
+        wrapped.append(WrappedEntry(entry, parts))
+    items += [each for each in places if isinstance(each, StoredItem)]
+    items += recipes.values()
+    keys = Counter([*(entry.key for entry in plain), *blobs, *recipes]) if wrapped else Counter[str]()
+    repeated = [key for key, count in keys.items() if count > 1]
+    if repeated:
+        raise UnsupportedObjectError(
+            f"{repeated[0]!r} is the key of a value, and of a part of a wrapper tensor", next_step="rename the value"
+        )
+    return tuple(plain), (*blobs, *recipes), tuple(wrapped), items
+
+
 def _join_chunks(ranks: Sequence[RankData], files: Sequence[DataFile]) -> Table:
-    """One chunk table of all ranks', with file and row numbers moved accordingly."""
+    """The chunk tables of all ranks as one table, with adjusted file and row numbers."""
     if not ranks:
         return chunk_table()
     numbers = {file: number for number, file in enumerate(files)}

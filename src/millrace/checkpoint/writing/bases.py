@@ -1,31 +1,36 @@
-"""Earlier checkpoints that a save is made against: their chunks, and where their bytes are read from. No torch.
+"""Bases: earlier checkpoints that a save is made against, with their chunks and the source of their bytes. No torch.
 
-Bytes come from what is near: the tensors of the save before (`MemoryBase`) or a disk (`StoredBase`).
+Bytes are read from near sources only: the tensors of the save before (`MemoryBase`) or a disk (`StoredBase`).
 """
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from typing_extensions import Buffer
 
-from millrace.checkpoint.codec.planes import Kind
+from millrace.checkpoint.codec.chunks import Kind, as_bytes, checksum
 from millrace.checkpoint.format.manifest import DataFile, Manifest
+from millrace.checkpoint.format.slices import ReadRange, coalesce
 from millrace.checkpoint.format.tables import Table
 from millrace.checkpoint.format.transforms import transforms_for
-from millrace.checkpoint.host.garbage import collection_paused
-from millrace.checkpoint.host.memory import Memory
-from millrace.checkpoint.host.pipeline import run_in_order
-from millrace.checkpoint.places.fetching import ChunkFetcher
-from millrace.checkpoint.places.manifests import read_manifest
-from millrace.checkpoint.places.storage import CheckpointStorage
+from millrace.checkpoint.storage.fetching import ChunkFetcher
+from millrace.checkpoint.storage.manifests import read_manifest
+from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.checkpoint.writing.delta import ChunkKey
-from millrace.errors import BaseGoneError, MissingError
+from millrace.errors import BaseGoneError, MillraceError, MissingError
+from millrace.runtime.garbage import collection_paused
+from millrace.runtime.memory import Memory
+from millrace.runtime.pipeline import run_in_order
+
+# A check of a base reads ranges of about this size. Gaps up to the second size, which deltas do not use, are read, too.
+_CHECK_BYTES, _CHECK_GAP_BYTES = 8 << 20, 64 << 10
 
 ItemKey = tuple[str, tuple[int, ...] | None]
-"""An item of a checkpoint: its key, and the shard's offsets (None of an object)."""
+"""An item of a checkpoint: its key, and the shard's offsets (None for an object)."""
 
 
 class Base(Protocol):
@@ -33,35 +38,35 @@ class Base(Protocol):
 
     @property
     def directory(self) -> str:
-        """Its name beside the checkpoint that is written: `step-000000000100`."""
+        """Its directory next to that of the checkpoint that is written: `step-000000000100`."""
         ...
 
     @property
     def files(self) -> tuple[DataFile, ...]:
-        """The files of its chunks, named as a sibling sees them (`../step-000000000100/data-...`)."""
+        """The files of its chunks, relative to a sibling (`../step-000000000100/data-...`)."""
         ...
 
     @property
     def chunks(self) -> Table:
-        """Its chunks, and those that they build on; `base` holds rows of this table."""
+        """Its chunks and their bases; `base` contains rows of this table."""
         ...
 
     @property
     def transforms(self) -> tuple[str, ...]:
-        """Descriptors of the stream extensions that its chunks went through."""
+        """Descriptors of the stream extensions that were applied to its chunks."""
         ...
 
     def find(self, key: ChunkKey, kind: Kind, nbytes: int) -> int | None:
-        """The row of the chunk that holds just these parts, as elements of this kind; None when there is none."""
+        """The row of the chunk with exactly these parts and elements of this kind; None if there is none."""
         ...
 
     def read(self, row: int, key: ChunkKey) -> Buffer:
-        """The decoded bytes of the chunk in `row`, found by `key`. Raises `MillraceError` when they are gone."""
+        """The decoded bytes of the chunk in `row`, found by `key`. Raises `MillraceError` if they are gone."""
         ...
 
 
 class Place(NamedTuple):
-    """Where an item lies: its first row, the byte inside that chunk, its length in bytes."""
+    """The place of an item: its first row, the byte inside that chunk, its length in bytes."""
 
     chunk: int
     start: int
@@ -69,7 +74,7 @@ class Place(NamedTuple):
 
 
 class ChunkFinder:
-    """Finds chunks by what they hold."""
+    """Finds chunks by their content."""
 
     def __init__(self, chunks: Table, places: Mapping[ItemKey, Place]) -> None:
         self._chunks = chunks
@@ -83,7 +88,7 @@ class ChunkFinder:
             place = self._places.get((fqn, offsets))
             if place is None or stop > place.nbytes:
                 return None
-            # In the bytes of all chunks laid end to end.
+            # Positions count the bytes of all chunks, one after the other.
             before = int(self._ends[place.chunk - 1]) if place.chunk else 0
             begin = before + place.start + start
             if row < 0:
@@ -107,11 +112,11 @@ class Readable(Protocol):
 
 
 Spans = tuple[list[int], list[int]]
-"""Addresses in this process's memory, and the lengths of what lies there."""
+"""Addresses in this process's memory, and the number of bytes at each."""
 
 
 def spans_of(parts: Iterable[tuple[Readable, int, int]]) -> Spans | None:
-    """Of the bytes `[start, stop)` of each item; None unless all lie in this process's memory as they will be stored."""
+    """The spans of the bytes `[start, stop)` of each item; None unless this process's memory has all of them."""
     addresses, lengths = [], []
     for source, start, stop in parts:
         memory = source.memory()
@@ -123,9 +128,9 @@ def spans_of(parts: Iterable[tuple[Readable, int, int]]) -> Spans | None:
 
 
 class MemoryBase:
-    """What this rank has just saved, from the tensors themselves: nobody may change them while this is in use.
+    """This rank's last save, whose bytes are read from the saved tensors. They must not change while this is in use.
 
-    It is noticed when somebody does: a base's bytes have to match their checksum before anything is made against them.
+    Changes are detected: the bytes of a base must match their checksum before a delta is made against them.
     """
 
     def __init__(
@@ -152,12 +157,12 @@ class MemoryBase:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def spans(self, key: ChunkKey) -> Spans | None:
-        """Where these parts lie in this process's memory; None where not all do."""
+        """The addresses of these parts in this process's memory; None unless all are there."""
         return spans_of((self._sources[fqn, offsets], start, stop) for fqn, offsets, start, stop in key)
 
 
 class StoredBase:
-    """A checkpoint in a storage that is near. Every chunk is verified as it is read, with all that it builds on."""
+    """A checkpoint in a near storage. Every chunk is verified when it is read, and so are its bases."""
 
     def __init__(self, directory: str, manifest: Manifest, fetcher: ChunkFetcher) -> None:
         self.directory = directory
@@ -169,9 +174,9 @@ class StoredBase:
 
     @classmethod
     def open(cls, storage: CheckpointStorage, directory: str, *, extension_registry: Any = None) -> StoredBase:
-        """The complete checkpoint in `storage`, whose own name beside others is `directory`.
+        """Open the complete checkpoint in `storage`, whose directory in the run is `directory`.
 
-        `extension_registry` is torch's, for what was saved through stream extensions. Raises `CheckpointNotFoundError`,
+        `extension_registry` is torch's, for checkpoints with stream extensions. Raises `CheckpointNotFoundError`,
         `CorruptCheckpointError` or `UnsupportedFormatError`.
         """
         manifest = read_manifest(storage).manifest
@@ -187,14 +192,14 @@ class StoredBase:
 
 
 def sibling_files(files: tuple[DataFile, ...], directory: str) -> tuple[DataFile, ...]:
-    """The data files of the checkpoint in `directory`, named as one beside it sees them."""
+    """The data files of the checkpoint in `directory`, with names relative to a sibling."""
     return tuple(
         file if file.name.startswith("../") else DataFile(f"../{directory}/{file.name}", file.size) for file in files
     )
 
 
 def places_of(manifest: Manifest) -> dict[ItemKey, Place]:
-    """Where each item of a checkpoint lies, whichever rank wrote it."""
+    """The places of all items of a checkpoint."""
     keys: list[ItemKey] = [(entry.key, shard.offsets) for entry in manifest.tensors for shard in entry.shards]
     keys += [(key, None) for key in manifest.blobs]
     items = manifest.items
@@ -202,26 +207,70 @@ def places_of(manifest: Manifest) -> dict[ItemKey, Place]:
     return {key: Place(*place) for key, place in zip(keys, zip(*columns, strict=True), strict=True)}
 
 
-def check_files(storage: CheckpointStorage, files: Sequence[DataFile], threads: int) -> None:
-    """Make sure that those of `files` that lie in siblings are there, before something is published that needs them.
+def find_damage(storage: CheckpointStorage, base: Base, threads: int, *, share: tuple[int, int] = (0, 1)) -> str | None:
+    """Find damage in the stored bytes of a base and of its own bases; None if all match their checksums.
 
-    Raises `BaseGoneError` when one is not.
+    `storage` is the base's directory. Missing files are not reported: `check_files` finds them before a save ends. `share`
+    is this rank's number and the number of ranks that check the same base together.
     """
+    chunks = base.chunks
+    columns = (chunks[name] for name in ("file", "offset", "stored_bytes"))
+    places, rows = np.unique(np.stack([each.astype(np.int64) for each in columns]), axis=1, return_index=True)
+    ranges = coalesce(rows, *places, gap_bytes=_CHECK_GAP_BYTES, limit_bytes=_CHECK_BYTES)
+
+    def check(wanted: ReadRange) -> str | None:
+        file = base.files[wanted.file]
+        try:
+            stored = storage.stat(file.name)
+            if stored.size != file.size:
+                return f"{file.name} has {stored.size} bytes instead of {file.size}"
+            data = as_bytes(storage.read(stored, wanted.start, wanted.stop)).data
+        except MissingError:
+            return None
+        except MillraceError as error:
+            return f"{file.name} cannot be read ({error.message})"
+        for row in wanted.rows:
+            start = int(chunks["offset"][row]) - wanted.start
+            if checksum(data[start : start + int(chunks["stored_bytes"][row])]) != int(chunks["stored_checksum"][row]):
+                return f"a chunk in {file.name} does not match its checksum"
+        return None
+
+    first, step = share
+    return next((problem for problem in run_in_order(ranges[first::step], check, threads) if problem), None)
+
+
+def check_files(
+    storage: CheckpointStorage, files: Sequence[DataFile], threads: int, *, versions: dict[str, str] | None = None
+) -> None:
+    """Check that those of `files` in siblings exist, before a manifest that names them is published.
+
+    With `versions` the files of this checkpoint are checked, too. It maps paths in the run to the file versions that
+    earlier saves saw. They must not have changed; new ones are added. Raises `BaseGoneError` if a file is missing or has
+    changed.
+    """
+    own = storage.url.rstrip("/").rpartition("/")[2]
 
     def check(file: DataFile) -> None:
         try:
-            size = storage.stat(file.name).size
+            stored = storage.stat(file.name)
         except MissingError as error:
             raise BaseGoneError(
                 f"{file.name}, which {storage.url} builds on, was removed", next_step="save again, without a base"
             ) from error
-        if size != file.size:
+        if stored.size != file.size:
             raise BaseGoneError(
-                f"{file.name}, which {storage.url} builds on, has {size} bytes instead of {file.size}",
+                f"{file.name}, which {storage.url} builds on, has {stored.size} bytes instead of {file.size}",
                 next_step="save again, without a base",
             )
+        if versions is not None:
+            path = posixpath.normpath(f"{own}/{file.name}")
+            if versions.setdefault(path, stored.version) != stored.version:
+                raise BaseGoneError(
+                    f"{file.name}, which {storage.url} builds on, was replaced since it was saved",
+                    next_step="save again, without a base",
+                )
 
-    siblings = [file for file in files if file.name.startswith("../")]
-    if siblings:
-        for _ in run_in_order(siblings, check, threads):
+    wanted = files if versions is not None else [file for file in files if file.name.startswith("../")]
+    if wanted:
+        for _ in run_in_order(wanted, check, threads):
             pass

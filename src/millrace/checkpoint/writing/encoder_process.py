@@ -1,6 +1,6 @@
-"""The parent's side of `encoder_main`: starts it, gives it chunks that lie in shared memory, takes what they became.
+"""The parent's side of `encoder_main`: starts the process, sends it chunks in shared memory, and receives the results.
 
-Threads that encode take the interpreter's lock from a training loop again and again; a process does not.
+Encoding threads compete with the training loop for the interpreter's lock; a process does not.
 """
 
 from __future__ import annotations
@@ -16,26 +16,35 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.checkpoint.codec.planes import Array, Effort, Kind
+from millrace.checkpoint.codec.chunks import Array, Effort, Kind
 from millrace.checkpoint.state.arena import Arena, Region, regions
 from millrace.checkpoint.writing.chunk_forms import Chain
-from millrace.checkpoint.writing.encoder_protocol import ANSWER, HEAD, REQUEST, SLOT_BYTES, Answer, Request, Say, Shape
+from millrace.checkpoint.writing.encoder_protocol import (
+    HEADER,
+    REQUEST,
+    RESULT,
+    SLOT_BYTES,
+    EncodeRequest,
+    EncodeResult,
+    MessageType,
+    ResultKind,
+)
 from millrace.events import Event, emit
 
 _NICENESS = 10
-# A child that ends by itself would do so again.
+# A child that ended by itself will probably do so again.
 _MAX_STARTS = 3
-# One chunk takes some milliseconds, the start of the child half a second. Beyond this it hangs.
+# One chunk takes some milliseconds, the start of the child half a second. After this time it counts as hanging.
 _PATIENCE_SECONDS = 120.0
-# Chunks in the child's queue besides those that its threads have: the parent's thread may wait for the interpreter's lock
-# for as long as some chunks take.
+# Chunks in the child's queue in addition to those that its threads encode: the parent's thread may wait for the
+# interpreter's lock for as long as some chunks take.
 _AHEAD = 8
 _RECEIVE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Where the bytes of a chunk lie in a region: int64 offsets and lengths."""
+    """The places of a chunk's bytes in a region: int64 offsets and lengths."""
 
     region: Region
     offsets: Array
@@ -43,7 +52,7 @@ class Pieces:
 
 
 def pieces_in(among: Iterable[Region], addresses: Sequence[int], lengths: Sequence[int]) -> Pieces | None:
-    """The memory at these addresses in the one of the regions that holds all of it; None when none does."""
+    """The memory at these addresses as pieces of the region that contains all of it; None if none does."""
     first = addresses[0]
     for region in among:
         if region.address <= first < region.address + region.nbytes:
@@ -55,7 +64,7 @@ def pieces_in(among: Iterable[Region], addresses: Sequence[int], lengths: Sequen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBase:
-    """The base of a chunk, in pieces as long as those of the chunk."""
+    """The base of a chunk, in pieces of the same lengths as those of the chunk."""
 
     pieces: Pieces
     raw_checksum: int
@@ -66,42 +75,42 @@ class SharedBase:
 class EncoderProcess:
     """A child process with `threads` codec threads, started by `begin` and kept until `close`. For one thread at a time.
 
-    Whatever goes wrong with it is an event, and None where a result is asked for: the caller encodes by itself then.
+    A failure of the child is an event, and None in place of a result: then the caller encodes the chunk.
     """
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self.window = 2 * threads + _AHEAD
-        """So many chunks may be submitted and not released."""
+        """Maximum number of chunks that are submitted and not released."""
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._starts = 0
         self._slots: Arena | None = None
         self._free: deque[int] = deque()
         self._slot_of: dict[int, int] = {}
-        self._answers: dict[int, Answer] = {}
+        self._results: dict[int, EncodeResult] = {}
         self._received = b""
         self._tickets = 0
-        # The numbers of those that the child has.
+        # The numbers of the regions that the child has mapped.
         self._regions: set[int] = set()
         self._end: weakref.finalize[..., EncoderProcess] | None = None
 
     @property
     def pid(self) -> int | None:
-        """The child's, as far as it is there."""
+        """The child's pid; None if there is no child."""
         return None if self._child is None else self._child.pid
 
     def begin(self) -> bool:
-        """Get ready for a save: start the child if there is none. False where that does not work."""
+        """Prepare for a save: start the child if there is none. Returns False if that fails."""
         if self._socket is None and not self._start():
             return False
         for number in self._regions - {region.number for region in regions()}:
             self._regions.discard(number)
-            self._send(HEAD.pack(Say.FORGET, number, 0))
+            self._send(HEADER.pack(MessageType.FORGET, number, 0))
         return self._socket is not None
 
     def submit(self, raw: Pieces, kind: Kind, effort: Effort, base: SharedBase | None) -> int | None:
-        """Give a chunk to the child; the ticket for its result. At most `window` may be out."""
+        """Send a chunk to the child; returns the ticket for its result, None without a child. At most `window` at a time."""
         parts = [raw.offsets, raw.lengths]
         self._share(raw.region)
         if base is not None:
@@ -111,7 +120,7 @@ class EncoderProcess:
             return None
         slot = self._free.popleft()
         chain = None if base is None else base.chain
-        request = Request(
+        request = EncodeRequest(
             slot=slot,
             kind=kind.code,
             effort=effort,
@@ -128,28 +137,28 @@ class EncoderProcess:
         body = b"".join([REQUEST.pack(*request), *(part.astype(np.int64, copy=False).tobytes() for part in parts)])
         self._tickets += 1
         self._slot_of[self._tickets] = slot
-        self._send(HEAD.pack(Say.ENCODE, self._tickets, len(body)) + body)
+        self._send(HEADER.pack(MessageType.ENCODE, self._tickets, len(body)) + body)
         return self._tickets
 
-    def wait(self, ticket: int) -> tuple[Answer, memoryview] | None:
-        """What became of a chunk, and its stored bytes, good until `release`; None when the child has not done it."""
-        while ticket not in self._answers:
+    def wait(self, ticket: int) -> tuple[EncodeResult, memoryview] | None:
+        """Wait for the result of a chunk and its stored bytes, valid until `release`; None if the child failed."""
+        while ticket not in self._results:
             if self._socket is None:
                 return None
             self._receive(self._socket)
-        answer = self._answers.pop(ticket)
-        if answer.shape == Shape.FAILED or self._slots is None:
+        result = self._results.pop(ticket)
+        if result.kind == ResultKind.FAILED or self._slots is None:
             emit(Event(name="checkpoint.encoder.failed", subject=f"process {self.pid}", detail="a chunk failed there"))
             return None
         start = self._slot_of[ticket] * SLOT_BYTES
-        return answer, self._slots.view()[start : start + answer.stored_bytes]
+        return result, self._slots.view()[start : start + result.stored_bytes]
 
     def release(self, ticket: int) -> None:
-        """The result is not needed any more."""
+        """Free the slot of a result."""
         self._free.append(self._slot_of.pop(ticket))
 
     def close(self) -> None:
-        """End the child. May be called again; `begin` starts another one."""
+        """End the child. Idempotent; `begin` starts another one."""
         if self._end is not None:
             self._end()
         self._child = self._socket = self._end = None
@@ -172,21 +181,21 @@ class EncoderProcess:
             child = _spawn(theirs.fileno(), self._threads)
         except OSError as error:
             ours.close()
-            self._say("start", str(error))
+            self._report("start", str(error))
             return False
         finally:
             theirs.close()
         self._child, self._socket = child, ours
         self._end = weakref.finalize(self, _end, os.getpid(), child, ours)
         self._regions, self._received = set(), b""
-        self._answers, self._slot_of, self._free = {}, {}, deque(range(self.window))
-        self._send(HEAD.pack(Say.SLOTS, slots.number, slots.nbytes), slots.descriptor)
+        self._results, self._slot_of, self._free = {}, {}, deque(range(self.window))
+        self._send(HEADER.pack(MessageType.SLOTS, slots.number, slots.nbytes), slots.descriptor)
         return self._socket is not None
 
     def _share(self, region: Region) -> None:
         if region.number not in self._regions:
             self._regions.add(region.number)
-            self._send(HEAD.pack(Say.REGION, region.number, region.nbytes), region.descriptor)
+            self._send(HEADER.pack(MessageType.REGION, region.number, region.nbytes), region.descriptor)
 
     def _send(self, message: bytes, descriptor: int | None = None) -> None:
         if self._socket is None:
@@ -206,30 +215,30 @@ class EncoderProcess:
             self._lose(str(error))
             return
         if not data:
-            self._lose("it has ended")
+            self._lose("the process has ended")
             return
         data = self._received + data
-        whole = len(data) - len(data) % ANSWER.size
+        whole = len(data) - len(data) % RESULT.size
         self._received = data[whole:]
-        for fields in ANSWER.iter_unpack(data[:whole]):
-            answer = Answer._make(fields)
-            self._answers[answer.ticket] = answer
+        for fields in RESULT.iter_unpack(data[:whole]):
+            result = EncodeResult._make(fields)
+            self._results[result.ticket] = result
 
     def _lose(self, problem: str) -> None:
-        """The child is of no use any more. Afterwards it is gone, so that it writes into no slot."""
+        """End a child that failed, so that it cannot write into slots any more."""
         child = self._child
         self.close()
         status = "" if child is None or child.returncode is None else f", status {child.returncode}"
-        self._say("lost", f"{problem}{status}; threads go on with the save")
+        self._report("lost", f"{problem}{status}; threads continue the save")
 
-    def _say(self, what: str, detail: str) -> None:
+    def _report(self, what: str, detail: str) -> None:
         emit(Event(name=f"checkpoint.encoder.{what}", subject=f"start {self._starts} of {_MAX_STARTS}", detail=detail))
 
 
 def _spawn(descriptor: int, threads: int) -> subprocess.Popen[bytes]:
-    """Raises `OSError`."""
+    """Start the child. Raises `OSError`."""
     parent = os.getpid()
-    # Of the whole process: the thread that starts this may be nice itself.
+    # Relative to the whole process: the current thread may have a lower priority already.
     niceness = min(19, os.getpriority(os.PRIO_PROCESS, parent) + _NICENESS)
     arguments = [str(value) for value in (descriptor, parent, threads, niceness)]
     return subprocess.Popen(
@@ -237,7 +246,7 @@ def _spawn(descriptor: int, threads: int) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[descriptor],
-        # Signals to the parent's group are for the parent.
+        # Signals to the parent's process group must not reach the child.
         start_new_session=True,
         env={
             **os.environ,
@@ -249,6 +258,6 @@ def _spawn(descriptor: int, threads: int) -> subprocess.Popen[bytes]:
 
 def _end(parent: int, child: subprocess.Popen[bytes], connection: socket.socket) -> None:
     connection.close()
-    if os.getpid() == parent:  # else a fork of it, whose child this is not
+    if os.getpid() == parent:  # not in a fork of the parent
         child.kill()
         child.wait()

@@ -1,7 +1,7 @@
-"""What a saving process and its encoder process say to each other over a Unix socket. No torch.
+"""The protocol between a saving process and its encoder process, over a Unix socket. No torch.
 
-The tensors lie in regions of shared memory whose descriptors are passed once; stored chunks come back in slots of another
-one. Each message of the parent is a `Head` and as many bytes as that says. Requests are answered in any order.
+The tensors are in regions of shared memory, whose descriptors are sent once. Stored chunks are returned in slots of
+another region. Each message of the parent is a `MessageHeader` and its body. Results may come in any order.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from typing import NamedTuple
 
 import numpy as np
 
-from millrace.checkpoint.codec.planes import CHUNK_BYTES, Array
+from millrace.checkpoint.codec.chunks import CHUNK_BYTES, Array
 
 SLOT_BYTES = CHUNK_BYTES + (64 << 10)
-"""Room for one stored chunk; one that does not fit is encoded by the parent."""
+"""Size of a slot for one stored chunk. The parent encodes chunks that do not fit."""
 
 _FDS_AT_ONCE = 16
 
 
-class Say(IntEnum):
-    """What a message of the parent is."""
+class MessageType(IntEnum):
+    """The type of a message of the parent."""
 
     REGION = 0
     """`ticket` is the number of a region of `nbytes`, whose descriptor comes with the message."""
     SLOTS = 1
     """The same for the slots."""
     FORGET = 2
-    """The region `ticket` is gone."""
+    """The region `ticket` was freed."""
     ENCODE = 3
-    """A request, `nbytes` long, with this ticket."""
+    """An `EncodeRequest` of `nbytes` with this ticket."""
 
 
-class Head(NamedTuple):
-    """Before every message of the parent."""
+class MessageHeader(NamedTuple):
+    """The header of every message of the parent."""
 
-    say: int
+    type: int
     ticket: int
     nbytes: int
 
 
-class Request(NamedTuple):
-    """One chunk to be encoded into `slot`. Then follow, of each of its `pieces`, the offset in the region `region`, the
-    length and, with a base, the offset in `base_region`, all 64 bits.
+class EncodeRequest(NamedTuple):
+    """One chunk to encode into `slot`. It is followed by three arrays of 64-bit integers, with an entry for each of its
+    `pieces`: the offset in the region `region`, the length and, with a base, the offset in `base_region`.
     """
 
     slot: int
@@ -62,23 +62,24 @@ class Request(NamedTuple):
     limit: float
 
 
-class Shape(IntEnum):
-    """What an answer is."""
+class ResultKind(IntEnum):
+    """The form of an encoded chunk."""
 
     FULL = 0
     DELTA = 1
     REFERENCE = 2
     FAILED = 3
-    """Nothing: the parent encodes the chunk."""
+    """No result: the parent encodes the chunk."""
 
 
-class Answer(NamedTuple):
-    """What became of the request `ticket`: the stored chunk is in its slot. `base_changed`: the base's bytes were not those
-    that were saved. What the codec took, twice where a delta was not worth it: bytes stored and seconds.
+class EncodeResult(NamedTuple):
+    """The result of the request `ticket`; its stored chunk is in the slot. `base_changed`: the bytes of the base were not
+    those that were saved. The bytes stored and the seconds of the codec are given twice, because a delta that was not
+    worth it is followed by a second run.
     """
 
     ticket: int
-    shape: int
+    kind: int
     base_changed: bool
     raw_checksum: int
     stored_checksum: int
@@ -89,20 +90,20 @@ class Answer(NamedTuple):
     second_seconds: float
 
 
-HEAD = struct.Struct("<BQQ")
+HEADER = struct.Struct("<BQQ")
 REQUEST = struct.Struct("<IBBIQ??QQQQd")
-ANSWER = struct.Struct("<QB?QQQQdQd")
+RESULT = struct.Struct("<QB?QQQQdQd")
 
 
 class Stream:
-    """Reads exactly so many bytes of a socket, and the descriptors that come with them. For one thread."""
+    """Reads exact numbers of bytes from a socket, and the descriptors that come with them. For one thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self.descriptors: deque[int] = deque()
 
     def read(self, nbytes: int) -> bytes:
-        """Raises `EOFError` when the other side has closed, `OSError` for what goes wrong."""
+        """Read exactly `nbytes`. Raises `EOFError` when the other side has closed the socket, and `OSError`."""
         parts: list[bytes] = []
         while nbytes:
             part, descriptors, _, _ = socket.recv_fds(self._socket, nbytes, _FDS_AT_ONCE)
@@ -115,7 +116,7 @@ class Stream:
 
 
 def gathered(memory: Array, offsets: Array, lengths: Array) -> Array:
-    """The pieces of a chunk laid end to end: where there is one, the memory itself."""
+    """The pieces of a chunk joined into one array; without a copy if there is only one."""
     if len(offsets) == 1:
         return memory[offsets[0] : offsets[0] + lengths[0]]
     pieces = zip(offsets.tolist(), lengths.tolist(), strict=True)

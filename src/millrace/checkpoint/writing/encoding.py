@@ -6,12 +6,13 @@ import functools
 import threading
 from dataclasses import dataclass, field
 
+from millrace.checkpoint.codec.chunks import Array, Kind, as_bytes, checksum
 from millrace.checkpoint.codec.effort import Schedule
-from millrace.checkpoint.codec.planes import Array, Kind, PlaneCodec, as_bytes, checksum
+from millrace.checkpoint.codec.registry import ChunkCodec
 from millrace.checkpoint.format.chains import MAX_BASES, chain_costs
 from millrace.checkpoint.format.transforms import Transforms
 from millrace.checkpoint.writing.bases import Base
-from millrace.checkpoint.writing.chunk_forms import BaseChunk, Bytes, Chain, Form, Setting, form_of
+from millrace.checkpoint.writing.chunk_forms import BaseChunk, Bytes, Chain, EncodeHooks, Form, form_of
 from millrace.checkpoint.writing.delta import RESTORE_LIMIT, ChunkKey
 from millrace.errors import CorruptCheckpointError, MillraceError
 from millrace.events import Event, emit
@@ -19,8 +20,8 @@ from millrace.events import Event, emit
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A chunk as it will be stored. `base` is a row of the base's table: what a delta changes, or, where `stored` is None,
-    the chunk that a reference stands for.
+    """A chunk as it will be stored. `base` is a row of the base's table: the base of a delta or, where `stored` is None, the
+    chunk that a reference stands for.
     """
 
     stored: Bytes | None
@@ -32,8 +33,8 @@ class Encoded:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundBase:
-    """A chunk of the base: its row there, and what decides about a delta to it."""
+class BaseMatch:
+    """The chunk of the base with the same content: its row there, and the limits for a delta to it."""
 
     base: Base
     row: int
@@ -42,16 +43,16 @@ class FoundBase:
     limit: float
 
 
-# Without slots: those would be shared by all threads.
+# Without slots, which all threads would share.
 @dataclass
 class _Codecs(threading.local):
-    """One codec a thread."""
+    """One codec per thread."""
 
-    codec: PlaneCodec = field(default_factory=PlaneCodec)
+    codec: ChunkCodec = field(default_factory=ChunkCodec)
 
 
 class ChunkEncoder:
-    """Encodes the chunks of one save. `restore_limit`: what a chunk's chain may cost, in sizes of the chunk alone."""
+    """Encodes the chunks of one save. `restore_limit`: the maximum cost of a chunk's chain, in sizes of the chunk alone."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class ChunkEncoder:
         base: Base | None = None,
         restore_limit: float = RESTORE_LIMIT,
     ) -> None:
-        self._setting = Setting(next_effort=schedule.next, transform=transforms.apply, encoded=schedule.encoded)
+        self._hooks = EncodeHooks(next_effort=schedule.next, transform=transforms.apply, encoded=schedule.encoded)
         self._codecs = _Codecs()
         self._lock = threading.Lock()
         self._base = base
@@ -74,11 +75,11 @@ class ChunkEncoder:
 
     @property
     def has_base(self) -> bool:
-        """Whether there is a base, whose bytes can be read as far as is known."""
+        """Whether there is a base whose bytes could be read so far."""
         return self._base is not None
 
     def encode(self, raw: Array, kind: Kind, key: ChunkKey | None = None) -> Encoded:
-        """Encode a chunk of bytes. `key` says what it holds, where there is a base to look for it in."""
+        """Encode a chunk of bytes. `key` describes its content; without it the base is not used."""
         found = None if key is None else self.find(key, kind, raw.size)
         chunk = None
         if key is not None and found is not None:
@@ -88,11 +89,11 @@ class ChunkEncoder:
                 chain=found.chain,
                 limit=found.limit,
             )
-        form = form_of(self._codecs.codec, self._setting, raw, kind, chunk)
+        form = form_of(self._codecs.codec, self._hooks, raw, kind, chunk)
         return encoded(form, kind, raw.size, found)
 
-    def find(self, key: ChunkKey, kind: Kind, nbytes: int) -> FoundBase | None:
-        """The chunk of the base that holds the same, if there is one."""
+    def find(self, key: ChunkKey, kind: Kind, nbytes: int) -> BaseMatch | None:
+        """The chunk of the base with the same content; None if there is none."""
         base = self._base
         row = None if base is None else base.find(key, kind, nbytes)
         if base is None or row is None:
@@ -100,17 +101,17 @@ class ChunkEncoder:
         costs, chain = self._costs, None
         if costs is not None and int(costs.deltas[row]) < MAX_BASES:
             chain = Chain(int(costs.chain_bytes[row]), int(costs.root_bytes[row]))
-        return FoundBase(base, row, int(base.chunks["raw_checksum"][row]), chain, self._limit)
+        return BaseMatch(base, row, int(base.chunks["raw_checksum"][row]), chain, self._limit)
 
     def give_up(self, base: Base, problem: str) -> None:
-        """Make nothing against the base any more: what failed once may take long to fail."""
+        """Stop using the base after an error: another attempt could take long to fail."""
         with self._lock:
             first, self._base = self._base is not None, None
         if first:
             emit(Event(name="checkpoint.base.unreadable", subject=base.directory, detail=problem))
 
     def _read(self, base: Base, row: int, key: ChunkKey) -> Array | None:
-        """The base's bytes; None when they are gone, and then the whole base is."""
+        """The base's bytes; None if they are gone. Then the whole base is not used any more."""
         try:
             reference = as_bytes(base.read(row, key))
             if checksum(reference.data) == int(base.chunks["raw_checksum"][row]):
@@ -125,8 +126,8 @@ class ChunkEncoder:
 CHANGED_BASE = "its values were changed since they were saved"
 
 
-def encoded(form: Form, kind: Kind, raw_bytes: int, found: FoundBase | None) -> Encoded:
-    """A form with what the table of chunks says of it."""
+def encoded(form: Form, kind: Kind, raw_bytes: int, found: BaseMatch | None) -> Encoded:
+    """A form with its columns of the chunk table."""
     return Encoded(
         form.stored,
         kind,

@@ -1,4 +1,4 @@
-"""Gives the chunks of a save to the encoder process as far as they lie in shared memory, the others to threads."""
+"""Sends the chunks of a save that are in shared memory to the encoder process, and the others to threads."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from millrace.checkpoint.codec.chunks import Effort, Kind
 from millrace.checkpoint.codec.effort import Schedule
-from millrace.checkpoint.codec.planes import Effort, Kind
-from millrace.checkpoint.host.pipeline import ThreadPool
 from millrace.checkpoint.state.arena import regions
 from millrace.checkpoint.writing.bases import MemoryBase, Spans
 from millrace.checkpoint.writing.chunk_forms import Form
 from millrace.checkpoint.writing.delta import ChunkKey
 from millrace.checkpoint.writing.encoder_process import EncoderProcess, SharedBase, pieces_in
-from millrace.checkpoint.writing.encoder_protocol import Answer, Shape
-from millrace.checkpoint.writing.encoding import CHANGED_BASE, ChunkEncoder, Encoded, FoundBase, encoded
+from millrace.checkpoint.writing.encoder_protocol import EncodeResult, ResultKind
+from millrace.checkpoint.writing.encoding import CHANGED_BASE, BaseMatch, ChunkEncoder, Encoded, encoded
+from millrace.runtime.pipeline import ThreadPool
 
 
 class Chunk(Protocol):
@@ -29,56 +29,56 @@ class Chunk(Protocol):
     def key(self) -> ChunkKey: ...
 
     def spans(self) -> Spans | None:
-        """The addresses and lengths of its pieces; None where it is not in this process's memory as it will be stored."""
+        """The addresses and lengths of its pieces; None if this process's memory does not have the bytes to store."""
         ...
 
 
-Job = TypeVar("Job", bound=Chunk)
+ChunkType = TypeVar("ChunkType", bound=Chunk)
 
 
 @dataclass(slots=True)
-class _Out:
-    """A chunk that the process has."""
+class _Offloaded:
+    """A chunk that was sent to the process."""
 
     ticket: int
     effort: Effort
     raw_bytes: int
-    found: FoundBase | None
+    found: BaseMatch | None
 
 
 class Offload:
-    """The part of the encoder process in one save. For one thread."""
+    """Uses the encoder process in one save. For one thread."""
 
     def __init__(self, process: EncoderProcess, encoder: ChunkEncoder, schedule: Schedule) -> None:
         self._process, self._encoder, self._schedule = process, encoder, schedule
 
     def run_in_order(
-        self, jobs: Iterable[Job], work: Callable[[Job], Encoded], threads: int
+        self, chunks: Iterable[ChunkType], work: Callable[[ChunkType], Encoded], threads: int
     ) -> Generator[Encoded, None, None]:
-        """As `pipeline.run_in_order`, of which `work` is done where the process does not do it. What is yielded is good
-        until the next one is asked for.
+        """As `pipeline.run_in_order`; `work` runs for the chunks that the process does not encode. Each result is valid
+        until the next one is requested.
         """
         pool = ThreadPool(work, threads)
-        pending: deque[tuple[Job, _Out | None, Future[Encoded] | None]] = deque()
+        pending: deque[tuple[ChunkType, _Offloaded | None, Future[Encoded] | None]] = deque()
 
-        def begin(job: Job) -> tuple[Job, _Out | None, Future[Encoded] | None]:
-            out = self._offer(job)
-            return job, out, pool.submit(job) if out is None else None
+        def begin(chunk: ChunkType) -> tuple[ChunkType, _Offloaded | None, Future[Encoded] | None]:
+            out = self._offer(chunk)
+            return chunk, out, pool.submit(chunk) if out is None else None
 
         def end() -> Generator[Encoded, None, None]:
-            job, out, future = pending.popleft()
+            chunk, out, future = pending.popleft()
             if out is None:
-                yield (future or pool.submit(job)).result()
+                yield (future or pool.submit(chunk)).result()
                 return
             try:
-                result = self._result(job, out)
-                yield pool.submit(job).result() if result is None else result
+                result = self._result(chunk, out)
+                yield pool.submit(chunk).result() if result is None else result
             finally:
                 self._process.release(out.ticket)
 
         try:
-            for job in jobs:
-                pending.append(begin(job))
+            for chunk in chunks:
+                pending.append(begin(chunk))
                 if len(pending) >= self._process.window:
                     yield from end()
             while pending:
@@ -88,56 +88,55 @@ class Offload:
                 if future is not None:
                     future.cancel()
             for _, out, _ in pending:
-                # What the process still reads may be overwritten as soon as this save has ended.
+                # The process may still read memory that is overwritten as soon as this save has ended.
                 if out is not None:
                     self._process.wait(out.ticket)
                     self._process.release(out.ticket)
             pool.close()
 
-    def _offer(self, job: Chunk) -> _Out | None:
-        """Give a chunk to the process, if it can be."""
-        spans = job.spans()
+    def _offer(self, chunk: Chunk) -> _Offloaded | None:
+        """Send a chunk to the process; None if that is not possible."""
+        spans = chunk.spans()
         raw = None if spans is None else pieces_in(regions(), *spans)
         if spans is None or raw is None:
             return None
         raw_bytes, found, base = sum(spans[1]), None, None
         if self._encoder.has_base:
-            key = job.key()
-            found = self._encoder.find(key, job.kind, raw_bytes)
+            key = chunk.key()
+            found = self._encoder.find(key, chunk.kind, raw_bytes)
             if found is not None:
                 base = _shared_base(found, key)
                 if base is None:
                     return None
         effort = self._schedule.next()
-        ticket = self._process.submit(raw, job.kind, effort, base)
-        return None if ticket is None else _Out(ticket, effort, raw_bytes, found)
+        ticket = self._process.submit(raw, chunk.kind, effort, base)
+        return None if ticket is None else _Offloaded(ticket, effort, raw_bytes, found)
 
-    def _result(self, job: Chunk, out: _Out) -> Encoded | None:
-        result = self._process.wait(out.ticket)
-        if result is None:
+    def _result(self, chunk: Chunk, out: _Offloaded) -> Encoded | None:
+        outcome = self._process.wait(out.ticket)
+        if outcome is None:
             return None
-        answer, stored = result
-        if answer.base_changed and out.found is not None:
+        result, stored = outcome
+        if result.base_changed and out.found is not None:
             self._encoder.give_up(out.found.base, CHANGED_BASE)
-        for nbytes, seconds in _taken(answer):
+        for nbytes, seconds in _codec_runs(result):
             self._schedule.encoded(out.effort, out.raw_bytes, nbytes, seconds)
-        shape = answer.shape
         form = Form(
-            None if shape == Shape.REFERENCE else stored,
-            answer.raw_checksum,
-            answer.stored_checksum,
-            to_base=shape != Shape.FULL,
+            None if result.kind == ResultKind.REFERENCE else stored,
+            result.raw_checksum,
+            result.stored_checksum,
+            to_base=result.kind != ResultKind.FULL,
         )
-        return encoded(form, job.kind, out.raw_bytes, out.found)
+        return encoded(form, chunk.kind, out.raw_bytes, out.found)
 
 
-def _taken(answer: Answer) -> list[tuple[int, float]]:
-    each = ((answer.first_bytes, answer.first_seconds), (answer.second_bytes, answer.second_seconds))
+def _codec_runs(result: EncodeResult) -> list[tuple[int, float]]:
+    each = ((result.first_bytes, result.first_seconds), (result.second_bytes, result.second_seconds))
     return [(nbytes, seconds) for nbytes, seconds in each if nbytes]
 
 
-def _shared_base(found: FoundBase, key: ChunkKey) -> SharedBase | None:
-    """The base's bytes in shared memory; None where they are elsewhere."""
+def _shared_base(found: BaseMatch, key: ChunkKey) -> SharedBase | None:
+    """The base's bytes in shared memory; None if they are not there."""
     spans = found.base.spans(key) if isinstance(found.base, MemoryBase) else None
     pieces = None if spans is None else pieces_in(regions(), *spans)
     if pieces is None:

@@ -1,6 +1,6 @@
-"""What the coordinator makes of the save plans of all ranks: one writer for each value, and the metadata of the whole.
+"""Joins the save plans of all ranks on the coordinator: one writer for each value, and the metadata of the checkpoint.
 
-The results are those of torch's `DefaultSavePlanner`. Pure.
+The results are equal to those of torch's `DefaultSavePlanner`. Pure.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from millrace.errors import UsageError
 
-# More than these say nothing new.
+# An error names at most this many problems.
 _PROBLEMS_NAMED = 3
 
 
 def deduplicate(plans: Sequence[Any], *, to_lowest_rank: bool) -> list[Any]:
-    """The plans, with each item on one rank only: on the lowest that has it, or on that with the fewest bytes so far."""
+    """The plans with each item on one rank only: the lowest rank that has it, or the one with the fewest bytes so far."""
     if len(plans) == 1:
         return list(plans)
-    # By plain tuples: an index computes its hash anew, in Python, whenever it is looked up.
+    # Keys are plain tuples: an index computes its hash again, in Python, at each lookup.
     ranks: dict[tuple[Any, Any], set[int]] = {}
     items: dict[tuple[Any, Any], Any] = {}
     for rank, plan in enumerate(plans):
@@ -41,7 +41,7 @@ def deduplicate(plans: Sequence[Any], *, to_lowest_rank: bool) -> list[Any]:
     chosen: dict[tuple[Any, Any], int] = {}
     for key, holders in ranks.items():
         rank = min(holders) if to_lowest_rank else min(holders, key=planned_bytes.__getitem__)
-        # As torch counts: a shard with its whole tensor, and what is no tensor as one byte.
+        # As torch counts: a shard with the bytes of its whole tensor, an object as one byte.
         planned_bytes[rank] += items[key].tensor_storage_size() or 1
         chosen[key] = rank
     return [
@@ -53,7 +53,7 @@ def deduplicate(plans: Sequence[Any], *, to_lowest_rank: bool) -> list[Any]:
 
 
 def join(plans: Sequence[Any]) -> tuple[list[Any], Any]:
-    """The plans with each item's place among the chunks of its tensor in it, and the `Metadata` of everything in them.
+    """The plans with each item's number among the chunks of its tensor, and the `Metadata` of all of them.
 
     Raises `UsageError` for a key that is a shard on one rank and something else on another.
     """
@@ -85,7 +85,7 @@ def join(plans: Sequence[Any]) -> tuple[list[Any], Any]:
 
 
 def check_cover(metadata: Any, *, complete: bool) -> None:
-    """Raise `UsageError` unless the chunks of every tensor lie inside it and apart, and, if `complete`, fill it."""
+    """Raise `UsageError` if chunks of a tensor exceed it or overlap, or, with `complete`, do not cover it."""
     problems = [
         problem
         for key, described in metadata.state_dict_metadata.items()
@@ -113,7 +113,7 @@ def _problems(key: str, size: tuple[int, ...], chunks: Sequence[Any], complete: 
             offset < 0 or length < 0 or offset + length > whole
             for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
         ):
-            yield f"{_box(chunk)} of {key!r} lies outside its shape {size}"
+            yield f"{_box(chunk)} of {key!r} is outside its shape {size}"
     for one, other in _overlapping(size, chunks):
         yield f"{_box(one)} and {_box(other)} of {key!r} overlap"
     volume = sum(math.prod(chunk.sizes) for chunk in chunks)

@@ -12,19 +12,20 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nn.parameter import is_lazy
 
-from millrace.checkpoint.host.garbage import collection_paused
-from millrace.checkpoint.state.flattening import PLAIN_TENSORS, flatten, sharded_in_old_way
+from millrace.checkpoint.state.flattening import PLAIN_TENSORS, flatten, refuse_nested_objects, sharded_in_old_way
+from millrace.checkpoint.state.wrappers import is_wrapper, type_name
 from millrace.checkpoint.writing.plans import check_cover, deduplicate, join
 from millrace.errors import UnsupportedObjectError
+from millrace.runtime.garbage import collection_paused
 
 
 class CheckpointSavePlanner(DefaultSavePlanner):  # type: ignore[misc]
     """Does what torch's `DefaultSavePlanner` does, several times as fast when a state dict has many tensors:
     `dcp.save(state, storage_writer=..., planner=CheckpointSavePlanner())`.
 
-    Takes the same arguments, makes the same plans and metadata, and works with every storage writer. Subclasses may
-    override what they may override there. What does not fit together is a `UsageError`. With `enable_plan_caching` a
-    change of an element type counts as a change of the plan, too.
+    Has the same arguments, plans and metadata, and works with every storage writer. Subclasses may override the same
+    methods. Values that do not fit together are a `UsageError`. With `enable_plan_caching` a change of an element type
+    counts as a change of the plan, too.
     """
 
     def set_up_planner(
@@ -35,6 +36,7 @@ class CheckpointSavePlanner(DefaultSavePlanner):  # type: ignore[misc]
             return
         with collection_paused():
             values, paths = flatten(state_dict)
+            refuse_nested_objects(values)
         if self.flatten_sharded_tensors and sharded_in_old_way(values):
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
             return
@@ -67,7 +69,7 @@ class CheckpointSavePlanner(DefaultSavePlanner):  # type: ignore[misc]
         before = SavePlanner._cached_global_plan.get(self._cached_plans_key)
         delta, plans, metadata = super()._create_global_plan_with_caching(all_plans)
         if before is not None and plans is not before and len(before) == len(plans):
-            # Torch overlooks element types when it decides which ranks have to hear of their new plan.
+            # Torch ignores element types when it decides which ranks must receive their new plan.
             delta = [SavePlan([], usable=False) if new == old else new for old, new in zip(before, plans, strict=True)]
         return delta, plans, metadata
 
@@ -77,7 +79,7 @@ class CheckpointSavePlanner(DefaultSavePlanner):  # type: ignore[misc]
             plans, metadata = join(plans)
             if self.flatten_state_dict:
                 metadata.planner_data = {}
-                # Where ranks do not agree the first one counts.
+                # If ranks have different paths for a key, that of the lowest rank counts.
                 for plan in reversed(plans):
                     metadata.planner_data |= plan.planner_data
             check_cover(metadata, complete=len(plans) > 1)
@@ -86,12 +88,23 @@ class CheckpointSavePlanner(DefaultSavePlanner):  # type: ignore[misc]
 
 def _write_items(state: Mapping[str, Any], is_coordinator: bool) -> list[Any]:
     items: list[Any] = []
-    # Many tensors differ in nothing but their values: one description does for all of them, in a plan's pickle, too.
+    # Many tensors differ only in their values: they share one description, also in a plan's pickle.
     known: dict[Any, Any] = {}
     for key, value in state.items():
         if type(value) not in PLAIN_TENSORS:
             _refuse_shapeless(key, value)
-            items += create_default_local_save_plan({key: value}, is_coordinator).items
+            if is_wrapper(value):
+                items.append(_write_wrapper(key, value))
+                continue
+            try:
+                items += create_default_local_save_plan({key: value}, is_coordinator).items
+            except Exception as error:
+                # A custom class may raise anything.
+                raise UnsupportedObjectError(
+                    f"{key!r} is a {type_name(type(value))}, which cannot be planned "
+                    f"({type(error).__name__}: {error!s:.200})",
+                    next_step="make it a plain tensor before saving",
+                ) from error
             continue
         try:
             kind = (value.shape, value.dtype, value.layout, value.requires_grad, value.is_pinned())
@@ -117,6 +130,15 @@ def _refuse_shapeless(key: str, value: Any) -> None:
             f"{key!r} is a nested tensor, which a checkpoint cannot hold",
             next_step="make it a dense tensor before saving",
         )
+
+
+def _write_wrapper(key: str, tensor: Any) -> Any:
+    """As torch describes it, without calling `is_pinned`, which its class may not support."""
+    layout, requires_grad = tensor.layout, tensor.requires_grad
+    properties = TensorProperties(dtype=tensor.dtype, layout=layout, requires_grad=requires_grad)
+    whole = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())
+    data = TensorWriteData(whole, properties, tensor.size())
+    return WriteItem(MetadataIndex(key, whole.offsets, 0), WriteItemType.TENSOR, tensor_data=data)
 
 
 def _describe(tensor: Any) -> Any:

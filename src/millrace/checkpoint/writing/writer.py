@@ -2,10 +2,10 @@
 
 Torch calls, in this order: `reset` (only with a checkpoint id), `storage_meta`, `set_up_storage_writer`,
 `prepare_local_plan` on every rank; `prepare_global_plan` on the coordinator; `write_data` on every rank; `finish` on
-the coordinator. Without collectives every rank makes all the calls, for a manifest of its own.
+the coordinator. Without collectives every rank makes all the calls, and writes its own manifest.
 
-A save writes data files under names that no other save uses, and the manifest last; until that one atomic step the
-previous checkpoint is untouched, and only after it are the previous data files removed.
+A save writes data files under unique names, and the manifest last. Until that atomic step the previous checkpoint is
+unchanged. Its data files are removed only after it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,12 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
+from millrace.checkpoint.arguments import classes, flag, mapping, path_text, real_number, thread_number
 from millrace.checkpoint.codec.effort import Compression, schedule_for
 from millrace.checkpoint.format.manifest import DataFile, Manifest, encode_manifest
 from millrace.checkpoint.format.tables import chunk_table
 from millrace.checkpoint.format.transforms import Transforms
-from millrace.checkpoint.host.garbage import collection_paused
-from millrace.checkpoint.host.pipeline import default_threads
-from millrace.checkpoint.places.manifests import (
+from millrace.checkpoint.storage.manifests import (
     manifest_name,
     read_manifest,
     read_stock_metadata,
@@ -37,17 +36,17 @@ from millrace.checkpoint.places.manifests import (
     stock_mark,
     stock_metadata_name,
 )
-from millrace.checkpoint.places.orphans import sweep
-from millrace.checkpoint.places.stock_metadata import stock_files
-from millrace.checkpoint.places.storage import CheckpointStorage, can_open_storage, open_storage
+from millrace.checkpoint.storage.orphans import sweep
+from millrace.checkpoint.storage.stock_metadata import stock_files
+from millrace.checkpoint.storage.storage import CheckpointStorage, can_open_storage, open_storage
 from millrace.checkpoint.writing.assembly import build_manifest, written_files
 from millrace.checkpoint.writing.bases import Base, ItemKey, MemoryBase, Place, check_files
 from millrace.checkpoint.writing.delta import RESTORE_LIMIT
 from millrace.checkpoint.writing.encoder_process import EncoderProcess
-from millrace.checkpoint.writing.packing import RankData, Source, discard, write_items
+from millrace.checkpoint.writing.packing import ItemSource, discard, write_items
 from millrace.checkpoint.writing.plans import check_cover
-from millrace.checkpoint.writing.save_stats import SaveStats, stats_of
-from millrace.checkpoint.writing.sources import key_of, sources_of
+from millrace.checkpoint.writing.rank_data import RankData, SaveStats, StoredItem, StoredWrapper, stats_of
+from millrace.checkpoint.writing.sources import WrapperParts, sources_of
 from millrace.errors import (
     ConfigurationError,
     DeniedError,
@@ -59,6 +58,8 @@ from millrace.errors import (
     UsageError,
 )
 from millrace.events import Event, emit
+from millrace.runtime.garbage import collection_paused
+from millrace.runtime.pipeline import default_threads
 
 _STOCK_COPY_AHEAD_BYTES = 10_000_000
 
@@ -66,26 +67,25 @@ _STOCK_COPY_AHEAD_BYTES = 10_000_000
 class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc]
     """Writes a checkpoint to a URL or local path: `dcp.save(state, storage_writer=CheckpointWriter(url))`.
 
-    The arguments up to `serialization_format` are those of torch's `FileSystemWriter`; one that has no meaning here
-    warns. Stream extensions (`_extensions`) are applied to every chunk after the codec; the reader then needs a registry
-    that knows them. Others:
+    The arguments up to `serialization_format` are those of torch's `FileSystemWriter`; those without an effect here warn.
+    Stream extensions (`_extensions`) are applied to every chunk after the codec; the reader then needs a registry with them.
+    Other arguments:
 
-    - `thread_count`: threads that compress; by default one a core, up to eight.
+    - `thread_count`: threads that compress; by default one per core, up to eight.
     - `compression`: "typed" balances size and speed; "max" is smaller and slower, in saving and in loading; "adaptive"
-      compresses as much as keeps up with the storage; "none" stores every byte as it is. All load alike, verified.
+      compresses as much as the speed of the storage allows; "none" does not compress. All are verified when loaded.
     - `overwrite`: when False, an existing checkpoint is an `ObjectExistsError`. When True it is replaced in one step.
     - `target_options`: for the storage, as s3fs takes them.
-    - `trusted_types`: classes that objects in the state dict may have beside those that torch trusts.
+    - `trusted_types`: additional classes that objects and the settings of tensor subclasses may have.
     - `user_metadata`: plain values to keep with the checkpoint.
-    - `base`: an earlier checkpoint in a directory beside this one. What has not changed since is referred to there, what has
-      changed a little is stored as the difference; both need that directory's files from then on.
-      `CheckpointManager` gives it; by hand it is `StoredBase.open` or another writer's `written_base`.
-    - `restore_limit`: with a base, no chunk's differences may cost a restore more than so many times the chunk alone.
-    - `keep_base`: remember the saved tensors, without copying them, for `written_base`.
+    - `base`: an earlier checkpoint in a sibling directory. Unchanged chunks are references to it, and chunks that changed a
+      little are stored as differences. Both need that directory's files from then on. `CheckpointManager` passes a base;
+      otherwise use `StoredBase.open` or another writer's `written_base`.
+    - `restore_limit`: with a base, the maximum cost of restoring a chunk with its bases, in sizes of the chunk alone.
+    - `keep_base`: keep references to the saved tensors, without copying them, for `written_base`.
 
-    One object saves one checkpoint at a time, and any number in a row. It pickles, `target_options` included; a copy has
-    no base.
-    `stats` holds what this rank wrote in its last save.
+    One object saves one checkpoint at a time, and any number in sequence. It pickles, `target_options` included; a copy has
+    no base. `stats` contains the figures of this rank's last save.
     """
 
     def __init__(
@@ -116,43 +116,43 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         }
         for name in (name for name, given in meaningless.items() if given):
             warnings.warn(f"{name} has no effect in Millrace's checkpoint format", stacklevel=2)
-        if thread_count is not None and thread_count < 1:
-            raise ConfigurationError(f"thread_count={thread_count}", next_step="give a positive number")
-        if not restore_limit >= 1:
-            raise ConfigurationError(f"restore_limit={restore_limit}", next_step="give 1 or more")
-        self._path = os.fspath(path)
-        self._sync = sync_files
-        self._threads = thread_count or default_threads()
-        schedule_for(compression, self._threads)  # refuses an unknown name now, not in the middle of a save
+        self._path = path_text("path", path)
+        self._sync = flag("sync_files", sync_files)
+        self._threads = thread_number("thread_count", thread_count) or default_threads()
+        schedule_for(compression, self._threads)  # raises for an unknown name now, not during a save
         self._compression = compression
-        self._transforms = Transforms(_extensions or ())
-        self._overwrite = overwrite
-        self._target_options = dict(target_options or {})
-        self._trusted_types = tuple(trusted_types)
-        self._user_metadata = dict(user_metadata or {})
+        self._transforms = Transforms(() if _extensions is None else _extensions)
+        self._overwrite = flag("overwrite", overwrite)
+        self._target_options = mapping("target_options", target_options) or {}
+        self._trusted_types = classes("trusted_types", trusted_types)
+        self._user_metadata = mapping("user_metadata", user_metadata) or {}
         self._save_id, self._save_id_is_used = uuid.uuid4().hex, False
         self._rank = 0
-        # The rank in the manifest's name, when each rank writes a manifest of its own.
+        # The rank in the manifest's name, if each rank writes its own manifest.
         self._manifest_rank: int | None = None
         self._is_coordinator = True
         self._opened: CheckpointStorage | None = None
-        # Data files of the last save, as long as nothing says that a manifest names them.
+        # Data files of the last save, until a manifest names them for certain.
         self._unconfirmed: tuple[CheckpointStorage, list[str]] | None = None
-        self._base, self._restore_limit = base, restore_limit
-        self._keep_base = keep_base
-        # Set by a manager.
+        if base is not None and not all(hasattr(base, name) for name in ("find", "read", "chunks", "files")):
+            raise ConfigurationError(
+                f"base={base!r:.100}", next_step="give StoredBase.open(...), or a writer's written_base()"
+            )
+        self._base, self._restore_limit = base, real_number("restore_limit", restore_limit, least=1)
+        self._keep_base = flag("keep_base", keep_base)
+        # Set by the writer of a run (`run_saver.py`).
         self._process: EncoderProcess | None = None
-        # What the last save wrote: where it lies, each item's place in it, and the values.
-        self._kept: tuple[RankData, dict[ItemKey, Place], dict[ItemKey, Source]] | None = None
+        # The last save: its data, the place of each item in it, and the sources of the values.
+        self._kept: tuple[RankData, dict[ItemKey, Place], dict[ItemKey, ItemSource]] | None = None
         self.stats: SaveStats | None = None
 
     def __repr__(self) -> str:
         return f"CheckpointWriter({self._path!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy's saves are others: torch's saving process gets a fresh copy for each.
-        forgotten = dict.fromkeys(("_opened", "_unconfirmed", "_base", "_kept", "_process"))
-        return {**self.__dict__, **forgotten, "_save_id_is_used": True}
+        # Torch's saving process gets a copy of the writer for each save, which must not continue another save.
+        dropped = dict.fromkeys(("_opened", "_unconfirmed", "_base", "_kept", "_process"))
+        return {**self.__dict__, **dropped, "_save_id_is_used": True}
 
     @property
     def checkpoint_id(self) -> str:
@@ -161,20 +161,20 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
 
     @property
     def save_id(self) -> str:
-        """Names the save that is under way, or else the last one: the coordinator's is in the manifest."""
+        """The id of the current save, or else of the last one. The coordinator's id is in the manifest."""
         return self._save_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this writer can write to a place of this name."""
+        """Whether this writer can write to this URL or path."""
         return can_open_storage(checkpoint_id)
 
     # --- the calls of a save, in order ------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another checkpoint, at another place when `checkpoint_id` is given."""
+        """Begin another checkpoint, at `checkpoint_id` if that is given."""
         if checkpoint_id:
-            self._path, self._opened = os.fspath(checkpoint_id), None
+            self._path, self._opened = path_text("checkpoint_id", checkpoint_id), None
         self._save_id, self._save_id_is_used = uuid.uuid4().hex, False
 
     def storage_meta(self) -> StorageMeta:
@@ -186,7 +186,7 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
     # Torch passes `rank` and `use_collectives` only where a parameter is called `kwargs`.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._is_coordinator:
-            # Whoever finishes saves knows that the last one was not finished; other ranks cannot know.
+            # The coordinator finishes saves, so only it can detect that the last one was not finished.
             self.abandon()
         self._unconfirmed = self._kept = None
         self._is_coordinator = is_coordinator
@@ -199,12 +199,12 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         storage.prepare()
         alone = self._manifest_rank is not None
         if alone:
-            # A reader prefers the whole checkpoint's manifest, and no rank alone can say when all are done.
+            # A reader prefers the manifest of the whole checkpoint, which a single rank cannot replace.
             try:
                 refuse_existing(storage, None)
             except ObjectExistsError as error:
                 raise UsageError(
-                    f"a checkpoint saved with collectives lies at {storage.url}",
+                    f"{storage.url} has a checkpoint that was saved with collectives",
                     next_step="choose another place for a save without collectives",
                 ) from error
         if not self._overwrite and (alone or self._is_coordinator):
@@ -220,8 +220,9 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         self._save_id_is_used = True
         stem = f"{uuid.uuid4().hex}-{self._rank}"
         schedule = schedule_for(self._compression, self._threads)
-        kept: dict[ItemKey, Source] | None = {} if self._keep_base else None
-        sources = sources_of(plan, planner, self._trusted_types, kept)
+        kept: dict[ItemKey, ItemSource] | None = {} if self._keep_base else None
+        wrapped: dict[int, WrapperParts] = {}
+        sources = sources_of(plan, planner, self._trusted_types, kept, wrapped)
         stored = write_items(
             self._storage(),
             stem,
@@ -236,13 +237,13 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         with collection_paused():
             results = [
                 WriteResult(index=item.index, size_in_bytes=place.nbytes, storage_data=place)
-                for item, place in zip(plan.items, stored, strict=True)
+                for item, place in zip(plan.items, _by_item(len(plan.items), stored, wrapped), strict=True)
             ]
         data = stored[0].data if stored else RankData((), chunk_table())
         self._unconfirmed = (self._storage(), [file.name for file in data.own_files])
         self.stats = stats_of(data, stored, time.monotonic() - began)
         if kept:
-            places = {key_of(item): Place(*place[1:]) for item, place in zip(plan.items, stored, strict=True)}
+            places = {key: Place(*place[1:]) for key, place in zip(kept, stored, strict=True)}
             self._kept = (data, places, kept)
         future: Any = torch.futures.Future()
         future.set_result(results)
@@ -256,7 +257,7 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
             stock = self._stock_metadata(storage)
             with collection_paused():
                 if self._manifest_rank is None:
-                    # Of a single plan no planner asks this: it may be one rank's of a save that others do not take part in.
+                    # Planners do not check a single plan: it may be that of one rank in a save without collectives.
                     check_cover(metadata, complete=True)
                 manifest = build_manifest(
                     metadata, results, self._user_metadata, save_id=self._save_id, replaces=stock_mark(stock)
@@ -278,14 +279,14 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
             sweep(storage, name)
 
     def written_base(self, directory: str) -> MemoryBase | None:
-        """What this rank has saved, as the base of a next save; None when it wrote nothing. Can be had once a save.
+        """This rank's last save as the base of the next one; None if it wrote nothing. Available once per save.
 
-        `directory` is the name of the checkpoint that was saved, beside which the next one will lie. The tensors that were
-        saved must stay as they are while the base is in use. Raises `UsageError` without `keep_base=True`.
+        `directory` is the name of the saved checkpoint's directory, next to that of the next one. The saved tensors must not
+        change while the base is in use. Raises `UsageError` without `keep_base=True`.
         """
         if not self._keep_base:
             raise UsageError(
-                "the writer did not remember what it saved", next_step="make it with CheckpointWriter(keep_base=True)"
+                "the writer did not keep the saved tensors", next_step="create it with CheckpointWriter(keep_base=True)"
             )
         kept, self._kept = self._kept, None
         if kept is None:
@@ -296,11 +297,11 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
     # --- after a failure --------------------------------------------------------------------------
 
     def abandon(self, failure: BaseException | None = None) -> None:
-        """Remove what this rank wrote in a save that failed: `except CheckpointException as e: writer.abandon(e)`.
+        """Remove this rank's files of a failed save: `except CheckpointException as e: writer.abandon(e)`.
 
-        Torch does not tell a rank's writer that another rank has failed. Without this call the data files stay until a
-        save into the same directory a day later. Does nothing after a save that succeeded on the coordinator, or
-        when `failure` says that the manifest may have been written all the same. Never raises.
+        Torch does not report the failure of another rank to a rank's writer. Without this call the data files stay until a
+        save into the same directory a day later. Does nothing after a save that succeeded on the coordinator, or if
+        `failure` means that the manifest may have been written. Never raises.
         """
         unconfirmed, self._unconfirmed, self._kept = self._unconfirmed, None, None
         failures = getattr(failure, "failures", None) or {0: (failure, None)}
@@ -315,7 +316,7 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         return self._opened
 
     def _check_files(self, files: Sequence[DataFile]) -> None:
-        """Make sure that what others have saved and this save needs is there. Raises `BaseGoneError`."""
+        """Check that the files of other saves that this save needs exist. Raises `BaseGoneError`."""
         check_files(self._storage(), files, self._threads)
 
     def _usable_base(self) -> Base | None:
@@ -325,37 +326,37 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         own = f"../{storage.url.rstrip('/').rpartition('/')[2]}/"
         if any(file.name.startswith(own) for file in base.files):
             raise UsageError(
-                f"{storage.url} cannot be replaced by what builds on its own files",
+                f"{storage.url} cannot be replaced by a save that is based on its files",
                 next_step="save into another directory, or without a base",
             )
         if base.transforms != self._transforms.descriptors:
-            detail = "it was saved through other stream extensions"
+            detail = "it was saved with other stream extensions"
             emit(Event(name="checkpoint.base.unusable", subject=base.directory, detail=detail))
             return None
         return base
 
     def _publish(self, storage: CheckpointStorage, name: str, data: bytes, manifest: Manifest) -> None:
-        """Raises `OutcomeUnknownError` where the manifest may be there in spite of the failure."""
+        """Publish the manifest. Raises `OutcomeUnknownError` if it may exist in spite of a failure."""
         try:
             storage.publish(name, data, replace=self._overwrite)
         except StorageError as error:
-            # A disk may fail after the rename: then the checkpoint is there, though maybe not for long.
+            # A disk may fail after the rename. Then the checkpoint exists, but may not survive a power failure.
             if _is_absent(storage, self._manifest_rank, manifest):
                 raise
             raise OutcomeUnknownError(
-                f"the manifest of {storage.url} may not outlive a power failure ({error.message})",
+                f"the manifest of {storage.url} may not survive a power failure ({error.message})",
                 next_step="check the disk, and save again",
             ) from error
 
     def _stock_metadata(self, storage: CheckpointStorage) -> bytes | None:
-        """What torch's own writer saved here before; this save replaces that, too."""
+        """The metadata of an earlier checkpoint of torch's own writer here, which this save replaces, too."""
         try:
             return read_stock_metadata(storage, self._manifest_rank)
         except DeniedError:
             return None
 
     def _discard_stock(self, storage: CheckpointStorage, stock: bytes) -> None:
-        # Torch's reader would find the old state. Its metadata goes first: without it the rest is no checkpoint.
+        # Torch's reader would find the old state. Its metadata is removed first: without it the rest is not a checkpoint.
         discard(storage, [stock_metadata_name(self._manifest_rank)])
         try:
             discard(storage, stock_files(stock, storage.url))
@@ -363,7 +364,7 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
             emit(Event(name="checkpoint.discard.failed", subject=storage.url, detail=str(error)))
 
     def _previous_files(self, storage: CheckpointStorage) -> list[str]:
-        """Data files of the checkpoint that this save replaces, as far as its manifest can be read."""
+        """Data files of the checkpoint that this save replaces, if its manifest can be read."""
         try:
             files = read_manifest(storage, self._manifest_rank).manifest.files
         except MissingError:
@@ -374,8 +375,25 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         return [file.name for file in files if not file.name.startswith("../")]
 
 
+def _by_item(
+    count: int, stored: Sequence[StoredItem], wrapped: Mapping[int, WrapperParts]
+) -> Iterable[StoredItem | StoredWrapper]:
+    """The places by item of the plan: a wrapper tensor has several."""
+    if not wrapped:
+        return stored
+    found: list[StoredItem | StoredWrapper] = []
+    places = iter(stored)
+    for number in range(count):
+        place, parts = next(places), wrapped.get(number)
+        if parts is None:
+            found.append(place)
+        else:
+            found.append(StoredWrapper(parts.recipe, place, tuple((*leaf, next(places)) for leaf in parts.leaves)))
+    return found
+
+
 def _is_absent(storage: CheckpointStorage, rank: int | None, manifest: Manifest) -> bool:
-    """Whether another manifest, or none, is what lies there, without doubt."""
+    """Whether there is certainly another manifest, or none."""
     try:
         return read_manifest(storage, rank).manifest.save_id != manifest.save_id
     except MissingError:

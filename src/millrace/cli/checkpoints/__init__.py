@@ -1,4 +1,4 @@
-"""`millrace checkpoints`: look at the checkpoints of a run, check, compare, convert and remove them."""
+"""`millrace checkpoints`: list, show, verify, compare, export and prune the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from millrace.cli.checkpoints.ls import ls
 from millrace.cli.checkpoints.prune import prune
 from millrace.cli.checkpoints.show import show
 from millrace.cli.checkpoints.verify import verify
+from millrace.cli.commands import GroupedCommands
 
 
-@click.group()
+@click.group(cls=GroupedCommands)
 def checkpoints() -> None:
-    """Look at the checkpoints of a run, check, compare, convert and remove them.
+    """List, show, verify, compare, export and prune the checkpoints of a run.
 
-    URL is a run (s3://bucket/run, or a local directory), of which the newest complete checkpoint is meant unless --step says
-    otherwise, or one checkpoint (s3://bucket/run/step-000000000100). A checkpoint of torch's own writer will do, too,
-    where not said otherwise.
+    URL is a run (s3://bucket/run, or a local directory) or one checkpoint (s3://bucket/run/step-000000000100). For a run,
+    the newest complete checkpoint is used unless --step selects another. Checkpoints of torch's own writer work too,
+    unless a command's help excludes them.
     """
 
 

@@ -1,61 +1,89 @@
-"""What the commands about checkpoints have in common: which checkpoint is meant, tables, and progress on stderr."""
+"""Shared by the checkpoint commands: selecting a checkpoint, tables, and progress on stderr."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import shutil
-import sys
+import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from millrace.cli.common import require_host, time_text
+from millrace.cli.common import ProgressLine, counted, print_message, require_host, time_text
+from millrace.cli.interrupts import remembered
+from millrace.errors import printable
 from millrace.figures import size_text
 
 if TYPE_CHECKING:
-    from millrace.checkpoint.run.run_layout import Found
-    from millrace.checkpoint.tools.progress import WorkProgress
+    from millrace.checkpoint.run.run_layout import ListedCheckpoint
+    from millrace.checkpoint.tools import WorkProgress
 
 F = TypeVar("F", bound=Callable[..., object])
 
 DIFFERENT = 3
-"""The exit code when something is damaged, or different."""
+"""The exit code if a checkpoint is damaged, or two differ."""
 
 _ROWS = 40
-_LINE_SECONDS = 10.0
 
 
 def step_option(command: F) -> F:
     """`--step`."""
-    text = "The checkpoint of this step, where URL is a run. Default: the newest complete one."
+    text = "The checkpoint of this step, if URL is a run. Default: the newest complete one."
     return click.option("--step", type=click.IntRange(min=0), metavar="N", help=text)(command)
 
 
 def keys_option(command: F) -> F:
     """`--keys`, several times."""
-    text = "Only these: a key, what keys begin with before a dot, or a pattern ('model.*.weight'). Repeat for several."
+    text = "Only these keys: a key, a prefix up to a dot, or a pattern ('model.*.weight'). Repeat for several."
     return click.option("--keys", multiple=True, metavar="PATTERN", help=text)(command)
 
 
 def threads_option(command: F) -> F:
     """`--threads`, `-j`."""
-    text = "Threads that read and decode. Default: one a core, up to eight."
+    text = "Threads that read and decode. Default: one per core, up to eight."
     return click.option("--threads", "-j", type=click.IntRange(1, 256), metavar="N", help=text)(command)
 
 
+def trust_option(command: F) -> F:
+    """`--trust`, several times."""
+    text = "An allowed class of values, such as a tensor subclass. MODULE is imported. Repeat for several."
+    return click.option("--trust", multiple=True, metavar="MODULE:CLASS", help=text)(command)
+
+
+def trusted_types(names: Sequence[str]) -> list[type]:
+    """The classes that `--trust` names. Raises `ConfigurationError`."""
+    from millrace.errors import ConfigurationError
+
+    found: list[type] = []
+    for name in names:
+        module, colon, path = name.partition(":")
+        try:
+            kind: Any = importlib.import_module(module)
+            for part in path.split("."):
+                kind = getattr(kind, part)
+        except Exception as error:  # importing runs the module, which may raise anything
+            problem = f"{type(error).__name__}: {error!s:.200}"
+            raise ConfigurationError(
+                f"--trust {name}: {problem}",
+                next_step="give a class that can be imported, as package.module:Class",
+            ) from error
+        if not colon or not isinstance(kind, type):
+            raise ConfigurationError(f"--trust {name}: not a class", next_step="write package.module:Class")
+        found.append(kind)
+    return found
+
+
 def all_option(command: F) -> F:
-    """`--all`: lists are not cut."""
-    return click.option("--all", "everything", is_flag=True, help=f"All rows, in place of the first {_ROWS}.")(command)
+    """`--all`: lists are not truncated."""
+    return click.option("--all", "everything", is_flag=True, help=f"All rows instead of the first {_ROWS}.")(command)
 
 
-# --- which checkpoint is meant --------------------------------------------------------------------------
+# --- selecting a checkpoint -----------------------------------------------------------------------------
 
 
 def options_of(url: str, endpoint_url: str | None) -> dict[str, Any] | None:
-    """The options of the storage that `url` is of. An endpoint means nothing to local files."""
+    """The options of the storage of `url`. An endpoint does not apply to local files."""
     from millrace.origin import options_for
 
     options = options_for(url, endpoint_url)
@@ -65,10 +93,10 @@ def options_of(url: str, endpoint_url: str | None) -> dict[str, Any] | None:
 
 
 def is_checkpoint(url: str, options: dict[str, Any] | None) -> bool:
-    """Whether `url` is one checkpoint, complete or not, and no run."""
-    from millrace.checkpoint.places.manifests import STOCK_METADATA_NAME, manifest_name
-    from millrace.checkpoint.places.storage import open_storage
+    """Whether `url` is one checkpoint, complete or not, and not a run."""
     from millrace.checkpoint.run.run_layout import parse_name
+    from millrace.checkpoint.storage.manifests import STOCK_METADATA_NAME, manifest_name
+    from millrace.checkpoint.storage.storage import open_storage
     from millrace.errors import MissingError
 
     storage = open_storage(url, options)
@@ -82,9 +110,9 @@ def is_checkpoint(url: str, options: dict[str, Any] | None) -> bool:
 
 
 def checkpoint_url(url: str, step: int | None, endpoint_url: str | None) -> str:
-    """The URL of the checkpoint that is meant.
+    """The URL of the checkpoint that `url` and `step` select.
 
-    Raises `CheckpointNotFoundError`, naming what there is, and `UsageError` for a step of what is no run.
+    Raises `CheckpointNotFoundError` with the nearest steps, and `UsageError` for a step if `url` is not a run.
     """
     from millrace.checkpoint.run.run_layout import open_run
     from millrace.checkpoint.run.timeline import newest_first
@@ -93,7 +121,7 @@ def checkpoint_url(url: str, step: int | None, endpoint_url: str | None) -> str:
     options = options_of(url, endpoint_url)
     if is_checkpoint(url, options):
         if step is not None:
-            raise UsageError(f"{url} is one checkpoint, not a run", next_step="leave --step out, or give the run's URL")
+            raise UsageError(f"{url} is one checkpoint, not a run", next_step="omit --step, or give the URL of the run")
         return url
     run = open_run(url, options)
     try:
@@ -102,8 +130,8 @@ def checkpoint_url(url: str, step: int | None, endpoint_url: str | None) -> str:
         found = []
     if not found:
         raise CheckpointNotFoundError(
-            f"neither a complete checkpoint nor a run with one lies at {url}",
-            next_step="check the name; 'millrace checkpoints ls' shows what is there",
+            f"{url}: not a complete checkpoint, nor a run with one",
+            next_step="check the name; 'millrace checkpoints ls' lists the checkpoints of a run",
         )
     if step is None:
         return run.url_of(newest_first(found)[0].name)
@@ -113,17 +141,17 @@ def checkpoint_url(url: str, step: int | None, endpoint_url: str | None) -> str:
     return run.url_of(wanted[0].name)
 
 
-def _near(step: int, found: Sequence[Found]) -> str:
+def _near(step: int, found: Sequence[ListedCheckpoint]) -> str:
     steps = sorted({each.step for each in found}, key=lambda other: (abs(other - step), other))[:3]
     return f"the nearest are of step {', '.join(map(str, sorted(steps)))}; 'millrace checkpoints ls' shows all"
 
 
-# --- figures for people ---------------------------------------------------------------------------------
+# --- numbers and tables ---------------------------------------------------------------------------------
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> list[str]:
-    """Rows below their columns; those named in `right` are flush right."""
-    lines = [tuple(columns), *(tuple(row) for row in rows)]
+    """The lines of a table; the columns in `right` are aligned right."""
+    lines = [tuple(map(printable, line)) for line in (columns, *rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
 
     def cell(place: int, text: str) -> str:
@@ -133,8 +161,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Seque
 
 
 def cut(rows: Sequence[Any], *, everything: bool) -> tuple[Sequence[Any], int]:
-    """The rows that are shown, and how many more there are."""
-    # One more than the limit fits into the line that would name it.
+    """The rows to show, and the number of the others."""
+    # One row more fits into the line that would replace it.
     return (rows, 0) if everything or len(rows) <= _ROWS + 1 else (rows[:_ROWS], len(rows) - _ROWS)
 
 
@@ -149,13 +177,8 @@ def step_text(step: int, revision: int) -> str:
 
 
 def ratio_text(stored_bytes: int, raw_bytes: int) -> str:
-    """How much of the size is left: `0.66`."""
+    """The stored size as a share of the raw size: `0.66`."""
     return f"{stored_bytes / raw_bytes:.2f}" if raw_bytes else "-"
-
-
-def counted(number: int, thing: str) -> str:
-    """`1 file`, `2 files`."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def duration_text(seconds: float) -> str:
@@ -173,52 +196,27 @@ def iso_text(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def json_text(content: Any) -> str:
-    """JSON for programs. Numbers that it has no word for (nan, the infinities) are null, other values their `repr`."""
-    return json.dumps(json.loads(json.dumps(content, default=repr), parse_constant=lambda word: None))
-
-
 # --- progress -------------------------------------------------------------------------------------------
 
 
 class Display:
-    """Progress on stderr: a bar on a terminal, else a line every ten seconds. `last` is what it was told last."""
+    """Shows the progress of a command; `last` is the last progress. `verb` is a participle such as "checked"."""
 
     def __init__(self, verb: str) -> None:
         self.last: WorkProgress | None = None
         self._verb = verb
         self._began = time.monotonic()
-        self._terminal = sys.stderr.isatty()
-        self._next = self._began + (0.0 if self._terminal else _LINE_SECONDS)
-        self._shown = False
+        self._line = ProgressLine()
+        self.clear = self._line.clear
 
     def __call__(self, state: WorkProgress) -> None:
         self.last = state
-        now = time.monotonic()
-        if now < self._next:
-            return
-        text = self._text(state, now - self._began)
-        if not self._terminal:
-            self._next += _LINE_SECONDS
-            click.echo(text, err=True)
-            return
-        self._next = now + 0.1
-        columns = shutil.get_terminal_size().columns
-        room = min(30, columns - len(text) - 4)
-        if room >= 5 and state.total_bytes:
-            full = round(room * state.done_bytes / state.total_bytes)
-            text = f"[{'#' * full}{'.' * (room - full)}] {text}"
-        click.echo(f"\r{text[: columns - 1]}\x1b[K", err=True, nl=False)
-        self._shown = True
-
-    def end(self) -> None:
-        """Leave the line."""
-        if self._shown:
-            click.echo("\r\x1b[K", err=True, nl=False)
-            self._shown = False
+        if self._line.is_due():
+            text = self._text(state, time.monotonic() - self._began)
+            self._line.show(text, state.done_bytes, state.total_bytes)
 
     def far(self) -> str:
-        """How far it came, for who was interrupted."""
+        """The progress so far, for the message after an interrupt."""
         if self.last is None:
             return f"nothing was {self._verb} yet"
         return f"{size_text(self.last.done_bytes)} of {size_text(self.last.total_bytes)} were {self._verb}"
@@ -230,26 +228,23 @@ class Display:
         return (
             f"{percent}{size_text(state.done_bytes)} of {size_text(state.total_bytes)} {self._verb}, {size_text(rate)}/s"
             + (f", {time_text(left)} left" if left >= 1 else "")
-            + (f", {state.problems} problems" if state.problems else "")
+            + (f", {counted(state.problems, 'problem')}" if state.problems else "")
         )
 
 
 @contextlib.contextmanager
 def shown(display: Display, *, after: str = "") -> Iterator[None]:
-    """Clear the display at the end of the block; an interrupt ends the command with its exit code, and one line.
+    """Clear the display at the end of the block. An interrupt ends the command with its exit code and one line on stderr.
 
-    That line says how far it came, or what comes `after`.
+    The line contains `after`, or the progress so far.
     """
-    from millrace.cli import tell
-    from millrace.demo import interrupts
-
     try:
-        with interrupts.remembered():
+        with remembered():
             yield
     except KeyboardInterrupt as end:
-        display.end()
+        display.clear()
         word, code = end.args if len(end.args) == 2 else ("interrupted", 130)
-        tell(f"{word}: {after or display.far()}")
+        print_message(f"{word}: {after or display.far()}")
         raise click.exceptions.Exit(code) from end
     finally:
-        display.end()
+        display.clear()

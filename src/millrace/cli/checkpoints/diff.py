@@ -14,22 +14,25 @@ from millrace.cli.checkpoints.common import (
     all_option,
     checkpoint_url,
     cut,
-    json_text,
     keys_option,
     options_of,
     shape_text,
     shown,
     table,
     threads_option,
+    trust_option,
+    trusted_types,
 )
-from millrace.cli.common import endpoint_option, json_option
+from millrace.cli.commands import LibraryCommand
+from millrace.cli.common import endpoint_option, json_option, print_json
+from millrace.errors import printable
 from millrace.figures import size_text
 
 if TYPE_CHECKING:
     from millrace.checkpoint.tools.diffing import DiffReport, TensorChange
 
 
-@click.command()
+@click.command(cls=LibraryCommand)
 @click.argument("a")
 @click.argument("b", required=False)
 @click.option(
@@ -38,10 +41,11 @@ if TYPE_CHECKING:
     type=click.IntRange(min=0),
     metavar="N",
     multiple=True,
-    help="The checkpoint of this step of a run: given once it counts for A and B, given twice first for A, then for B.",
+    help="The checkpoint of this step of a run. Once: for A and B. Twice: for A, then for B.",
 )
 @keys_option
 @all_option
+@trust_option
 @threads_option
 @endpoint_option
 @json_option
@@ -51,17 +55,18 @@ def diff(
     steps: tuple[int, ...],
     keys: tuple[str, ...],
     everything: bool,
+    trust: tuple[str, ...],
     threads: int | None,
     endpoint_url: str | None,
     as_json: bool,
 ) -> int:
-    """Show which tensors and objects of checkpoint B are others than those of A, and by how much.
+    """Show the tensors and objects that differ between checkpoints A and B, and by how much.
 
     A and B are checkpoints, or runs (the newest complete checkpoint, or that of --step). Two steps of one run:
-    'diff RUN --step 100 --step 200'. 'changed' counts elements of which some bit differs; 'max' and 'mean' are of the
+    'diff RUN --step 100 --step 200'. 'changed' counts the elements that differ in at least one bit; 'max' and 'mean' are
     absolute differences, 'relative' is |B - A| / |A| in the Euclidean norm. Parts with equal checksums are not read.
 
-    Exit code 0: no difference. 3: there are some.
+    Exit code 0: equal. 3: different.
     """
     from millrace.checkpoint.tools.diffing import diff_checkpoints
 
@@ -79,10 +84,11 @@ def diff(
             keys=keys,
             target_options=(options_of(one, endpoint_url), options_of(other, endpoint_url)),
             threads=threads,
+            trusted_types=trusted_types(trust),
             progress=display,
         )
     if as_json:
-        click.echo(json_text({**asdict(report), "same": report.same}))
+        print_json({**asdict(report), "same": report.same})
     else:
         _show(report, everything=everything)
     return 0 if report.same else DIFFERENT
@@ -114,7 +120,9 @@ def _show(report: DiffReport, *, everything: bool) -> None:
 def _names(title: str, keys: Sequence[str], *, everything: bool) -> None:
     rows, more = cut(keys, everything=everything)
     if rows:
-        click.echo(f"\n{title}: {', '.join(rows)}" + (f" and {more} more (--all shows them)" if more else ""))
+        click.echo(
+            f"\n{title}: {printable(', '.join(rows))}" + (f" and {more} more (--all shows them)" if more else "")
+        )
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], more: int, *, right: Sequence[str] = ()) -> None:
@@ -132,7 +140,7 @@ def _other(change: TensorChange) -> tuple[str, str, str]:
 
 def _changed(change: TensorChange) -> tuple[str, ...]:
     share = 100 * (change.changed or 0) / change.elements
-    # 100.0 % and 0.00 % say all and none.
+    # 100% and 0% are reserved for all and none.
     text = "100%" if change.changed == change.elements else f"{min(max(share, 0.01), 99.99):.3g}%"
     if change.not_finite:
         text += f" ({change.not_finite} inf or nan)"

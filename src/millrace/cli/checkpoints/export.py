@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
 import click
@@ -10,21 +9,24 @@ import click
 from millrace.cli.checkpoints.common import (
     Display,
     checkpoint_url,
-    counted,
     duration_text,
     keys_option,
     options_of,
     shown,
     step_option,
     threads_option,
+    trust_option,
+    trusted_types,
 )
-from millrace.cli.common import endpoint_option, json_option
+from millrace.cli.commands import LibraryCommand
+from millrace.cli.common import counted, endpoint_option, json_option, print_json
+from millrace.errors import printable
 from millrace.figures import size_text
 
 _KEYS = 5
 
 
-@click.command()
+@click.command(cls=LibraryCommand)
 @click.argument("url")
 @click.argument("target")
 @click.option(
@@ -39,9 +41,10 @@ _KEYS = 5
     "--strip-prefix",
     default="",
     metavar="TEXT",
-    help="For safetensors: only keys that begin so, without this beginning.",
+    help="For safetensors: only keys with this prefix, which is removed.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace what is at TARGET.")
+@trust_option
 @threads_option
 @endpoint_option
 @json_option
@@ -53,14 +56,15 @@ def export(
     keys: tuple[str, ...],
     strip_prefix: str,
     overwrite: bool,
+    trust: tuple[str, ...],
     threads: int | None,
     endpoint_url: str | None,
     as_json: bool,
 ) -> None:
-    """Write a checkpoint to TARGET in a format that other programs read, bit for bit.
+    """Export a checkpoint to TARGET, bit for bit, in a format that other programs read.
 
-    TARGET is a file, or with --to dcp a directory; local, or a URL. It appears when all of it is there. An export to torch
-    needs the memory for all of the values, the others for the largest tensor.
+    TARGET is a file, or with --to dcp a directory; a local path or a URL. It appears when it is complete. An export to
+    torch needs memory for all values, the other formats for the largest tensor.
     """
     from millrace.checkpoint.tools.exports import EXPORT_FORMATS, export_checkpoint
 
@@ -77,10 +81,11 @@ def export(
             target_options=options_of(place, endpoint_url),
             output_options=options_of(target, endpoint_url),
             threads=threads,
+            trusted_types=trusted_types(trust),
             progress=display,
         )
     if as_json:
-        click.echo(json.dumps(asdict(report)))
+        print_json(asdict(report))
         return
     objects = f" and {counted(report.objects, 'object')}" if report.objects else ""
     click.echo(
@@ -89,4 +94,4 @@ def export(
     )
     if report.left_out:
         more = f" and {len(report.left_out) - _KEYS} more" if len(report.left_out) > _KEYS else ""
-        click.echo(f"left out: {', '.join(report.left_out[:_KEYS])}{more}")
+        click.echo(printable(f"left out: {', '.join(report.left_out[:_KEYS])}{more}"))

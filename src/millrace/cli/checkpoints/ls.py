@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from millrace.cli.checkpoints.common import (
-    counted,
     date_text,
     is_checkpoint,
     iso_text,
-    json_text,
     options_of,
     ratio_text,
     step_text,
     table,
 )
-from millrace.cli.common import endpoint_option, json_option
+from millrace.cli.commands import LibraryCommand
+from millrace.cli.common import counted, endpoint_option, json_option, print_json
+from millrace.cli.watch import interval_option, repeat, watch_option
 from millrace.figures import size_text
 
 if TYPE_CHECKING:
@@ -26,33 +26,40 @@ if TYPE_CHECKING:
     from millrace.errors import MillraceError
 
 
-@click.command()
+@click.command(cls=LibraryCommand)
 @click.argument("url")
+@watch_option
+@interval_option
 @endpoint_option
 @json_option
-def ls(url: str, endpoint_url: str | None, as_json: bool) -> None:
-    """List the checkpoints of a run: step, time, size, and what each is made against.
+def ls(url: str, watch: bool, interval: float, endpoint_url: str | None, as_json: bool) -> None:
+    """List the checkpoints of a run: step, time, size, and the checkpoints that each one needs.
 
-    'size' is what a checkpoint's own files take, 'raw' the values in it, 'restore' what a load reads, earlier checkpoints
-    included. A checkpoint whose save did not end is incomplete: nothing loads it.
+    'size' is the size of a checkpoint's own files, 'raw' that of its values, 'restore' the bytes that a load reads,
+    including those of earlier checkpoints. A checkpoint whose save did not end is incomplete and cannot be loaded.
     """
     options = options_of(url, endpoint_url)
-    rows = [_single(url, options)] if is_checkpoint(url, options) else _run(url, options)
-    if as_json:
-        plain = ({**row, "created": _iso(row["created"])} for row in rows)
-        click.echo("[" + ",\n ".join(json_text(row) for row in plain) + "]")
-        return
-    _show(rows)
+
+    def read() -> list[dict[str, Any]]:
+        rows = [_single(url, options)] if is_checkpoint(url, options) else _run(url, options)
+        return [{**row, "created": _iso(row["created"])} for row in rows] if as_json else rows
+
+    if watch:
+        repeat(read, _lines, interval=interval, as_json=as_json)
+    elif as_json:
+        print_json(read())
+    else:
+        click.echo("\n".join(_lines(read())))
 
 
 def _single(url: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """One checkpoint, ours or torch's."""
+    """One checkpoint, of Millrace or of torch."""
     from millrace.checkpoint.format.manifest import MANIFEST_NAME
-    from millrace.checkpoint.places.manifests import load_manifest
-    from millrace.checkpoint.places.storage import open_storage
     from millrace.checkpoint.run.run_info import info_of_manifest
     from millrace.checkpoint.run.run_layout import parse_name
-    from millrace.checkpoint.tools.describing import describe
+    from millrace.checkpoint.storage.manifests import load_manifest
+    from millrace.checkpoint.storage.storage import open_storage
+    from millrace.checkpoint.tools import describe
 
     summary = describe(url, options)
     name = url.rstrip("/").rpartition("/")[2]
@@ -94,7 +101,7 @@ def _run(url: str, options: Mapping[str, Any] | None) -> list[dict[str, Any]]:
         found = []
     if not found:
         raise CheckpointNotFoundError(
-            f"no checkpoint lies at {run.url}", next_step="give the directory of a run, or of one checkpoint"
+            f"{run.url}: no checkpoint found", next_step="give the directory of a run, or of one checkpoint"
         )
     described = run.describe_all(found)
     needed: dict[str, list[str]] = {}
@@ -106,7 +113,7 @@ def _run(url: str, options: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     rows = []
     for each in found:
         info = described.get(each.name)
-        if info is None:  # removed since it was listed
+        if info is None:  # removed after it was listed
             continue
         if isinstance(info, MillraceError):
             rows.append(_unreadable(each.name, run.url_of(each.name), each.step, each.revision, info))
@@ -165,10 +172,10 @@ def _iso(seconds: float | None) -> str | None:
     return None if seconds is None else iso_text(seconds)
 
 
-# --- for people -----------------------------------------------------------------------------------------
+# --- table ----------------------------------------------------------------------------------------------
 
 
-def _show(rows: Sequence[Mapping[str, Any]]) -> None:
+def _lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     metrics = sorted({name for row in rows for name in row["metrics"]})
     columns = ["step", "time", "size", "raw", "ratio", "restore", "base", *metrics, "state"]
     lines = [
@@ -183,15 +190,14 @@ def _show(rows: Sequence[Mapping[str, Any]]) -> None:
         ]
         for row in rows
     ]
-    for line in table(columns, lines, right=("step", "size", "raw", "ratio", "restore", *metrics)):
-        click.echo(line)
     complete = [row for row in rows if row["complete"] and row["error"] is None]
     others = counted(len(rows) - len(complete), "other")
     stored, raw = (sum(row[name] for row in complete) for name in ("stored_bytes", "raw_bytes"))
-    click.echo(
+    return [
+        *table(columns, lines, right=("step", "size", "raw", "ratio", "restore", *metrics)),
         f"{counted(len(complete), 'complete checkpoint')}{f', {others}' if len(rows) > len(complete) else ''}: "
-        f"{size_text(sum(row['stored_bytes'] for row in rows))} for {size_text(raw)} of values ({ratio_text(stored, raw)})"
-    )
+        f"{size_text(sum(row['stored_bytes'] for row in rows))} for {size_text(raw)} of values ({ratio_text(stored, raw)})",
+    ]
 
 
 def _step_text(row: Mapping[str, Any]) -> str:
@@ -206,7 +212,7 @@ def _sizes(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _base_text(row: Mapping[str, Any]) -> str:
-    """What the checkpoint needs: nothing else, or the steps that it is a delta to."""
+    """`full`, or the steps that the checkpoint is a delta to."""
     if row["kind"] is None:
         return "-"
     if row["kind"] == "stock":
@@ -227,7 +233,7 @@ def _state(row: Mapping[str, Any]) -> str:
     if row["error"]:
         return f"unreadable: {row['error']}"
     if not row["complete"]:
-        # A pruning leaves the files that others need.
+        # Pruning keeps the files that other checkpoints need.
         return f"removed, but {_steps_text(row['needed_by'])} needs it" if row["needed_by"] else "incomplete"
     if row["superseded"]:
         return "superseded"

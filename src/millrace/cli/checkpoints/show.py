@@ -12,11 +12,9 @@ import click
 from millrace.cli.checkpoints.common import (
     all_option,
     checkpoint_url,
-    counted,
     cut,
     date_text,
     iso_text,
-    json_text,
     keys_option,
     options_of,
     ratio_text,
@@ -24,18 +22,19 @@ from millrace.cli.checkpoints.common import (
     step_option,
     table,
 )
-from millrace.cli.common import endpoint_option, json_option
+from millrace.cli.commands import LibraryCommand
+from millrace.cli.common import counted, endpoint_option, json_option, print_json
 from millrace.figures import size_text
 
 if TYPE_CHECKING:
     from millrace.checkpoint.format.inventory import StoredValue
-    from millrace.checkpoint.places.manifests import CheckpointSummary
+    from millrace.checkpoint.storage.manifests import CheckpointSummary
 
 _KEY_CHARACTERS = 48
 _TEXT_CHARACTERS = 100
 
 
-@click.command()
+@click.command(cls=LibraryCommand)
 @click.argument("url")
 @step_option
 @keys_option
@@ -45,14 +44,14 @@ _TEXT_CHARACTERS = 100
 def show(
     url: str, step: int | None, keys: tuple[str, ...], everything: bool, endpoint_url: str | None, as_json: bool
 ) -> None:
-    """Show what is in a checkpoint: every tensor and object, its size before and after compression, and who wrote it.
+    """Show the tensors and objects of a checkpoint: size before and after compression, and the ranks that wrote them.
 
-    'stored' is a value's share in the chunks that hold it. 'how' says whether these are stored whole, as deltas to an
-    earlier checkpoint of the run, or are an earlier one's, unchanged.
+    'stored' is a value's share of the chunks that contain it. 'how' is 'full' for chunks that are stored whole, 'delta'
+    for deltas to an earlier checkpoint, and 'unchanged' for chunks of an earlier checkpoint.
     """
     from millrace.checkpoint.format.inventory import natural_order, select_keys
-    from millrace.checkpoint.reading.contents import stored_values
-    from millrace.checkpoint.tools.describing import describe
+    from millrace.checkpoint.reading.opening import stored_values
+    from millrace.checkpoint.tools import describe
 
     place = checkpoint_url(url, step, endpoint_url)
     options = options_of(place, endpoint_url)
@@ -68,7 +67,7 @@ def show(
             "user": user,
             "values": [{**asdict(value), "ranks": value.ranks} for value in chosen],
         }
-        click.echo(json_text(content))
+        print_json(content)
         return
     tensors = [value for value in chosen if value.dtype is not None]
     objects = [value for value in chosen if value.dtype is None]
@@ -81,7 +80,7 @@ def show(
             click.echo("")
             _show(title, rows, everything=everything)
     if not chosen:
-        click.echo("it is empty")
+        click.echo("the checkpoint is empty")
 
 
 def _head(summary: CheckpointSummary, record: Mapping[str, Any]) -> str:
@@ -101,7 +100,7 @@ def _kind_text(record: Mapping[str, Any]) -> str:
 
 
 def _split(user: Mapping[str, Any]) -> tuple[Mapping[str, Any], Any]:
-    """The run's record and the caller's own, where a manager saved; else nothing and all of it."""
+    """The record of the run and the metadata of the user; without a manager only the latter."""
     record = user.get("run")
     if isinstance(record, dict) and set(user) <= {"run", "user"}:
         return record, user.get("user", {})
@@ -136,7 +135,7 @@ def _show(title: str, values: Sequence[StoredValue], *, everything: bool) -> Non
 
 
 def _key_text(key: str) -> str:
-    """A long key without its middle: what tells layers apart is at both ends."""
+    """A long key without its middle: layers differ at both ends."""
     if len(key) <= _KEY_CHARACTERS:
         return key
     half = (_KEY_CHARACTERS - 3) // 2
@@ -144,7 +143,7 @@ def _key_text(key: str) -> str:
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    """`0`, `0-3`, `0,4,8`, and of many the first and the last."""
+    """`0`, `0-3`, `0,4,8`; the first and the last of many."""
     if not ranks:
         return "-"
     if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -13,7 +12,6 @@ from millrace.cli.checkpoints.common import (
     DIFFERENT,
     Display,
     checkpoint_url,
-    counted,
     duration_text,
     is_checkpoint,
     options_of,
@@ -21,7 +19,9 @@ from millrace.cli.checkpoints.common import (
     step_option,
     threads_option,
 )
-from millrace.cli.common import endpoint_option, json_option
+from millrace.cli.commands import LibraryCommand
+from millrace.cli.common import counted, endpoint_option, json_option, print_json
+from millrace.errors import printable
 from millrace.figures import size_text
 
 if TYPE_CHECKING:
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 _KEYS = 5
 
 
-@click.command()
+@click.command(cls=LibraryCommand)
 @click.argument("url")
 @step_option
-@click.option("--all", "every", is_flag=True, help="Every complete checkpoint of the run, one after the other.")
+@click.option("--all", "every", is_flag=True, help="Verify every complete checkpoint of the run, one after the other.")
 @threads_option
 @endpoint_option
 @json_option
 def verify(
     url: str, step: int | None, every: bool, threads: int | None, endpoint_url: str | None, as_json: bool
 ) -> int:
-    """Read every stored byte of a checkpoint and check it, and the checkpoints that it is a delta to.
+    """Read every stored byte of a checkpoint, and of the checkpoints that it is a delta to, and check the checksums.
 
-    Checks both checksums of every chunk, and names what is damaged and which tensors that touches. Nothing is changed.
-    Checkpoints of torch's own writer have no checksums to check.
+    Prints each damaged chunk or file and the tensors that it affects. Changes nothing. Checkpoints of torch's own writer
+    have no checksums and are an error.
 
     Exit code 3: damage was found. 1: something could not be checked.
     """
@@ -62,7 +62,7 @@ def verify(
             _show(report)
     if as_json:
         content = [{**asdict(each), "ok": each.ok, "damaged_keys": each.damaged_keys} for each in reports]
-        click.echo("[" + ",\n ".join(json.dumps(each) for each in content) + "]")
+        print_json(content)
     elif len(reports) > 1:
         bad = sum(not each.ok for each in reports)
         click.echo(f"{len(reports)} checkpoints: {f'{bad} damaged' if bad else 'all good'}")
@@ -75,23 +75,23 @@ def _all_of(url: str, endpoint_url: str | None) -> Sequence[str]:
 
     options = options_of(url, endpoint_url)
     if is_checkpoint(url, options):
-        raise UsageError(f"{url} is one checkpoint, not a run", next_step="leave --all out, or give the run's URL")
+        raise UsageError(f"{url} is one checkpoint, not a run", next_step="omit --all, or give the URL of the run")
     run = open_run(url, options)
     found = [run.url_of(each.name) for each in run.scan() if each.complete]
     if not found:
-        raise CheckpointNotFoundError(f"no complete checkpoint lies at {url}", next_step="check the name")
+        raise CheckpointNotFoundError(f"{url}: no complete checkpoint found", next_step="check the name")
     return found
 
 
 def _show(report: VerifyReport) -> None:
     for damage in report.damages:
         what = damage.file if damage.chunk is None else f"chunk {damage.chunk} in {damage.file}"
-        click.echo(f"{what}: {damage.problem}{_touched(damage.keys)}")
+        click.echo(printable(f"{what}: {damage.problem}{_touched(damage.keys)}"))
     speed = f" ({size_text(report.stored_bytes / report.seconds)}/s)" if report.seconds else ""
     verdict = (
         "all good"
         if report.ok
-        else f"{counted(len(report.damages), 'problem')}, {len(report.damaged_keys)} tensors and objects cannot be read"
+        else f"{counted(len(report.damages), 'problem')}, {_lost(len(report.damaged_keys))} cannot be read"
     )
     click.echo(
         f"{report.url}: {counted(report.chunks, 'chunk')} in {counted(report.files, 'file')} checked, "
@@ -99,12 +99,16 @@ def _show(report: VerifyReport) -> None:
     )
     if not report.decoded:
         click.echo(
-            "it was written through extensions that are not known here: what is stored was checked, not what it decodes to"
+            "it uses extensions that are not installed: the stored bytes were checked, the decoded values were not"
         )
+
+
+def _lost(count: int) -> str:
+    return "1 tensor or object" if count == 1 else f"{count} tensors and objects"
 
 
 def _touched(keys: Sequence[str]) -> str:
     if not keys:
         return ""
     more = f" and {len(keys) - _KEYS} more" if len(keys) > _KEYS else ""
-    return f"; touches {', '.join(keys[:_KEYS])}{more}"
+    return f"; affects {', '.join(keys[:_KEYS])}{more}"

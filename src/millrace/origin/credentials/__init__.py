@@ -1,6 +1,7 @@
-"""Finds credentials where users keep them; one module per scheme.
+"""Finds credentials in the usual places of users; one module per scheme.
 
-What the user gave explicitly is answered as it is. Everything else is found by each process for itself and never pickled.
+Explicit credentials are used as they are. Each process finds others for itself, and they are never pickled.
+Start reading in `provider.py`, then `s3.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from millrace.origin.credentials.gcs import gcs_credentials
 from millrace.origin.credentials.provider import Found, Provider
 from millrace.origin.credentials.s3 import s3_credentials
 from millrace.origin.options import StoreOptions
+from millrace.origin.options.store import stripped_environ
 
 __all__ = ["Found", "Provider", "find_credentials"]
 
@@ -23,7 +25,8 @@ _FINDERS: Mapping[str, Callable[[StoreOptions, Mapping[str, str]], Found]] = {
 
 
 def find_credentials(scheme: str, options: StoreOptions, environ: Mapping[str, str]) -> Found:
-    """Where the credentials for `options` come from. Raises `DeniedError` when there are none, and `ConfigurationError`."""
+    """The source of the credentials for `options`. Raises `DeniedError` if there are none, and `ConfigurationError`."""
+    environ = stripped_environ(environ)
     if options.signs_itself:
         return Found()
     if options.fixed is not None:

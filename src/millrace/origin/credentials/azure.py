@@ -1,7 +1,7 @@
-"""Credentials of Azure that are neither a key nor a signature: identities, by azure-identity where it is installed.
+"""Azure credentials other than keys and signatures: identities, through azure-identity if it is installed.
 
-obstore itself knows workload identity, the endpoint of a managed identity and `az`; DefaultAzureCredential knows these and
-more. Without any of them obstore would ask the metadata address of Azure until its retries end.
+obstore itself supports workload identity, the endpoint of a managed identity and `az`; DefaultAzureCredential supports more.
+Without any of them obstore would send requests to the metadata address of Azure until its retries end.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from datetime import UTC, datetime
 from typing import Any
 
 from millrace.errors import ConfigurationError, DeniedError
-from millrace.origin.credentials.provider import Found, Provider, metadata_answers
-from millrace.origin.importing import imported, is_installed
+from millrace.origin.credentials.provider import Found, Provider, for_obstore, metadata_answers
 from millrace.origin.options import StoreOptions
+from millrace.runtime.importing import imported, is_installed
 
 _SCOPE = "https://storage.azure.com/.default"
 _METADATA_ADDRESS = ("169.254.169.254", 80)
 
 
 def azure_credentials(options: StoreOptions, environ: Mapping[str, str]) -> Found:
-    """Where the credentials of an identity come from. Raises `DeniedError` when there is none."""
+    """The source of the credentials of an identity. Raises `DeniedError` if there is none."""
     credential = options.hints.get("credential")
     if credential is not None:
         if not callable(getattr(credential, "get_token", None)):
             raise ConfigurationError(
-                "Azure option 'credential' is no credential of azure-identity",
-                next_step="give an object with get_token(), or a shared access signature as text",
+                "Azure option 'credential' is not a credential of azure-identity",
+                next_step="use an object with get_token(), or a shared access signature as text",
             )
         return Found(provider=_tokens(lambda: credential))
     for variable, kind in (
@@ -39,31 +39,31 @@ def azure_credentials(options: StoreOptions, environ: Mapping[str, str]) -> Foun
         ("AZURE_IDENTITY_ENDPOINT", "managed_identity"),
     ):
         if environ.get(variable):
-            return Found(config={"credential_type": kind, **_told(options)})
+            return Found(config={"credential_type": kind, **for_obstore([variable], environ), **_hints(options)})
     if is_installed("azure.identity"):
         return Found(provider=_tokens(lambda: _default_credential(options)))
     if shutil.which("az"):
-        return Found(config={"credential_type": "azure_cli", **_told(options)})
+        return Found(config={"credential_type": "azure_cli", **_hints(options)})
     if metadata_answers(_METADATA_ADDRESS):
-        return Found(config={"credential_type": "managed_identity", **_told(options)})
+        return Found(config={"credential_type": "managed_identity", **_hints(options)})
     raise none_found()
 
 
-def _told(options: StoreOptions) -> dict[str, Any]:
-    """What the options say about an identity that obstore looks for."""
+def _hints(options: StoreOptions) -> dict[str, Any]:
+    """The options for an identity that obstore looks for."""
     return {name: options.hints[name] for name in ("tenant_id", "client_id") if name in options.hints}
 
 
 def _default_credential(options: StoreOptions) -> Any:
     library: Any = imported("azure.identity")
-    told = {}
+    found = {}
     if client := options.hints.get("client_id"):
-        told = {"managed_identity_client_id": client, "workload_identity_client_id": client}
-    return library.DefaultAzureCredential(**told)
+        found = {"managed_identity_client_id": client, "workload_identity_client_id": client}
+    return library.DefaultAzureCredential(**found)
 
 
 def _tokens(make: Any) -> Provider:
-    """Answers with tokens of the credential that `make` makes; it renews them itself."""
+    """A provider of tokens of the credential that `make` returns, which renews them itself."""
 
     def look_up() -> Any:
         credential = make()
@@ -72,7 +72,7 @@ def _tokens(make: Any) -> Provider:
             try:
                 with _quiet():
                     token = credential.get_token(_SCOPE)
-            except Exception as error:  # whatever a credential of the user's own raises
+            except Exception as error:  # a credential of the user may raise any error
                 raise none_found() from error
             return {"token": token.token, "expires_at": datetime.fromtimestamp(token.expires_on, UTC)}
 
@@ -83,7 +83,7 @@ def _tokens(make: Any) -> Provider:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """azure-identity warns in many lines of every place without credentials: this thread's, at DEBUG only."""
+    """Hide this thread's many warnings of azure-identity about places without credentials, except at level DEBUG."""
     logger, thread = logging.getLogger("azure.identity"), threading.get_ident()
     if logger.isEnabledFor(logging.DEBUG):
         yield
@@ -92,7 +92,7 @@ def _quiet() -> Iterator[None]:
     def is_shown(record: logging.LogRecord) -> bool:
         return record.thread != thread or not record.name.startswith("azure.identity")
 
-    # Filters of a logger do not see what its children log, so that those of the handlers are needed.
+    # Filters of a logger do not apply to its children, so the handlers need them.
     handlers = [handler for at in _ancestry(logger) for handler in at.handlers]
     if logging.lastResort is not None:
         handlers.append(logging.lastResort)
@@ -113,8 +113,8 @@ def _ancestry(logger: logging.Logger) -> list[logging.Logger]:
 
 
 def none_found() -> DeniedError:
-    """No credentials, and what to do."""
+    """The error for missing credentials."""
     return DeniedError(
         "no credentials for Azure were found",
-        next_step="give 'account_key', 'sas_token' or a client secret, run `az login`, or anon=True for a public container",
+        next_step="set 'account_key', 'sas_token' or a client secret, run `az login`, or anon=True for a public container",
     )

@@ -1,6 +1,6 @@
-"""Credentials of Google Cloud, by google-auth where it is installed; else what obstore finds itself.
+"""Credentials of Google Cloud, through google-auth if it is installed; otherwise those that obstore finds itself.
 
-google-auth knows the files that `gcloud` writes, service accounts, federated ones, and the identity of the machine.
+google-auth supports the files of `gcloud`, service accounts, federated ones, and the identity of the machine.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from datetime import UTC
 from typing import Any
 
 from millrace.errors import ConfigurationError, DeniedError, OriginUnavailableError
-from millrace.origin.credentials.provider import Answer, Found, Provider, metadata_answers
-from millrace.origin.importing import imported, is_installed
+from millrace.origin.credentials.provider import Answer, Found, Provider, for_obstore, metadata_answers
 from millrace.origin.options import StoreOptions
+from millrace.runtime.importing import imported, is_installed
 
 _SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
 _METADATA_ADDRESS = ("metadata.google.internal", 80)
 
-# Variables by which obstore finds credentials by itself.
+# obstore finds credentials by itself with these variables.
 _OBSTORE_READS = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY")
 _VARIABLE = "GOOGLE_APPLICATION_CREDENTIALS"
 _GCLOUD_FILE = "~/.config/gcloud/application_default_credentials.json"
 
 
 def gcs_credentials(options: StoreOptions, environ: Mapping[str, str]) -> Found:
-    """Where the credentials come from. Raises `DeniedError` when there are none, `ConfigurationError` for a bad `token`."""
+    """The source of the credentials. Raises `DeniedError` if there are none, `ConfigurationError` for a bad `token`."""
     token = options.hints.get("token")
-    if token is None and any(environ.get(name) for name in _OBSTORE_READS):
-        return Found()
+    if token is None and (names := [name for name in _OBSTORE_READS if environ.get(name)]):
+        return Found(config=for_obstore(names, environ))
     named = environ.get(_VARIABLE)
     if token in (None, "google_default") and named and not os.path.isfile(os.path.expanduser(named)):
         raise ConfigurationError(
-            f"{_VARIABLE} names {named}, and there is no such file", next_step="correct the variable, or unset it"
+            f"{_VARIABLE} names {named}, which does not exist", next_step="correct the variable, or unset it"
         )
     if is_installed("google.auth"):
         return Found(provider=Provider(lambda: _by_google_auth(token)))
@@ -51,8 +51,8 @@ def _existing(path: str) -> str:
     path = os.path.expanduser(path)
     if not os.path.isfile(path):
         raise ConfigurationError(
-            "GCS option 'token' names no file, and is no way to log in",
-            next_step="give the path of a JSON file, a dict, 'anon', 'google_default' or 'cloud'",
+            "GCS option 'token' is neither a file nor a way to log in",
+            next_step="use the path of a JSON file, a dict, 'anon', 'google_default' or 'cloud'",
         )
     return path
 
@@ -80,7 +80,7 @@ def _by_google_auth(token: Any) -> Answer:
 
 
 def _load(auth: Any, errors: Any, token: Any) -> Any:
-    """The credentials that `token` names; those of the environment where it is None."""
+    """The credentials of `token`; those of the environment for None."""
     if isinstance(token, Mapping):
         return _from_content(token)
     if token == "cloud":
@@ -101,12 +101,12 @@ def _content(path: str) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise _unusable("its file cannot be read") from error
     if not isinstance(content, dict):
-        raise _unusable("its file holds no object")
+        raise _unusable("its file is not a JSON object")
     return content
 
 
 def _from_content(content: Mapping[str, Any]) -> Any:
-    """Credentials of the two kinds that name nothing to run and nowhere else to ask; others only by the environment."""
+    """Credentials of the two kinds without commands or other addresses; others are only accepted from the environment."""
     kind = content.get("type")
     try:
         if kind == "service_account":
@@ -116,27 +116,27 @@ def _from_content(content: Mapping[str, Any]) -> Any:
             user: Any = imported("google.oauth2.credentials")
             return user.Credentials.from_authorized_user_info(dict(content))
     except ValueError as error:
-        raise _unusable(f"it is no complete {kind}") from error
+        raise _unusable(f"it is not a complete {kind}") from error
     raise _unusable("its type is neither service_account nor authorized_user")
 
 
 def _unusable(why: str) -> ConfigurationError:
     return ConfigurationError(
         f"GCS option 'token' cannot be used: {why}",
-        next_step="give a service account, or set GOOGLE_APPLICATION_CREDENTIALS and leave 'token' out",
+        next_step="use a service account, or set GOOGLE_APPLICATION_CREDENTIALS without 'token'",
     )
 
 
 def _request() -> Any:
-    """google-auth's way to its token service, over the HTTP library that we have anyway."""
+    """google-auth's transport, over the HTTP library that Millrace uses anyway."""
     transport: Any = imported("google.auth.transport.urllib3")
     urllib3: Any = imported("urllib3")
     return transport.Request(urllib3.PoolManager(retries=False))
 
 
 def none_found() -> DeniedError:
-    """No credentials, and what to do."""
+    """The error for missing credentials."""
     return DeniedError(
         "no credentials for Google Cloud Storage were found",
-        next_step="give 'token', run `gcloud auth application-default login`, or token='anon' for a public bucket",
+        next_step="set 'token', run `gcloud auth application-default login`, or token='anon' for a public bucket",
     )

@@ -1,23 +1,25 @@
-"""What obstore calls for credentials, and how they are renewed."""
+"""The credential provider that obstore calls, and the renewal of its credentials."""
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.errors import MillraceError
+from millrace.errors import ConfigurationError, MillraceError
+from millrace.origin.options.store import is_sendable, stripped, unusable_in
 
 Answer = Callable[[], dict[str, Any]]
-"""Gives credentials in obstore's form; `expires_at` says when it is to be asked again, None for never."""
+"""Returns credentials in obstore's form; it is called again at `expires_at`, None for never."""
 
 
 class Provider:
     """Credentials from one place. Thread-safe; belongs to one process.
 
-    The place is looked up at the first use, and again by `renew`: files are read again, programs run again.
+    The place is read at the first use, and again by `renew`: files are read again, programs run again.
     """
 
     def __init__(self, look_up: Callable[[], Answer]) -> None:
@@ -26,31 +28,46 @@ class Provider:
         self._last: dict[str, Any] | None = None
         self._lock = threading.Lock()
         self.error: MillraceError | None = None
-        """What the last call raised; obstore gives on only its text."""
+        """The error of the last call; obstore only returns its text."""
 
     def __repr__(self) -> str:
         return "Provider()"
 
     def __call__(self) -> dict[str, Any]:
-        """The credentials of now. Raises `DeniedError` where there are none."""
+        """The present credentials. Raises `DeniedError` if there are none, `ConfigurationError` for unusable ones."""
         with self._lock:
             try:
                 if self._answer is None:
                     self._answer = self._look_up()
-                self._last, self.error = self._answer(), None
+                self._last, self.error = usable(self._answer()), None
             except MillraceError as error:
                 self.error = error
                 raise
             return dict(self._last)
 
     def renew(self) -> bool:
-        """Look the place up again. Returns whether the credentials are others than those that were given last."""
+        """Read the place again. Returns whether the credentials have changed."""
         with self._lock:
             fresh = self._look_up()
-            found = fresh()
+            found = usable(fresh())
             changed = self._last is None or _secrets(found) != _secrets(self._last)
             self._answer, self._last = fresh, found
             return changed
+
+
+def usable(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The credentials without white space around them. Raises `ConfigurationError` if a request cannot contain them.
+
+    For every credential, also a renewed one: of options, variables, profiles, programs and services.
+    """
+    cleaned: dict[str, Any] = stripped(dict(answer))
+    for name, value in cleaned.items():
+        if isinstance(value, str) and not is_sendable(value):
+            raise ConfigurationError(
+                f"the credential {name!r} that was found contains a space, a line end, or a character that is not ASCII",
+                next_step="correct the variable, profile, file or program with the credentials",
+            )
+    return cleaned
 
 
 def _secrets(answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,14 +76,25 @@ def _secrets(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Found:
-    """Where credentials come from: a provider for obstore to call, or `config` by which it finds them itself."""
+    """The source of credentials: a provider that obstore calls, or `config` with which it finds them itself."""
 
     provider: Provider | None = None
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
+def for_obstore(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """obstore's options for the variables `names`, which it reads itself, if their cleaned value in `environ` differs.
+
+    Raises `ConfigurationError` for control characters.
+    """
+    for name in names:
+        if unusable_in(environ[name], lines=False):
+            raise ConfigurationError(f"{name} contains a control character", next_step="set the variable again")
+    return {name.lower(): environ[name] for name in names if os.environ.get(name, environ[name]) != environ[name]}
+
+
 def metadata_answers(address: tuple[str, int]) -> bool:
-    """Whether something listens where a cloud's machines find their identity. Waits a second at most."""
+    """Whether a metadata service of a cloud responds at an address. Waits a second at most."""
     try:
         socket.create_connection(address, timeout=1).close()
     except OSError:

@@ -1,7 +1,7 @@
-"""The credentials that obstore does not find: those of `~/.aws`, by botocore where it is installed.
+"""Credentials that obstore does not find: those of `~/.aws`, through botocore if it is installed.
 
-obstore itself reads the `AWS_*` variables, web identity, container and instance metadata. Without any of them it would ask
-the metadata address of EC2 until its retries end, and the user would read of an unreachable host.
+obstore itself reads the `AWS_*` variables, web identity, container and instance metadata. Without any of them it would send
+requests to the metadata address of EC2 until its retries end, and report an unreachable host.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from millrace.errors import (
     MissingDependencyError,
     OriginUnavailableError,
 )
-from millrace.origin.credentials.provider import Answer, Found, Provider, metadata_answers
-from millrace.origin.importing import imported, is_installed
+from millrace.origin.credentials.provider import Answer, Found, Provider, for_obstore, metadata_answers, usable
 from millrace.origin.options import StoreOptions
+from millrace.runtime.importing import imported, is_installed
 
-# Variables by which obstore finds credentials by itself, where it has all of a row; else it would ask for EC2's metadata.
+# obstore finds credentials by itself if all variables of a row are set; otherwise it would request EC2's metadata.
 _OBSTORE_READS = (
-    ("AWS_ACCESS_KEY_ID",),
     ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_ROLE_ARN"),
     ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",),
     ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"),
 )
 _METADATA_ADDRESS = ("169.254.169.254", 80)
-_ANSWER_SECONDS = timedelta(minutes=15)  # what botocore does not know the end of is asked for again after this
+_ANSWER_SECONDS = timedelta(minutes=15)  # credentials without an expiry are requested again after this
 
 
 def s3_credentials(options: StoreOptions, environ: Mapping[str, str]) -> Found:
-    """Where the credentials come from, for options without any.
+    """The source of the credentials, for options without any.
 
-    Raises `DeniedError` when there are none, `MissingDependencyError` for a profile without botocore, and
+    Raises `DeniedError` if there are none, `MissingDependencyError` for a profile without botocore, and
     `ConfigurationError` for a profile that does not exist.
     """
     profile = options.hints.get("profile")
@@ -44,8 +43,21 @@ def s3_credentials(options: StoreOptions, environ: Mapping[str, str]) -> Found:
         there, missing = (key, secret) if environ.get(key) else (secret, key)
         if there == key or not environ.get("AWS_PROFILE"):
             raise DeniedError(f"{there} is set without {missing}", next_step="set both variables, or neither")
-    if profile is None and any(all(environ.get(name) for name in names) for names in _OBSTORE_READS):
-        return Found()
+    if profile is None and environ.get(key):
+        token = environ.get("AWS_SESSION_TOKEN") or None
+        given = {
+            "access_key_id": environ[key],
+            "secret_access_key": environ[secret],
+            "token": token,
+            "expires_at": None,
+        }
+        fixed = usable(given)
+        changed = for_obstore([name for name in (key, secret, "AWS_SESSION_TOKEN") if name in environ], environ)
+        # obstore uses the variables as they are.
+        return Found(provider=Provider(lambda: lambda: fixed)) if changed else Found()
+    for names in _OBSTORE_READS:
+        if profile is None and all(environ.get(name) for name in names):
+            return Found(config=for_obstore(names, environ))
     profile = profile or environ.get("AWS_PROFILE") or None
     if profile is None and environ.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
         raise DeniedError("AWS_WEB_IDENTITY_TOKEN_FILE is set without AWS_ROLE_ARN", next_step="set both, or neither")
@@ -74,7 +86,7 @@ def _by_botocore(profile: str | None) -> Answer:
         raise ConfigurationError(
             f"there is no AWS profile {profile!r}", next_step="correct 'profile' or AWS_PROFILE"
         ) from error
-    except Exception as error:  # a profile is read, files, programs and services are asked: they raise what they like
+    except Exception as error:  # profiles, programs and services raise any error
         raise _failed(errors, error) from error
     if credentials is None:
         raise none_found()
@@ -82,10 +94,10 @@ def _by_botocore(profile: str | None) -> Answer:
     def answer() -> dict[str, Any]:
         try:
             frozen = credentials.get_frozen_credentials()
-        except Exception as error:  # as above, now that they are to be renewed
+        except Exception as error:  # as above, during a renewal
             raise _failed(errors, error) from error
         latest = datetime.now(UTC) + _ANSWER_SECONDS
-        # botocore renews them itself when it is asked near their end; only it knows when that is.
+        # botocore renews them itself in a call near their expiry, which only it has.
         expiry: datetime | None = getattr(credentials, "_expiry_time", None)
         return {
             "access_key_id": frozen.access_key,
@@ -98,25 +110,25 @@ def _by_botocore(profile: str | None) -> Answer:
 
 
 def _failed(errors: Any, error: Exception) -> MillraceError:
-    """Why botocore gives no credentials. Its own text may hold what a program or a service has answered, and is not told."""
+    """The error for a failure of botocore. Its text may contain the output of a program or service, and is not shown."""
     status = 0
     if isinstance(error, errors.ClientError):
         answer: Mapping[str, Any] = getattr(error, "response", {})
         status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     if status >= 500 or isinstance(error, errors.ConnectionError | errors.HTTPClientError):
         return OriginUnavailableError(
-            "the service that gives the AWS credentials does not answer",
+            "the service with the AWS credentials does not respond",
             next_step="check that this machine can reach it, and AWS_ENDPOINT_URL_STS where it is set",
         )
     return DeniedError(
         "the AWS credentials could not be obtained, or have expired and could not be renewed",
-        next_step="log in again (`aws sso login`), or see to the program, role or identity that gives them",
+        next_step="log in again (`aws sso login`), or check the program, role or identity behind them",
     )
 
 
 def none_found() -> DeniedError:
-    """No credentials, and what to do."""
+    """The error for missing credentials."""
     return DeniedError(
         "no credentials for S3 were found",
-        next_step="give 'key' and 'secret', a 'profile', AWS_* variables, or anon=True for a public bucket",
+        next_step="set 'key' and 'secret', a 'profile', AWS_* variables, or anon=True for a public bucket",
     )

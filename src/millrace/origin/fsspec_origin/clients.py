@@ -1,12 +1,11 @@
-"""The library's file systems of a process: one for all threads where it can be shared, else a few that take turns.
+"""fsspec's class for a protocol, and its file systems in this process: one for all threads if it can be shared, else a few.
 
-Most libraries hold one connection and are not thread-safe. None is used after a fork: a child makes its own.
+Most libraries have one connection and are not thread-safe. A forked child creates its own file systems.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,48 +16,72 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from millrace.errors import ConfigurationError, MissingDependencyError
+from millrace.runtime import forks
+
+# The packages of libraries; for others fsspec's message is shown.
+_PACKAGES = {
+    "dropbox": "dropboxdrivefs dropbox requests",
+    "gdrive": "gdrive-fsspec",
+    "sftp": "paramiko",
+    "smb": "smbprotocol",
+    "ssh": "paramiko",
+}
+
 _MOST_AT_ONCE = 8
 _MOST_IDLE = 8
 _SHARED = (AsyncFileSystem, ArrowFSWrapper, LocalFileSystem, MemoryFileSystem)
 
-# Those of a parent process: never destroyed, since that could speak on its connections, or wait for its threads.
-_inherited: list[_Pool] = []
+
+def class_of(scheme: str) -> Any:
+    """fsspec's class. Raises `ConfigurationError` for an unknown protocol, `MissingDependencyError` without its library."""
+    try:
+        return get_filesystem_class(scheme)
+    except ImportError as error:
+        package = _PACKAGES.get(scheme)
+        raise MissingDependencyError(
+            f"{scheme}:// needs a library that is not installed",
+            next_step=f"pip install {package}" if package else str(error).splitlines()[0],
+        ) from error
+    except ValueError as error:
+        raise ConfigurationError(
+            f"fsspec does not know the protocol {scheme!r}", next_step="register it with fsspec.register_implementation"
+        ) from error
 
 
 class _Pool:
-    """What belongs to one process."""
+    """The file systems of one process."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
         self.lock = threading.Lock()
         self.shared: Any = None
-        self.shares: bool | None = None  # not known before there is one
+        self.shares: bool | None = None  # unknown before the first one
         self.idle: list[Any] = []
-        self.turns = threading.BoundedSemaphore(_MOST_AT_ONCE)
+        self.slots = threading.BoundedSemaphore(_MOST_AT_ONCE)
 
 
 class Clients:
-    """Lends file systems of one class. Thread-safe, safe across fork; makes none before the first use."""
+    """Lends file systems of one class. Thread-safe, safe across fork. Creates the first one at the first use."""
 
     def __init__(self, cls: type[Any], options: Mapping[str, Any]) -> None:
         self._cls = cls
         self._options = _private(cls, options)
-        self._pool = _Pool()
+        self._pools: forks.PerProcess[_Pool] = forks.PerProcess(lambda _: _Pool())
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[Any]:
-        """A file system for one request; waits while too many are lent."""
-        pool = self._own()
+        """A file system for one request. Waits while too many are in use."""
+        pool = self._pools.get()
         if pool.shared is not None:
             yield pool.shared
             return
-        with pool.turns, self._lent(pool) as fs:
+        with pool.slots, self._lent(pool) as fs:
             yield fs
 
     @contextlib.contextmanager
     def lend_long(self) -> Iterator[Any]:
-        """A file system for as long as it takes: others do not wait for its end, and so may be asked meanwhile."""
-        pool = self._own()
+        """A file system for a long operation, which may use others meanwhile: it does not count in the limit of `lend`."""
+        pool = self._pools.get()
         if pool.shared is not None:
             yield pool.shared
             return
@@ -78,30 +101,23 @@ class Clients:
         try:
             yield fs
         except FileNotFoundError:
-            self._give_back(pool, fs)  # an answer like any other
+            self._give_back(pool, fs)  # a normal response
             raise
         else:
             self._give_back(pool, fs)
-        # After any other failure its connection may be in any state: the next user gets a new one.
+        # After any other failure its connection may be unusable: it is not used again.
 
     def _give_back(self, pool: _Pool, fs: Any) -> None:
         with pool.lock:
             if fs is not pool.shared and len(pool.idle) < _MOST_IDLE:
                 pool.idle.append(fs)
 
-    def _own(self) -> _Pool:
-        pool = self._pool
-        if pool.pid != os.getpid():
-            _inherited.append(pool)
-            pool = self._pool = _Pool()
-        return pool
-
 
 def _private(cls: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with which a client shares nothing with others that fsspec keeps, and no listings between threads.
+    """Options for a client that is not in fsspec's instance cache, and caches no listings if threads share it.
 
-    A client that threads share must keep no listings: one from before a question is no answer to it. The others can be told
-    to forget before each question, and some of them cannot do without.
+    A cached listing may be older than the request. The caches of unshared clients are invalidated before each request,
+    because some libraries cannot disable them.
     """
     own: dict[str, Any] = {"use_listings_cache": False} if issubclass(cls, AsyncFileSystem) else {}
     own |= {**options, "skip_instance_cache": True}

@@ -1,8 +1,8 @@
-"""Writes whole objects, and none that is half there, with libraries that publish in different ways.
+"""Writes complete objects with libraries that publish in different ways. An incomplete object never becomes visible.
 
-- Storages with directories (files, sftp, smb, hdfs): under another name beside the target, then renamed.
-- fsspec's memory: under another name, then copied, which there is one step.
-- All others take an object in one request, or in parts that they join: they get it whole, from a file on this machine.
+- Storages with directories (files, sftp, smb, hdfs): under another name next to the target, then renamed.
+- fsspec's memory: under another name, then copied, which is atomic there.
+- All others accept an object in one request or in parts: they get it whole, from a local file.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from millrace.origin.fsspec_origin.naming import PART_PREFIX
 
 
 def write(fs: Any, path: str, parts: Iterable[Buffer]) -> None:
-    """Make or replace the object `path` of these bytes, at once. An exception from `parts` leaves everything as it was."""
+    """Create or replace the object `path` atomically. An exception from `parts` changes nothing."""
     if _renames(fs) or isinstance(innermost(fs), MemoryFileSystem):
-        _write_beside(fs, path, parts)
+        _write_next_to(fs, path, parts)
         return
     with tempfile.NamedTemporaryFile(prefix="millrace-upload-") as whole:
         for part in parts:
@@ -39,17 +39,17 @@ def write(fs: Any, path: str, parts: Iterable[Buffer]) -> None:
 
 
 def write_one(fs: Any, path: str, data: Buffer) -> None:
-    """Make or replace an object of bytes that are here."""
+    """Create or replace an object whose bytes are in memory."""
     if _renames(fs):
-        _write_beside(fs, path, (data,))
+        _write_next_to(fs, path, (data,))
     else:
         fs.pipe_file(path, bytes(data))
 
 
 def create(fs: Any, path: str, data: Buffer, url: str) -> None:
-    """Make an object where there is none. Raises `ObjectExistsError`, and `UsageError` where the library cannot do this.
+    """Create a new object. Raises `ObjectExistsError`, and `UsageError` if the library cannot do this.
 
-    In a storage with directories others may see the first part of it for a moment, and for good where the writer dies.
+    In a storage with directories other readers may see its first part for a moment, and permanently if the writer dies.
     """
     inner = innermost(fs)
     if isinstance(inner, MemoryFileSystem):
@@ -63,7 +63,7 @@ def create(fs: Any, path: str, data: Buffer, url: str) -> None:
         return
     if not (isinstance(inner, LocalFileSystem) or _is_sftp(inner)):
         raise UsageError(
-            f"the library behind {url} cannot write only where nothing is", next_step="use a storage that can"
+            f"the library behind {url} cannot create an object only if it is absent", next_step="use another storage"
         )
 
     parent = path.rpartition("/")[0]
@@ -75,7 +75,7 @@ def create(fs: Any, path: str, data: Buffer, url: str) -> None:
     except FileExistsError:
         raise
     except OSError as error:
-        if _is_sftp(inner) and fs.exists(path):  # its protocol has one word for every failure
+        if _is_sftp(inner) and fs.exists(path):  # its protocol has one code for every failure
             raise ObjectExistsError(f"{url} exists already", next_step="choose another name") from error
         raise
 
@@ -85,13 +85,13 @@ def _create_on_condition(fs: Any, path: str, data: Buffer, url: str) -> None:
         fs.pipe_file(path, bytes(data), mode="create")
     except OSError as error:
         fs.invalidate_cache()
-        if error.errno == errno.EINVAL and fs.exists(path):  # what s3fs makes of a condition that does not hold
+        if error.errno == errno.EINVAL and fs.exists(path):  # s3fs' error for a failed condition
             raise ObjectExistsError(f"{url} exists already", next_step="choose another name") from error
         raise
 
 
 def remove(fs: Any, path: str) -> None:
-    """Remove one object, or a directory with nothing in it. What does not exist, or is not empty, is no error."""
+    """Remove one object or one empty directory. A missing object and a directory with content are not errors."""
     try:
         fs.rm_file(path)
     except FileNotFoundError:
@@ -102,43 +102,43 @@ def remove(fs: Any, path: str) -> None:
             return
         if not fs.isdir(path):
             raise
-        if not fs.ls(path):  # some libraries remove a directory with all that is in it
+        if not fs.ls(path):  # some libraries remove a directory with its content
             with contextlib.suppress(FileNotFoundError):
                 fs.rmdir(path)
 
 
-def _write_beside(fs: Any, path: str, parts: Iterable[Buffer]) -> None:
+def _write_next_to(fs: Any, path: str, parts: Iterable[Buffer]) -> None:
     directory, separator, _ = path.rpartition("/")
-    beside = f"{directory}{separator}{PART_PREFIX}{uuid.uuid4().hex}"
+    temporary = f"{directory}{separator}{PART_PREFIX}{uuid.uuid4().hex}"
 
     try:
-        with _opened(fs, beside, path) as file:
+        with _opened(fs, temporary, path) as file:
             for part in parts:
                 file.write(part)
         if _renames(fs):
-            _rename(fs, beside, path)
+            _rename(fs, temporary, path)
         else:
-            fs.cp_file(beside, path)
-            fs.rm_file(beside)
+            fs.cp_file(temporary, path)
+            fs.rm_file(temporary)
     except BaseException:
-        with contextlib.suppress(Exception):  # the first failure is the one to tell
-            fs.rm_file(beside)
+        with contextlib.suppress(Exception):  # the first failure is the one to report
+            fs.rm_file(temporary)
         raise
 
 
 @contextlib.contextmanager
-def _opened(fs: Any, beside: str, path: str) -> Iterator[Any]:
+def _opened(fs: Any, temporary: str, path: str) -> Iterator[Any]:
     if fs.isdir(path):
         raise IsADirectoryError(path)
     parent = path.rpartition("/")[0]
-    if _renames(fs) and parent and not fs.isdir(parent):  # some find out at the close only that there is none
+    if _renames(fs) and parent and not fs.isdir(parent):  # some libraries report a missing one only at the close
         _make_directory(fs, parent)
-    with fs.open(beside, "wb") as file:
+    with fs.open(temporary, "wb") as file:
         yield file
 
 
 def _make_directory(fs: Any, path: str) -> None:
-    """Make a directory and those above it. Another who makes the same ones is in the way once for each of them."""
+    """Create a directory and its parents. Retried, because another process may create the same ones."""
     for left in reversed(range(path.count("/") + 2)):
         try:
             fs.makedirs(path, exist_ok=True)
@@ -155,23 +155,23 @@ def _make_directory(fs: Any, path: str) -> None:
 def _rename(fs: Any, source: str, target: str) -> None:
     try:
         fs.mv(source, target)
-    except FileExistsError:  # smb: one that is in the way is not replaced
+    except FileExistsError:  # smb does not replace a file
         fs.rm_file(target)
         fs.mv(source, target)
 
 
 def _renames(fs: Any) -> bool:
-    """Whether moving is the library's own, and not a copy."""
+    """Whether the library itself can rename; otherwise fsspec copies."""
     return type(innermost(fs)).mv is not AbstractFileSystem.mv
 
 
 def _creates(fs: Any) -> bool:
-    """Whether it is a client of an object store that can put an object on the condition that there is none."""
+    """Whether it is a client of an object store with conditional puts."""
     return isinstance(fs, AsyncFileSystem) and "mode" in inspect.signature(type(fs)._pipe_file).parameters
 
 
 def _inside(fs: Any, path: str) -> str:
-    """What the innermost file system calls a path."""
+    """The path in the innermost file system."""
     while fs is not innermost(fs):
         path, fs = fs._join(path), fs.fs
     return path

@@ -1,9 +1,9 @@
 """The Hugging Face hub as an origin. Read only.
 
-A commit never changes, so every read is of a commit. A branch or tag is looked up when it is first used, and again when
-somebody asks for a description or a listing (`head`, `list_...`), which the cache does as its consistency asks. The version
-of a file is the id of its content: a new commit changes only the versions of the files that it changed, and a reader of an
-older one goes on reading it from the commit that has it.
+A commit never changes, so every read is of a commit. A branch or tag is resolved at its first use and with each description
+and listing (`head`, `list_...`), which the cache requests as its consistency requires. The version of a file is the id of
+its content: a new commit changes only the versions of the files that it changed, and a reader of an older version continues
+to read it from the commit that has it.
 """
 
 from __future__ import annotations
@@ -17,64 +17,65 @@ from typing_extensions import Buffer
 from millrace.errors import (
     ConfigurationError,
     MillraceError,
-    ObjectChangedError,
     ObjectNotFoundError,
     OriginUnavailableError,
 )
+from millrace.origin.base import BaseOrigin, RequestLimiter
 from millrace.origin.hub.client import Entry, HubClient, RouteGoneError
 from millrace.origin.hub.names import HubName, parse_name
 from millrace.origin.hub.options import hub_options
 from millrace.origin.hub.pins import Pins
-from millrace.origin.hub.trees import walk
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo
-from millrace.origin.turns import TakesTurns, Turns
-from millrace.origin.web.read_only import ReadOnlyOrigin
+from millrace.runtime import forks
 
 _LIST_PAGE = 1000
+MOST_AT_ONCE = 20_000
+
+TreePages = Callable[[str, bool], Iterator[Sequence[Entry]]]
+"""Returns the pages of a directory: with everything below it (True), or only its own level."""
 
 
 class _Session:
-    """What one process has open and knows."""
+    """The state of one process."""
 
     def __init__(self, client: HubClient, pins: Pins) -> None:
-        self.pid, self.client, self.pins = os.getpid(), client, pins
+        self.client, self.pins = client, pins
 
 
-class HubOrigin(TakesTurns, ReadOnlyOrigin):
-    """One hub (endpoint) with all its repositories.
+def _sessions(make_client: Callable[[], HubClient], pins: Pins) -> forks.PerProcess[_Session]:
+    """A forked child has its own connections and starts with the pins of its parent."""
 
-    Thread-safe; picklable (with the explicit `target_options`, a token included); safe across fork. A token that is not
-    given is looked for by each process in its own environment and home.
+    def make(parent: _Session | None) -> _Session:
+        return _Session(make_client(), pins if parent is None else Pins(parent.pins))
+
+    return forks.PerProcess(make)
+
+
+class HubOrigin(BaseOrigin):
+    """One hub (endpoint) with all its repositories. See `BaseOrigin` for threads, forks and pickles.
+
+    Without an explicit token each process looks for one in its own environment and home.
     """
 
-    _cannot_be_written = "the Hugging Face hub is read only here"
-    _write_instead = "upload with huggingface_hub, or write to an object store"
+    cannot_be_written = (
+        "the Hugging Face hub is read only here; upload with huggingface_hub, or write to an object store"
+    )
 
     def __init__(self, scheme: str, target_options: Mapping[str, Any] | None = None) -> None:
         if scheme != "hf":
-            raise ConfigurationError(f"the hub serves no {scheme}://", next_step="use hf://")
-        self._target_options = dict(target_options or {})
+            raise ConfigurationError(f"the hub does not serve {scheme}://", next_step="use hf://")
+        super().__init__(scheme, target_options)
         self._options = hub_options(self._target_options, os.environ)
-        self._session = _Session(HubClient(self._options), Pins())
+        self._sessions = _sessions(lambda: HubClient(self._options), Pins())
 
-    def __repr__(self) -> str:
-        return f"HubOrigin({self.identity!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ("hf", self._target_options)
-
-    def within(self, turns: Turns) -> Self:
-        twin = super().within(turns)
-        twin._session = _Session(HubClient(self._options, turns), self._now().pins)
+    def within(self, limiter: RequestLimiter) -> Self:
+        twin = super().within(limiter)
+        twin._sessions = _sessions(lambda: HubClient(self._options, limiter), self._sessions.get().pins)
         return twin
 
     @property
     def identity(self) -> str:
         return f"hf+{self._options.endpoint}"
-
-    @property
-    def head_is_local(self) -> bool:
-        return False
 
     def is_immutable(self, key: str) -> bool:
         if "@" not in key:
@@ -88,19 +89,15 @@ class HubOrigin(TakesTurns, ReadOnlyOrigin):
 
     def head(self, key: str) -> ObjectInfo:
         name = self._file(key)
-        session = self._now()
-        told = session.client.describe(name.repository, name.revision, name.path, name.url)
-        session.pins.pin(name, told.commit)
-        session.pins.saw(name.repository, name.path, told.version, told.commit)
-        return ObjectInfo(key, told.size, told.version, self._date(name, told.commit))
+        session = self._sessions.get()
+        found = session.client.describe(name.repository, name.revision, name.path, name.url)
+        session.pins.pin(name, found.commit)
+        session.pins.saw(name.repository, name.path, found.version, found.commit)
+        return ObjectInfo(key, found.size, found.version, self._date(name, found.commit))
 
-    def read(self, key: str, start: int, stop: int, *, version: str | None = None) -> Buffer:
+    def read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer:
         name = self._file(key)
-        if not 0 <= start <= stop:
-            raise ConfigurationError(f"bad byte range [{start}, {stop}) of hf://{key}")
-        if start == stop:
-            return b""
-        pins = self._now().pins
+        pins = self._sessions.get().pins
         known = pins.commit_with(name, version) if version is not None else None
         commit, missing = known or pins.commit_of(name), None
         if commit is not None:
@@ -109,54 +106,54 @@ class HubOrigin(TakesTurns, ReadOnlyOrigin):
             except ObjectNotFoundError as error:
                 if name.names_a_commit:
                     raise
-                data, missing = None, error  # the commit is gone (a squashed history), or the file came later
+                data, missing = None, error  # the commit was removed (a squashed history), or the file is newer
             if data is not None:
                 return data
         if not name.names_a_commit:
-            # Somebody else has seen a newer commit of this branch, or nobody has looked here yet.
+            # Another process has seen a newer commit of this branch, or this one has not resolved it yet.
             newest = self._look_up(name)
             if newest != commit and (data := self._read_commit(name, newest, start, stop, version)) is not None:
                 return data
         if missing is not None:
             raise missing
-        raise ObjectChangedError(f"hf://{key} was overwritten while it was read", next_step="open it again")
+        raise self._overwritten(key)
 
     def _read_commit(self, name: HubName, commit: str, start: int, stop: int, version: str | None) -> Buffer | None:
-        """The range of a file of a commit; None where that has other content than `version`."""
-        session, where = self._now(), (name.repository, commit, name.path)
+        """The range of a file of a commit; None if its content is not `version`."""
+        session, where = self._sessions.get(), (name.repository, commit, name.path)
         route = session.pins.route(*where)
         if route is not None and version in (None, route.version) and stop <= route.size:
             try:
                 return session.client.read_route(route.url, start, stop, route.size)
             except RouteGoneError:
-                session.pins.forget_route(*where)
-        told, data = session.client.read(*where, name.url, start, stop, version)
-        if version is not None and told.version != version:
+                session.pins.drop_route(*where)
+        found, data = session.client.read(*where, name.url, start, stop, version)
+        if version is not None and found.version != version:
             return None
-        session.pins.saw(name.repository, name.path, told.version, commit)
-        if told.route is None:
+        session.pins.saw(name.repository, name.path, found.version, commit)
+        if found.route is None:
             return data
         try:
-            data = session.client.read_route(told.route, start, stop, told.size)
+            data = session.client.read_route(found.route, start, stop, found.size)
         except RouteGoneError as error:
             raise OriginUnavailableError(
-                f"{name.url}: the address that the hub gave for its bytes does not hold",
+                f"{name.url}: the address from the hub for its bytes is not valid",
                 next_step="read again; if it persists, check the clock of this machine and proxies",
             ) from error
-        session.pins.note_route(*where, told.route, told.version, told.size)
+        session.pins.note_route(*where, found.route, found.version, found.size)
         return data
 
     def _look_up(self, name: HubName) -> str:
-        """The commit that a revision names now; reads are of it from now on."""
-        session = self._now()
+        """Resolve a revision to its present commit, and pin reads to it."""
+        session = self._sessions.get()
         commit = session.client.commit(name.repository, name.revision, name.url)
         session.pins.pin(name, commit.id)
         session.pins.note_date(name.repository, commit.id, commit.modified)
         return commit.id
 
     def _date(self, name: HubName, commit: str) -> float:
-        """When the repository was last changed as of a commit: one request for each commit."""
-        session = self._now()
+        """The date of a commit in Unix seconds: one request for each commit."""
+        session = self._sessions.get()
         date = session.pins.date(name.repository, commit)
         if date is None:
             date = session.client.commit(name.repository, commit, name.url).modified
@@ -172,7 +169,7 @@ class HubOrigin(TakesTurns, ReadOnlyOrigin):
         prefixes: list[str] = []
         is_directory = not name.path
         try:
-            for page in self._now().client.tree(name.repository, commit, name.path, name.url, recursive=False):
+            for page in self._sessions.get().client.tree(name.repository, commit, name.path, name.url, recursive=False):
                 for entry in page:
                     is_directory = is_directory or entry.path != name.path
                     if entry.version is None:
@@ -184,15 +181,12 @@ class HubOrigin(TakesTurns, ReadOnlyOrigin):
                 raise
         return Listing(sorted(objects, key=lambda info: info.key), sorted(prefixes), is_directory)
 
-    def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
-        return (page.objects for page in self.list_pages(prefix) if page.objects)
-
     def list_pages(
         self, prefix: str, *, after: str = "", settled: Callable[[str], ObjectInfo | None] | None = None
     ) -> Iterator[ListingPage]:
         name = parse_name(prefix)
         commit = self._commit_to_list(name)
-        client = self._now().client
+        client = self._sessions.get().client
 
         def pages(path: str, recursive: bool) -> Iterator[Sequence[Entry]]:
             return client.tree(name.repository, commit, path, name.url, recursive=recursive)
@@ -200,7 +194,7 @@ class HubOrigin(TakesTurns, ReadOnlyOrigin):
         objects: list[ObjectInfo] = []
         is_directory = not name.path
         try:
-            for entry in walk(pages, name.path, after.removeprefix(f"{name.root}/")):
+            for entry in walk_tree(pages, name.path, after.removeprefix(f"{name.root}/")):
                 is_directory = True
                 objects.append(self._info(name, commit, entry))
                 if len(objects) == _LIST_PAGE:
@@ -214,27 +208,46 @@ class HubOrigin(TakesTurns, ReadOnlyOrigin):
     def _commit_to_list(self, name: HubName) -> str:
         if name.names_a_commit:
             return name.revision
-        return self._turns.retrying(name.url, lambda: self._look_up(name))
+        return self._limiter.retrying(name.url, lambda: self._look_up(name))
 
     def _info(self, name: HubName, commit: str, entry: Entry) -> ObjectInfo:
         assert entry.version is not None
-        pins = self._now().pins
+        pins = self._sessions.get().pins
         pins.saw(name.repository, entry.path, entry.version, commit)
         date = pins.date(name.repository, commit)
         if date is None:
-            date = self._turns.retrying(name.url, lambda: self._date(name, commit))
+            date = self._limiter.retrying(name.url, lambda: self._date(name, commit))
         return ObjectInfo(name.key(entry.path), entry.size, entry.version, date)
 
-    # --- names and processes ----------------------------------------------------------------------
+    # --- names ---------------------------------------------------------------------------------
 
     def _file(self, key: str) -> HubName:
         name = parse_name(key)
         if not name.path or key.endswith("/"):
-            raise ObjectNotFoundError(f"hf://{key} names no file", next_step="name a file in it")
+            raise ObjectNotFoundError(f"hf://{key} does not name a file", next_step="name a file in it")
         return name
 
-    def _now(self) -> _Session:
-        """What this process has open; a forked child has connections of its own, and knows what its parent knew."""
-        if self._session.pid != os.getpid():
-            self._session = _Session(HubClient(self._options, self._turns), Pins(self._session.pins))
-        return self._session
+
+def walk_tree(pages: TreePages, path: str, after: str = "", most_at_once: int = MOST_AT_ONCE) -> Iterator[Entry]:
+    """The files below `path` whose paths follow `after`, sorted, with few requests and bounded memory.
+
+    The hub lists in another order (directories first), in pages of a thousand. A directory with up to `most_at_once` files
+    is read whole and sorted. A larger one is read level by level, each directory in it by the same rule.
+    """
+    files: list[Entry] = []
+    for page in pages(path, True):
+        files += (each for each in page if each.version is not None and each.path > after and each.path != path)
+        if len(files) > most_at_once:
+            break
+    else:
+        yield from sorted(files, key=lambda entry: entry.path)
+        return
+    del files
+    level = [each for page in pages(path, False) for each in page if each.path != path]
+    names = sorted((each.path if each.version is not None else f"{each.path}/", each) for each in level)
+    for name, entry in names:
+        if entry.version is not None:
+            if name > after:
+                yield entry
+        elif name > after or after.startswith(name):
+            yield from walk_tree(pages, entry.path, after, most_at_once)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from urllib.parse import quote, unquote
 
 from millrace.errors import MillraceError, ObjectNotFoundError, UsageError
-from millrace.origin import unusable
+from millrace.origin.keys import UNUSABLE_CHARACTERS
 
 DEFAULT_REVISION = "main"
 
@@ -16,7 +16,7 @@ _KINDS = {"datasets": "datasets", "models": "models", "spaces": "spaces"}
 _OTHER_KINDS = frozenset({"buckets", "kernels"})
 _NAME = re.compile(r"(?!\.+$)[A-Za-z0-9._-]{1,96}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Revisions that may be written with their slashes, as people do.
+# Revisions that may be written with slashes.
 _SLASHED_REVISION = re.compile(r"refs/(?:convert/[\w.-]+|pr/[0-9]+)(?=/|$)")
 
 
@@ -29,7 +29,7 @@ class Repository:
 
     @property
     def web_path(self) -> str:
-        """Where it is on the hub's site; models have no prefix there."""
+        """The path on the hub's site; models have no prefix there."""
         return self.name if self.kind == "models" else f"{self.kind}/{self.name}"
 
     @property
@@ -39,7 +39,7 @@ class Repository:
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """What a key names: `path` in a repository at a revision. `root` is the part of the key before the path."""
+    """A parsed key: `path` in a repository at a revision. `root` is the part of the key before the path."""
 
     repository: Repository
     revision: str
@@ -48,12 +48,12 @@ class HubName:
 
     @property
     def names_a_commit(self) -> bool:
-        """Whether the revision is a full commit id: then nothing of it ever changes."""
+        """Whether the revision is a full commit id, which never changes."""
         return bool(_COMMIT.fullmatch(self.revision))
 
     @property
     def url(self) -> str:
-        """As the user wrote it, with the scheme."""
+        """The URL as the user wrote it."""
         return f"hf://{self.key(self.path)}" if self.path else f"hf://{self.root}"
 
     def key(self, path: str) -> str:
@@ -61,16 +61,16 @@ class HubName:
         return f"{self.root}/{path}"
 
 
-@lru_cache(maxsize=8192)  # asked at every open; a key's commit does not change
+@lru_cache(maxsize=8192)  # used at every open; the result for a key never changes
 def parse_name(key: str) -> HubName:
-    """Take a key apart. Raises `UsageError` for what is not read, `ObjectNotFoundError` for what is no name on the hub."""
+    """Parse a key. Raises `UsageError` for unsupported kinds of repositories, `ObjectNotFoundError` for an invalid name."""
     key = key.rstrip("/")
-    if unusable.CHARACTERS.search(key):
+    if UNUSABLE_CHARACTERS.search(key):
         raise _no_name(key, "use UTF-8 without control characters")
     first, _, rest = key.partition("/")
     if first in _OTHER_KINDS:
         raise UsageError(
-            f"hf://{first}/... is not read", next_step="use models, data sets (hf://datasets/owner/name) or spaces"
+            f"hf://{first}/... is not supported", next_step="use models, data sets (hf://datasets/owner/name) or spaces"
         )
     kind, prefix = (_KINDS[first], f"{first}/") if first in _KINDS else ("models", "")
     body = rest if prefix else key
@@ -86,7 +86,7 @@ def parse_name(key: str) -> HubName:
 
 
 def _split_name(text: str) -> tuple[str, str, str]:
-    """The repository's name, whether a revision follows (`@`), and what follows."""
+    """The repository's name, `@` if a revision follows, and the rest."""
     name, slash, path = text.partition("/")
     name, at, revision = name.partition("@")
     return (name, at, revision + slash + path) if at else (name, "", path)
@@ -98,7 +98,7 @@ def _split_revision(key: str, text: str) -> tuple[str, str]:
     revision = unquote(revision, errors="surrogateescape")
     if (
         not revision
-        or unusable.CHARACTERS.search(revision)
+        or UNUSABLE_CHARACTERS.search(revision)
         or any(part in ("", ".", "..") for part in revision.split("/"))
     ):
         raise _no_name(key, "write the name of a branch, a tag or a commit after the @")
@@ -107,21 +107,21 @@ def _split_revision(key: str, text: str) -> tuple[str, str]:
 
 def _no_name(key: str, next_step: str) -> MillraceError:
     shown = key.encode("utf-8", "backslashreplace").decode()[:300]
-    return ObjectNotFoundError(f"hf://{shown} is no name on the hub", next_step=next_step)
+    return ObjectNotFoundError(f"hf://{shown} is not a name on the hub", next_step=next_step)
 
 
 def file_url(endpoint: str, repository: Repository, revision: str, path: str) -> str:
-    """Where the bytes of a file are, or a redirect to them."""
+    """The URL of the bytes of a file, or of a redirect to them."""
     return f"{endpoint}/{repository.web_path}/resolve/{quote(revision, safe='')}/{quote(path)}"
 
 
 def revision_url(endpoint: str, repository: Repository, revision: str) -> str:
-    """Where it says which commit a revision is, and when it was made; not the names of all files, as it would by default."""
+    """The URL of a revision's commit and date, without the names of all files, which the default includes."""
     query = "expand=sha&expand=lastModified"
     return f"{endpoint}/{repository.api_path}/revision/{quote(revision, safe='')}?{query}"
 
 
 def tree_url(endpoint: str, repository: Repository, commit: str, path: str, *, recursive: bool) -> str:
-    """Where a directory of a commit is listed, in pages."""
+    """The URL of the listing of a directory of a commit."""
     directory = f"/{quote(path, safe='')}" if path else ""
     return f"{endpoint}/{repository.api_path}/tree/{commit}{directory}?recursive={str(recursive).lower()}&expand=false"

@@ -1,4 +1,4 @@
-"""The options of huggingface_hub's file system, and the token where users keep it."""
+"""The options of huggingface_hub's file system, and the user's token."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from millrace.errors import ConfigurationError, DeniedError
-from millrace.origin.importing import imported
-from millrace.origin.options.store import reject_unknown
+from millrace.origin.options.store import check_texts, checked_endpoint, is_sendable, reject_unknown, stripped_environ
+from millrace.runtime.importing import imported
 
 HUB_OPTIONS = ("endpoint", "token")
-# They shape reading and listing inside huggingface_hub's own file system.
+# For reads and listings inside huggingface_hub's own file system.
 IGNORED_OPTIONS = ("block_size", "expand_info", "live_follow", "max_workers")
 
 _DEFAULT_ENDPOINT = "https://huggingface.co"
@@ -25,43 +25,34 @@ _YES = frozenset({"1", "on", "true", "yes"})
 
 @dataclass(frozen=True, kw_only=True)
 class HubOptions:
-    """`endpoint` is without a slash at its end. `token` is as given: a string, True (there must be one), None (if there is
-    one) or False (none is sent)."""
+    """`endpoint` has no slash at its end. `token` is a string, True (required), None (used if found) or False (not sent)."""
 
     endpoint: str
     token: str | bool | None = field(default=None, repr=False)
 
 
 def hub_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) -> HubOptions:
-    """Check options of `HfFileSystem`. Raises `ConfigurationError`; never repeats a value."""
+    """Check options of `HfFileSystem`. Raises `ConfigurationError`, without the values."""
+    environ = stripped_environ(environ)
     reject_unknown(target_options, (*HUB_OPTIONS, *IGNORED_OPTIONS), "option of the hub:")
+    check_texts({"endpoint": target_options.get("endpoint")}, "option of the hub:")
     endpoint = target_options.get("endpoint") or environ.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT
-    try:
-        parts = urlsplit(endpoint.rstrip("/"))
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query and not parts.fragment
-    except (AttributeError, ValueError):
-        usable = False
-    if not usable:
-        raise ConfigurationError("the hub's endpoint is no URL", next_step=f"write it as {_DEFAULT_ENDPOINT}")
-    if "@" in parts.netloc:
-        raise ConfigurationError("the hub's endpoint has a user name or password in it", next_step="give a 'token'")
+    parts = urlsplit(checked_endpoint(endpoint, "the hub's endpoint", "a 'token'"))
     token = target_options.get("token")
     if not isinstance(token, str | bool | None) or (isinstance(token, str) and not _sendable(token)):
-        raise ConfigurationError(
-            "the hub's token cannot be used", next_step="give the text of a token, or True or False"
-        )
+        raise ConfigurationError("the hub's token cannot be used", next_step="use the text of a token, True or False")
     return HubOptions(endpoint=f"{parts.scheme}://{parts.netloc.lower()}{parts.path}", token=token)
 
 
 def _sendable(token: str) -> bool:
-    return bool(token) and token.isascii() and token.isprintable() and " " not in token
+    return bool(token) and is_sendable(token)
 
 
 def find_token(given: str | bool | None, environ: Mapping[str, str]) -> str | None:
-    """The token to send now; None for none. It may be another one next time: sessions of `hf auth login` are renewed.
+    """The token to send now; None for none. It may change: sessions of `hf auth login` are renewed.
 
-    Not given, it is looked for as huggingface_hub does: HF_TOKEN, then the file of `hf auth login`. Raises `DeniedError`
-    where there must be one and is none.
+    Without an explicit token it is searched as in huggingface_hub: HF_TOKEN, then the file of `hf auth login`. Raises
+    `DeniedError` if a required token is missing.
     """
     if isinstance(given, str):
         return given
@@ -69,8 +60,13 @@ def find_token(given: str | bool | None, environ: Mapping[str, str]) -> str | No
         return None
     token = _users_token(environ)
     if token is None and given is True:
-        raise DeniedError("no token of the Hugging Face hub is found here", next_step="set HF_TOKEN or `hf auth login`")
-    return token if token is None or _sendable(token) else None
+        raise DeniedError("no token of the Hugging Face hub was found", next_step="set HF_TOKEN or `hf auth login`")
+    if token is not None and not _sendable(token):  # otherwise the request would be anonymous
+        raise ConfigurationError(
+            "the hub's token (HF_TOKEN, or the file of `hf auth login`) contains a space or a character that is not ASCII",
+            next_step="set HF_TOKEN again, or `hf auth login`",
+        )
+    return token
 
 
 def _users_token(environ: Mapping[str, str]) -> str | None:
@@ -80,16 +76,16 @@ def _users_token(environ: Mapping[str, str]) -> str | None:
         return token
     path = _token_path(environ)
     if not asks_elsewhere and not path.exists():
-        return None  # without the import, which takes longer than many a read
-    if importlib.util.find_spec("huggingface_hub") is None:  # it renews sessions; without it the file is as it is
+        return None  # avoids the import, which is slower than many reads
+    if importlib.util.find_spec("huggingface_hub") is None:  # it renews sessions
         return token or _token_of_file(path)
     try:
-        hub: Any = imported("huggingface_hub.utils")  # where no attribute is imported later
+        hub: Any = imported("huggingface_hub.utils")  # this module imports all its attributes at once
         token = hub.get_token()
         return token if token is None else str(token)
     except Exception as error:
         raise DeniedError(
-            f"the token of the Hugging Face hub cannot be had ({type(error).__name__})",
+            f"the token of the Hugging Face hub cannot be obtained ({type(error).__name__})",
             next_step="set HF_TOKEN or `hf auth login`",
         ) from error
 

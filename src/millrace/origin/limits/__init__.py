@@ -1,7 +1,13 @@
-"""How much a node asks of an origin, and how often it asks again: budgets, a gate, and retries, around any origin."""
+"""Limits and retries the requests of a node to an origin. Works around any `Origin`.
 
-from millrace.origin.limits.limited import LimitedOrigin, limited
-from millrace.origin.limits.patience import Patience
-from millrace.origin.limits.wanted import Limits
+Key terms:
+- slot: one request in flight; all processes of a node share the slots of an origin.
+- gate: closed for the whole node while the origin requests a pause (429, 503).
+- retry: one operation is retried until it succeeds or the patience ends.
 
-__all__ = ["LimitedOrigin", "Limits", "Patience", "limited"]
+Start reading in `limited.py`, then `retrying.py` and `slots.py`; `decisions.py` has the rules.
+"""
+
+from millrace.origin.limits.limited import LimitedOrigin, Limits, limited, requests_in_flight
+
+__all__ = ["LimitedOrigin", "Limits", "limited", "requests_in_flight"]

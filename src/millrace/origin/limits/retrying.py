@@ -1,206 +1,208 @@
-"""Carries questions to an origin out: each request in a turn, and each question as often as patience allows.
+"""Executes operations on an origin: each request in a slot, and each operation as often as the patience allows.
 
-The two are apart, since a question may cost several requests, one after the other: `retried` is around the question,
-`in_turn` around each request, in the same thread. What they know of each other is in the thread's `_now`.
+An operation may need several requests, one after the other. So `retried` is around the operation and `in_slot` around each
+request, in the same thread. They share the `_Trouble` of the operation, which `_current` holds for the thread.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from millrace.errors import (
+    ChangedError,
     MillraceError,
+    MissingError,
     ObjectExistsError,
     OriginBusyError,
     OriginUnavailableError,
     OutcomeUnknownError,
+    shown_key,
 )
-from millrace.events import Event, emit
-from millrace.origin.limits import patience
-from millrace.origin.limits.budget import Budget, Closed, Turn
-from millrace.origin.limits.chance import CHANCE
-from millrace.origin.limits.decisions import Verdict, backoff, is_unsure, verdict_on
+from millrace.events import Event, emit, fetch_id
+from millrace.origin.limits import decisions
+from millrace.origin.limits.decisions import Verdict, backoff, is_unsure, patience_with, verdict_on
+from millrace.origin.limits.slots import JITTER, GateClosed, NodeLimiter, Slot
+from millrace.origin.operation import note_failure, refuse_if_ended
+
+_log = logging.getLogger("millrace.origin")
 
 Result = TypeVar("Result")
 
 
-def retried(what: str, question: Callable[[], Result], *, once: bool = False) -> Result:
-    """Call `question` until it succeeds, fails for good, or `patience.PATIENCE` is used up. `what` is its URL, for people.
+def retried(url: str, operation: Callable[[], Result], *, once: bool = False, timeout: float | None = None) -> Result:
+    """Call `operation` until it succeeds, fails for good, or the patience ends. `url` is for messages.
 
-    Raises what it raises; the error of the last try says how often and how long it was tried. With `once` it must make a
-    new object: where it finds one, after a try of its own that may have made it, that is an `OutcomeUnknownError`.
+    Raises the error of the last try, with the number and time of the tries. With `once`, the operation must create a new
+    object: if it finds one after a try that may have created it, that is an `OutcomeUnknownError`. `timeout` is the option
+    of that name. With it, an operation of an `Operation` that has no time left is not called at all.
     """
-    trouble, outer = _Trouble(what), _now.trouble
+    if timeout is not None:
+        refuse_if_ended(url)
+    trouble, outer = _Trouble(url, timeout), _current.trouble
     try:
         while True:
-            _now.trouble = trouble
+            _current.trouble = trouble
             trouble.begin()
             try:
-                return question()
+                return operation()
             except MillraceError as error:
                 if error is trouble.refused:
                     raise
                 if verdict_on(error) is Verdict.RAISE:
                     if isinstance(error, ObjectExistsError) and trouble.unsure is not None:
-                        raise _whose(what, trouble.unsure) from error
+                        raise _unknown_outcome(url, trouble.unsure) from error
                     raise
                 trouble.failed(error)
                 if once and is_unsure(error):
                     trouble.unsure = error
             trouble.check()
             trouble.pause()
+    except OriginUnavailableError as error:
+        note_failure(error)
+        raise
     finally:
-        _now.trouble = outer
+        _current.trouble = outer
 
 
-def in_turn(
-    budget: Budget, what: str, request: Callable[[], Result], ask_retry_after: Callable[[], float | None]
+def in_slot(
+    limiter: NodeLimiter,
+    url: str,
+    request: Callable[[], Result],
+    request_retry_after: Callable[[], float | None],
+    *,
+    timeout: float | None = None,
 ) -> Result:
-    """Call `request` once, with a turn of `budget`. Raises what it raises, and `OriginBusyError` for a gate that stays shut.
+    """Call `request` once, in a slot of `limiter`. Raises its error, and `OriginBusyError` if the gate stays closed.
 
-    `ask_retry_after` is called, once for the whole node, when an origin that is busy did not say for how long.
+    `request_retry_after` is called, once for the whole node, when a busy origin did not send `Retry-After`.
     """
-    trouble, outer = _now.trouble or _Trouble(what), _now.kept
-    succeeded = answered = False
-    turn = Turn()
+    trouble = _current.trouble or _Trouble(url, timeout)
+    answered = False
+    slot = Slot()
     try:
-        trouble.enter(budget, turn)
-        _now.kept = None
+        trouble.acquire(limiter, slot)
         try:
             result = request()
-            succeeded = answered = True
+            answered = True
+            if _log.isEnabledFor(logging.DEBUG):
+                trouble.log_request(time.monotonic() - slot.started)
+            limiter.note_answer()
             return result
         except MillraceError as error:
             answered = verdict_on(error) is Verdict.RAISE
+            if isinstance(error, MissingError | ChangedError):  # only the origin itself can report these
+                limiter.note_answer()
+            trouble.answered_lately = limiter.answered_lately
             if isinstance(error, OriginBusyError):
-                trouble.close_gate(budget, turn, error, ask_retry_after)
+                trouble.close_gate(limiter, slot, error, request_retry_after)
             raise
     finally:
-        kept, _now.kept = _now.kept if turn.began else None, outer
-        if succeeded and kept is not None:
-            kept.begin(budget, turn)
-        else:
-            budget.leave(turn, answered=answered)
-
-
-def keep() -> Callable[[], None]:
-    """Inside of `in_turn`, in its thread: the turn of a request that succeeds ends when what this gives is called."""
-    kept = _now.kept = _Kept()
-    return kept.end
-
-
-class _Kept:
-    """A turn that outlives its request."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ended = False
-        self._turn: tuple[Budget, Turn] | None = None
-
-    def begin(self, budget: Budget, turn: Turn) -> None:
-        with self._lock:
-            if not self._ended:
-                self._turn = (budget, turn)
-                budget.answered(turn)
-                return
-        budget.leave(turn, answered=True)
-
-    def end(self) -> None:
-        """Idempotent; also before the request has returned."""
-        with self._lock:
-            self._ended = True
-            kept, self._turn = self._turn, None
-        if kept is not None:
-            kept[0].leave(kept[1], answered=False)
-
-
-class _Now(threading.local):
-    """What this thread is about. A signal's handler may ask something of its own meanwhile: all put back what they found."""
-
-    trouble: _Trouble | None = None
-    kept: _Kept | None = None
+        limiter.release(slot, answered=answered)
 
 
 class _Trouble:
-    """What one question has met so far. `seconds` counts failing tries and the pauses for them, not the waits for turns."""
+    """The failures of one operation. `seconds` counts failed tries and their pauses, but not the waits for slots."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._patience = patience.PATIENCE
+    def __init__(self, url: str, timeout: float | None) -> None:
+        self._url = url
+        self._patience = decisions.patience_within(timeout)
         self._last: MillraceError | None = None
         self._tries = 0
         self._counted_tries = 0
         self._began = 0.0
         self._waited = 0.0
         self.seconds = 0.0
+        self.answered_lately = False
         self.unsure: MillraceError | None = None
+        """The error of the last try that may have had its effect."""
         self.refused: MillraceError | None = None
-        """What was raised because the gate stays closed for too long: no request was sent, and none will be."""
-
-    @property
-    def seconds_left(self) -> float:
-        return self._patience.seconds - self.seconds
+        """The error for a gate that stays closed for too long: no request was sent, and none will be."""
 
     def begin(self) -> None:
-        """A try begins."""
+        """Start the clock of a try."""
         self._began, self._waited = time.monotonic(), 0.0
 
-    def enter(self, budget: Budget, turn: Turn) -> None:
-        """Wait for a turn. Raises `OriginBusyError` where the gate stays closed for longer than the patience lasts."""
-        asked = time.monotonic()
-        entered = budget.enter(self.seconds_left, turn)
-        self._waited += time.monotonic() - asked
-        if isinstance(entered, Closed):
-            self.refused = self._closed(entered.seconds)
+    def acquire(self, limiter: NodeLimiter, slot: Slot) -> None:
+        """Wait for a slot. Raises `OriginBusyError` if the gate stays closed for longer than the patience lasts."""
+        began = time.monotonic()
+        acquired = limiter.acquire(self._patience.seconds - self.seconds, slot)
+        self._waited += time.monotonic() - began
+        if isinstance(acquired, GateClosed):
+            self.refused = self._gate_error(acquired.seconds)
             raise self.refused
-        self.seconds += turn.closed_seconds
+        self.seconds += slot.gate_seconds
 
     def close_gate(
-        self, budget: Budget, turn: Turn, error: OriginBusyError, ask_retry_after: Callable[[], float | None]
+        self,
+        limiter: NodeLimiter,
+        slot: Slot,
+        error: OriginBusyError,
+        request_retry_after: Callable[[], float | None],
     ) -> None:
-        """Before the turn is given back: nobody begins a request in between, and the question is one of those in flight."""
-        first = budget.busy(turn, error.retry_after)
+        """Close the gate while the slot is held, so that no request starts in between; this request uses the same slot."""
+        first = limiter.close_gate(slot, error.retry_after)
         if first and error.retry_after is None:
-            asked = time.monotonic()
-            budget.book()
-            self._waited += time.monotonic() - asked
-            error.retry_after = ask_retry_after()
+            began = time.monotonic()
+            limiter.wait_for_rate()
+            self._waited += time.monotonic() - began
+            error.retry_after = request_retry_after()
             if error.retry_after is not None:
-                budget.busy(turn, error.retry_after)
+                limiter.close_gate(slot, error.retry_after)
 
     def failed(self, error: MillraceError) -> None:
+        """Count a failed try."""
         self._last = error
         self._tries += 1
         self._counted_tries += not isinstance(error, OriginBusyError)
         self.seconds += max(0.0, time.monotonic() - self._began - self._waited)
-        emit(Event(name="origin.request.failed", subject=self._what, detail=f"try {self._tries}: {error}"))
+        emit(Event(name="origin.request.failed", subject=shown_key(self._url), detail=f"try {self._tries}: {error}"))
+
+    def log_request(self, seconds: float) -> None:
+        """Log a request that succeeded."""
+        found = fetch_id.get()
+        part = f" (fetch {found})" if found else ""
+        _log.debug(
+            "%s: a request took %.6f s, after %.6f s in the queue%s", shown_key(self._url), seconds, self._waited, part
+        )
 
     def pause(self) -> None:
-        """Wait before the next try; an origin that is busy is waited for at its gate."""
+        """Wait before the next try. The pause for a busy origin is at its gate."""
         if not isinstance(self._last, OriginBusyError):
-            wait = min(backoff(self._counted_tries, CHANCE.random()), self.seconds_left)
+            wait = min(backoff(self._counted_tries, JITTER.random()), self._most_seconds() - self.seconds)
             time.sleep(wait)
             self.seconds += wait
 
     def check(self) -> None:
-        """Raise the error of the last try when no other one is due."""
-        if self._last is not None and (self.seconds_left <= 0 or self._counted_tries >= self._patience.tries):
-            raise self._told(self._last) from self._last
+        """Raise the error of the last try if there must be no other one."""
+        if self._last is not None and (
+            self.seconds >= self._most_seconds() or self._counted_tries >= self._most_tries()
+        ):
+            raise self._final_error(self._last) from self._last
 
-    def _closed(self, seconds: float) -> MillraceError:
+    def _most_seconds(self) -> float:
+        if self._last is None:
+            return self._patience.seconds
+        return patience_with(self._last, self._patience.seconds, answered_lately=self.answered_lately)
+
+    def _most_tries(self) -> int:
+        most = self._last.most_tries if isinstance(self._last, OriginUnavailableError) else None
+        return self._patience.tries if most is None else min(most, self._patience.tries)
+
+    def _gate_error(self, seconds: float) -> MillraceError:
         tried = f" ({self._so_far()})" if self._tries else ""
         error = OriginBusyError(
-            f"{self._what}: the origin asks for fewer requests, and for a pause of {seconds:.0f} s more{tried}",
+            f"{self._url}: the origin asks for fewer requests, and for a pause of {seconds:.0f} s more{tried}",
             next_step="try again after that, or lower 'request_rate' and 'max_requests'",
             retry_after=seconds,
         )
         error.__cause__ = self._last
         return error
 
-    def _told(self, last: MillraceError) -> MillraceError:
+    def _final_error(self, last: MillraceError) -> MillraceError:
         message = f"{last.message} ({self._so_far()})"
         if isinstance(last, OriginBusyError):
             return OriginBusyError(message, next_step=last.next_step, retry_after=last.retry_after)
@@ -211,11 +213,17 @@ class _Trouble:
         return f"tried {times} in {self.seconds:.1f} s"
 
 
-_now = _Now()
+class _Current(threading.local):
+    """The operation of this thread. A signal handler may start another one, so `retried` restores the previous value."""
+
+    trouble: _Trouble | None = None
 
 
-def _whose(what: str, lost: MillraceError) -> OutcomeUnknownError:
+_current = _Current()
+
+
+def _unknown_outcome(url: str, lost: MillraceError) -> OutcomeUnknownError:
     return OutcomeUnknownError(
-        f"{what} exists now, made by this write, whose answer was lost ({lost.message}), or by another",
+        f"{url} exists now, made by this write, whose answer was lost ({lost.message}), or by another",
         next_step="read it to see whose it is",
     )

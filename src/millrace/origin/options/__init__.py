@@ -1,7 +1,7 @@
-"""Translates the options that users pass to s3fs, adlfs and gcsfs into those of obstore. Pure; one module per scheme.
+"""Translates the options of s3fs, adlfs and gcsfs into those of obstore. Pure; one module per scheme.
 
-An option that is not in a scheme's table is an error that lists the known ones: a misspelt `secret` must not turn into an
-anonymous request.
+An unknown option is an error that lists the known ones: a misspelt `secret` must not become an anonymous request.
+Start reading in `store.py`, then `s3.py`.
 """
 
 from __future__ import annotations

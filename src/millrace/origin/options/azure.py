@@ -10,10 +10,12 @@ from millrace.errors import ConfigurationError
 from millrace.origin.options.store import (
     StoreOptions,
     boolean,
+    check_sendable,
     check_texts,
     checked_endpoint,
     http_options,
     reject_unknown,
+    stripped_environ,
 )
 
 AZURE_OPTIONS = (
@@ -31,7 +33,7 @@ AZURE_OPTIONS = (
 
 _SUFFIX = "core.windows.net"
 
-# The emulator's account, which everybody knows; a connection string may name it by one word.
+# The public account of the emulator; a connection string may name it with one word.
 _EMULATOR = {
     "AccountName": "devstoreaccount1",
     "AccountKey": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==",
@@ -42,24 +44,28 @@ _EMULATOR = {
 def azure_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) -> StoreOptions:
     """Translate adlfs-style `target_options`.
 
-    What is not given is taken from the `AZURE_STORAGE_*` variables that adlfs reads; an identity is looked for by
-    `credentials/azure.py`. Raises `ConfigurationError` for an unknown option, options that exclude each other, an endpoint
-    with a secret in it, or a missing account name.
+    Missing options come from the `AZURE_STORAGE_*` variables of adlfs; `credentials/azure.py` finds an identity. Raises
+    `ConfigurationError` for an unknown option, options that exclude each other, an endpoint with a secret in it, or a
+    missing account name.
     """
+    environ = stripped_environ(environ)
     reject_unknown(target_options, AZURE_OPTIONS, "Azure option")
     given = {name: value for name, value in target_options.items() if value is not None}
-    check_texts({name: value for name, value in given.items() if name not in ("anon", "credential")}, "Azure option")
+    check_texts({"connection_string": given.get("connection_string")}, "Azure option", sendable=False)
+    others = ("anon", "connection_string", "credential")
+    check_texts({name: value for name, value in given.items() if name not in others}, "Azure option")
     anonymous = boolean(given.get("anon"), "Azure option 'anon'")
     connection = _connection(given, environ)
     account = given.get("account_name") or connection.get("AccountName") or environ.get("AZURE_STORAGE_ACCOUNT_NAME")
     named = environ.get("AZURE_STORAGE_ACCOUNT_NAME")
-    if named and account != named:  # the environment's key, signature and endpoint are another account's
+    if named and account != named:  # the environment's key, signature and endpoint belong to another account
         environ = {name: value for name, value in environ.items() if not name.startswith("AZURE_STORAGE_")}
+    check_sendable(account or "", "the name of the Azure account ('account_name')")
     endpoint = _endpoint(given.get("account_host"), connection, environ, account)
     if not account:
         raise ConfigurationError(
             "no Azure account is named",
-            next_step="give 'account_name' or 'connection_string', or set AZURE_STORAGE_ACCOUNT_NAME",
+            next_step="set 'account_name' or 'connection_string', or set AZURE_STORAGE_ACCOUNT_NAME",
         )
     config: dict[str, Any] = {"account_name": account, "endpoint": endpoint, "use_emulator": False}
     fixed = None if anonymous else _fixed(given, connection, environ)
@@ -80,20 +86,20 @@ def azure_options(target_options: Mapping[str, Any], environ: Mapping[str, str])
 
 
 def _connection(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    """The parts of the connection string that holds: what was given, or the environment's where it is of this account."""
+    """The parts of the connection string: the explicit one, or the environment's if it is for this account."""
     text = given.get("connection_string")
     if text is not None and (
         clash := sorted({"account_name", "account_key", "sas_token", "account_host"} & set(given))
     ):
         raise ConfigurationError(
             f"Azure options 'connection_string' and {', '.join(map(repr, clash))} exclude each other",
-            next_step="give the one or the other",
+            next_step="set one of them",
         )
     if text is not None:
         return _parts(text)
     parts = _parts(environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
     if "account_host" in given or given.get("account_name", parts.get("AccountName")) != parts.get("AccountName"):
-        return {}  # it is of another account
+        return {}  # for another account
     return parts
 
 
@@ -105,27 +111,29 @@ def _parts(text: str) -> dict[str, str]:
             next_step="write NAME=VALUE;NAME=VALUE, as the portal shows it",
         )
     parts = {name.strip(): value.strip() for name, _, value in pairs}
+    for value in parts.values():
+        check_sendable(value, "the Azure connection string")
     return dict(_EMULATOR) if parts.get("UseDevelopmentStorage", "").lower() == "true" else parts
 
 
 def _endpoint(host: str | None, connection: Mapping[str, str], environ: Mapping[str, str], account: str | None) -> str:
-    """The URL below which the containers lie."""
-    told = host or connection.get("BlobEndpoint")
-    if not told and not connection:
-        told = environ.get("AZURE_STORAGE_ENDPOINT") or environ.get("AZURE_ENDPOINT")
-    if not told:
+    """The URL of the account, without a container."""
+    url = host or connection.get("BlobEndpoint")
+    if not url and not connection:
+        url = environ.get("AZURE_STORAGE_ENDPOINT") or environ.get("AZURE_ENDPOINT")
+    if not url:
         scheme = connection.get("DefaultEndpointsProtocol", "https")
-        told = f"{scheme}://{account}.blob.{connection.get('EndpointSuffix', _SUFFIX)}"
-    if "://" not in told:
-        told = f"https://{told}"
-    return checked_endpoint(told, "'account_host'" if host else "the Azure endpoint", "'account_key' or 'sas_token'")
+        url = f"{scheme}://{account}.blob.{connection.get('EndpointSuffix', _SUFFIX)}"
+    if "://" not in url:
+        url = f"https://{url}"
+    return checked_endpoint(url, "'account_host'" if host else "the Azure endpoint", "'account_key' or 'sas_token'")
 
 
 def _fixed(
     given: Mapping[str, Any], connection: Mapping[str, str], environ: Mapping[str, str]
 ) -> Mapping[str, Any] | None:
-    """A key or a signature: what was given, before what the environment has."""
-    if isinstance(given.get("credential"), str):  # adlfs takes a signature there
+    """A key or a signature: the explicit one, otherwise the environment's."""
+    if isinstance(given.get("credential"), str):  # adlfs accepts a signature there
         return _signature(given["credential"])
     if any(name in given for name in ("credential", "client_id", "client_secret")):
         return None
@@ -143,18 +151,19 @@ def _fixed(
 def _check_key(key: str) -> None:
     try:
         base64.b64decode(key, validate=True)
-    except ValueError:  # not told with its cause, where the key may show
+    except ValueError:  # without the cause, whose text may contain the key
         raise ConfigurationError(
-            "the Azure account key ('account_key') is no base64", next_step="copy it again, as the portal shows it"
+            "the Azure account key ('account_key') is not base64", next_step="copy it again, as the portal shows it"
         ) from None
 
 
 def _signature(text: str) -> Mapping[str, Any]:
+    check_sendable(text, "the Azure shared access signature ('sas_token')")
     return {"sas_token": text.lstrip("?"), "expires_at": None}
 
 
 def _service_principal(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """A registered application with its secret; obstore gets its tokens and renews them. None where there is none."""
+    """A registered application with its secret, for which obstore renews tokens; None if there is none."""
 
     def pick(name: str) -> Any:
         upper = name.upper()
@@ -162,9 +171,10 @@ def _service_principal(given: Mapping[str, Any], environ: Mapping[str, str]) -> 
 
     names = ("tenant_id", "client_id", "client_secret")
     found = {name: pick(name) for name in names}
+    check_texts(found, "Azure option")
     if all(found.values()):
         return {**found, "credential_type": "client_secret"}
     if "client_secret" in given:
         missing = ", ".join(repr(name) for name in names if not found[name])
-        raise ConfigurationError(f"Azure option 'client_secret' needs {missing}", next_step="give all three")
+        raise ConfigurationError(f"Azure option 'client_secret' needs {missing}", next_step="set all three")
     return None

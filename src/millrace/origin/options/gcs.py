@@ -10,17 +10,20 @@ from millrace.errors import ConfigurationError
 from millrace.origin.options.store import (
     StoreOptions,
     boolean,
+    check_sendable,
     check_texts,
     checked_endpoint,
     http_options,
     reject_unknown,
+    stripped_environ,
+    unusable_in,
 )
 
 GCS_OPTIONS = ("anon", "endpoint_url", "project", "token")
 
 _ENDPOINT = "https://storage.googleapis.com"
 
-# Ways of gcsfs that ask a person, or read a file that gcsfs itself has written.
+# Ways of gcsfs that need a person, or a file that gcsfs itself has written.
 _OTHER_WAYS = ("browser", "cache")
 
 
@@ -28,9 +31,10 @@ def gcs_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) -
     """Translate gcsfs-style `target_options`.
 
     `token` is `"anon"`, `"google_default"`, `"cloud"` (the identity of this machine), the path of a JSON file with
-    credentials, what such a file holds as a dict, or a bearer token. `project` is taken and not needed. Credentials that are
-    not given are found by `credentials/gcs.py`. Raises `ConfigurationError`.
+    credentials, the content of such a file as a dict, or a bearer token. `project` is ignored. `credentials/gcs.py` finds
+    missing credentials. Raises `ConfigurationError`.
     """
+    environ = stripped_environ(environ)
     reject_unknown(target_options, GCS_OPTIONS, "GCS option")
     given = {name: value for name, value in target_options.items() if value is not None}
     check_texts({"endpoint_url": given.get("endpoint_url")}, "GCS option")
@@ -44,22 +48,28 @@ def gcs_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) -
     if not (token is None or isinstance(token, str | Mapping) or hasattr(token, "refresh")):
         raise ConfigurationError(
             "GCS option 'token' is neither a text, a dict nor credentials of google-auth",
-            next_step="give the path of a JSON file, a dict, 'anon', 'google_default' or 'cloud'",
+            next_step="use the path of a JSON file, a dict, 'anon', 'google_default' or 'cloud'",
+        )
+    if isinstance(token, str) and _is_bearer(token):
+        check_sendable(token, "GCS option 'token'")
+    elif isinstance(token, str) and unusable_in(token, lines=False):
+        raise ConfigurationError(
+            "GCS option 'token' is not a path of one line", next_step="use the path of a JSON file"
         )
     if isinstance(token, str) and token in _OTHER_WAYS:
         raise ConfigurationError(
             f"GCS option token={token!r} needs gcsfs",
-            next_step="log in by `gcloud auth application-default login`, or give a path, a dict, 'anon' or 'cloud'",
+            next_step="log in by `gcloud auth application-default login`, or use a path, a dict, 'anon' or 'cloud'",
         )
     if anon and token not in (None, "anon"):
-        raise ConfigurationError("GCS options 'anon' and 'token' exclude each other", next_step="give one of them")
+        raise ConfigurationError("GCS options 'anon' and 'token' exclude each other", next_step="set one of them")
     anonymous = anon or token == "anon" or (token is None and endpoint == _with_scheme(emulator))
     config: dict[str, Any] = {"base_url": endpoint}
     fixed = {"token": token, "expires_at": None} if _is_bearer(token) else None
     if anonymous and endpoint == _ENDPOINT:
         config["skip_signature"] = True
     elif anonymous:
-        # An emulator takes any. obstore asks for a token before it writes, even where it shall not sign.
+        # An emulator accepts any token. obstore needs one before a write, even without signatures.
         fixed = {"token": "anonymous", "expires_at": None}
     return StoreOptions(
         config=config,
@@ -77,7 +87,7 @@ def _with_scheme(host: str | None) -> str | None:
 
 
 def _is_bearer(token: Any) -> bool:
-    """Whether a token is none of the words and no path: Google's begin with `ya29.`; others have no slash in them."""
+    """Whether a token is a bearer token: Google's start with `ya29.`; others have no slash and are not a keyword."""
     if not isinstance(token, str) or token in ("anon", "cloud", "google_default"):
         return False
     return token.startswith("ya29.") or not (os.sep in token or token.startswith("~") or token.endswith(".json"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from millrace.origin.options.store import (
     checked_mapping,
     http_options,
     reject_unknown,
+    stripped_environ,
 )
 
 S3_OPTIONS = (
@@ -27,11 +29,14 @@ S3_OPTIONS = (
     "token",
     "use_ssl",
 )
-_TEXTS = ("endpoint_url", "key", "profile", "region", "secret", "token")
+_TEXTS = ("endpoint_url", "key", "region", "secret", "token")
 S3_CLIENT_KWARGS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "endpoint_url", "region_name")
 
-# In the order of their weight; the last one is obstore's own, and must show in the identity as well.
+# In the order of precedence; the last one is obstore's own, and must be in the identity as well.
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+
+_REGION_VARIABLES = ("AWS_REGION", "AWS_DEFAULT_REGION")
+_REGION = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
@@ -41,14 +46,16 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
 def s3_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) -> StoreOptions:
     """Translate s3fs-style `target_options`.
 
-    Credentials that are not given are found by `credentials.py` and obstore. Raises `ConfigurationError` for an unknown
-    option, a secret without its key, a profile beside explicit keys, or an endpoint with a password in it.
+    `credentials/s3.py` and obstore find missing credentials. Raises `ConfigurationError` for an unknown option, a secret
+    without its key, a profile together with explicit keys, or an endpoint with a password.
     """
+    environ = stripped_environ(environ)
     reject_unknown(target_options, S3_OPTIONS, "S3 option")
     client_kwargs = checked_mapping(target_options.get("client_kwargs"), "S3 option 'client_kwargs'")
     reject_unknown(client_kwargs, S3_CLIENT_KWARGS, "entry in client_kwargs:")
     check_texts(client_kwargs, "S3 option in client_kwargs:")
     check_texts({name: target_options.get(name) for name in _TEXTS}, "S3 option")
+    check_texts({"profile": target_options.get("profile")}, "S3 option", sendable=False)
     anonymous = boolean(target_options.get("anon"), "S3 option 'anon'")
     encrypts = boolean(target_options.get("use_ssl"), "S3 option 'use_ssl'", default=True)
 
@@ -58,10 +65,15 @@ def s3_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) ->
 
     key, secret = pick("key", "aws_access_key_id"), pick("secret", "aws_secret_access_key")
     if (key is None) != (secret is None):
-        raise ConfigurationError("S3 options 'key' and 'secret' belong together", next_step="give both, or neither")
+        raise ConfigurationError("S3 options 'key' and 'secret' belong together", next_step="set both, or neither")
     token = pick("token", "aws_session_token")
     endpoint = pick("endpoint_url", "endpoint_url") or _first(environ, _ENDPOINT_VARIABLES)
-    region = pick("region", "region_name") or environ.get("AWS_REGION", environ.get("AWS_DEFAULT_REGION", "us-east-1"))
+    region = pick("region", "region_name") or _first(environ, _REGION_VARIABLES) or "us-east-1"
+    if not _REGION.fullmatch(region):  # it is part of a host name and of each signature
+        raise ConfigurationError(
+            "S3 option 'region' (or AWS_REGION) contains a character that no region has",
+            next_step="write a name such as 'us-east-1'",
+        )
     if endpoint and "://" not in endpoint:
         scheme = "https" if encrypts else "http"
         endpoint = f"{scheme}://{endpoint}"
@@ -69,19 +81,20 @@ def s3_options(target_options: Mapping[str, Any], environ: Mapping[str, str]) ->
         endpoint = checked_endpoint(endpoint, "endpoint_url", "'key' and 'secret'")
     profile = target_options.get("profile")
     if profile is not None and key is not None:
-        raise ConfigurationError("S3 options 'profile' and 'key' exclude each other", next_step="give one of them")
+        raise ConfigurationError("S3 options 'profile' and 'key' exclude each other", next_step="set one of them")
 
     config: dict[str, Any] = {"region": region}
     if endpoint:
         config["endpoint"] = endpoint
     if anonymous:
         config["skip_signature"] = True
-    # Not by `config`, where obstore would complete it with a session token of the environment.
+    # Not in `config`: obstore would add a session token of the environment.
     fixed = {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
     return StoreOptions(
         config=config,
         client_options=http_options(endpoint),
         endpoint=endpoint or f"aws:{region}",
+        region="" if endpoint else region,
         fixed=None if key is None or anonymous else fixed,
         signs_itself=anonymous,
         hints={"profile": profile} if profile is not None else {},

@@ -1,7 +1,7 @@
-"""From keys to URLs, and what may be told of a URL. Pure.
+"""Converts keys to URLs, and URLs to a form without secrets. Pure.
 
-A key is a URL without its scheme, `host[:port]/path[?query]`, written as in a browser: what is percent-encoded stays as it
-is, what cannot stand in a URL is encoded.
+A key is a URL without its scheme, `host[:port]/path[?query]`, written as in a browser: percent-encoded characters stay as
+they are, and characters that are not allowed in a URL are encoded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from urllib.parse import quote, unquote_to_bytes, urljoin, urlsplit
 
 from millrace.errors import ObjectNotFoundError, OriginUnavailableError, UsageError
-from millrace.origin import unusable
+from millrace.origin.keys import UNUSABLE_CHARACTERS
 
 _HOST = re.compile(r"(?:[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?")
 _STRAY_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
@@ -24,23 +24,23 @@ _PORTS = {"http": 80, "https": 443}
 def url_of(scheme: str, key: str) -> str:
     """The URL that `key` names.
 
-    Raises `UsageError` for a name and password in it or for a fragment, `ObjectNotFoundError` for what names no resource.
+    Raises `UsageError` for a user name, password or fragment, and `ObjectNotFoundError` for an invalid URL.
     """
     host, slash_or_query, rest = re.match(r"([^/?#]*)([/?#]?)(.*)", key, re.DOTALL).groups()  # type: ignore[union-attr]
-    if "@" in host:  # the message must not repeat it
+    if "@" in host:  # not shown in the message
         raise UsageError(
             f"a URL of {scheme}:// has a user name or password in it",
-            next_step="give them as target_options={'auth': (user, password)}",
+            next_step="set target_options={'auth': (user, password)}",
         )
-    if unusable.CHARACTERS.search(key):
+    if UNUSABLE_CHARACTERS.search(key):
         raise ObjectNotFoundError(
-            f"{shown(f'{scheme}://{key}')} is no valid URL", next_step="use UTF-8 without control characters"
+            f"{shown(f'{scheme}://{key}')} is not a valid URL", next_step="use UTF-8 without control characters"
         )
     host = _ascii_host(scheme, host)
     if "#" in slash_or_query + rest:
         raise UsageError(
-            f"{shown(f'{scheme}://{key}')} has a '#', and what follows it is never sent to a server",
-            next_step="leave the part after it out, or write %23 for a '#' in a name",
+            f"{shown(f'{scheme}://{key}')} has a '#', and the part after it is never sent to a server",
+            next_step="remove that part, or write %23 for a '#' in a name",
         )
     path, question_mark, query = (slash_or_query + rest).partition("?")
     if any(_DOT_SEGMENT.fullmatch(part) for part in path.split("/")):
@@ -64,12 +64,12 @@ def _ascii_host(scheme: str, host: str) -> str:
 
 
 def _encoded(text: str, safe: str) -> str:
-    """Percent-encode what may not stand in a URL; what is encoded already stays so."""
+    """Percent-encode the characters that are not allowed in a URL; encoded ones stay."""
     return quote(_STRAY_PERCENT.sub("%25", text), safe=safe)
 
 
 def readable(part: str) -> str:
-    """A part of a URL's path as people write it in a key: decoded, but for what would mean something else then."""
+    """A part of a URL's path as users write it in a key: decoded, except for characters that would change its meaning."""
     return _ENCODED_RUN.sub(lambda run: _decoded(run[0]), part)
 
 
@@ -78,11 +78,11 @@ def _decoded(run: str) -> str:
         text = unquote_to_bytes(run).decode()
     except UnicodeDecodeError:
         return run
-    return "".join(f"%{ord(char):02X}" if char in "%/?#" or unusable.CHARACTERS.match(char) else char for char in text)
+    return "".join(f"%{ord(char):02X}" if char in "%/?#" or UNUSABLE_CHARACTERS.match(char) else char for char in text)
 
 
 def shown(url: str) -> str:
-    """A URL as messages may show it: without its query, which may hold a signature, and without name and password."""
+    """A URL for messages: without its query, which may be a signature, and without user name and password."""
     scheme, separator, rest = url.partition("://")
     plain, question_mark, _ = rest.partition("?")
     host, slash, path = plain.partition("/")
@@ -91,7 +91,7 @@ def shown(url: str) -> str:
 
 
 def same_server(one: str, other: str) -> bool:
-    """Whether two URLs have the same scheme, host and port: only then does one's password belong to the other."""
+    """Whether two URLs have the same scheme, host and port. A password must not be sent to another server."""
     return _server(one) == _server(other)
 
 
@@ -101,9 +101,9 @@ def _server(url: str) -> tuple[str, str, int | None]:
 
 
 def redirected(url: str, location: str) -> str:
-    """Where an answer of `url` sends the reader.
+    """The target of a redirect from `url`.
 
-    Raises `OriginUnavailableError` for a target that is no http(s) URL, `UsageError` for one that gives up encryption.
+    Raises `OriginUnavailableError` for a target that is not an http(s) URL, `UsageError` for one without encryption.
     """
     try:
         target = urljoin(url, _encoded(location, _IN_QUERIES + "#")).partition("#")[0]
@@ -112,10 +112,10 @@ def redirected(url: str, location: str) -> str:
     except ValueError:
         usable = False
     if not usable:
-        raise OriginUnavailableError(f"{shown(url)} redirects to what is no web address", next_step="ask its operator")
+        raise OriginUnavailableError(f"{shown(url)} redirects to an invalid web address", next_step="ask its operator")
     if urlsplit(url).scheme == "https" and parts.scheme == "http":
         raise UsageError(
-            f"{shown(url)} redirects to http://, where anybody on the way could change the bytes",
+            f"{shown(url)} redirects to http://, where the bytes can be changed on the way",
             next_step="read the http:// address itself if that is acceptable",
         )
     return target

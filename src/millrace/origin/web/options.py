@@ -1,36 +1,42 @@
-"""The options that users already pass to fsspec's HTTP file system, checked. Pure."""
+"""Checks the options of fsspec's HTTP file system, and reads the user's `~/.netrc`."""
 
 from __future__ import annotations
 
 import base64
+import netrc
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from millrace.errors import ConfigurationError
+from millrace.events import Event, emit
 from millrace.origin.options.store import checked_mapping, reject_unknown
 
 SILENCE_SECONDS = 20.0
-"""A server that sends nothing for so long has stalled."""
+"""A server that sends nothing for this time has stalled."""
 
 WEB_OPTIONS = ("auth", "client_kwargs", "cookies", "headers", "ssl", "timeout", "verify")
 CLIENT_KWARGS = ("auth", "cookies", "headers", "timeout", "trust_env")
-# They shape reading inside fsspec's own files, which the cache does here.
+# For reads inside fsspec's own files, which the cache replaces.
 IGNORED_OPTIONS = ("block_size", "cache_options", "cache_type")
 
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_VALUE = re.compile(r"[\t -~\xa0-\xff]*")  # possible in a header
 _OURS = ("connection", "content-length", "host", "if-", "range", "te", "transfer-encoding")
 _TO_ANY_SERVER = ("accept", "accept-language", "user-agent")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WebOptions:
-    """How to speak to web servers.
+    """The options of requests to web servers.
 
-    `headers` go to the server that a key names and nowhere else, `open_headers` also to where it redirects. `verify` is
-    whether certificates are checked, or the path of the certificates to trust. `timeout_seconds` is for silence.
-    `trusts_environment` is whether its proxies and the user's netrc are used.
+    `headers` go only to the server that a key names, `open_headers` also to the targets of redirects. `verify` is False for
+    unchecked certificates, or the path of the trusted ones. `timeout_seconds` is the longest silence. With
+    `trusts_environment`, the environment's proxies and the user's netrc are used.
     """
 
     headers: Mapping[str, str] = field(repr=False)
@@ -41,14 +47,14 @@ class WebOptions:
 
     @property
     def signs_in(self) -> bool:
-        """Whether a password or token was given, so that none is looked for elsewhere."""
+        """Whether there is an explicit password or token, so that the netrc is not used."""
         return any(name.lower() == "authorization" for name in self.headers)
 
 
 def web_options(target_options: Mapping[str, Any]) -> WebOptions:
-    """Check `target_options` of fsspec's HTTP file system, and bring them into one form.
+    """Check and normalize `target_options` of fsspec's HTTP file system.
 
-    Raises `ConfigurationError` for an unknown option and for a value that cannot be used; never repeats a value.
+    Raises `ConfigurationError` for an unknown option and for an unusable value, without the value.
     """
     reject_unknown(target_options, (*WEB_OPTIONS, *IGNORED_OPTIONS), "HTTP option")
     client = checked_mapping(target_options.get("client_kwargs"), "HTTP option 'client_kwargs'")
@@ -68,15 +74,17 @@ def web_options(target_options: Mapping[str, Any]) -> WebOptions:
     if login is not None:
         if any(name.lower() == "authorization" for name in headers):
             raise ConfigurationError(
-                "'auth' and a header Authorization exclude each other", next_step="give one of them"
+                "'auth' and a header Authorization exclude each other", next_step="set one of them"
             )
         headers["Authorization"] = login
     cookies = _strings(either("cookies"), "cookies")
     if cookies:
         if any(name.lower() == "cookie" for name in headers):
-            raise ConfigurationError("'cookies' and a header Cookie exclude each other", next_step="give one of them")
+            raise ConfigurationError("'cookies' and a header Cookie exclude each other", next_step="set one of them")
         headers["Cookie"] = "; ".join(f"{name}={value}" for name, value in cookies.items())
-        if any(not _TOKEN.fullmatch(name) or set(value) & set(";\r\n\0") for name, value in cookies.items()):
+        if any(
+            not _TOKEN.fullmatch(name) or ";" in value or not _VALUE.fullmatch(value) for name, value in cookies.items()
+        ):
             raise ConfigurationError("a cookie has characters that no cookie can have", next_step="encode its value")
     return WebOptions(
         headers=headers,
@@ -91,22 +99,20 @@ def _strings(value: Any, what: str) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(each, str) for pair in value.items() for each in pair):
-        raise ConfigurationError(f"HTTP option {what!r} is no mapping of strings", next_step="give a dict of strings")
+        raise ConfigurationError(f"HTTP option {what!r} is not a mapping of strings", next_step="use a dict of strings")
     return dict(value)
 
 
 def _check_header(name: str, value: str) -> None:
-    if not _TOKEN.fullmatch(name) or set(value) & set("\r\n\0"):
+    if not _TOKEN.fullmatch(name) or not _VALUE.fullmatch(value):
         raise ConfigurationError(f"HTTP header {name!r} cannot be sent", next_step="use printable characters")
     lower = name.lower()
     if lower.startswith(_OURS) or (lower == "accept-encoding" and value.strip().lower() != "identity"):
-        raise ConfigurationError(
-            f"HTTP header {name!r} is Millrace's own to set", next_step="leave it out of 'headers'"
-        )
+        raise ConfigurationError(f"HTTP header {name!r} is set by Millrace", next_step="remove it from 'headers'")
 
 
 def _login(auth: Any) -> str | None:
-    """The header for (user, password), which may be aiohttp's or requests' own class: both are a pair or name the parts."""
+    """The header for (user, password), a pair or an object of aiohttp or requests with these names."""
     if auth is None:
         return None
     if isinstance(auth, str) or not isinstance(auth, tuple | list):
@@ -114,7 +120,7 @@ def _login(auth: Any) -> str | None:
     else:
         user, password = (*auth, None, None)[:2]
     if not isinstance(user, str) or not isinstance(password, str) or ":" in user:
-        raise ConfigurationError("HTTP option 'auth' is no pair of strings", next_step="give (user, password)")
+        raise ConfigurationError("HTTP option 'auth' is not a pair of strings", next_step="use (user, password)")
     return basic_login(user, password)
 
 
@@ -126,21 +132,21 @@ def basic_login(user: str, password: str) -> str:
 def _verify(options: Mapping[str, Any]) -> bool | str:
     verify, ssl = options.get("verify"), options.get("ssl")
     if verify is not None and ssl is not None:
-        raise ConfigurationError("HTTP options 'verify' and 'ssl' exclude each other", next_step="give 'verify'")
+        raise ConfigurationError("HTTP options 'verify' and 'ssl' exclude each other", next_step="set 'verify'")
     value = verify if ssl is None else ssl
     if value is None:
         return True
     if not isinstance(value, bool | str) or value == "":
         raise ConfigurationError(
             "HTTP option 'verify' is neither True, False nor a path",
-            next_step="give the path of a file with certificates",
+            next_step="use the path of a file with certificates",
         )
     return value
 
 
 def _trusts_environment(value: Any) -> bool:
     if value is not None and not isinstance(value, bool):
-        raise ConfigurationError("HTTP option 'trust_env' is neither True nor False", next_step="give one of them")
+        raise ConfigurationError("HTTP option 'trust_env' is neither True nor False", next_step="set one of them")
     return value is not False
 
 
@@ -149,5 +155,22 @@ def _timeout(value: Any) -> float:
     if seconds is None:
         return SILENCE_SECONDS
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise ConfigurationError("HTTP option 'timeout' is no number of seconds above 0", next_step="give 20, or more")
+        raise ConfigurationError("HTTP option 'timeout' is not a number of seconds above 0", next_step="use 20 or more")
     return float(seconds)
+
+
+def netrc_header(url: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The header with the login for the server of `url` from the user's netrc; empty if there is none.
+
+    An unreadable file is an event, and no login.
+    """
+    path = Path(environ["NETRC"]) if environ.get("NETRC") else Path("~/.netrc").expanduser()
+    try:
+        found = netrc.netrc(str(path)).authenticators(urlsplit(url).hostname or "") if os.path.exists(path) else None
+    except (OSError, UnicodeDecodeError, netrc.NetrcParseError) as error:
+        emit(Event(name="origin.netrc.unusable", subject=str(path), detail=type(error).__name__))
+        return {}
+    if found is None:
+        return {}
+    user, _, password = found
+    return {"Authorization": basic_login(user, password or "")}

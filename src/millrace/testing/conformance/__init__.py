@@ -2,7 +2,7 @@
 
 `OriginConformance` is for remote storage (`millrace.origin.Origin`), `FileSystemConformance` for the file system over any
 origin and store, `MembershipConformance` and, where members come and go,
-`LivingMembershipConformance` for who is in a cluster (`millrace.members.Membership`).
+`LivingMembershipConformance` for the members of a cluster (`millrace.cluster.membership.Membership`).
 """
 
 from millrace.testing.conformance.filesystem import FileSystemConformance

@@ -18,6 +18,7 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 
+from millrace.errors import MillraceError, UsageError
 from millrace.filesystem import MillraceFileSystem
 from millrace.testing.conformance.origin import ODD_NAMES
 
@@ -25,7 +26,7 @@ _MB = 1 << 20
 
 
 def _bytes(size: int, seed: int = 0) -> bytes:
-    """Bytes of which no two neighbourhoods are equal, so that a wrong offset shows."""
+    """Bytes in which no sequence repeats, so that a wrong offset is detected."""
     words = np.arange(size // 4 + 1, dtype=np.uint32) * np.uint32(2_654_435_761) + np.uint32(seed)
     return words.astype(">u4").tobytes()[:size]
 
@@ -42,7 +43,7 @@ LONG_NAMES: dict[str, Callable[[str], str]] = {
     "a part of 600 bytes": lambda root: f"{root}/{'漢' * 200}/z",
     "a key of 1,024 bytes": _key_of_1024_bytes,
 }
-"""Long paths below a root, by what they are."""
+"""Long paths below a root, by kind."""
 
 _POSITIONS: dict[str, Callable[[Any, int], Any]] = {
     "the end": lambda file, size: (file.seek(size), file.tell(), file.read()),
@@ -74,11 +75,43 @@ _POSITIONS: dict[str, Callable[[Any, int], Any]] = {
     "read_at of a closed file": lambda file, size: (file.close(), file.read_at(1, 1)),
     "read_at past the end of a closed file": lambda file, size: (file.close(), file.read_at(1, size + 1)),
 }
-"""What is done with an open file of that size. Not `read()` of all past the end, at which pyarrow's own fails."""
+"""Calls on an open file of that size. Excludes `read()` past the end, at which pyarrow's own file fails."""
+
+
+_CALLS_OF_A_FILE: dict[str, Callable[[MillraceFileSystem, str], Any]] = {
+    "open": lambda fs, path: fs.open(path),
+    "open text": lambda fs, path: fs.open(path, "r"),
+    "open compressed": lambda fs, path: fs.open(path, compression="gzip"),
+    "cat_file": lambda fs, path: fs.cat_file(path),
+    "a range": lambda fs, path: fs.cat_file(path, 1, 2),
+    "cat": lambda fs, path: fs.cat(path),
+    "head": lambda fs, path: fs.head(path),
+    "info": lambda fs, path: fs.info(path),
+    "size": lambda fs, path: fs.size(path),
+    "modified": lambda fs, path: fs.modified(path),
+    "ls": lambda fs, path: fs.ls(path),
+    "rm": lambda fs, path: fs.rm(path),
+    "open_input_file": lambda fs, path: fs.open_input_file(path),
+    "open_input_stream": lambda fs, path: fs.open_input_stream(path),
+    "delete_file": lambda fs, path: fs.delete_file(path),
+}
+"""Calls with the path of a file, which raise for an invalid path."""
+
+_WRITES: dict[str, Callable[[MillraceFileSystem, str], Any]] = {
+    "open": lambda fs, path: fs.open(path, "wb"),
+    "open text": lambda fs, path: fs.open(path, "w"),
+    "open new": lambda fs, path: fs.open(path, "xb"),
+    "pipe_file": lambda fs, path: fs.pipe_file(path, b"new"),
+    "pipe": lambda fs, path: fs.pipe(path, b"new"),
+    "pipe several": lambda fs, path: fs.pipe({path: b"new"}),
+    "write_text": lambda fs, path: fs.write_text(path, "new"),
+    "touch": lambda fs, path: fs.touch(path),
+}
+"""Calls that write one file, which raise for a path that can only name a directory."""
 
 
 def _outcome(call: Callable[[Any, int], Any], file: Any, size: int) -> Any:
-    """What a call gives or, as a class that callers catch, raises."""
+    """The result of a call, or the class of its error."""
     with file:
         try:
             return call(file, size)
@@ -92,10 +125,10 @@ class FileSystemConformance:
     """Subclass it with the fixtures `fs` (a fresh file system and cache) and `root` (an empty directory)."""
 
     unsupported_names: frozenset[str] = frozenset()
-    """Those of `ODD_NAMES` that the storage cannot have."""
+    """Those of `ODD_NAMES` that the storage does not support."""
 
     unsupported_lengths: Mapping[str, str] = {}
-    """Those of `LONG_NAMES` that the storage cannot have, and why."""
+    """Those of `LONG_NAMES` that the storage does not support, with the reason."""
 
     @pytest.fixture
     def fs(self) -> MillraceFileSystem:
@@ -119,9 +152,11 @@ class FileSystemConformance:
             fs.pipe_file(path, data)
         return files
 
-    # --- pyarrow: what is where -------------------------------------------------------------------
+    # --- pyarrow: listings and infos -------------------------------------------------------------
 
-    def test_file_info(self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]) -> None:
+    def test_file_info_of_each_kind_returns_type_and_size(
+        self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]
+    ) -> None:
         file, directory, missing = fs.get_file_info([f"{root}/b/c.bin", f"{root}/b", f"{root}/none"])
         assert (file.type, file.size, file.base_name, file.extension) == (
             pafs.FileType.File,
@@ -134,7 +169,7 @@ class FileSystemConformance:
         assert directory.size is None
         assert missing.type == pafs.FileType.NotFound
 
-    def test_a_trailing_slash_names_the_same_directory(
+    def test_directory_path_with_trailing_slash_is_the_same(
         self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]
     ) -> None:
         assert fs.get_file_info(f"{root}/b/").type == pafs.FileType.Directory
@@ -143,19 +178,21 @@ class FileSystemConformance:
         assert sorted(info.path for info in with_slash) == [f"{root}/b/c.bin", f"{root}/b/d", f"{root}/b/d/e.bin"]
 
     @pytest.mark.parametrize("state", ["cold", "warm"])
-    def test_a_trailing_slash_names_no_file(
+    def test_file_path_with_trailing_slash_raises(
         self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes], state: str
     ) -> None:
         for name in ("a.bin", "f/g"):
             path = f"{root}/{name}"
             if state == "warm":
                 for _ in range(2):
-                    with fs.open(f"{path}/") as file:  # fsspec takes no notice of the slash
+                    with fs.open(path) as file:
                         assert file.read() == tree[path]
             assert fs.get_file_info(f"{path}/").type == pafs.FileType.NotFound
-            for call in (fs.open_input_file, fs.open_input_stream, fs.delete_file):
+            assert (fs.exists(f"{path}/"), fs.isfile(f"{path}/"), fs.isdir(f"{path}/")) == (False, False, False)
+            assert fs.find(f"{path}/") == []
+            for call in _CALLS_OF_A_FILE.values():
                 with pytest.raises(NotADirectoryError):
-                    call(f"{path}/")
+                    call(fs, f"{path}/")
             with pytest.raises(NotADirectoryError):
                 fs.open_input_stream(f"{path}/", compression="gzip")
             with pytest.raises(NotADirectoryError):
@@ -163,12 +200,16 @@ class FileSystemConformance:
             with pytest.raises(NotADirectoryError):
                 fs.get_file_info(pafs.FileSelector(f"{path}/"))
             assert fs.cat_file(path) == tree[path]
-        for call in (fs.open_input_file, fs.open_input_stream, fs.delete_file):
+        for what in ("open", "open text", "cat_file", "open_input_file", "open_input_stream", "delete_file", "rm"):
             with pytest.raises(IsADirectoryError):
-                call(f"{root}/b/")
+                _CALLS_OF_A_FILE[what](fs, f"{root}/b/")
+        for call in _CALLS_OF_A_FILE.values():
             with pytest.raises(FileNotFoundError):
-                call(f"{root}/none/")
+                call(fs, f"{root}/none/")
         for name in ("new", "a.bin", "b"):
+            for write in _WRITES.values():
+                with pytest.raises(IsADirectoryError):
+                    write(fs, f"{root}/{name}/")
             with pytest.raises(IsADirectoryError):
                 fs.open_output_stream(f"{root}/{name}/")
             with pytest.raises(IsADirectoryError):
@@ -183,7 +224,7 @@ class FileSystemConformance:
             (True, ["a.bin", "b", "b.txt", "b/c.bin", "b/d", "b/d/e.bin", "f", "f/g"]),
         ],
     )
-    def test_selectors(
+    def test_selectors_return_the_selected_files(
         self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes], recursive: bool, expected: list[str]
     ) -> None:
         for _ in range(2):  # asked, and remembered
@@ -195,16 +236,72 @@ class FileSystemConformance:
                 else:
                     assert info.type == pafs.FileType.Directory
 
-    def test_a_selector_of_nothing(self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]) -> None:
+    def test_selector_of_missing_directory_raises_or_is_empty(
+        self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]
+    ) -> None:
         with pytest.raises(FileNotFoundError):
             fs.get_file_info(pafs.FileSelector(f"{root}/none"))
         assert fs.get_file_info(pafs.FileSelector(f"{root}/none", allow_not_found=True)) == []
         with pytest.raises(OSError, match=r"a\.bin"):
             fs.get_file_info(pafs.FileSelector(f"{root}/a.bin"))
 
+    def test_recursive_selector_includes_empty_directories(
+        self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]
+    ) -> None:
+        """In storage that has them: in many, a directory exists only through its objects."""
+        empty = f"{root}/b/empty/inner"
+        fs.makedirs(empty, exist_ok=True)
+        if not fs.isdir(empty):
+            empty = f"{root}/b/d"
+        for base in (root, f"{root}/b"):
+            found = fs.get_file_info(pafs.FileSelector(base, recursive=True))
+            directories = [info.path for info in found if info.type == pafs.FileType.Directory]
+            assert directories.count(empty) == 1
+            assert empty.rpartition("/")[0] in [*directories, base]
+            assert empty in fs.find(base, withdirs=True)
+            assert sorted(info.path for info in found if info.type == pafs.FileType.File) == fs.find(base)
+
+    def test_directory_opened_as_file_raises(self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]) -> None:
+        for what in ("open", "open text", "cat_file", "cat", "open_input_file", "open_input_stream", "delete_file"):
+            with pytest.raises(IsADirectoryError) as caught:
+                _CALLS_OF_A_FILE[what](fs, f"{root}/b")
+            assert isinstance(caught.value, MillraceError)
+        with pytest.raises(IsADirectoryError):
+            fs.copy_file(f"{root}/b", f"{root}/copy")
+        assert [isinstance(error, IsADirectoryError) for error in fs.cat_ranges([f"{root}/b"], 0, 1)] == [True]
+        assert fs.find(root) == sorted(tree)
+
+    def test_path_below_a_file_is_not_found(self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]) -> None:
+        path = f"{root}/a.bin/below"
+        assert (fs.exists(path), fs.isfile(path), fs.isdir(path)) == (False, False, False)
+        assert fs.get_file_info(path).type == pafs.FileType.NotFound
+        assert fs.find(path) == []
+        for what in ("open", "cat_file", "info", "open_input_file"):
+            with pytest.raises((FileNotFoundError, NotADirectoryError)) as caught:
+                _CALLS_OF_A_FILE[what](fs, path)
+            assert isinstance(caught.value, MillraceError)
+
+    @pytest.mark.parametrize("mode", ["ab", "a", "r+b", "rb+", "w+", "", "b", "q", "rw", "U"])
+    def test_open_with_unsupported_mode_raises(
+        self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes], mode: str
+    ) -> None:
+        with pytest.raises(UsageError, match="mode"):
+            fs.open(f"{root}/a.bin", mode)
+        assert fs.cat_file(f"{root}/a.bin") == tree[f"{root}/a.bin"]
+
+    def test_exclusive_creation_of_existing_file_raises(
+        self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]
+    ) -> None:
+        for mode, data in (("xb", b"new"), ("x", "new")):
+            with pytest.raises(FileExistsError):
+                fs.open(f"{root}/a.bin", mode)
+            with fs.open(f"{root}/{mode}", mode) as file:
+                file.write(data)
+            assert fs.cat_file(f"{root}/{mode}") == b"new"
+
     # --- pyarrow: reading -------------------------------------------------------------------------
 
-    def test_streams_and_random_files(self, fs: MillraceFileSystem, tree: dict[str, bytes]) -> None:
+    def test_streams_and_random_files_return_the_bytes(self, fs: MillraceFileSystem, tree: dict[str, bytes]) -> None:
         for path, data in tree.items():
             for _ in range(2):  # fetched, and from the cache
                 with fs.open_input_stream(path) as stream:
@@ -234,7 +331,7 @@ class FileSystemConformance:
     @pytest.mark.parametrize("open_with", ["open_input_file", "open_input_stream"])
     @pytest.mark.parametrize("name", ["a.bin", "f/g"])
     @pytest.mark.parametrize("state", ["cold", "warm"])
-    def test_positions_are_those_of_a_local_file_of_pyarrow(
+    def test_positions_are_equal_to_those_of_a_local_file(
         self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes], state: str, name: str, open_with: str
     ) -> None:
         path, data = f"{root}/{name}", tree[f"{root}/{name}"]
@@ -256,10 +353,10 @@ class FileSystemConformance:
         assert not different, different
 
     @pytest.mark.parametrize("state", ["cold", "warm"])
-    def test_of_all_that_is_past_the_end_there_is_nothing(
+    def test_read_all_past_the_end_returns_no_bytes(
         self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes], state: str
     ) -> None:
-        """Where pyarrow's own files fail by a `SystemError`."""
+        """pyarrow's own files raise a `SystemError` here."""
         fs.pipe_file(f"{root}/empty", b"")
         for path, data in {**tree, f"{root}/empty": b""}.items():
             if state == "warm":
@@ -277,17 +374,17 @@ class FileSystemConformance:
                 assert python_file.read() == b""
 
     @pytest.mark.parametrize("open_with", ["open_input_stream", "open_input_file", "open", "cat_file", "info", "size"])
-    def test_what_is_missing(self, fs: MillraceFileSystem, root: str, open_with: str) -> None:
+    def test_open_of_missing_file_raises(self, fs: MillraceFileSystem, root: str, open_with: str) -> None:
         with pytest.raises(FileNotFoundError, match="none"):
             getattr(fs, open_with)(f"{root}/none")
 
-    def test_a_closed_file_says_so(self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]) -> None:
+    def test_closed_file_raises(self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]) -> None:
         file = fs.open_input_file(f"{root}/f/g")
         file.close()
         with pytest.raises(ValueError, match="closed"):
             file.read(1)
 
-    def test_parquet_by_table_and_dataset(self, fs: MillraceFileSystem, root: str) -> None:
+    def test_parquet_file_reads_as_table_and_dataset(self, fs: MillraceFileSystem, root: str) -> None:
         table = pa.table({"n": range(50_000), "text": [f"row {n}" for n in range(50_000)]})
         fs.makedirs(f"{root}/table", exist_ok=True)
         for part in range(3):
@@ -301,7 +398,7 @@ class FileSystemConformance:
                 range(29_990, 30_000)
             )
 
-    def test_many_threads_share_one_file(self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]) -> None:
+    def test_one_file_is_read_by_many_threads(self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]) -> None:
         path = f"{root}/f/g"
         data = tree[path]
         file = fs.open_input_file(path)
@@ -316,7 +413,7 @@ class FileSystemConformance:
 
     # --- pyarrow: changing ------------------------------------------------------------------------
 
-    def test_output_streams(self, fs: MillraceFileSystem, root: str) -> None:
+    def test_output_streams_publish_when_closed(self, fs: MillraceFileSystem, root: str) -> None:
         with fs.open_output_stream(f"{root}/out") as stream:
             stream.write(b"one ")
             stream.write(pa.py_buffer(b"two"))
@@ -324,7 +421,9 @@ class FileSystemConformance:
         with pytest.raises((OSError, NotImplementedError, ValueError)):
             fs.open_append_stream(f"{root}/out")
 
-    def test_copy_move_and_delete(self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]) -> None:
+    def test_copy_move_and_delete_of_files_change_the_listing(
+        self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]
+    ) -> None:
         fs.copy_file(f"{root}/a.bin", f"{root}/copy.bin")
         assert fs.cat_file(f"{root}/copy.bin") == tree[f"{root}/a.bin"]
         fs.mv(f"{root}/copy.bin", f"{root}/moved.bin")
@@ -335,7 +434,7 @@ class FileSystemConformance:
         with pytest.raises(FileNotFoundError):
             fs.delete_file(f"{root}/moved.bin")
 
-    def test_directories_are_deleted_with_what_is_in_them(
+    def test_delete_of_directory_removes_its_contents(
         self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]
     ) -> None:
         fs.delete_dir(f"{root}/b")
@@ -346,7 +445,7 @@ class FileSystemConformance:
 
     # --- fsspec -----------------------------------------------------------------------------------
 
-    def test_a_file_object(self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]) -> None:
+    def test_file_object_reads_seeks_and_tells(self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]) -> None:
         for path, data in tree.items():
             with fs.open(path) as file:
                 assert (file.readable(), file.seekable(), file.writable()) == (True, True, False)
@@ -359,7 +458,7 @@ class FileSystemConformance:
                 assert count == min(6, len(data) - 1)
                 assert bytes(target[: len(data) - 1]) == data[1:7]
 
-    def test_text_and_lines(self, fs: MillraceFileSystem, root: str) -> None:
+    def test_text_file_reads_by_line(self, fs: MillraceFileSystem, root: str) -> None:
         fs.pipe_file(f"{root}/lines.txt", "äöü\nzwei\nlast".encode())
         with fs.open(f"{root}/lines.txt", "r", encoding="utf-8") as file:
             assert list(file) == ["äöü\n", "zwei\n", "last"]
@@ -367,7 +466,9 @@ class FileSystemConformance:
         assert fs.head(f"{root}/lines.txt", 4) == "äö".encode()
         assert fs.tail(f"{root}/lines.txt", 4) == b"last"
 
-    def test_cat_in_all_ways(self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]) -> None:
+    def test_cat_of_paths_and_ranges_returns_the_bytes(
+        self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]
+    ) -> None:
         path = f"{root}/f/g"
         data = tree[path]
         assert fs.cat_file(path, 5, 4_500_000) == data[5:4_500_000]
@@ -380,7 +481,9 @@ class FileSystemConformance:
             tree[name][start:end] for name, start, end in zip(paths, starts, ends, strict=True)
         ]
 
-    def test_find_walk_glob_and_du(self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]) -> None:
+    def test_find_walk_glob_and_du_return_the_tree(
+        self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]
+    ) -> None:
         assert fs.find(root) == sorted(tree)
         assert fs.find(root, maxdepth=1) == [f"{root}/a.bin", f"{root}/b.txt"]
         assert fs.glob(f"{root}/**/*.bin") == sorted(path for path in tree if path.endswith(".bin"))
@@ -390,7 +493,7 @@ class FileSystemConformance:
         assert walked[root.rstrip("/")] == (["b", "f"], ["a.bin", "b.txt"])
         assert walked[f"{root}/b"] == (["d"], ["c.bin"])
 
-    def test_info_is_what_fsspec_users_read(self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]) -> None:
+    def test_info_has_the_fields_of_fsspec(self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]) -> None:
         info = fs.info(f"{root}/b/c.bin")
         assert (info["name"], info["size"], info["type"]) == (f"{root}/b/c.bin", 70_000, "file")
         assert fs.info(f"{root}/b")["type"] == "directory"
@@ -403,7 +506,7 @@ class FileSystemConformance:
     # --- names ------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("name", ODD_NAMES)
-    def test_odd_names_through_both_faces(self, fs: MillraceFileSystem, root: str, name: str) -> None:
+    def test_odd_name_works_through_fsspec_and_pyarrow(self, fs: MillraceFileSystem, root: str, name: str) -> None:
         if name in self.unsupported_names:
             pytest.skip("the storage has no such names")
         path = f"{root}/odd {name}/{name}"
@@ -427,7 +530,7 @@ class FileSystemConformance:
         assert not fs.exists(path)
 
     @pytest.mark.parametrize("kind", LONG_NAMES)
-    def test_long_names_through_both_faces(self, fs: MillraceFileSystem, root: str, kind: str) -> None:
+    def test_long_name_works_through_fsspec_and_pyarrow(self, fs: MillraceFileSystem, root: str, kind: str) -> None:
         if kind in self.unsupported_lengths:
             pytest.skip(self.unsupported_lengths[kind])
         path = LONG_NAMES[kind](root)
@@ -445,7 +548,7 @@ class FileSystemConformance:
 
     # --- versions ---------------------------------------------------------------------------------
 
-    def test_a_write_is_seen_at_once(self, fs: MillraceFileSystem, root: str) -> None:
+    def test_write_is_visible_to_the_next_read(self, fs: MillraceFileSystem, root: str) -> None:
         path = f"{root}/changing"
         for size in (10, 3 * _MB, 10, 5 * _MB, 0, 1):
             data = _bytes(size, seed=size)
@@ -455,7 +558,7 @@ class FileSystemConformance:
                 assert file.read() == data
             assert fs.info(path)["size"] == size
 
-    def test_an_open_file_keeps_its_version_or_says_that_it_changed(self, fs: MillraceFileSystem, root: str) -> None:
+    def test_open_file_after_overwrite_keeps_its_version_or_raises(self, fs: MillraceFileSystem, root: str) -> None:
         path = f"{root}/overwritten"
         old, new = _bytes(9 * _MB, 1), _bytes(9 * _MB, 2)
         fs.pipe_file(path, old)
@@ -471,7 +574,7 @@ class FileSystemConformance:
         with fs.open_input_file(path) as file:
             assert file.read() == new
 
-    def test_a_removed_file_is_gone_also_from_the_cache(self, fs: MillraceFileSystem, root: str) -> None:
+    def test_removed_file_is_also_removed_from_the_cache(self, fs: MillraceFileSystem, root: str) -> None:
         fs.pipe_file(f"{root}/gone", b"x" * 5_000_000)
         assert len(fs.cat_file(f"{root}/gone")) == 5_000_000
         fs.rm(f"{root}/gone")
@@ -482,11 +585,16 @@ class FileSystemConformance:
 
     # --- the object itself ------------------------------------------------------------------------
 
-    def test_a_copy_is_equal_and_reads_the_same(
+    def test_unpickled_file_system_is_equal_and_reads_the_same_bytes(
         self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes]
     ) -> None:
         copy = pickle.loads(pickle.dumps(fs))
         assert copy == fs
         assert hash(copy) == hash(fs)
         assert copy.equals(fs)
+        assert not fs.equals(pafs.LocalFileSystem())
+        for other in (None, "s3", 1):
+            assert fs != other
+            with pytest.raises(TypeError):
+                fs.equals(other)
         assert copy.cat_file(f"{root}/a.bin") == tree[f"{root}/a.bin"]

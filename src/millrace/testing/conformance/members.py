@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.members import Member, Membership, MemberState, View, ViewSource
+from millrace.cluster.membership import Member, Membership, MemberState, View, ViewSource
 
 
 def eventually(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
-    """Wait until it holds; fail when that takes far longer than it may."""
+    """Wait until the condition is true; fail after a long timeout."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "what was waited for has not come"
@@ -21,7 +21,7 @@ def eventually(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
 
 
 def wait_for(views: ViewSource, *members: Member) -> None:
-    """Wait until it has these members and no others."""
+    """Wait until the view has exactly these members."""
     eventually(lambda: views.view() == View.of(members))
 
 
@@ -29,7 +29,7 @@ Open = Callable[[], Membership]
 
 
 class MembershipConformance:
-    """What holds for any. Subclass it with the fixture `connect`: what gives one more `Membership` of the test's cluster."""
+    """The guarantees of any `Membership`. Subclass it with the fixture `connect`, which returns another `Membership`."""
 
     joinable: tuple[str, str, str] = ("127.0.0.1:7001", "127.0.0.1:7002", "[::1]:7003")
     """Addresses with which members join."""
@@ -40,7 +40,7 @@ class MembershipConformance:
 
     @pytest.fixture
     def opened(self, connect: Open) -> Iterator[Open]:
-        """As `connect`; what it gave is closed."""
+        """Calls `connect`, and closes its results at the end."""
         memberships: list[Membership] = []
 
         def one_more() -> Membership:
@@ -64,14 +64,14 @@ class MembershipConformance:
 
     # --- any membership ---------------------------------------------------------------------------
 
-    def test_a_member_that_joined_is_seen_by_all(self, membership: Membership, opened: Open) -> None:
+    def test_joined_member_is_in_all_views(self, membership: Membership, opened: Open) -> None:
         client = opened()
         me = self.member(0)
         membership.join(me)
         eventually(lambda: membership.view().member(me.id) == me)
         eventually(lambda: client.view().member(me.id) == me)
 
-    def test_several_members_see_the_same(self, opened: Open) -> None:
+    def test_several_members_have_the_same_view(self, opened: Open) -> None:
         everybody = [opened() for _ in self.joinable]
         for number, each in enumerate(everybody):
             each.join(self.member(number))
@@ -80,14 +80,14 @@ class MembershipConformance:
             wait_for(each, *expected)
         assert len({each.view().version for each in everybody}) == 1
 
-    def test_joining_twice_with_the_same_is_no_change(self, membership: Membership) -> None:
+    def test_second_join_with_same_state_changes_nothing(self, membership: Membership) -> None:
         membership.join(self.member(0))
         eventually(lambda: membership.view().member(self.joinable[0]) is not None)
         before = membership.view()
         membership.join(self.member(0))
         assert membership.view() == before
 
-    def test_leaving_and_closing_are_idempotent(self, membership: Membership) -> None:
+    def test_leave_and_close_twice_do_not_raise(self, membership: Membership) -> None:
         membership.leave()
         membership.join(self.member(0))
         membership.leave()
@@ -96,14 +96,14 @@ class MembershipConformance:
         membership.close()
         membership.leave()
 
-    def test_the_last_view_stays_after_the_end(self, membership: Membership) -> None:
+    def test_view_after_close_is_the_last_one(self, membership: Membership) -> None:
         membership.join(self.member(0))
         eventually(lambda: membership.view().member(self.joinable[0]) is not None)
         view = membership.view()
         membership.close()
         assert membership.view() == view
 
-    def test_no_thread_is_left_behind(self, opened: Open) -> None:
+    def test_close_ends_all_threads(self, opened: Open) -> None:
         before = set(threading.enumerate())
         membership = opened()
         membership.join(self.member(0))
@@ -111,7 +111,7 @@ class MembershipConformance:
         membership.close()
         eventually(lambda: set(threading.enumerate()) <= before)
 
-    def test_views_can_be_asked_by_many_threads(self, membership: Membership) -> None:
+    def test_view_is_read_by_many_threads(self, membership: Membership) -> None:
         membership.join(self.member(0))
         eventually(lambda: membership.view().member(self.joinable[0]) is not None)
         views: list[View] = []
@@ -124,28 +124,28 @@ class MembershipConformance:
 
 
 class LivingMembershipConformance(MembershipConformance):
-    """What holds besides where members come, change and go. The cluster of `connect` is empty at first."""
+    """The further guarantees when members join, change and leave. The cluster of `connect` is empty at first."""
 
     @pytest.fixture
     def expire(self) -> Callable[[Membership], None]:
-        """Have the process of a membership end without a word, as far as others can see."""
+        """End a membership as if its process was killed, without `leave`."""
         return lambda dead: dead.close()
 
-    def test_at_first_nobody_is_there(self, membership: Membership) -> None:
+    def test_new_cluster_has_no_members(self, membership: Membership) -> None:
         assert membership.view() == View(())
 
-    def test_who_comes_late_sees_who_is_there(self, membership: Membership, opened: Open) -> None:
+    def test_late_member_has_all_members_in_its_view(self, membership: Membership, opened: Open) -> None:
         membership.join(self.member(0))
         late = opened()
         wait_for(late, self.member(0))
 
-    def test_what_a_member_says_of_itself_arrives(self, membership: Membership, opened: Open) -> None:
-        me = Member(id="an id / with ünïcode", address="[::1]:1", weight=1.5e12, state=MemberState.JOINING, wire=(1, 7))
+    def test_member_state_is_published_to_others(self, membership: Membership, opened: Open) -> None:
+        me = Member(id="an id / with ünïcode", address="[::1]:1", weight=1.5e12, state=MemberState.JOINING, wire=7)
         membership.join(me)
         other = opened()
         wait_for(other, me)
 
-    def test_a_change_of_state_and_weight_is_seen(self, membership: Membership, opened: Open) -> None:
+    def test_changed_state_and_weight_are_published(self, membership: Membership, opened: Open) -> None:
         other = opened()
         me = self.member(0, state=MemberState.JOINING)
         for now in (
@@ -158,7 +158,7 @@ class LivingMembershipConformance(MembershipConformance):
             wait_for(other, now)
             wait_for(membership, now)
 
-    def test_who_leaves_is_gone(self, membership: Membership, opened: Open) -> None:
+    def test_member_that_leaves_is_not_in_the_view(self, membership: Membership, opened: Open) -> None:
         other = opened()
         other.join(self.member(1))
         membership.join(self.member(0))
@@ -169,7 +169,7 @@ class LivingMembershipConformance(MembershipConformance):
         other.leave()
         wait_for(membership)
 
-    def test_who_has_left_may_come_back(self, membership: Membership, opened: Open) -> None:
+    def test_member_that_left_joins_again(self, membership: Membership, opened: Open) -> None:
         other = opened()
         for weight in (1.0, 2.0):
             me = self.member(0, weight=weight)
@@ -178,7 +178,7 @@ class LivingMembershipConformance(MembershipConformance):
             membership.leave()
             wait_for(other)
 
-    def test_who_dies_without_a_word_is_gone_after_a_while(
+    def test_killed_member_is_removed_after_its_lease(
         self, membership: Membership, opened: Open, expire: Callable[[Membership], None]
     ) -> None:
         other = opened()
@@ -188,33 +188,33 @@ class LivingMembershipConformance(MembershipConformance):
         expire(membership)
         wait_for(other, self.member(1))
 
-    def test_every_change_is_told(self, membership: Membership, opened: Open) -> None:
+    def test_watch_receives_every_change(self, membership: Membership, opened: Open) -> None:
         other = opened()
-        told: list[View] = []
+        received: list[View] = []
         deaf: list[View] = []
-        stop = other.watch(told.append)
+        stop = other.watch(received.append)
         other.watch(deaf.append)()  # ended at once
         membership.join(self.member(0, state=MemberState.JOINING))
-        eventually(lambda: len(told) == 1)
+        eventually(lambda: len(received) == 1)
         membership.join(self.member(0))
-        eventually(lambda: len(told) == 2)
-        assert told[-1] == View.of([self.member(0)]) == other.view()
+        eventually(lambda: len(received) == 2)
+        assert received[-1] == View.of([self.member(0)]) == other.view()
         stop()
         stop()
         membership.join(self.member(0, weight=2.0))
         wait_for(other, self.member(0, weight=2.0))
-        assert (len(told), deaf) == (2, [])
+        assert (len(received), deaf) == (2, [])
 
-    def test_a_listener_that_fails_disturbs_nobody(self, membership: Membership, opened: Open) -> None:
+    def test_listener_that_fails_does_not_affect_others(self, membership: Membership, opened: Open) -> None:
         other = opened()
-        told: list[View] = []
+        received: list[View] = []
 
         def fail(view: View) -> None:
             raise RuntimeError(f"a fault in a listener at {len(view.members)} members")
 
         other.watch(fail)
-        other.watch(told.append)
+        other.watch(received.append)
         membership.join(self.member(0))
-        eventually(lambda: len(told) == 1)
+        eventually(lambda: len(received) == 1)
         membership.leave()
         wait_for(other)

@@ -13,8 +13,8 @@ __all__ = ["HOSTILE_NAMES", "ODD_NAMES", "Contents", "FromEnvironment", "OriginC
 
 
 class OriginConformance(Reads, Writes, Listings, Names, Processes):
-    """Subclass it with the fixtures `origin` (an `Origin`) and `root` (a prefix of keys in it, empty and the test's own).
+    """Subclass it with the fixtures `origin` (an `Origin`) and `root` (an empty key prefix, one per test).
 
-    What the origin cannot do is said by the attributes of `base.OriginSuite` (`writes`, `lists`, `ordered`, ...). Where it
-    cannot write, the fixture `contents` makes the objects by the server that it reads from.
+    The attributes of `base.OriginSuite` (`writes`, `lists`, `ordered`, ...) declare what the origin does not support. If it
+    cannot write, the fixture `contents` creates the objects through the server that the origin reads from.
     """

@@ -1,4 +1,4 @@
-"""What a subclass of the suite says of its origin, and the fixtures of the suite's parts."""
+"""The attributes that a subclass of the suite sets for its origin, and the fixtures of the suite's parts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from millrace.origin import ObjectInfo, Origin
 
 
 class Contents(Protocol):
-    """Makes and removes what the origin shall find: another way to the same storage, or the origin itself."""
+    """Creates and removes objects in the storage of the origin: through another client, or the origin itself."""
 
     def put(self, key: str, data: Buffer) -> None:
-        """Make or replace an object."""
+        """Create or replace an object."""
         ...
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -26,14 +26,14 @@ class Contents(Protocol):
 
 @dataclass(frozen=True)
 class FromEnvironment:
-    """An origin that found its credentials outside of its options, and what of these may not leave the process."""
+    """An origin with credentials from outside its options, and the secrets among them that must stay in the process."""
 
     origin: Origin
     secrets: Sequence[str] = field(repr=False)
 
 
 def listed(origin: Origin, prefix: str) -> list[ObjectInfo]:
-    """Everything below `prefix`, all pages in one."""
+    """All objects below `prefix`, in one list."""
     return [info for page in origin.list_all(prefix) for info in page]
 
 
@@ -41,55 +41,55 @@ class OriginSuite:
     """The attributes and fixtures that a subclass sets; each part of the suite adds its tests."""
 
     picklable = True
-    """Whether a copy in another process must read the same bytes: true of everything but what lives in memory."""
+    """Whether a copy in another process must read the same bytes. False only for storage in memory."""
 
     writes = True
-    """Whether objects can be put, streamed and deleted. Where not, all three raise `UsageError`, and the fixture
-    `contents` is to be given."""
+    """Whether objects can be put, streamed and deleted. If False, all three raise `UsageError`, and the subclass defines
+    the fixture `contents`."""
 
     lists = True
-    """Whether names can be listed. Where not, every listing raises `UsageError`."""
+    """Whether names can be listed. If False, every listing raises `UsageError`."""
 
     ordered = True
-    """Whether listings come in the order of the keys, as object stores give them."""
+    """Whether listings are in the order of the keys, as those of object stores are."""
 
     lists_versions = True
-    """Whether a listing tells the size and version of an object exactly as `head` does."""
+    """Whether a listing returns the same size and version of an object as `head`."""
 
     one_creator = True
-    """Whether of many `put(if_absent=True)` at the same time exactly one succeeds."""
+    """Whether exactly one of many concurrent `put(if_absent=True)` succeeds."""
 
     exact_versions = True
-    """Whether other bytes of the same size, written a moment later, always have another version."""
+    """Whether different bytes of the same size, written shortly after, always get another version."""
 
     largest_listing = 2_050
-    """How many objects the test of many pages makes: more than two pages, or fewer where a storage is slow."""
+    """The number of objects in the test of many pages: more than two pages, or fewer if the storage is slow."""
 
     unsupported_names: frozenset[str] = frozenset()
-    """Those of `ODD_NAMES` and `HOSTILE_NAMES` that the storage behind this origin cannot have, or reads as another name by
-    its own rules; say why where you set it."""
+    """Those of `ODD_NAMES` and `HOSTILE_NAMES` that the storage does not support, or reads as another name by its own
+    rules. Give the reason next to the value."""
 
     secrets: Sequence[str] = ()
-    """The secrets in the options that the origin of the fixture was given: nothing that it says may show them."""
+    """The secrets in the options of the fixture's origin. They must not appear in its messages, names and `repr`."""
 
     @pytest.fixture
     def origin(self) -> Origin:
-        """The origin that is tried."""
-        raise NotImplementedError("give an `origin` fixture")
+        """The origin under test."""
+        raise NotImplementedError("define the fixture `origin`")
 
     @pytest.fixture
     def root(self) -> str:
-        """A prefix of keys, without a slash at its end: empty, and the test's own."""
-        raise NotImplementedError("give a `root` fixture")
+        """An empty key prefix for one test, without a trailing slash."""
+        raise NotImplementedError("define the fixture `root`")
 
     @pytest.fixture
     def contents(self, origin: Origin) -> Contents:
-        """How the tests make and remove objects. Where `writes` is false: by the server that the origin reads from."""
+        """Creates and removes objects. If `writes` is False: through the server that the origin reads from."""
         return origin
 
     @pytest.fixture
     def environment_origin(self) -> FromEnvironment | None:
-        """An origin over the same storage whose credentials come from the environment, where there is such a thing."""
+        """An origin over the same storage with credentials from the environment; None if it has none."""
         return None
 
     @pytest.fixture

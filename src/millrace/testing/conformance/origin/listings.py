@@ -1,4 +1,4 @@
-"""Levels, and everything below a prefix in pages."""
+"""Listings of one level, and of all objects below a prefix in pages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from millrace.testing.conformance.origin.base import Contents, OriginSuite, list
 
 
 class Listings(OriginSuite):
-    """What an origin must do that can list; one that cannot says so."""
+    """Requirements on listings. An origin without listings must raise `UsageError`."""
 
-    def test_one_that_cannot_list_says_so(self, origin: Origin, contents: Contents, root: str) -> None:
+    def test_listing_of_origin_without_listings_raises(self, origin: Origin, contents: Contents, root: str) -> None:
         if self.lists:
             pytest.skip("this origin can list")
         contents.put(f"{root}/object", b"x")
@@ -27,7 +27,7 @@ class Listings(OriginSuite):
                 call()
             assert caught.value.next_step
 
-    def test_a_level_names_objects_and_prefixes(self, listable: Origin, contents: Contents, root: str) -> None:
+    def test_list_level_returns_objects_and_prefixes(self, listable: Origin, contents: Contents, root: str) -> None:
         for name in ("a", "b/c", "b/d/e", "b-x", "f/g"):
             contents.put(f"{root}/{name}", name.encode())
         listing = listable.list_level(root)
@@ -39,9 +39,7 @@ class Listings(OriginSuite):
         assert [info.key for info in deeper.objects] == [f"{root}/b/c"]
         assert list(deeper.prefixes) == [f"{root}/b/d"]
 
-    def test_everything_below_is_listed_with_what_head_says(
-        self, listable: Origin, contents: Contents, root: str
-    ) -> None:
+    def test_list_all_returns_sizes_and_versions_of_head(self, listable: Origin, contents: Contents, root: str) -> None:
         names = ["a", "b/c", "b/d/e", "b-x", "f/g"]
         for name in names:
             contents.put(f"{root}/{name}", name.encode())
@@ -52,7 +50,7 @@ class Listings(OriginSuite):
             if self.lists_versions:
                 assert (info.size, info.version) == (head.size, head.version)
 
-    def test_a_prefix_is_a_directory_and_not_the_begin_of_a_name(
+    def test_listing_of_prefix_excludes_names_that_only_begin_with_it(
         self, listable: Origin, contents: Contents, root: str
     ) -> None:
         for name in ("data/x", "data-old/y", "data.txt"):
@@ -60,13 +58,15 @@ class Listings(OriginSuite):
         assert [info.key for info in listed(listable, f"{root}/data")] == [f"{root}/data/x"]
         assert [info.key for info in listable.list_level(f"{root}/data").objects] == [f"{root}/data/x"]
 
-    def test_where_nothing_is_the_listing_is_empty(self, listable: Origin, contents: Contents, root: str) -> None:
+    def test_listing_of_missing_prefix_is_empty(self, listable: Origin, contents: Contents, root: str) -> None:
         contents.put(f"{root}/elsewhere", b"")  # so that the bucket is there
         assert listed(listable, f"{root}/nothing") == []
         listing = listable.list_level(f"{root}/nothing")
         assert (list(listing.objects), list(listing.prefixes)) == ([], [])
 
-    def test_listings_go_over_many_pages(self, listable: Origin, contents: Contents, root: str) -> None:
+    def test_list_all_of_many_objects_returns_bounded_pages(
+        self, listable: Origin, contents: Contents, root: str
+    ) -> None:
         keys = sorted(f"{root}/pages/{number:05}" for number in range(self.largest_listing))
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda key: contents.put(key, b"x"), keys))

@@ -1,4 +1,4 @@
-"""Copies in other processes: by fork, by pickle, and what of secrets goes with them."""
+"""Copies in other processes, by fork and by pickle, and the secrets in them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ sys.stdout.buffer.write(bytes(origin.read(sys.argv[1], 0, int(sys.argv[2]))))
 
 
 def _in_forked_child(action: Callable[[], bytes]) -> bytes:
-    """What `action` returns in a forked child. Fails when the child raises, or has not ended after a minute."""
+    """The result of `action` in a forked child. Fails if the child raises, or has not ended after a minute."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -49,7 +49,7 @@ def _in_forked_child(action: Callable[[], bytes]) -> bytes:
 
 
 def _in_new_process(pickled: bytes, key: str, size: int) -> bytes:
-    """The first `size` bytes of `key`, as a process reads them that was started afresh."""
+    """The first `size` bytes of `key`, read in a new process."""
     done = subprocess.run(
         [sys.executable, "-c", _READ_A_COPY, key, str(size)],
         input=base64.b64encode(pickled) + b"\n",
@@ -62,9 +62,9 @@ def _in_new_process(pickled: bytes, key: str, size: int) -> bytes:
 
 
 class Processes(OriginSuite):
-    """An origin goes wherever its users go."""
+    """An origin works in every process of its users."""
 
-    def test_a_copy_reads_the_same(self, origin: Origin, contents: Contents, root: str) -> None:
+    def test_unpickled_copy_reads_the_same_bytes(self, origin: Origin, contents: Contents, root: str) -> None:
         if not self.picklable:
             pytest.skip("lives in the memory of one process")
         contents.put(f"{root}/object", b"data")
@@ -72,16 +72,14 @@ class Processes(OriginSuite):
         assert copy.identity == origin.identity
         assert bytes(copy.read(f"{root}/object", 0, 4)) == b"data"
 
-    def test_a_copy_in_a_new_process_reads_the_same(self, origin: Origin, contents: Contents, root: str) -> None:
+    def test_copy_in_new_process_reads_the_same_bytes(self, origin: Origin, contents: Contents, root: str) -> None:
         if not self.picklable:
             pytest.skip("lives in the memory of one process")
         contents.put(f"{root}/object", b"data")
         assert bytes(origin.read(f"{root}/object", 0, 4)) == b"data"  # a used one is pickled
         assert _in_new_process(pickle.dumps(origin), f"{root}/object", 4) == b"data"
 
-    def test_a_forked_child_reads_with_the_origin_that_its_parent_used(
-        self, origin: Origin, contents: Contents, root: str
-    ) -> None:
+    def test_origin_in_forked_child_reads_the_same_bytes(self, origin: Origin, contents: Contents, root: str) -> None:
         contents.put(f"{root}/object", b"data")
         assert bytes(origin.read(f"{root}/object", 0, 4)) == b"data"
 
@@ -91,9 +89,9 @@ class Processes(OriginSuite):
 
         for _ in range(2):
             assert _in_forked_child(read_twice_and_in_a_grandchild) == b"datadata"
-        assert bytes(origin.read(f"{root}/object", 0, 4)) == b"data"  # the parent's is as it was
+        assert bytes(origin.read(f"{root}/object", 0, 4)) == b"data"  # the parent's origin still works
 
-    def test_credentials_of_the_environment_are_found_again_and_not_pickled(
+    def test_pickle_with_environment_credentials_contains_no_secret(
         self, environment_origin: FromEnvironment | None, contents: Contents, root: str
     ) -> None:
         if environment_origin is None:

@@ -1,4 +1,4 @@
-"""Objects that are put, streamed and deleted."""
+"""Puts, streamed writes and deletions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from millrace.testing.conformance.origin.base import OriginSuite, listed
 
 
 class Writes(OriginSuite):
-    """What an origin must do that can write; one that cannot says so."""
+    """Requirements on writes. An origin without writes must raise `UsageError`."""
 
-    def test_one_that_cannot_write_says_so(self, origin: Origin, root: str) -> None:
+    def test_write_to_read_only_origin_raises(self, origin: Origin, root: str) -> None:
         if self.writes:
             pytest.skip("this origin can write")
         for call in (
@@ -29,7 +29,7 @@ class Writes(OriginSuite):
 
     def test_put_if_absent_has_one_winner(self, writable: Origin, root: str) -> None:
         if not self.one_creator:
-            pytest.skip("this storage cannot make one only where there is none")
+            pytest.skip("this storage has no conditional put")
         barrier = threading.Barrier(8)
 
         def put(number: int) -> bool:
@@ -45,19 +45,19 @@ class Writes(OriginSuite):
         assert len(won) == 1
         assert bytes(writable.read(f"{root}/once", 0, 1)) == b"%d" % won[0]
 
-    def test_put_if_absent_keeps_what_is_there(self, writable: Origin, root: str) -> None:
+    def test_put_if_absent_of_existing_key_raises_and_keeps_the_object(self, writable: Origin, root: str) -> None:
         writable.put(f"{root}/once", b"first", if_absent=True)
         with pytest.raises(ObjectExistsError):
             writable.put(f"{root}/once", b"other", if_absent=True)
         assert bytes(writable.read(f"{root}/once", 0, 5)) == b"first"
 
-    def test_deleting_what_is_missing_is_no_error(self, writable: Origin, root: str) -> None:
+    def test_delete_of_missing_key_does_not_raise(self, writable: Origin, root: str) -> None:
         writable.put(f"{root}/here", b"x")
         writable.delete([f"{root}/here", f"{root}/missing"])
         with pytest.raises(ObjectNotFoundError):
             writable.head(f"{root}/here")
 
-    def test_many_are_deleted_at_once(self, writable: Origin, root: str) -> None:
+    def test_delete_of_many_keys_removes_all(self, writable: Origin, root: str) -> None:
         keys = [f"{root}/many/{number:03}" for number in range(120)]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda key: writable.put(key, b"x"), keys))
@@ -68,7 +68,7 @@ class Writes(OriginSuite):
         if self.lists:
             assert listed(writable, f"{root}/many") == []
 
-    def test_a_writer_publishes_at_its_end(self, writable: Origin, root: str) -> None:
+    def test_writer_publishes_when_closed(self, writable: Origin, root: str) -> None:
         with writable.open_writer(f"{root}/streamed") as writer:
             assert writer.write(b"one ") == 4
             with pytest.raises(ObjectNotFoundError):
@@ -76,7 +76,7 @@ class Writes(OriginSuite):
             writer.write(memoryview(b"two"))
         assert bytes(writable.read(f"{root}/streamed", 0, 7)) == b"one two"
 
-    def test_a_large_stream_arrives_in_order(self, writable: Origin, root: str) -> None:
+    def test_large_stream_is_written_in_order(self, writable: Origin, root: str) -> None:
         parts = [bytes([number]) * 1_500_000 for number in range(20)]
         with writable.open_writer(f"{root}/large") as writer:
             for part in parts:
@@ -86,7 +86,7 @@ class Writes(OriginSuite):
         assert info.size == len(data)
         assert bytes(writable.read(info.key, 0, info.size, version=info.version)) == data
 
-    def test_an_exception_publishes_nothing(self, writable: Origin, root: str) -> None:
+    def test_writer_after_exception_publishes_nothing(self, writable: Origin, root: str) -> None:
         writable.put(f"{root}/object", b"old")
 
         class StopError(Exception):
@@ -101,7 +101,7 @@ class Writes(OriginSuite):
             fail_half_way()
         assert bytes(writable.read(f"{root}/object", 0, 3)) == b"old"
 
-    def test_abort_and_close_may_come_twice(self, writable: Origin, root: str) -> None:
+    def test_writer_abort_and_close_twice_do_not_raise(self, writable: Origin, root: str) -> None:
         writer = writable.open_writer(f"{root}/object")
         writer.write(b"x")
         writer.abort()

@@ -1,0 +1,520 @@
+"""Frees space in a store: executes the decisions of the eviction policy (`policy.py`), one evictor at a time in a node.
+
+Two occasions. A read that finds no free space calls `reserve`: the units that the policy selects are removed, or the read
+is served without being kept. And maintenance brings a store inside its limits again (`enforce`) when these were lowered,
+when another program fills the disk, when a time to live is over or a prefix exceeds its quota. In both cases copies that
+other nodes own are evicted first (`copies.py`), and nothing is evicted for a copy.
+
+A refusal is remembered for thirty times as long as its decision took: reads that may not be kept cost a thread at most 3 %
+of its time, whatever their number.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+from millrace.cache.eviction.audit import Audit
+from millrace.cache.eviction.copies import Copies, Keep
+from millrace.cache.eviction.holdings import Holdings, Survey, Surveyor, is_expired, rule_of
+from millrace.cache.eviction.policy import SAMPLE_SIZE, SHRINK_SAMPLE_SIZE, EvictionPolicy, Group, Unit
+from millrace.cache.eviction.retention import AppliedRule, Place, Rules, RulesFile
+from millrace.cache.eviction.usage import FindGroup
+from millrace.cache.eviction.usage_records import Draw, UnitRecord, UsageRecords, group_number
+from millrace.errors import StorageError
+from millrace.events import Event, emit
+from millrace.runtime.failures import FailingDiskError
+from millrace.runtime.locks import NamedLocks, lock_number
+from millrace.store.environment import DamagedIndexError
+from millrace.store.records import ObjectName
+from millrace.store.space import FreeSpace
+from millrace.store.store import Store
+
+_LOCK = lock_number(b"eviction")
+_LOOKOUT_LOCK = lock_number(b"lookout")  # of the process that checks the disk frequently
+_CHORES = b"chores"
+_CHORES_SECONDS = 0.45  # a little less than between two ticks
+_PAGE = 1000
+_REFUSAL_FACTOR = 30.0
+_TURN_SECONDS = 0.05
+_LONG_TURN_SECONDS = 10.0
+_DRAWS = 8  # consecutive draws that may contain nothing to evict
+_TAKEN_OF_A_DRAW = 4  # this fraction (1/n) of a large draw is evicted before the next draw
+_PIN_ATTEMPTS = 5
+_PIN_PAUSE_SECONDS = 0.005
+_PINS_REFUSED_SECONDS = 1.0
+_EXTREMES_SECONDS = 5.0
+
+_NO_PLACES: Mapping[Place, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An object with bytes that are about to be stored. `key` is its id, `nbytes` its whole size.
+
+    For a copy that another node owns nothing is evicted, if copies are distinguished at all.
+    """
+
+    key: bytes
+    nbytes: int
+    name: Callable[[], ObjectName]
+    group: FindGroup
+    keep: Keep = Keep.OWNED
+
+
+@dataclass(frozen=True, slots=True)
+class _Resident:
+    """A unit that may go, as the policy sees it, and the bytes that it has here."""
+
+    unit: Unit
+    segment: int
+    nbytes: int
+    rule: AppliedRule
+
+
+class Evictor:
+    """Evicts from one store. Thread-safe, any number of processes at once; not usable after a fork.
+
+    `rules` are the retention rules. `feed` writes down this process's uses. `remove_object` and `remove_segment` remove a
+    unit and return whether it was removed: a segment in use by a writer stays. `report` gets the failures of a disk.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rules: RulesFile,
+        records: UsageRecords,
+        locks: NamedLocks,
+        *,
+        feed: Callable[[], None],
+        remove_object: Callable[[bytes], bool],
+        remove_segment: Callable[[int], bool],
+        report: Callable[[StorageError], None],
+        copies: Copies,
+        audit: Audit,
+        policy: EvictionPolicy,
+    ) -> None:
+        self._store = store
+        self._policy = policy
+        self._rules = rules
+        self._records = records
+        self._locks = locks
+        self._feed = feed
+        self._remove_object = remove_object
+        self._remove_segment = remove_segment
+        self._report = report
+        self._holdings = Holdings(store.index)
+        self._surveyor = Surveyor(records, self._holdings)
+        self._turn = threading.Lock()
+        self._quota_lock = threading.Lock()
+        self._refused_until = 0.0
+        self._pins_refused_until = 0.0
+        self._space = FreeSpace(store.space, store.index)
+        self._over_reported = False
+        self._extremes_at = 0.0
+        self._copies = copies
+        self._audit = audit
+
+    # --- for a read that found something to keep ----------------------------------------------------
+
+    def reserve(self, nbytes: int, candidate: Candidate) -> bool:
+        """Calls `Store.reserve`, and evicts for it if the policy allows. The caller releases the granted bytes."""
+        try:
+            rules = self._rules.current()
+            rule = rule_of(rules, candidate.name()) if rules.by_place else None
+            place = None if rule is None else rule.quota_place
+            if place is None or rule is None:
+                excess = 0
+            else:
+                with self._quota_lock:  # or concurrent threads would all fit, and later most would be evicted
+                    survey = self._surveyor.current(rules)
+                    excess = survey.used.get(place, 0) + nbytes - _quota_bytes(self._store, rule)
+                    if excess <= 0:
+                        survey.add(place, candidate.key, nbytes)
+        except StorageError as error:
+            self._report(error)
+            return False
+        if excess <= 0:
+            if self._reserve(nbytes):
+                return True
+            self.give_back(nbytes, candidate)
+        if candidate.keep is Keep.COPY and self._copies.are_told_apart:
+            return False
+        over = place if excess > 0 else None
+        if rule is not None and rule.pinned and time.monotonic() >= self._pins_refused_until:
+            # Others may take the space that is freed, and a block counts twice shortly after it was written.
+            for _ in range(_PIN_ATTEMPTS):
+                if self._make_room(nbytes, candidate, over, excess) and self._reserve(nbytes):
+                    return self._count(place, nbytes, candidate)
+                time.sleep(_PIN_PAUSE_SECONDS)
+            self._pins_refused_until = time.monotonic() + _PINS_REFUSED_SECONDS
+            return False
+        if time.monotonic() < self._refused_until:
+            return False
+        if self._make_room(nbytes, candidate, over, excess) and self._reserve(nbytes):
+            return self._count(place, nbytes, candidate)
+        return False
+
+    def give_back(self, nbytes: int, candidate: Candidate) -> None:
+        """Remove bytes from the quota that `reserve` granted and that were not written."""
+        try:
+            rules = self._rules.current()
+            place = rule_of(rules, candidate.name()).quota_place if rules.by_place else None
+            if place is not None:
+                with self._quota_lock:
+                    used = self._surveyor.current(rules).used
+                    used[place] = max(0, used.get(place, 0) - nbytes)
+        except StorageError as error:
+            self._report(error)
+
+    def _reserve(self, nbytes: int) -> bool:
+        """Reserve the free space beyond the headroom."""
+        try:
+            return self._space.short_of_headroom(nbytes) <= 0 and self._store.space.reserve(nbytes)
+        except StorageError as error:
+            self._report(error)
+            return False
+
+    def _count(self, place: Place | None, nbytes: int, candidate: Candidate) -> bool:
+        if place is not None:
+            with self._quota_lock:
+                self._surveyor.current(self._rules.current()).add(place, candidate.key, nbytes)
+        return True
+
+    def _make_room(self, nbytes: int, candidate: Candidate, over: Place | None, excess: int) -> bool:
+        try:
+            with self._my_turn(_TURN_SECONDS) as mine:
+                if not mine:
+                    return False
+                started = time.thread_time()
+                shortage = max(excess, self._store.space.shortage(nbytes), self._space.short_of_headroom(nbytes))
+                made = shortage <= 0 or self._replace(shortage, candidate, over)
+                if not made:
+                    cost = time.thread_time() - started
+                    self._refused_until = time.monotonic() + _REFUSAL_FACTOR * cost
+                return made
+        except StorageError as error:
+            self._report(error)
+            return False
+
+    def _replace(self, shortage: int, candidate: Candidate, over: Place | None) -> bool:
+        """Collect victims until there is enough, and only then remove them."""
+        self._feed()
+        self._audit.adopt()
+        rules = self._rules.current()
+        places = _places(rules)
+        rule = rule_of(rules, candidate.name())
+        unit = self._unit_of(candidate, 0 if rule.quota_place is None else places[rule.quota_place])
+        victims = {} if over is not None else self._copies_to_go(shortage, candidate, rules, places)
+        empty = 0
+        while shortage > sum(victim.nbytes for victim in victims.values()):
+            draw = self._draw(SAMPLE_SIZE, rules, over)
+            sample = {
+                found.unit.key: found
+                for found in self._residents(draw, rules, places)
+                if found.unit.key != candidate.key and found.unit.key not in victims and not found.rule.pinned
+            }
+            if not sample:
+                empty += 1
+                if empty == _DRAWS:
+                    return False
+                continue
+            chosen = self._policy.choose(
+                [found.unit for found in sample.values()],
+                None if rule.pinned else unit,  # a pin is evidence enough
+                {**draw.groups, unit.group: self._group_of(unit, draw)},
+                clock=draw.clock,
+                capacity_bytes=self._store.space.capacity_bytes(),
+                over_quota=self._over_quota(rules, places) | ({places[over]} if over is not None else set()),
+            )
+            if chosen is None:
+                return False
+            victims[chosen.key] = sample[chosen.key]
+        return self._remove(victims.values()) >= shortage
+
+    def _copies_to_go(
+        self, shortage: int, candidate: Candidate, rules: Rules, places: Mapping[Place, int]
+    ) -> dict[bytes, _Resident]:
+        """Copies that cover the shortage, or all copies: no candidate has to be better than these."""
+        victims: dict[bytes, _Resident] = {}
+        empty = 0
+        while empty < _DRAWS and (draw := self._copies.draw(SAMPLE_SIZE)).records:
+            sample = {
+                found.unit.key: found
+                for found in self._residents(draw, rules, places)
+                if found.unit.key != candidate.key and found.unit.key not in victims and not found.rule.pinned
+            }
+            empty = 0 if sample else empty + 1
+            while sample:
+                if shortage <= sum(victim.nbytes for victim in victims.values()):
+                    return victims
+                chosen = self._least_useful(sample, draw, ())
+                victims[chosen.unit.key] = sample.pop(chosen.unit.key)
+        return victims
+
+    def _unit_of(self, candidate: Candidate, prefix: int) -> Unit:
+        record = self._records.get(candidate.key)
+        if record is not None:
+            return replace(record.unit, prefix=prefix)
+        group = group_number(candidate.group())
+        return Unit(key=candidate.key, nbytes=candidate.nbytes, group=group, last=self._records.clock, prefix=prefix)
+
+    def _group_of(self, unit: Unit, draw: Draw) -> Group:
+        found = draw.groups.get(unit.group)
+        return self._records.group(unit.group) if found is None else found
+
+    # --- bringing the store inside its limits -------------------------------------------------------
+
+    def look(self) -> float | None:
+        """Check the disk, and evict if another program is about to take it below `min_free`.
+
+        Returns the seconds until the next check; None: at the next tick. One process of the node checks frequently, for as
+        long as that is needed.
+        """
+        pause = self._space.look()
+        if self._space.too_little() + self._space.headroom > 0:
+            self.enforce()
+            if self._pressing() > 0:
+                return None  # nothing to evict, or another process does it
+        if pause is None:
+            self._locks.release(_LOOKOUT_LOCK)
+        elif not self._locks.try_acquire(_LOOKOUT_LOCK):
+            return None
+        return pause
+
+    def enforce(self, *, patient: bool = False) -> None:
+        """Evict expired units, and others until every limit holds. `patient` waits for another evictor to end.
+
+        Quick if no limit is exceeded. For the capacity, pins are never evicted; for `min_free` they are evicted last. Checks
+        of every unit are done by one process of the node at a time, which also continues the audit.
+        """
+        rules = self._rules.current()
+        chores = self._records.claim(_CHORES, _CHORES_SECONDS)
+        survey = self._surveyor.current(rules) if chores or patient else Survey()
+        over = [place for place in survey.used if self._excess(survey, rules, place) > 0]
+        if not chores and not patient and self._pressing_soon() <= 0:
+            return
+        with self._my_turn(_LONG_TURN_SECONDS if patient else 0.0) as mine:
+            if not mine:
+                return
+            if chores:
+                self._audit.go_on()
+            if not over and not survey.expired and self._pressing_soon() <= 0:
+                return
+            self._feed()
+            self._audit.adopt()
+            for record in self._records.find(survey.expired).records:
+                holding = self._holdings.of(record, rules)
+                if holding is not None and is_expired(record, holding.rule, time.time()):
+                    self._remove([_resident(record, holding.nbytes, holding.rule, {}, 0.0)])
+            for place in over:
+                draw_of_place = partial(self._draw, SHRINK_SAMPLE_SIZE, rules, place)
+                self._shrink(rules, partial(self._excess_now, rules, place), draw_of_place)
+            for draw in (self._copies.draw, self._records.draw):
+                self._shrink(rules, self._pressing_soon, partial(draw, SHRINK_SAMPLE_SIZE))
+            self._go_to_extremes(rules, patient=patient)
+
+    def _excess(self, survey: Survey, rules: Rules, place: Place) -> int:
+        return survey.used.get(place, 0) - _quota_of(self._store, rules, place)
+
+    def _excess_now(self, rules: Rules, place: Place) -> int:
+        """Uses the survey that counts the removals: another survey may be due during the removals."""
+        return self._excess(self._surveyor.current(rules), rules, place)
+
+    def _pressing(self) -> int:
+        """Bytes to evict now."""
+        return max(self._over_capacity(), self._space.too_little())
+
+    def _pressing_soon(self) -> int:
+        """Bytes to evict now, including space for what another program is about to write."""
+        return max(self._over_capacity(), self._space.too_little() + self._space.headroom)
+
+    def _over_capacity(self) -> int:
+        return self._store.index.used_bytes() - self._store.space.capacity_bytes()
+
+    def _shrink(self, rules: Rules, pressing: Callable[[], int], draw_some: Callable[[], Draw]) -> None:
+        """Evict without a candidate until no limit is exceeded, or nothing evictable is found."""
+        places = _places(rules)
+        empty = 0
+        while (needed := pressing()) > 0 and empty < _DRAWS:
+            draw = draw_some()
+            if not draw.records:
+                return
+            sample = {found.unit.key: found for found in self._residents(draw, rules, places) if not found.rule.pinned}
+            freed = 0
+            for _ in range(max(1, len(sample) // _TAKEN_OF_A_DRAW)):
+                if not sample or freed >= needed:
+                    break
+                chosen = self._least_useful(sample, draw, self._over_quota(rules, places))
+                freed += self._remove([sample.pop(chosen.unit.key)])
+            empty = 0 if freed else empty + 1
+
+    def _least_useful(self, sample: Mapping[bytes, _Resident], draw: Draw, over_quota: Collection[int]) -> _Resident:
+        """The unit of a sample to evict first. The sample is not empty."""
+        chosen = self._policy.choose(
+            [found.unit for found in sample.values()],
+            None,
+            draw.groups,
+            clock=draw.clock,
+            capacity_bytes=self._store.space.capacity_bytes(),
+            over_quota=over_quota,
+        )
+        assert chosen is not None, "without a candidate something of every sample goes"
+        return sample[chosen.key]
+
+    def _go_to_extremes(self, rules: Rules, *, patient: bool) -> None:
+        """Victims that no draw has found: check every unit, and if the disk runs full evict pins too.
+
+        If this frees nothing it is not repeated for a while.
+        """
+        started = time.monotonic()
+        if self._pressing() <= 0 or (started < self._extremes_at and not patient):
+            return
+        self._look_everywhere(rules)
+        if self._pressing() > 0:
+            ended = time.monotonic()
+            self._extremes_at = ended + max(_EXTREMES_SECONDS, _REFUSAL_FACTOR * (ended - started))
+
+    def _look_everywhere(self, rules: Rules) -> None:
+        if self._pressing() > 0:
+            self._audit.adopt(again=True)
+            self._shrink_all(rules, self._pressing, pinned=False)
+        if self._space.too_little() > 0:
+            self._shrink_all(rules, self._space.too_little, pinned=True)
+        over = self._over_capacity()
+        if over > 0 and not self._over_reported:
+            emit(Event(name="cache.over_capacity", subject=str(self._store.directory), nbytes=over))
+        self._over_reported = over > 0
+
+    def _shrink_all(self, rules: Rules, pressing: Callable[[], int], *, pinned: bool) -> None:
+        after = b""
+        while page := self._records.page(after, _PAGE):
+            after = page[-1].unit.key
+            for record in page:
+                if pressing() <= 0:
+                    return
+                holding = self._holdings.of(record, rules)
+                if holding is None or holding.rule.pinned != pinned:
+                    continue
+                freed = self._remove([_resident(record, holding.nbytes, holding.rule, {}, 0.0)])
+                if freed and pinned:
+                    emit(
+                        Event(
+                            name="cache.pinned.evicted",
+                            subject=str(self._store.directory),
+                            nbytes=freed,
+                            detail="another program fills the disk up to 'min_free'",
+                        )
+                    )
+
+    # --- candidates ---------------------------------------------------------------------------------
+
+    def _draw(self, count: int, rules: Rules, place: Place | None) -> Draw:
+        if place is None:
+            return self._records.draw(count)
+        return self._records.find(self._surveyor.some_of(self._surveyor.current(rules), place, count))
+
+    def _residents(self, draw: Draw, rules: Rules, places: Mapping[Place, int]) -> Iterator[_Resident]:
+        """The cached units of a draw, with their rules. The records of other units are corrected."""
+        now = time.time()
+        gone = []
+        for record in draw.records:
+            holding = self._holdings.of(record, rules)
+            if holding is None:
+                gone.append(record.unit.key)
+            else:
+                copy = self._copies.is_copy(record)
+                yield _resident(record, holding.nbytes, holding.rule, places, now, copy=copy)
+        if gone:
+            self._records.gone(gone)
+
+    def _over_quota(self, rules: Rules, places: Mapping[Place, int]) -> set[int]:
+        if not places:
+            return set()
+        used = self._surveyor.current(rules).used
+        return {places[place] for place in places if used.get(place, 0) > _quota_of(self._store, rules, place)}
+
+    def _remove(self, victims: Iterable[_Resident]) -> int:
+        """Remove units. Returns their bytes. A unit that cannot be removed is reported and skipped."""
+        freed = 0
+        gone = []
+        for victim in victims:
+            key = victim.unit.key
+            before = self._store.space.free_bytes()
+            try:
+                went = self._remove_segment(victim.segment) if victim.segment else self._remove_object(key)
+            except (FailingDiskError, DamagedIndexError):
+                raise  # every other unit would fail, too
+            except StorageError as error:
+                self._report(error)
+                continue
+            if not went:
+                continue
+            freed += victim.nbytes
+            gone.append(key)
+            self._space.removed(victim.nbytes, self._store.space.free_bytes() - before)
+            place = victim.rule.quota_place
+            if place is not None:
+                with self._quota_lock:
+                    used = self._surveyor.current(self._rules.current()).used
+                    used[place] = max(0, used.get(place, 0) - victim.nbytes)
+        if gone:
+            self._records.gone(gone)
+        return freed
+
+    def forget_survey(self) -> None:
+        """Check every unit again before the next decision. For tests."""
+        self._surveyor.forget()
+
+    # --- one at a time ------------------------------------------------------------------------------
+
+    @contextmanager
+    def _my_turn(self, seconds: float) -> Iterator[bool]:
+        """Lock out other evictors of this node inside a `with` block. Yields whether that succeeded."""
+        deadline = time.monotonic() + seconds
+        if not self._turn.acquire(timeout=seconds):
+            yield False
+            return
+        try:
+            pause = 0.0005
+            while not (mine := self._locks.try_acquire(_LOCK)) and time.monotonic() < deadline:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02)
+            try:
+                yield mine
+            finally:
+                if mine:
+                    self._locks.release(_LOCK)
+        finally:
+            self._turn.release()
+
+
+def _resident(
+    record: UnitRecord, nbytes: int, rule: AppliedRule, places: Mapping[Place, int], now: float, *, copy: bool = False
+) -> _Resident:
+    prefix = 0 if rule.quota_place is None else places.get(rule.quota_place, 0)
+    unit = replace(record.unit, prefix=prefix, expired=is_expired(record, rule, now), copy=copy)
+    return _Resident(unit, record.segment, nbytes, rule)
+
+
+def _places(rules: Rules) -> Mapping[Place, int]:
+    """A number for each prefix with a quota."""
+    if not rules.by_place:
+        return _NO_PLACES
+    return {
+        place: number
+        for number, place in enumerate(sorted(place for place, rule in rules.by_place.items() if rule.quota), 1)
+    }
+
+
+def _quota_bytes(store: Store, rule: AppliedRule) -> int:
+    return store.space.disk_bytes() if rule.quota is None else rule.quota.of(store.space.disk_bytes())
+
+
+def _quota_of(store: Store, rules: Rules, place: Place) -> int:
+    quota = rules.at(place).quota
+    return store.space.disk_bytes() if quota is None else quota.of(store.space.disk_bytes())

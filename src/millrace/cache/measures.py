@@ -1,0 +1,162 @@
+"""The figures of a node's stores as metrics, and the way of figures of saves into the counters of a store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from millrace.cache.attribution import Part, Reads
+from millrace.cache.counters import LIVE_NAMES, NAMES, Counters, Measures
+from millrace.cache.node import CacheNode, default_store, first_open_disk
+from millrace.cache.saved_runs import FAILED, SAVED, SavedRuns
+from millrace.errors import MillraceError, StorageError
+from millrace.events import Event
+from millrace.metrics import (
+    CAPACITY,
+    COUNTERS,
+    FREE,
+    HISTOGRAMS,
+    JOB_BYTES,
+    JOB_READS,
+    UPLOAD_BACKLOG,
+    USED,
+    Distribution,
+    Sample,
+)
+from millrace.runtime import forks
+
+_log = logging.getLogger("millrace.cache")
+
+_OBSERVED = frozenset(series.counter for series in HISTOGRAMS)
+
+
+def samples_of(node: CacheNode) -> list[Sample]:
+    """The metrics of the stores of `node`: sums over all processes, and the state of each disk."""
+    for disk in node.open_disks:
+        disk.add_up()
+    samples = samples_from([disk.measures() for disk in node.all_disks])
+    samples += _attributed([disk.attributed() for disk in node.all_disks])
+    for disk in node.open_disks:
+        label = (str(disk.store.directory),)
+        try:
+            samples += [
+                Sample(CAPACITY, label, disk.store.space.capacity_bytes()),
+                Sample(USED, label, disk.store.index.used_bytes()),
+                Sample(FREE, label, disk.store.space.free_bytes()),
+            ]
+        except StorageError as error:
+            disk.report(error)
+    return samples
+
+
+def samples_from(measures: Iterable[Measures]) -> list[Sample]:
+    """The sums of the measures of several stores as metrics. Pure."""
+    found = list(measures)
+    counts = {name: sum(each.counters[name] for each in found) for name in NAMES}
+    histograms = {name: _sum([each.histograms[name] for each in found]) for name in _OBSERVED} if found else {}
+    counts["disk_bytes"] = max(0, counts["cache_bytes"] - counts["mapped_bytes"])
+    counts["disk_reads"] = sum(histograms["disk_seconds"].counts) if histograms else 0
+    samples = [Sample(series.metric, series.labels, counts[series.counter]) for series in COUNTERS]
+    samples += [Sample(series.metric, series.labels, histograms[series.counter]) for series in HISTOGRAMS if histograms]
+    samples.append(Sample(UPLOAD_BACKLOG, (), sum(each.live["upload_backlog_bytes"] for each in found)))
+    return samples
+
+
+def _attributed(totals: Iterable[Mapping[Part, Reads]]) -> list[Sample]:
+    sums: dict[Part, Reads] = {}
+    for found in totals:
+        for part, reads in found.items():
+            sums[part] = sums[part].plus(reads) if part in sums else reads
+    samples = []
+    for part, reads in sums.items():
+        cache, fetched = (*part, "cache"), (*part, "fetched")
+        samples += [
+            Sample(JOB_READS, cache, reads.cached_reads),
+            Sample(JOB_READS, fetched, reads.fetched_reads),
+            Sample(JOB_BYTES, cache, reads.cached_bytes),
+            Sample(JOB_BYTES, fetched, reads.fetched_bytes),
+        ]
+    return samples
+
+
+def _sum(distributions: list[Distribution]) -> Distribution:
+    counts = tuple(sum(place) for place in zip(*(each.counts for each in distributions), strict=True))
+    return Distribution(counts, sum(each.sum for each in distributions))
+
+
+# --- saves --------------------------------------------------------------------------------------------------
+
+
+class _SaveCounters:
+    """The counters for saves of this process: of a cache that it has open, or of the machine's default cache, if any.
+
+    A training process may save without reading through a cache. The node of the machine exports the sums either way.
+    Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._lock = threading.Lock()
+        self._own: Counters | None = None
+        self._failed = False
+
+    def get(self) -> Counters | None:
+        with self._lock:
+            # Once they exist they are kept: a live value must not be set in two places.
+            if self._own is None:
+                disk = first_open_disk()
+                if disk is not None:
+                    return disk.counters
+                directory = default_store()
+                self._own = None if directory is None else Counters(directory / "counters")
+            return self._own
+
+    def report(self, error: MillraceError) -> None:
+        """Log an error of `get` once in a process."""
+        if not self._failed:
+            self._failed = True
+            _log.warning("the saves of this process are missing in the metrics: %s", error)
+
+    def reset_in_child(self) -> None:
+        if self._own is not None:
+            self._own.abandon()
+            forks.keep_inherited(self._own)
+        self.reset()
+
+
+_saves = _SaveCounters()
+forks.reset_in_child(_saves.reset_in_child)
+
+
+def count_event(event: Event) -> None:
+    """Add the values of an event to the counters of the same names. `import millrace` registers this as an event hook."""
+    if event.values is None:
+        return
+    try:
+        counters = _saves.get()
+    except MillraceError as error:
+        _saves.report(error)
+        return
+    if counters is None:
+        return
+    for name, value in event.values.items():
+        if name in _OBSERVED:
+            counters.observe(name, value)
+        elif name in LIVE_NAMES:
+            counters.set_live(name, int(value))
+        elif name in NAMES:
+            counters.add(name, int(value))
+    if event.name in (SAVED, FAILED):
+        try:
+            runs_of(counters.directory).record(event)
+        except StorageError as error:
+            _saves.report(error)
+
+
+def runs_of(counters_directory: Path) -> SavedRuns:
+    """The records of the runs that were saved with this store."""
+    return SavedRuns(counters_directory / "runs")

@@ -1,0 +1,9 @@
+"""Cached metadata of the origin: object versions, listings and footers.
+
+Key terms:
+- page: a sorted run of keys of one listing, as one index entry.
+- freshness: how old a cached entry may be before the origin is requested again (the option `consistency`).
+- invalidation: a write that removes the cached metadata of its key on every node.
+
+Start reading in `metadata.py`, then `sources.py` and `page_map.py`.
+"""

@@ -1,0 +1,528 @@
+"""Descriptions of keys, cached in the index for as long as the option `consistency` allows.
+
+A listing is stored in pages (`page_map.py`), each with the time of its request. Expired metadata is requested again
+by page: one request for a thousand keys, for a listing or for a single object, one at a time on a node. A key
+that no listing has named is requested alone. Figures and reasons: docs/design/0006-metadata.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+from millrace.cache.metadata.page_map import PageMap, Stretch
+from millrace.cache.metadata.page_rows import Transaction
+from millrace.cache.metadata.pages import Description, Page, Space, encode, level_space
+from millrace.cache.metadata.sources import (
+    ALWAYS_FRESH,
+    ORIGIN_METADATA,
+    Answer,
+    Below,
+    Freshness,
+    ListingStream,
+    MetadataSource,
+    Moment,
+    base_of,
+    end_of,
+)
+from millrace.errors import DeniedError, StorageError, UsageError
+from millrace.origin import Listing, ObjectInfo, Origin
+from millrace.runtime.locks import NamedLocks
+
+_T = TypeVar("_T")
+
+PAGE_OBJECTS = 1000
+
+_LEVEL_PAGES = 10
+"""A level is derived from at most this many recursive pages, and requested again as a whole up to that length."""
+
+_NOWHERE = Space(b"nowhere!")
+
+
+class MetadataCache:
+    """Serves `stat` and listings from the index while they are fresh, else from the origin.
+
+    `max_age_seconds` is 0 (request every time), `inf` (never request twice) or a time. Metadata that the origin declares
+    immutable is never requested twice. `on_changed` is called with the old description of an object that has changed or
+    was removed. Thread- and process-safe. A disk error disables caching, not the request.
+    """
+
+    def __init__(
+        self,
+        pages: PageMap,
+        locks: NamedLocks,
+        *,
+        max_age_seconds: float,
+        on_changed: Callable[[Origin, ObjectInfo], None],
+        report: Callable[[StorageError], None],
+        clock: Callable[[], float] = time.time,
+        source: Callable[[], MetadataSource] = lambda: ORIGIN_METADATA,
+    ) -> None:
+        self._map = pages
+        self._locks = locks
+        self._freshness = Freshness(max_age_seconds)
+        self._on_changed = on_changed
+        self._report_disk = report
+        self._clock = clock
+        self._source = source
+
+    # --- objects ----------------------------------------------------------------------------------
+
+    def known(self, origin: Origin, key: str) -> ObjectInfo | None:
+        """The cached description of an object, if it is fresh; sends no request."""
+        known = self._known_until(origin, key)
+        return None if known is None else known[0]
+
+    def stat(self, origin: Origin, key: str) -> ObjectInfo:
+        """Describe an object, from memory while fresh. Raises `ObjectNotFoundError`."""
+        return self.stat_until(origin, key)[0]
+
+    def stat_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
+        """Describe an object as `stat` does; also returns the time (`time.time`) from which this is stale."""
+        known = self._known_until(origin, key)
+        if known is None and self._uses_listings(origin):
+            known = self._stat_by_listing(origin, key)
+        return self._stat_alone(origin, key) if known is None else known
+
+    def forget(self, origin: Origin, *keys: str) -> None:
+        """Drop the metadata of `keys` that were written or removed, on this node and on all others.
+
+        Listings that could name them are requested again. A key that ends in a slash is a directory, and its listing is
+        requested again. The versions that were known are reported as changed. Earlier answers about the keys that are
+        still in flight are not stored.
+        """
+        try:
+            self._report(origin, [self._map.change(origin.identity, key) for key in keys])
+        finally:
+            doubtful = self._source().changed(origin, keys)  # also after a disk error: other nodes must drop it
+        if doubtful:
+            # Other processes of this node may have received an older answer from a node that had not dropped it yet.
+            self._report(origin, [self._map.change(origin.identity, key) for key in keys])
+
+    def forget_all(self) -> None:
+        """Drop all cached metadata, for every process of this node. Cached blocks stay, and are found again."""
+        self._map.clear()
+
+    def freshness_of(self, origin: Origin, key: str) -> Freshness:
+        """For how long the metadata of an object, or of a directory's content, is fresh."""
+        return ALWAYS_FRESH if origin.is_immutable(key) else self._freshness
+
+    def known_in(
+        self, txn: Transaction, identity: str, key: str, freshness: Freshness, *, changes: int | None = None
+    ) -> tuple[Description, float] | None:
+        """The cached description of an object, if it is fresh, and the time from which it is stale; in a read transaction.
+
+        `changes` as for `PageMap.known_in`.
+        """
+        if not freshness:
+            return None
+        now = self._clock()  # once: the first open of an object by a process uses this
+        known = self._map.known_in(txn, identity, key, freshness.earliest(now), freshness.latest(now), changes=changes)
+        return None if known is None else (known.description, freshness.stale_from(known.asked))
+
+    def unpacked(self, identity: str, key: str, changes: int, freshness: Freshness) -> tuple[int, str, float] | None:
+        """Size and version of an object from an unpacked page, if they are fresh, and the time from which they are stale.
+
+        Another process may have received a newer answer since; then the store no longer has the version.
+        """
+        found = self._map.unpacked(identity, key, changes)
+        if found is None:
+            return None
+        if not freshness.is_fresh(found[3], self._clock()):
+            return None
+        return found[0], found[1], freshness.stale_from(found[3])
+
+    def _known_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float] | None:
+        identity, freshness = origin.identity, self.freshness_of(origin, key)
+        found = self._tolerantly(lambda: self._map.look(lambda txn: self.known_in(txn, identity, key, freshness)), None)
+        return None if found is None else (ObjectInfo(key, *found[0]), found[1])
+
+    def _stat_alone(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
+        moment = self._moment(origin)
+        try:
+            info, age = self._source().head(origin, key)
+        except FileNotFoundError:
+            if self._tolerantly(lambda: self._map.is_remembered(origin.identity, key), False):
+                self._tolerantly(lambda: self.forget(origin, key), None)
+            raise
+        moment = moment.earlier(age)
+        space = self._space(origin)
+        self._report(origin, [self._tolerantly(lambda: self._map.store_record(space, info, moment), None)])
+        return info, self.freshness_of(origin, key).stale_from(moment.asked)
+
+    def _stat_by_listing(self, origin: Origin, key: str) -> tuple[ObjectInfo, float] | None:
+        """Request the page of the listing that named `key`; None if none did, or if it no longer does."""
+        for _ in range(2):  # once more if new keys fill the page before the key
+            stretch = self._listed_in(origin, key)
+            if stretch is None:
+                return self._stat_by_level(origin, key)
+            space = self._space(origin)
+            start = space.key(stretch.lower)
+            with self._turn(origin, start):
+                known = self._known_until(origin, key)  # another thread may have requested it
+                if known is not None:
+                    return known
+                asked = self._clock()
+                stream = self._stream(origin, stretch.root, start)
+                try:
+                    answer = self._pull(origin, stream)[0]
+                except DeniedError:  # credentials may allow reads but not listings
+                    return None
+            for info in answer.objects:
+                if info.key == key:
+                    return info, self.freshness_of(origin, key).stale_from(asked - stream.age)
+            if space.position(answer.through) >= space.position(key):
+                return None
+        return None
+
+    def _stat_by_level(self, origin: Origin, key: str) -> tuple[ObjectInfo, float] | None:
+        """Request the level that named `key`, unless it is long."""
+        parent = key[: key.rfind("/") + 1]
+        level = _level(origin, parent)
+        known = self._tolerantly(lambda: self._map.look_up(level, key), None)
+        if known is None or self._tolerantly(lambda: self._is_long(level, parent), True):
+            return None
+        self.list_level(origin, parent[:-1])
+        return self._known_until(origin, key)
+
+    def listing_root(self, origin: Origin, key: str) -> str | None:
+        """The prefix whose listing named `key`, however old; None without one."""
+        stretch = self._listed_in(origin, key)
+        return None if stretch is None else stretch.root
+
+    def _listed_in(self, origin: Origin, key: str) -> Stretch | None:
+        return self._tolerantly(lambda: self._map.stretch_naming(self._space(origin), key), None)
+
+    # --- directories ------------------------------------------------------------------------------
+
+    def remembered_directory(self, origin: Origin, prefix: str) -> bool:
+        """Whether cached metadata names something below `prefix`; stale metadata is requested again.
+
+        False without cached metadata: this sends no request about a key that was not a directory before.
+        """
+        below = self._fresh_below(origin, prefix)
+        if below is None and self._uses_listings(origin) and self._was_directory(origin, prefix):
+            return self.below(origin, prefix) == "something"
+        return below is True
+
+    def below(self, origin: Origin, prefix: str, *, accept_empty: bool = False) -> Below:
+        """The kind of content below `prefix`. Requests one page of its listing if that is not cached.
+
+        A cached empty listing is used only with `accept_empty`: another program may be about to write.
+        """
+        below = self._fresh_below(origin, prefix)
+        if below or (below is False and accept_empty):
+            return "something" if below else "nothing"
+        for answer in self._walk(origin, prefix):
+            if answer.objects:
+                return "something"
+            if answer.is_directory:
+                return "empty"
+        return "nothing"
+
+    def _fresh_below(self, origin: Origin, prefix: str) -> bool | None:
+        """Whether fresh pages name something below `prefix`; None if they do not cover it."""
+        freshness = self.freshness_of(origin, prefix)
+        if not freshness:
+            return None
+        try:
+            space = self._space(origin)
+            base, end = (space.position(text) for text in (base_of(prefix), end_of(prefix)))
+            marker = self._map.look_up(space, base_of(prefix))
+            if marker is not None and self._fresh(freshness, marker.asked):
+                return True
+
+            def read(stretch: Stretch, page: Page) -> tuple[bool, bool, str]:
+                return (
+                    self._fresh(freshness, stretch.asked),
+                    page.names_below(encode(base)),
+                    self._complete_to(freshness, stretch),
+                )
+
+            after = base
+            while (found := self._map.read_after(space, after, read)) is not None:
+                fresh, named, through = found
+                if fresh and named:
+                    return True
+                if through >= end:
+                    return False
+                if through <= after:
+                    break
+                after = through
+            level = self._map.read_after(
+                _level(origin, base_of(prefix)),
+                base_of(prefix),
+                lambda stretch, page: (
+                    self._fresh(freshness, stretch.asked) and page.names_below(encode(base_of(prefix)))
+                ),
+            )
+        except StorageError as error:
+            self._report_disk(error)
+            return None
+        return True if level else None
+
+    def _complete_to(self, freshness: Freshness, stretch: Stretch) -> str:
+        """The position up to which a page is complete; empty if it is stale or incomplete."""
+        return stretch.through if self._fresh(freshness, stretch.asked) and not stretch.incomplete else ""
+
+    def _was_directory(self, origin: Origin, prefix: str) -> bool:
+        """Whether the first cached page, however old, names something below `prefix`."""
+        base = base_of(prefix)
+        return self._names_below(self._space(origin), base) or self._names_below(_level(origin, base), base)
+
+    def _names_below(self, space: Space, base: str) -> bool:
+        position = space.position(base)
+        found = self._tolerantly(
+            lambda: self._map.read_after(space, position, lambda _, page: page.names_below(encode(position))), None
+        )
+        return found is True
+
+    # --- listings ---------------------------------------------------------------------------------
+
+    def list_all(self, origin: Origin, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
+        """Every object below `prefix`, in pages, in bounded memory; fresh pages are from the index."""
+        return (answer.objects for answer in self._walk(origin, prefix) if answer.objects)
+
+    def list_level(self, origin: Origin, prefix: str) -> Listing:
+        """The direct children of `prefix`; an empty listing if there are none."""
+        base = base_of(prefix)
+        remembered = self._fresh_level(origin, base)
+        if remembered is not None:
+            return remembered
+        with self._locks.hold(encode(f"level\0{origin.identity}\0{base}")):
+            remembered = self._fresh_level(origin, base)  # another thread may have requested it
+            if remembered is None:
+                remembered = self._flat_level(origin, prefix)
+            return self._request_level(origin, prefix) if remembered is None else remembered
+
+    def answers(self, origin: Origin, prefix: str, after: str) -> Iterator[Answer]:
+        """The content of a directory after the key `after` (`""`: all of it), as in `list_all`, answer by answer.
+
+        Raises `UsageError` for an origin that lists without an order, because no answer can be continued.
+        """
+        last = after or base_of(prefix)
+        for answer in self._walk(origin, prefix, last):
+            if last == end_of(prefix):
+                raise UsageError(f"the origin lists {prefix} in no order that can be cut into pages")
+            last = answer.through
+            yield answer
+
+    def _walk(self, origin: Origin, prefix: str, start: str = "") -> Iterator[Answer]:
+        """The content of a directory: fresh pages from the index, each run of other pages as one stream from the origin."""
+        freshness = self.freshness_of(origin, prefix)
+        after, end = start or base_of(prefix), end_of(prefix)
+        found, stuck = after != base_of(prefix), False
+        stream: ListingStream | None = None
+        while after != end:
+            answer = self._fresh_page(freshness, self._space(origin), prefix, after)
+            if answer is None:
+                root, start = (prefix, after) if stuck else self._next_request(origin, prefix, after)
+                with self._turn(origin, start):
+                    answer = self._fresh_page(
+                        freshness, self._space(origin), prefix, after
+                    )  # another thread may have requested it
+                    if answer is None:
+                        if stream is None or (stream.root, stream.after) not in ((root, start), (prefix, after)):
+                            stream = self._stream(origin, root, start)
+                        answer, ordered = self._pull(origin, stream)
+                        if not ordered:
+                            break
+                        if stream.root != prefix:
+                            answer = answer.within(prefix, after, self._space(origin))
+            yield answer
+            stuck = answer.through == after
+            after, found = answer.through, found or bool(answer.objects)
+        if after != end or (not found and stream is None):
+            # An order that cannot be stored; or an empty result, which is never cached: it may change at any time.
+            yield from self._walk_unremembered(origin, prefix, after if after != end else "")
+
+    def _walk_unremembered(self, origin: Origin, prefix: str, after: str) -> Iterator[Answer]:
+        for page, _ in self._source().list_pages(origin, prefix, after=after):
+            yield Answer(page.objects, end_of(prefix), page.is_directory)
+
+    def _fresh_page(self, freshness: Freshness, space: Space, prefix: str, after: str) -> Answer | None:
+        """The part of a fresh and complete page that follows `after` below `prefix`."""
+        if not freshness:
+            return None
+
+        def read(stretch: Stretch, page: Page) -> Answer | None:
+            if not self._complete_to(freshness, stretch):
+                return None
+            infos = page.infos()
+            if space.folders_first:
+                infos = [ObjectInfo(space.key(each.key), each.size, each.version, each.modified) for each in infos]
+            return Answer(infos, space.key(stretch.through))
+
+        answer = self._tolerantly(lambda: self._map.read_after(space, space.position(after), read), None)
+        found = None if answer is None else answer.within(prefix, after, space)
+        # A page that does not lead on is not used: the loop of the caller would not end.
+        return None if found is None or found.through == after else found
+
+    def _next_request(self, origin: Origin, prefix: str, after: str) -> tuple[str, str]:
+        """The listing to request, and the key to begin after: those of the expired page, if its listing is of a parent."""
+        if self._uses_listings(origin):
+            space = self._space(origin)
+            stretch = self._tolerantly(
+                lambda: self._map.read_after(space, space.position(after), lambda stretch, _: stretch), None
+            )
+            if stretch is not None and base_of(prefix).startswith(base_of(stretch.root)):
+                return stretch.root, space.key(stretch.lower)
+        return prefix, after
+
+    # --- one level --------------------------------------------------------------------------------
+
+    def _fresh_level(self, origin: Origin, base: str) -> Listing | None:
+        freshness, level, space = self.freshness_of(origin, base), _level(origin, base), self._space(origin)
+        infos = self._fresh_infos(freshness, level, base, None)
+        if infos is None:
+            infos = self._fresh_infos(freshness, space, base, _LEVEL_PAGES)
+        if not infos:  # a cached empty result is not used
+            return None
+        start = len(base)
+        objects = [info for info in infos if info.key.find("/", start) < 0]
+        deeper = (info.key for info in infos if "/" in info.key[start:]) if len(objects) < len(infos) else ()
+        prefixes = dict.fromkeys(key[: key.index("/", start)] for key in deeper)
+        return Listing(objects=objects, prefixes=list(prefixes))
+
+    def _flat_level(self, origin: Origin, prefix: str) -> Listing | None:
+        """A level that begins with a fresh page without folders (from an earlier check for a directory), by
+        continuing after that; None if it begins otherwise, has folders, or is long.
+        """
+        base = base_of(prefix)
+
+        def is_flat(answer: Answer) -> bool:
+            return all("/" not in info.key[len(base) :] for info in answer.objects)
+
+        first = self._fresh_page(self.freshness_of(origin, base), self._space(origin), prefix, base)
+        if first is None or not is_flat(first):
+            return None
+        objects: list[ObjectInfo] = []
+        for pages, answer in enumerate(self._walk(origin, prefix)):
+            if pages == _LEVEL_PAGES or not is_flat(answer):
+                return None
+            objects += answer.objects
+        return Listing(objects=objects, prefixes=[]) if objects else None
+
+    def _fresh_infos(
+        self, freshness: Freshness, space: Space, base: str, most_pages: int | None
+    ) -> list[ObjectInfo] | None:
+        """All objects that fresh pages name below `base`; None if pages are missing, or there are too many."""
+        if not freshness:
+            return None
+        found: list[ObjectInfo] = []
+        after, pages = base, 0
+        while after != end_of(base):
+            answer = self._fresh_page(freshness, space, base, after)
+            pages += 1
+            if answer is None or (most_pages is not None and pages > most_pages):
+                return None
+            found += answer.objects
+            after = answer.through
+        return found
+
+    def _is_long(self, level: Space, base: str) -> bool:
+        after, pages = base, 0
+        while (through := self._map.read_after(level, after, lambda stretch, _: stretch.through)) is not None:
+            after, pages = through, pages + 1
+        return pages > _LEVEL_PAGES
+
+    def _request_level(self, origin: Origin, prefix: str) -> Listing:
+        base = base_of(prefix)
+        moment = self._moment(origin)
+        listing, age = self._source().list_level(origin, prefix)
+        moment = moment.earlier(age)
+        space = self._space(origin)
+        level = _level(origin, base)
+        folders = [ObjectInfo(f"{name}/", 0, "", 0.0) for name in listing.prefixes]
+        # Without directories, a level contains everything.
+        target, keys = (level, space) if folders else (space, None)
+        entries = sorted([*listing.objects, *folders], key=lambda info: target.position(info.key))
+
+        def store() -> list[ObjectInfo | None]:
+            gone: list[ObjectInfo | None] = []
+            if not folders:
+                self._map.drop(level)
+            lower, end = target.position(base), target.position(end_of(prefix))
+            for start in range(0, max(len(entries), 1), PAGE_OBJECTS):
+                page = entries[start : start + PAGE_OBJECTS]
+                last = start + PAGE_OBJECTS >= len(entries)
+                through = end if last else target.position(page[-1].key)
+                gone += self._map.store(target, lower, through, page, moment, root=prefix, keys=keys)
+                lower = through
+            return gone
+
+        self._report(origin, self._tolerantly(store, []))
+        return listing
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _uses_listings(self, origin: Origin) -> bool:
+        return bool(self._freshness) and not origin.head_is_local
+
+    def _turn(self, origin: Origin, start: str) -> AbstractContextManager[None]:
+        return self._locks.hold(encode(f"page\0{origin.identity}\0{start}"))
+
+    def _stream(self, origin: Origin, root: str, start: str) -> ListingStream:
+        def settled(key: str) -> ObjectInfo | None:
+            space = self._space(origin)
+            return self._tolerantly(lambda: self._map.listed(space, key) or self._map.listed(space, f"{key}/"), None)
+
+        return ListingStream(self._source(), origin, root, start, settled)
+
+    def _pull(self, origin: Origin, stream: ListingStream) -> tuple[Answer, bool]:
+        """Request one page of a stream and store it. Also returns whether its order can be stored."""
+        start, asked = stream.after, self._moment(origin)
+        # A client may have the page already, since it requested the one before.
+        moment = stream.asked or asked
+        page, stream.asked = stream.next_page(), asked
+        moment = moment.earlier(stream.age)
+        answer = Answer(page.objects, stream.after, page.is_directory)
+        keys = [info.key for info in page.objects]
+        ordered = self._tolerantly(lambda: self._map.learn_order(origin.identity, keys, start), False)
+        if ordered and stream.after != start:
+            space = self._space(origin)
+
+            def store() -> list[ObjectInfo | None]:
+                return [
+                    *self._map.store(
+                        space,
+                        space.position(start),
+                        space.position(stream.after),
+                        page.objects,
+                        moment,
+                        root=stream.root,
+                        keep_empty=start != base_of(stream.root),
+                    )
+                ]
+
+            self._report(origin, self._tolerantly(store, []))
+        return answer, ordered
+
+    def _space(self, origin: Origin) -> Space:
+        return self._tolerantly(lambda: self._map.space(origin.identity), _NOWHERE)
+
+    def _moment(self, origin: Origin) -> Moment:
+        now = self._clock()
+        return self._tolerantly(lambda: self._map.moment(origin.identity, now), Moment(now, -1))
+
+    def _fresh(self, freshness: Freshness, asked: float) -> bool:
+        return freshness.is_fresh(asked, self._clock())
+
+    def _report(self, origin: Origin, gone: Iterable[ObjectInfo | None]) -> None:
+        for info in gone:
+            if info is not None and not info.key.endswith("/"):
+                self._on_changed(origin, info)
+
+    def _tolerantly(self, act: Callable[[], _T], otherwise: _T) -> _T:
+        """Use the index; a disk error is reported and `otherwise` is returned."""
+        try:
+            return act()
+        except StorageError as error:
+            self._report_disk(error)
+            return otherwise
+
+
+def _level(origin: Origin, base: str) -> Space:
+    return level_space(origin.identity, base)

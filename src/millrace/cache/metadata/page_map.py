@@ -1,0 +1,481 @@
+"""The cached keys of an origin, as an ordered map in the index: which range of keys was listed when.
+
+A listed range is a page (`pages.py`) under the position where it begins. Pages never overlap, so the page that could name
+a key is found by one step of a cursor, whatever was listed: a bucket, a directory, a single level. Nothing is recorded for
+each key in addition to its page; only a key that was requested alone has its own record.
+
+A *position* is a key as its origin sorts: by its bytes, as S3 does; or folder by folder, as servers with real directories
+do, where `/` sorts before every other character. The answers of the origin show which one it is.
+
+A write of this node is stored as a numbered change. An answer from before the change is not used for that
+key.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, NamedTuple, TypeVar
+
+from millrace.cache.metadata.page_rows import (
+    CHANGES_KEPT,
+    MOST_POSITION_BYTES,
+    ORDER,
+    PAGE,
+    RECORD,
+    Transaction,
+    ascending,
+    change_key,
+    changes_since,
+    concerns,
+    description_in_record,
+    later,
+    make_incomplete,
+    overlapping,
+    pack_record,
+    page_naming,
+    read_number,
+    record_key,
+    replace_pages,
+    settle_named,
+    settle_records,
+    struck_by,
+    unpack_record,
+    write_number,
+)
+from millrace.cache.metadata.pages import (
+    END,
+    MOST_OBJECTS,
+    Description,
+    Page,
+    Space,
+    decode,
+    description_in,
+    digest_of,
+    encode,
+    level_space,
+    pack_page,
+    storable,
+)
+from millrace.cache.metadata.sources import Moment
+from millrace.origin import ObjectInfo
+from millrace.store.index import Index
+
+_T = TypeVar("_T")
+
+_MOST_KEYS = 1 << 16
+_MOST_PAGES = 4096
+_LOOK_UPS = 32
+_PAUSE_SECONDS = 60.0
+
+Remembered = tuple[int, str, float, float]
+"""Size in bytes, version, time of modification, and time of the request."""
+
+
+class Known(NamedTuple):
+    """The description of a key, and the time of the request."""
+
+    description: Description
+    asked: float
+
+
+def described_in_page(cursor: Any, space: Space, position: bytes) -> Known | None:
+    """The description of `position` in the page of a space that names it."""
+    own = PAGE + space.digest
+    if not cursor.before(own + position):
+        return None
+    at, value = cursor.item()
+    if at[:9] != own:
+        return None
+    asked, description = description_in(value, position)
+    return None if description is None else Known(description, asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A page without its objects: the keys after the position `lower`, up to `through`, in a listing of `root`."""
+
+    lower: str
+    through: str
+    root: str
+    asked: float
+    incomplete: bool
+
+
+class PageMap:
+    """The map of one index. Thread- and process-safe; raises what `Index` raises."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._spaces: dict[str, Space] = {}
+        self._memory = PageMemory()
+        self._last_level: tuple[tuple[str, str], Space] | None = None
+
+    # --- spaces and time --------------------------------------------------------------------------
+
+    def space(self, identity: str) -> Space:
+        """All keys of an origin, in the order that its answers have shown so far."""
+        space = self._spaces.get(identity)
+        return space if space is not None else self._read_space(identity)
+
+    def _read_space(self, identity: str) -> Space:
+        with self._index.meta_reading() as txn:
+            folders_first = txn.get(ORDER + digest_of(identity)) is not None
+        space = Space(digest_of("all", identity, "folders first" if folders_first else ""), folders_first)
+        self._spaces[identity] = space
+        return space
+
+    def moment(self, identity: str, now: float) -> Moment:
+        """The moment before a request to the origin. Also reads the origin's order again."""
+        self._read_space(identity)
+        with self._index.meta_reading() as txn:
+            return Moment(now, read_number(txn, b"changes"))
+
+    def learn_order(self, identity: str, keys: Sequence[str], after: str) -> bool:
+        """Whether `keys`, as the origin listed them after `after`, are in an order that the map can store.
+
+        If an origin turns out to sort folder by folder, its pages in the wrong order are dropped.
+        """
+        space = self.space(identity)
+        if ascending(keys, after, space):
+            return True
+        if space.folders_first or not ascending(keys, after, Space(b"", folders_first=True)):
+            return False
+        with self._index.meta_writing() as txn:
+            txn.put(ORDER + digest_of(identity), b"folders first")
+            cursor = txn.cursor()
+            for kind in (PAGE, RECORD):
+                found = cursor.set_range(kind + space.digest)
+                while found and cursor.key()[:9] == kind + space.digest:
+                    found = cursor.delete()
+        self._read_space(identity)
+        return True
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    def look(self, read: Callable[[Transaction], _T]) -> _T:
+        """The result of `read` on the map at one moment."""
+        return self._index.look(read)
+
+    def look_up(self, space: Space, key: str) -> Known | None:
+        """The description of a key in the page of a space that names it, however old; None without such a page."""
+        position = encode(space.position(key))
+        return self._index.look(lambda txn: described_in_page(txn.cursor(), space, position))
+
+    def unpacked(self, identity: str, key: str, changes: int) -> Remembered | None:
+        """The description of a key in a page that this process has unpacked, however old; does not use the index.
+
+        `changes` is the number of changes as of now.
+        """
+        space = self.space(identity)
+        return None if space.folders_first else self._memory.find(space.digest, key, changes)
+
+    def known_in(
+        self, txn: Transaction, identity: str, key: str, oldest: float, newest: float, *, changes: int | None = None
+    ) -> Known | None:
+        """The description of a key from a request between two times: from a listing, from its level, or of it alone.
+
+        Runs inside a read transaction. `changes`, the number from before it began, restricts the lookup to a cached object.
+        An object that a page contradicts is no longer cached, so the first result suffices; the page may be unpacked
+        for the next lookups.
+        """
+        space = self.space(identity)
+        position = encode(space.position(key) if space.folders_first else key)
+        if changes is not None:
+            known = self.alone_in(txn, space, position)
+            if known is not None and oldest <= known.asked <= newest:
+                return known
+        cursor = txn.cursor()
+        known = described_in_page(cursor, space, position)
+        if known is not None and oldest <= known.asked <= newest:
+            if changes is not None and not space.folders_first:
+                self._memory.note(space.digest, bytes(cursor.key()), cursor.value(), changes)
+            return known
+        known = described_in_page(
+            cursor, self._level_above(identity, key), encode(key) if space.folders_first else position
+        )
+        if known is not None and oldest <= known.asked <= newest:
+            return known
+        known = self.alone_in(txn, space, position)
+        return known if known is not None and oldest <= known.asked <= newest else None
+
+    def alone_in(self, txn: Transaction, space: Space, position: bytes) -> Known | None:
+        """The description of a key that was requested alone, however old."""
+        value = txn.get(record_key(space, position))
+        return None if value is None else Known(*description_in_record(value))
+
+    def _level_above(self, identity: str, key: str) -> Space:
+        """The level of a key: mostly that of the last key."""
+        asked = (identity, key[: key.rfind("/") + 1])
+        last = self._last_level
+        if last is None or last[0] != asked:
+            last = self._last_level = (asked, level_space(*asked))
+        return last[1]
+
+    def read_after(self, space: Space, position: str, read: Callable[[Stretch, Page], _T]) -> _T | None:
+        """The result of `read` for the page that covers the keys after `position`; None without such a page.
+
+        The page is valid only inside `read`.
+        """
+        own, wanted = PAGE + space.digest, encode(position)
+
+        def found(at: bytes, value: memoryview) -> _T | None:
+            if at[:9] != own:
+                return None
+            page = Page(value)
+            through = page.through
+            if through <= wanted:
+                return None
+            return read(Stretch(decode(at[9:]), decode(through), page.root, page.asked, page.incomplete), page)
+
+        # The smallest greater key, so that a page that begins at `position` itself is found.
+        return self._index.last_meta_before(own + wanted + b"\0", found)
+
+    def stretch_naming(self, space: Space, key: str) -> Stretch | None:
+        """The range of the page that names `key`."""
+        position = encode(space.position(key))
+        own = PAGE + space.digest
+
+        def read(at: bytes, value: memoryview) -> Stretch | None:
+            if at[:9] != own:
+                return None
+            page = Page(value)
+            if page.find(position) is None:
+                return None
+            return Stretch(decode(at[9:]), decode(page.through), page.root, page.asked, page.incomplete)
+
+        return self._index.last_meta_before(own + position, read)
+
+    def listed(self, space: Space, key: str) -> ObjectInfo | None:
+        """The description of a key in the page that names it, however old."""
+        known = self.look_up(space, key)
+        return None if known is None else ObjectInfo(key, *known.description)
+
+    def is_remembered(self, identity: str, key: str) -> bool:
+        """Whether metadata of a key is stored, however old."""
+        space = self.space(identity)
+        levels = (space, level_space(identity, key[: key.rfind("/") + 1]))
+        return any(self.listed(each, key) for each in levels) or self.record(space, key) is not None
+
+    # --- storing ----------------------------------------------------------------------------------
+
+    def store(
+        self,
+        space: Space,
+        lower: str,
+        through: str,
+        infos: Sequence[ObjectInfo],
+        moment: Moment,
+        *,
+        root: str,
+        keep_empty: bool = False,
+        keys: Space | None = None,
+    ) -> list[ObjectInfo]:
+        """Store that exactly `infos` are between the position `lower` and `through`, in order.
+
+        Returns the descriptions that are outdated. Pages from a later request stay.
+        Nothing is stored for a range without objects unless `keep_empty`. `keys` is the origin's space, where changes are
+        noted, when `space` is that of a level.
+        """
+        entries = [(space.position(info.key), info) for info in infos]
+        start, stop = encode(lower), encode(through)
+        if len(start) > MOST_POSITION_BYTES or len(entries) > MOST_OBJECTS:
+            return []
+        if not all(storable(*entry) for entry in entries):
+            return []
+        with self._index.meta_writing() as txn:
+            changes = changes_since(txn, moment.changes, keys or space)
+            if changes is None:
+                return []
+            if keys is not None:
+                changes = [encode(space.position(keys.key(decode(change)))) for change in changes]
+            cursor = txn.cursor()
+            old = list(overlapping(cursor, space, start, stop))
+            for at, value in old:
+                page = Page(value)
+                if later(page.asked, moment.asked) and not page.incomplete:
+                    if at <= start:
+                        return []
+                    stop = at
+                    entries = [entry for entry in entries if encode(entry[0]) <= stop]
+                    break
+            old = [(at, value) for at, value in old if at < stop]
+            value = pack_page(entries, asked=moment.asked, through=decode(stop), root=root)
+            gone = struck_by(changes, space, start, stop, entries)
+            if gone is not None:
+                value = Page(value).without(gone)
+            superseded = replace_pages(txn, space, start, stop, value, old, keep=bool(entries) or keep_empty)
+            outdated, better = settle_records(cursor, space, start, stop, value, moment.asked)
+            if keys is not None:
+                outdated += settle_named(txn, keys, [info for _, info in entries], moment.asked)
+            if better and (entries or keep_empty):
+                txn.put(PAGE + space.digest + start, Page(value).without(better))
+        return superseded + outdated
+
+    # --- keys that were described alone -----------------------------------------------------------
+
+    def record(self, space: Space, key: str) -> tuple[ObjectInfo, float] | None:
+        """The description of `key` that was requested alone, and the time of the request."""
+        with self._index.meta_reading() as txn:
+            value = txn.get(record_key(space, encode(space.position(key))))
+            return None if value is None else unpack_record(value)
+
+    def store_record(self, space: Space, info: ObjectInfo, moment: Moment) -> ObjectInfo | None:
+        """Store a description; returns the stored one of the same key if it is outdated now."""
+        with self._index.meta_writing() as txn:
+            changes = changes_since(txn, moment.changes, space)
+            position = encode(space.position(info.key))
+            if changes is None or any(concerns(change, position) for change in changes):
+                return None
+            at = record_key(space, position)
+            value = txn.get(at)
+            old = None if value is None else unpack_record(value)[0]
+            listed = page_naming(txn.cursor(), space, position)
+            if listed is not None:
+                page = Page(listed[1])
+                number = page.find(position)
+                if number is not None and not later(page.asked, moment.asked):
+                    description = page.info(number, info.key)
+                    old = old or description
+                    if (description.version, description.size) != (info.version, info.size):
+                        txn.put(listed[0], page.without([position]))
+            txn.put(at, pack_record(info, moment.asked))
+        return old if old is not None and (old.version, old.size) != (info.version, info.size) else None
+
+    # --- forgetting -------------------------------------------------------------------------------
+
+    def change(self, identity: str, key: str) -> ObjectInfo | None:
+        """Note that `key` was written or removed; returns its old description.
+
+        A key that ends in a slash is a directory: its listing is stale, its descriptions of single keys are not.
+        """
+        space = self.space(identity)
+        position = encode(space.position(key))
+        with self._index.meta_writing(changed=True) as txn:
+            number = read_number(txn, b"changes") + 1
+            write_number(txn, b"changes", number)
+            txn.put(change_key(number), space.digest + position)
+            txn.delete(change_key(max(0, number - CHANGES_KEPT)))
+            cursor = txn.cursor()
+            known = None
+            if not key.endswith("/"):
+                known = self._strike(txn, cursor, space, key)
+                at = record_key(space, position)
+                value = txn.get(at)
+                if value is not None:
+                    known = unpack_record(value)[0]
+                    txn.delete(at)
+            else:
+                base = position
+                for at, page in list(overlapping(cursor, space, base, base + encode(END))):
+                    make_incomplete(txn, PAGE + space.digest + at, page)
+                self._distrust(txn, cursor, level_space(identity, key), encode(key))
+            below = key.rstrip("/")
+            while slash := below.rfind("/") + 1:
+                level = level_space(identity, below[:slash])
+                if below == key:
+                    known = self._strike(txn, cursor, level, key) or known
+                self._distrust(txn, cursor, level, encode(below[:slash]))
+                below = below[: slash - 1]
+            return known
+
+    def drop(self, space: Space) -> None:
+        """Remove every page of a space."""
+        with self._index.meta_writing() as txn:
+            cursor = txn.cursor()
+            found = cursor.set_range(PAGE + space.digest)
+            while found and cursor.key()[:9] == PAGE + space.digest:
+                found = cursor.delete()
+
+    def clear(self) -> None:
+        """Drop everything. Requests that were sent before store nothing."""
+        with self._index.meta_writing(changed=True) as txn:
+            number = read_number(txn, b"changes") + 1
+            self._index.drop_meta(txn)
+            write_number(txn, b"changes", number)
+            write_number(txn, b"cleared", number)
+
+    def _strike(self, txn: Transaction, cursor: Any, space: Space, key: str) -> ObjectInfo | None:
+        """Remove a key from the page that covers it; the page is incomplete then."""
+        position = encode(space.position(key))
+        found = page_naming(cursor, space, position)
+        if found is None:
+            return None
+        page = Page(found[1])
+        number = page.find(position)
+        known = None if number is None else page.info(number, key)
+        if number is not None or not page.incomplete:
+            txn.put(found[0], page.without([position]))
+        return known
+
+    def _distrust(self, txn: Transaction, cursor: Any, level: Space, base: bytes) -> None:
+        for at, value in list(overlapping(cursor, level, base, base + encode(END))):
+            make_incomplete(txn, PAGE + level.digest + at, value)
+
+
+# --- unpacked pages -----------------------------------------------------------------------------------
+
+
+class PageMemory:
+    """The contents of unpacked pages, by space. Thread-safe without a lock: each step is one operation on a dict.
+
+    A lookup in a packed page takes some five microseconds; in a dict, one. Unpacking a page of a thousand keys takes
+    as long as some fifty lookups, so a page is unpacked after 32 lookups. The contents are valid until a process of
+    this node changes something (the number of `signals.py`).
+
+    Holds up to 65,536 keys (some 400 bytes each) and a page more. When it is full, nothing is added for a minute, so a
+    data set of more keys does not replace its own pages; then it is emptied.
+    """
+
+    def __init__(
+        self,
+        *,
+        most_keys: int = _MOST_KEYS,
+        look_ups: int = _LOOK_UPS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._most_keys = most_keys
+        self._look_ups = look_ups
+        self._clock = clock
+        self._begin(0)
+
+    def __len__(self) -> int:
+        return sum(len(known) for known in list(self._known.values()))
+
+    def find(self, space: bytes, key: str, changes: int) -> Remembered | None:
+        """The description of a key in an unpacked page of a space, if nothing has changed since."""
+        if changes != self._changes:
+            return None
+        known = self._known.get(space)
+        return None if known is None else known.get(key)
+
+    def note(self, space: bytes, at: bytes, value: memoryview, changes: int) -> None:
+        """Count a lookup in this page, which is stored under `at` in the index; unpack the page after many of them.
+
+        `changes` is the number from before the page was read, while no change was in progress.
+        """
+        if changes != self._changes:
+            self._begin(changes)
+        count = self._counts.get(at, 0) + 1
+        if count < self._look_ups:
+            if len(self._counts) >= _MOST_PAGES:
+                self._counts.clear()
+            self._counts[at] = count
+        elif len(self) < self._most_keys:
+            self._counts.pop(at, None)
+            page = Page(value)
+            if not page.incomplete:  # none of its objects is removed
+                positions, sizes, versions, times = page.columns()
+                known = self._known.setdefault(space, {})
+                known.update(zip(positions, zip(sizes, versions, times, repeat(page.asked), strict=False), strict=True))
+        elif self._clock() >= self._since + _PAUSE_SECONDS:
+            self._begin(changes)
+
+    def _begin(self, changes: int) -> None:
+        # In this order: a reader of the new number finds no older content.
+        self._counts: dict[bytes, int] = {}
+        self._known: dict[bytes, dict[str, Remembered]] = {}
+        self._since = self._clock()
+        self._changes = changes

@@ -1,0 +1,307 @@
+"""A page of a listing as bytes: a thousand objects; one is found without reading the others. No I/O.
+
+Layout: a header; a hash table of the names (u16 numbers of objects, linear probing, at most half full); sizes (u64) and
+times (f64) of all objects; the offsets of each name and each version (u32); then the texts: the bound `through`, the
+listing's root, the prefix that all names share, the names, the versions. Names are sorted by their bytes.
+
+Names are *positions*: keys as the origin sorts them, see `Space`. Figures: docs/design/0006-metadata.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import xxhash
+
+from millrace.origin import ObjectInfo
+
+MOST_OBJECTS = 4096
+"""The most objects of a page; a listing returns a thousand."""
+
+_VERSION = 1
+_INCOMPLETE = 1
+_STRUCK = 2**64 - 1
+_NO_OBJECT = 0xFFFF
+_SEPARATOR = "\n"
+_describe = partial(tuple.__new__, ObjectInfo)  # `ObjectInfo._make` without a Python function for each object
+
+# Format, flags, objects, slots of the hash table, when asked; then where sizes, times, starts of names and versions,
+# the five texts and the end are.
+_HEADER = struct.Struct("<BBHHxxd10I")
+_FLAGS_AT = 1
+_SLOT = struct.Struct("<H")
+_PAIR = struct.Struct("<II")
+_SIZE = struct.Struct("<Q")
+_TIME = struct.Struct("<d")
+
+
+def encode(text: str) -> bytes:
+    """A key or a position in the form that is stored and sorted."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def decode(data: bytes) -> str:
+    """The reverse of `encode`."""
+    return data.decode("utf-8", "surrogatepass")
+
+
+END = "\U0010ffff"
+"""Sorts after everything that a key may continue with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The keys of one origin in its order, or one level of a directory's listing in byte order."""
+
+    digest: bytes
+    folders_first: bool = False
+
+    def position(self, key: str) -> str:
+        """The position of `key`."""
+        return key.replace("/", "\0") if self.folders_first else key
+
+    def key(self, position: str) -> str:
+        """The reverse of `position`."""
+        return position.replace("\0", "/") if self.folders_first else position
+
+
+def digest_of(*parts: str) -> bytes:
+    return hashlib.blake2b(encode("\0".join(parts)), digest_size=8).digest()
+
+
+def level_space(identity: str, base: str) -> Space:
+    """The space of one level: the direct children of the directory `base` (with its slash); prefixes end in a slash."""
+    return Space(digest_of("level", identity, base))
+
+
+def storable(position: str, info: ObjectInfo) -> bool:
+    """Whether a page can hold an object: its texts must not contain the separator."""
+    return _SEPARATOR not in position and _SEPARATOR not in info.version
+
+
+def pack_page(
+    entries: Sequence[tuple[str, ObjectInfo]], *, asked: float, through: str, root: str, incomplete: bool = False
+) -> bytes:
+    """A page of objects by position, in ascending order; the key of an object's description is not kept.
+
+    `asked` is the time of the request. The page covers the keys up to the position `through`, in a listing of `root`. An
+    `incomplete` page may lack keys.
+    """
+    names = [position for position, _ in entries]
+    cut = _shared(names[0], names[-1]) if names else 0
+    prefix = names[0][:cut] if names else ""
+    name_parts = [encode(name[cut:]) for name in names]
+    version_parts = [encode(info.version) for _, info in entries]
+    sections = [
+        _hash_table(name_parts),
+        array("Q", [info.size for _, info in entries]).tobytes(),
+        array("d", [info.modified for _, info in entries]).tobytes(),
+        _starts(name_parts),
+        _starts(version_parts),
+        encode(through),
+        encode(root),
+        encode(prefix),
+        b"\n".join(name_parts),
+        b"\n".join(version_parts),
+    ]
+    ends = list(accumulate(map(len, sections), initial=_HEADER.size))
+    flags = _INCOMPLETE if incomplete else 0
+    header = _HEADER.pack(_VERSION, flags, len(entries), len(sections[0]) // _SLOT.size, asked, *ends[1:])
+    return header + b"".join(sections)
+
+
+def _shared(first: str, last: str) -> int:
+    """The length of the common prefix of two texts, and so of all that sort between them."""
+    for number, (one, other) in enumerate(zip(first, last, strict=False)):
+        if one != other:
+            return number
+    return min(len(first), len(last))
+
+
+def _hash_table(names: Sequence[bytes]) -> bytes:
+    slots = 1 << max(1, (2 * len(names) - 1).bit_length())
+    table = array("H", [_NO_OBJECT]) * slots
+    digest, mask = xxhash.xxh3_64_intdigest, slots - 1
+    for number, name in enumerate(names):
+        slot = digest(name) & mask
+        while table[slot] != _NO_OBJECT:
+            slot = (slot + 1) & mask
+        table[slot] = number
+    return table.tobytes()
+
+
+def _starts(parts: Sequence[bytes]) -> bytes:
+    """The offset of each part in their join by one separator, and that of a part after the last."""
+    return array("I", accumulate((len(part) + 1 for part in parts), initial=0)).tobytes()
+
+
+class Description(NamedTuple):
+    """The description of an object: its size in bytes, its version, and when it was modified, in Unix seconds."""
+
+    size: int
+    version: str
+    modified: float
+
+
+def description_in(data: memoryview, position: bytes) -> tuple[float, Description | None]:
+    """When a packed page was requested, and its description of the object at `position`; None if it does not name it.
+
+    The results of `Page.find` and `Page.info` by one function: every first open of a file by a process calls it.
+    """
+    header = _HEADER.unpack_from(data)
+    version, _, _, slots, asked, sizes, times, name_starts, version_starts, _, _, prefix_at, names, versions, _ = header
+    if version != _VERSION:
+        raise ValueError(f"a page of format {version}")
+    length = names - prefix_at
+    if position[:length] != data[prefix_at:names]:
+        return asked, None
+    name = position[length:]
+    nbytes = len(name)
+    slot = xxhash.xxh3_64_intdigest(name)
+    while True:
+        slot &= slots - 1
+        (number,) = _SLOT.unpack_from(data, _HEADER.size + 2 * slot)
+        if number == _NO_OBJECT:
+            return asked, None
+        start, stop = _PAIR.unpack_from(data, name_starts + 4 * number)
+        if stop - start - 1 == nbytes and data[names + start : names + stop - 1] == name:
+            break
+        slot += 1
+    (size,) = _SIZE.unpack_from(data, sizes + 8 * number)
+    if size == _STRUCK:
+        return asked, None
+    start, stop = _PAIR.unpack_from(data, version_starts + 4 * number)
+    text = str(data[versions + start : versions + stop - 1], "utf-8", "surrogatepass")
+    return asked, Description(size, text, _TIME.unpack_from(data, times + 8 * number)[0])
+
+
+class Page:
+    """A packed page, read in place: only the requested parts are copied.
+
+    `data` must live as long as the page.
+    """
+
+    __slots__ = ("_at", "_data", "_slots", "asked", "count", "incomplete")
+
+    def __init__(self, data: memoryview | bytes) -> None:
+        self._data = data
+        header = _HEADER.unpack_from(data)
+        version, flags, self.count, self._slots, self.asked = header[:5]
+        self._at: tuple[int, ...] = header[5:]
+        if version != _VERSION:
+            raise ValueError(f"a page of format {version}")
+        self.incomplete = flags & _INCOMPLETE != 0
+
+    @property
+    def through(self) -> bytes:
+        """The position up to which the page covers the keys."""
+        return bytes(self._data[self._at[4] : self._at[5]])
+
+    @property
+    def root(self) -> str:
+        """The prefix whose listing the page is of."""
+        return decode(bytes(self._data[self._at[5] : self._at[6]]))
+
+    @property
+    def _prefix(self) -> bytes:
+        return bytes(self._data[self._at[6] : self._at[7]])
+
+    def find(self, position: bytes) -> int | None:
+        """The number of the object at `position`; None if there is none, or if it was removed."""
+        data, at = self._data, self._at
+        prefix = data[at[6] : at[7]]
+        length = len(prefix)
+        if position[:length] != prefix:
+            return None
+        name = position[length:]
+        mask = self._slots - 1
+        slot = xxhash.xxh3_64_intdigest(name) & mask
+        while True:
+            number: int = _SLOT.unpack_from(data, _HEADER.size + 2 * slot)[0]
+            if number == _NO_OBJECT:
+                return None
+            start, stop = _PAIR.unpack_from(data, at[2] + 4 * number)
+            if data[at[7] + start : at[7] + stop - 1] == name:
+                struck = _SIZE.unpack_from(data, at[0] + 8 * number)[0] == _STRUCK
+                return None if struck else number
+            slot = (slot + 1) & mask
+
+    def info(self, number: int, key: str) -> ObjectInfo:
+        """The description of an object, under the `key` that it is given."""
+        data, at = self._data, self._at
+        start, stop = _PAIR.unpack_from(data, at[3] + 4 * number)
+        return ObjectInfo(
+            key,
+            _SIZE.unpack_from(data, at[0] + 8 * number)[0],
+            str(data[at[8] + start : at[8] + stop - 1], "utf-8", "surrogatepass"),
+            _TIME.unpack_from(data, at[1] + 8 * number)[0],
+        )
+
+    def _size(self, number: int) -> int:
+        size: int = _SIZE.unpack_from(self._data, self._at[0] + 8 * number)[0]
+        return size
+
+    def _name(self, number: int) -> bytes:
+        start, stop = _PAIR.unpack_from(self._data, self._at[2] + 4 * number)
+        return bytes(self._data[self._at[7] + start : self._at[7] + stop - 1])
+
+    def names_below(self, base: bytes) -> bool:
+        """Whether any object's position begins with `base`."""
+        prefix = self._prefix
+        if base.startswith(prefix):
+            wanted = base[len(prefix) :]
+            first = bisect_left(range(self.count), wanted, key=self._name)
+        else:
+            wanted, first = b"", (0 if prefix.startswith(base) else self.count)
+        while first < self.count and self._name(first).startswith(wanted):
+            if self._size(first) != _STRUCK:
+                return True
+            first += 1
+        return False
+
+    def columns(self) -> tuple[list[str], list[int], list[str], list[float]]:
+        """Positions, sizes, versions and times of all objects; removed objects have an invalid size."""
+        if not self.count:
+            return [], [], [], []
+        data, at = self._data, self._at
+        prefix = decode(self._prefix)
+        positions = [prefix + name for name in decode(bytes(data[at[7] : at[8]])).split(_SEPARATOR)]
+        versions = decode(bytes(data[at[8] : at[9]])).split(_SEPARATOR)
+        sizes: list[int] = memoryview(data)[at[0] : at[1]].cast("Q").tolist()
+        times: list[float] = memoryview(data)[at[1] : at[2]].cast("d").tolist()  # type: ignore[assignment]
+        return positions, sizes, versions, times
+
+    def infos(self) -> list[ObjectInfo]:
+        """Every object that was not removed, with its position in place of its key."""
+        columns = self.columns()
+        infos = map(_describe, zip(*columns, strict=True))
+        return [info for info in infos if info.size != _STRUCK] if _STRUCK in columns[1] else list(infos)
+
+    def same_objects(self, other: Page) -> bool:
+        """Whether both hold the same names, sizes and versions."""
+        if self.count != other.count or self._prefix != other._prefix:
+            return False
+        mine, theirs = memoryview(self._data), memoryview(other._data)
+        sections = [(0, 1), (7, 8), (8, 9)]
+        return all(
+            mine[self._at[start] : self._at[stop]] == theirs[other._at[start] : other._at[stop]]
+            for start, stop in sections
+        )
+
+    def without(self, positions: Sequence[bytes]) -> bytes:
+        """This page without the objects at `positions`, and incomplete."""
+        changed = bytearray(self._data)
+        changed[_FLAGS_AT] |= _INCOMPLETE
+        for position in positions:
+            number = self.find(position)
+            if number is not None:
+                _SIZE.pack_into(changed, self._at[0] + 8 * number, _STRUCK)
+        return bytes(changed)

@@ -1,0 +1,233 @@
+"""The sources of metadata, and the time for which an answer is fresh.
+
+A node requests metadata from the origin, or in a cluster first from the member that requests it for all nodes. Each answer
+has an age in seconds: the time between the request to the origin and the answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from millrace.cache.metadata.pages import END, Space
+from millrace.origin import Listing, ListingPage, ObjectInfo, Origin
+
+# --- freshness ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The moment of a request to the origin: the time, and the number of the last change before it."""
+
+    asked: float
+    changes: int
+
+    def earlier(self, seconds: float) -> Moment:
+        """The moment of an answer that had this age when it arrived."""
+        return self if not seconds else Moment(self.asked - seconds, self.changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Freshness:
+    """For how long cached metadata is used without a new request.
+
+    `max_age` is in seconds: 0 never uses cached metadata, `inf` never requests it again. The object is false for 0.
+    """
+
+    max_age: float
+
+    def __bool__(self) -> bool:
+        return self.max_age > 0
+
+    def earliest(self, now: float) -> float:
+        """The earliest time of a request whose answer is fresh now."""
+        return now - self.max_age
+
+    def latest(self, now: float) -> float:
+        """The latest time of a request whose answer is fresh now.
+
+        A request in the future was sent before the clock was set back. Its age is not known, so it is stale.
+        """
+        return math.inf if self.max_age == math.inf else now
+
+    def is_fresh(self, asked: float, now: float) -> bool:
+        """Whether the answer to a request at time `asked` is fresh at time `now`."""
+        return self.max_age > 0 and self.earliest(now) <= asked <= self.latest(now)
+
+    def stale_from(self, asked: float) -> float:
+        """The time from which the answer to a request at time `asked` is stale."""
+        return asked + self.max_age
+
+
+ALWAYS_FRESH = Freshness(math.inf)
+"""For metadata that cannot change, such as that of a file in a commit."""
+
+# --- sources ------------------------------------------------------------------------------------------
+
+
+class MetadataSource(Protocol):
+    """Requests metadata. Thread-safe. Raises the errors of the `Origin` methods with the same names."""
+
+    def head(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
+        """Describe an object."""
+        ...
+
+    def list_level(self, origin: Origin, prefix: str) -> tuple[Listing, float]:
+        """List the direct children of a directory."""
+        ...
+
+    def list_pages(
+        self, origin: Origin, prefix: str, *, after: str, settled: Callable[[str], ObjectInfo | None] | None = None
+    ) -> Iterator[tuple[ListingPage, float]]:
+        """List everything below a directory, lazily, page by page."""
+        ...
+
+    def changed(self, origin: Origin, keys: Sequence[str]) -> bool:
+        """Invalidate older answers about keys that this node wrote or removed, on all nodes. Never raises.
+
+        Returns whether another process of this node may have received an older answer in the meantime.
+        """
+        ...
+
+
+class OriginMetadata:
+    """The `MetadataSource` of a node without a cluster: every request goes to the origin."""
+
+    def head(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
+        return origin.head(key), 0.0
+
+    def list_level(self, origin: Origin, prefix: str) -> tuple[Listing, float]:
+        return origin.list_level(prefix), 0.0
+
+    def list_pages(
+        self, origin: Origin, prefix: str, *, after: str, settled: Callable[[str], ObjectInfo | None] | None = None
+    ) -> Iterator[tuple[ListingPage, float]]:
+        return ((page, 0.0) for page in origin.list_pages(prefix, after=after, settled=settled))
+
+    def changed(self, origin: Origin, keys: Sequence[str]) -> bool:
+        return False  # a single node
+
+
+ORIGIN_METADATA: MetadataSource = OriginMetadata()
+
+# --- listings -----------------------------------------------------------------------------------------
+
+Below = Literal["something", "empty", "nothing"]
+"""The content below a key: objects; nothing, but the key is a directory; or nothing, and it is not a directory."""
+
+
+def base_of(prefix: str) -> str:
+    """The text with which every key below a directory begins."""
+    return prefix.rstrip("/") + "/"
+
+
+def end_of(prefix: str) -> str:
+    """A text that sorts after every key below a directory, and before every key that follows the directory."""
+    return base_of(prefix) + END
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A part of a directory's listing: its objects after the end of the answer before, up to the key `through`."""
+
+    objects: Sequence[ObjectInfo]
+    through: str
+    is_directory: bool = False
+
+    def within(self, prefix: str, after: str, space: Space) -> Answer:
+        """The part of an answer about a parent directory that is below `prefix` and after the key `after`."""
+        first, last = space.position(after), space.position(end_of(prefix))
+        if space.folders_first:
+            objects = [info for info in self.objects if first < space.position(info.key) < last]
+        else:  # without a call for each: listings of directories spend most of their time here
+            objects = [info for info in self.objects if first < info.key < last]
+        through = max(first, min(space.position(self.through), last))
+        is_directory = after == base_of(prefix) and any(info.key == after for info in self.objects)
+        return Answer(objects, space.key(through), is_directory)
+
+
+class ListingStream:
+    """The listing of `root` after the key `start`. Each page is one request.
+
+    The caller sets `asked`: the moment before the last page was requested. `age` is the age of that page on arrival.
+    """
+
+    def __init__(
+        self,
+        source: MetadataSource,
+        origin: Origin,
+        root: str,
+        start: str,
+        settled: Callable[[str], ObjectInfo | None],
+    ) -> None:
+        self.root = root
+        self.after = start
+        self.asked: Moment | None = None
+        self.age = 0.0
+        self._pages = iter(source.list_pages(origin, root, after=start, settled=settled))
+
+    def next_page(self) -> ListingPage:
+        """The next page. `after` is then the key where it ends."""
+        page, self.age = next(self._pages)
+        if page.last:
+            self.after = end_of(self.root)
+        elif page.objects:
+            self.after = page.objects[-1].key
+        return page
+
+
+# --- without a disk -----------------------------------------------------------------------------------
+
+
+class UncachedMetadata:
+    """Replaces `MetadataCache` on a node without a usable disk: it stores nothing and requests everything.
+
+    Writes through it still invalidate the metadata that other nodes have cached.
+    """
+
+    def __init__(self, source: Callable[[], MetadataSource] = lambda: ORIGIN_METADATA) -> None:
+        self._source = source
+
+    def known(self, origin: Origin, key: str) -> ObjectInfo | None:
+        return None
+
+    def stat(self, origin: Origin, key: str) -> ObjectInfo:
+        return origin.head(key)
+
+    def stat_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
+        return origin.head(key), 0.0
+
+    def forget(self, origin: Origin, *keys: str) -> None:
+        self._source().changed(origin, keys)
+
+    def listing_root(self, origin: Origin, key: str) -> str | None:
+        return None
+
+    def forget_all(self) -> None:
+        pass
+
+    def remembered_directory(self, origin: Origin, prefix: str) -> bool:
+        return False
+
+    def below(self, origin: Origin, prefix: str, *, accept_empty: bool = False) -> Below:
+        for page in origin.list_pages(prefix):
+            if page.objects:
+                return "something"
+            if page.is_directory:
+                return "empty"
+        return "nothing"
+
+    def answers(self, origin: Origin, prefix: str, after: str) -> Iterator[Answer]:
+        for page in origin.list_pages(prefix, after=after):
+            through = (
+                end_of(prefix) if page.last else page.objects[-1].key if page.objects else after or base_of(prefix)
+            )
+            yield Answer(page.objects, through, page.is_directory)
+
+    def list_level(self, origin: Origin, prefix: str) -> Listing:
+        return origin.list_level(prefix)
+
+    def list_all(self, origin: Origin, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
+        return origin.list_all(prefix)

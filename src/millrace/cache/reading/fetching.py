@@ -1,0 +1,293 @@
+"""Fetches missing blocks of one object version: in runs of neighbours, each block once for all threads and processes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+
+from typing_extensions import Buffer
+
+from millrace.cache.disk import Disk, Room
+from millrace.cache.eviction.copies import Keep
+from millrace.cache.eviction.evictor import Candidate
+from millrace.cache.eviction.usage import FindGroup
+from millrace.cache.reading.locations import Location
+from millrace.cache.reading.source import Source, lock_key
+from millrace.cache.reading.threads import Threads
+from millrace.errors import OriginUnavailableError, StorageError, shown_key
+from millrace.events import Event, emit, fetch_id
+from millrace.runtime.flight import Flight, in_fetch, new_fetch_id
+from millrace.runtime.locks import LockWait
+from millrace.store.blocks import RUN_BLOCKS, coalesce, span_of
+
+_log = logging.getLogger("millrace.cache")
+
+_ONE_BLOCK = range(1)
+
+
+class Fetcher:
+    """Fetches blocks for one reader. Thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        key: str,
+        location: Location,
+        disk: Disk,
+        threads: Threads,
+        group: FindGroup,
+    ) -> None:
+        self.source = source
+        self.key = key
+        self.location = location
+        self.entry = location.entry
+        self.disk = disk
+        self.threads = threads
+        self.group = group
+
+    def start(self, blocks: Sequence[int], *, waited_for: bool) -> dict[int, Flight]:
+        """Start to fetch missing blocks; returns a flight for each of them.
+
+        `waited_for`: the caller waits for them. A prefetch of these blocks that has not begun is then moved to the pool for
+        reads that are waited for.
+        """
+        mine, theirs = self.disk.flights.join(self.entry.object_id, blocks)
+        unsent = dict(mine)
+        try:
+            if waited_for:
+                for flight in theirs.values():
+                    flight.promote()
+            for numbers in coalesce(mine, RUN_BLOCKS):
+                flights = {block: mine[block] for block in numbers}
+                _number(flights.values())
+                # The run has a descriptor of its own: the reader may be closed before the fetch ends.
+                _Run(self, flights, self.location.duplicate(), waited_for=waited_for).submit()
+                for block in numbers:
+                    del unsent[block]
+        except BaseException:  # also Ctrl-C: without an error, later readers of these blocks would wait forever
+            self.fail(unsent, self.interrupted())
+            raise
+        return {**mine, **theirs}
+
+    def fetch_here(self) -> Buffer:
+        """Fetch an object of one block in this thread, or wait for the thread or process that fetches it.
+
+        Another thread costs more time than all other work for a small object.
+        """
+        began = time.perf_counter()
+        mine, theirs = self.disk.flights.join(self.entry.object_id, (0,))
+        if theirs:
+            theirs[0].promote()
+            theirs[0].exception()  # waits
+            log_wait(self.key, theirs.values(), began)
+            return theirs[0].result()
+        try:
+            _number(mine.values())
+            with in_fetch(mine[0].fetch_id):
+                self._fetch_or_wait(mine[0])
+        except Exception as error:
+            self.fail(mine, error)
+            raise
+        except BaseException:  # an interrupt of this thread only
+            self.fail(mine, self.interrupted())
+            raise
+        log_wait(self.key, mine.values(), began)
+        return mine[0].result()
+
+    def _fetch_or_wait(self, flight: Flight) -> None:
+        locks, key = self.disk.locks, self.lock_key(0)
+        wait = LockWait(locks)
+        while True:
+            locked = locks.try_acquire(key)
+            try:
+                # Another process may have stored it between the caller's lookup and the lock.
+                if self.complete_stored(0, flight, self.location):
+                    return
+                if locked or wait.is_over(key):
+                    self.fetch_part(_ONE_BLOCK, {0: flight}, self.location)
+                    return
+            finally:
+                if locked:
+                    locks.release(key)
+            time.sleep(wait.next_pause())
+
+    def fail(self, flights: dict[int, Flight], error: BaseException) -> None:
+        """Raise `error` in all threads that wait for these blocks, except for blocks that were fetched."""
+        for block, flight in flights.items():
+            self.disk.flights.fail((self.entry.object_id, block), flight, error)
+
+    def interrupted(self) -> OriginUnavailableError:
+        """The error for other threads when the fetching thread was interrupted."""
+        return OriginUnavailableError(f"{shown_key(self.key)} was not fetched", next_step="read it again")
+
+    # --- steps of a run, in a thread of a pool ----------------------------------------------------
+
+    def lock_key(self, block: int) -> int:
+        return lock_key(self.source, self.entry.object_id, block, block * self.entry.block_bytes)
+
+    def complete_stored(self, block: int, flight: Flight, location: Location | None) -> bool:
+        """Complete the flight of a block that is cached by now."""
+        if location is None:
+            return False
+        try:
+            data = location.read_block(block)
+        except StorageError as error:
+            location.report(error)
+            return False
+        if data is None:
+            return False
+        self.disk.counters.add("cache_bytes", memoryview(data).nbytes)
+        self.disk.flights.complete((self.entry.object_id, block), flight, data)
+        return True
+
+    def fetch_part(self, part: range, flights: dict[int, Flight], location: Location | None) -> None:
+        """Send one request; store its blocks, then complete their flights. Without a location nothing is stored."""
+        entry, counters = self.entry, self.disk.counters
+        start, stop = span_of(part.start, part.stop, entry.size, entry.block_bytes)
+        answer, how = self.source.read(start, stop)
+        self.disk.missed(entry, stop - start, self.group)
+        candidate = Candidate(entry.object_id, entry.size, lambda: entry.name, self.group, how)
+        nbytes = 0 if location is None else location.stored_bytes(stop - start)
+        with self.disk.reserved(nbytes, candidate) if location else nullcontext(Room(self.disk.store, 0)) as room:
+            keep = bool(room)
+            if location is not None and not keep and how is Keep.OWNED:
+                self.disk.report_full(stop - start, candidate)
+            for block in part:
+                block_start, block_stop = span_of(block, block + 1, entry.size, entry.block_bytes)
+                piece = (
+                    answer if len(part) == 1 else memoryview(answer).cast("B")[block_start - start : block_stop - start]
+                )
+                keep = keep and self._try_store(location, block, piece, how)
+                if keep and location is not None:
+                    room.wrote(location.stored_bytes(block_stop - block_start))
+                else:
+                    counters.add("uncached_bytes", block_stop - block_start)
+                    self.disk.held.put((entry.object_id, block), piece)
+                self.disk.flights.complete((entry.object_id, block), flights[block], piece)
+
+    def _try_store(self, location: Location | None, block: int, piece: Buffer, how: Keep) -> bool:
+        """Store a block. When the disk fails, the block is not stored, but the read succeeds."""
+        if location is None:
+            return False
+        try:
+            return location.store_block(block, piece, how, self.group)
+        except StorageError as error:
+            location.report(error)
+            return False
+
+
+def log_wait(key: str, flights: Iterable[Flight], began: float) -> None:
+    """Log at DEBUG how long a read has waited for missing blocks. `began` is in seconds of `time.perf_counter`."""
+    if _log.isEnabledFor(logging.DEBUG):
+        ids, seconds = ", ".join(sorted({flight.fetch_id for flight in flights})), time.perf_counter() - began
+        _log.debug("%s: waited %.6f s for missing blocks (fetch %s)", shown_key(key), seconds, ids)
+
+
+def _number(flights: Iterable[Flight]) -> None:
+    """Give these flights the id of the fetch in progress in this thread, or a new one."""
+    identifier = fetch_id.get() or new_fetch_id()
+    for flight in flights:
+        flight.fetch_id = identifier
+
+
+class _Run:
+    """Neighbouring blocks in flight. Begins once, in the pool that takes it first; owns its location."""
+
+    def __init__(
+        self, fetcher: Fetcher, flights: dict[int, Flight], location: Location | None, *, waited_for: bool
+    ) -> None:
+        self._fetcher = fetcher
+        self._flights = flights
+        self._location = location
+        self._waited_for = waited_for
+        self._begun = threading.Lock()  # acquired once and never released
+        self._pending = set(flights)
+        self._wait = LockWait(fetcher.disk.locks)
+        for flight in flights.values():
+            flight.on_promote(self.hasten)
+
+    def submit(self) -> None:
+        """Begin in the pool for runs of its kind."""
+        threads = self._fetcher.threads
+        try:
+            (threads.demand if self._waited_for else threads.ahead).submit(self._begin)
+        except RuntimeError as error:  # the interpreter is shutting down
+            if not self._waited_for:
+                emit(Event(name="cache.prefetch.refused", subject=shown_key(self._fetcher.key), detail=str(error)))
+            if self._begun.acquire(blocking=False):
+                self._refused()
+
+    def hasten(self) -> None:
+        """Begin in the other pool if a thread waits for blocks of a prefetch that has not begun."""
+        if not self._waited_for:
+            self._waited_for = True
+            if not self._begun.locked():
+                self.submit()
+
+    def _begin(self) -> None:
+        if self._begun.acquire(blocking=False):  # else the other pool was first
+            self._wait = LockWait(self._fetcher.disk.locks)
+            self._continue()
+
+    def _continue(self) -> None:
+        fetcher, again = self._fetcher, True
+        while again:
+            failure: Exception | None = None
+            try:
+                if not self._waited_for and not threading.main_thread().is_alive():
+                    # The interpreter is ending and waits for its pools: prefetches are given up.
+                    raise OriginUnavailableError(f"{shown_key(fetcher.key)} was not fetched: the process is ending")
+                self._step()
+                if self._pending:
+                    # Other runs must not wait for a thread while this one waits for another process.
+                    pool = fetcher.threads.demand if self._waited_for else fetcher.threads.ahead
+                    again = fetcher.threads.pause(pool, self._wait.next_pause(), self._continue, self._refused)
+                    continue
+            except Exception as error:  # noqa: BLE001 - the waiting threads raise it
+                failure = error
+            except BaseException:  # an interrupt of this thread only
+                self._end(fetcher.interrupted())
+                raise
+            self._end(failure)
+            return
+
+    def _step(self) -> None:
+        """Fetch every block of the run that no other process fetches, and read the blocks that were stored meanwhile."""
+        fetcher, locks = self._fetcher, self._fetcher.disk.locks
+        keys = {block: fetcher.lock_key(block) for block in self._pending}
+        locked: list[int] = []
+        overdue: list[int] = []
+        try:
+            for block in sorted(self._pending):
+                if locks.try_acquire(keys[block]):
+                    locked.append(block)
+                elif self._wait.is_over(keys[block]):
+                    overdue.append(block)
+            # Another process may have stored a block between the caller's lookup and the lock.
+            done = {b for b in self._pending if fetcher.complete_stored(b, self._flights[b], self._location)}
+            for part in coalesce({*locked, *overdue} - done, RUN_BLOCKS):
+                with in_fetch(self._flights[part.start].fetch_id):
+                    fetcher.fetch_part(part, self._flights, self._location)
+                done.update(part)
+        finally:
+            for block in locked:
+                locks.release(keys[block])
+        self._pending -= done
+
+    def _refused(self) -> None:
+        reason = f"cannot fetch {shown_key(self._fetcher.key)}: the process is ending"
+        self._end(OriginUnavailableError(reason, next_step="read it again"))
+
+    def _end(self, error: Exception | None = None) -> None:
+        # Each flight refers to its run: as a cycle, their bytes would stay in memory until the next garbage collection.
+        flights, self._flights = self._flights, {}
+        try:
+            if self._location is not None:
+                self._location.close()
+        finally:
+            if error is not None:
+                self._fetcher.fail(flights, error)

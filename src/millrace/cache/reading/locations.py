@@ -1,0 +1,226 @@
+"""The location of the blocks of one object version: its own file, or one block in a segment.
+
+Readers and fetches use both kinds in the same way. A location reads, verifies and stores single blocks. It does not fetch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import ClassVar
+
+from typing_extensions import Buffer
+
+from millrace.cache.disk import Disk
+from millrace.cache.eviction.copies import Keep
+from millrace.cache.eviction.usage import FindGroup
+from millrace.errors import StorageError
+from millrace.events import Event, emit
+from millrace.runtime.failures import LostDataError, disk_errors
+from millrace.store.maps import MapSlot
+from millrace.store.records import Entry, ObjectName
+from millrace.store.seals import seal_holds
+from millrace.store.segment_files import data_bytes
+from millrace.store.segments import SMALL_OBJECT_BYTES, appended_bytes
+
+
+class FileLocation:
+    """An object with a data file of its own, opened for reading and writing. Thread-safe. Methods raise `StorageError`."""
+
+    open_descriptors: ClassVar[set[int]] = set()
+    """The descriptors of all open readers of the process. Adding and removing are atomic for threads, which a count is not.
+    `close` may run in `__del__`, where no lock can be taken.
+    """
+
+    def __init__(self, disk: Disk, entry: Entry) -> None:
+        self.descriptor = -1
+        self.disk = disk
+        self.entry = entry
+        self.removed = False
+        """The object was removed from the store since it was opened, and no block can be stored any more."""
+        self._original: FileLocation | None = None
+        self.descriptor = disk.store.open_data(entry)
+        FileLocation.open_descriptors.add(self.descriptor)
+        self.verified = disk.verified.of(entry.generation)
+        """The blocks that this process has verified; shared by all readers of the file."""
+        self.is_sealed = self._seal_holds()
+        """The whole file was verified and has not been touched since."""
+
+    def missing(self, blocks: Sequence[int]) -> list[int]:
+        """The members of `blocks` that are not cached."""
+        return self.disk.store.missing(self.entry, blocks)
+
+    def read_block(self, block: int) -> Buffer | None:
+        """One cached block, verified. None when it is missing or damaged; a damaged block is removed and reported."""
+        data = self.disk.store.read_block(self.entry, self.descriptor, block)
+        if data is None:
+            self.verified.discard(block)
+        else:
+            self.verified.add(block)
+        return data
+
+    def are_verified(self, blocks: Sequence[int]) -> bool:
+        """Whether these blocks can be read without a checksum."""
+        return self.is_sealed or self.verified.issuperset(blocks)
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        """The bytes `[start, stop)` of the file without verification; shorter when the file was truncated."""
+        with disk_errors(self.disk.store.path(self.entry)):
+            return os.pread(self.descriptor, stop - start, start)
+
+    def stored_bytes(self, nbytes: int) -> int:
+        """The disk space that `nbytes` of the object take."""
+        return nbytes
+
+    def store_block(self, block: int, data: Buffer, keep: Keep, group: FindGroup) -> bool:
+        """Store one block. Returns False when the object was removed in the meantime."""
+        entry = self.disk.store.write_block(self.entry, self.descriptor, block, data)
+        if entry is None:
+            (self._original or self).removed = True
+            return False
+        self.verified.add(block)
+        self.disk.usage.missed(entry, 0, group, kept=True, copy=keep is Keep.COPY)
+        if entry.complete and not entry.sealed:
+            self.disk.sealer.start(entry)
+        return True
+
+    def duplicate(self) -> FileLocation | None:
+        """The same location for a fetch that may outlive the reader. None when no file descriptor is left."""
+        # Opening the name again could create a new file where this one was removed.
+        try:
+            with disk_errors(self.disk.store.path(self.entry)):
+                descriptor = os.dup(self.descriptor)
+        except StorageError as error:
+            self.report(error)
+            return None
+        copy = FileLocation.__new__(FileLocation)
+        copy.disk, copy.entry, copy.removed, copy.descriptor = self.disk, self.entry, False, descriptor
+        copy.verified, copy.is_sealed, copy._original = self.verified, self.is_sealed, self
+        return copy
+
+    def report(self, error: StorageError) -> None:
+        """Report a disk error that does not fail the read."""
+        self.disk.report(error, self.disk.store.path(self.entry))
+
+    def close(self) -> None:
+        """Close the file descriptor. Idempotent."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            if self._original is None:
+                FileLocation.open_descriptors.discard(descriptor)  # first: once closed, it may be another reader's
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _seal_holds(self) -> bool:
+        entry = self.entry
+        if not entry.sealed:
+            return False
+        if seal_holds(entry, os.fstat(self.descriptor)):
+            return True
+        self.entry = self.disk.sealer.break_seal(entry)
+        return False
+
+
+class SegmentLocation:
+    """A small object, which is one block in a segment. It has no descriptor. Methods as of `FileLocation`."""
+
+    removed = False
+
+    def __init__(self, disk: Disk, object_id: bytes, size: int, name: ObjectName) -> None:
+        self.disk = disk
+        self._object_id = object_id
+        self._size = size
+        self._name = name
+
+    @property
+    def entry(self) -> Entry:
+        """A record with only the fields that need no lookup."""
+        return Entry(self._object_id, 0, self._size, max(1, self._size), 0, packed_name=self._name.pack())
+
+    def missing(self, blocks: Sequence[int]) -> list[int]:
+        return [] if self._stored_entry() is not None else list(blocks)
+
+    def read_block(self, block: int) -> Buffer | None:
+        found = self.read_whole(verify=True)
+        return None if found is None else found[1]
+
+    def read_whole(self, *, verify: bool) -> tuple[Entry, Buffer] | None:
+        """The record and all bytes of the object; verified now, or with `verify=False` once per process."""
+        entry = self._stored_entry()
+        found = None if entry is None else stored_object(self.disk, entry, verify=verify)
+        return None if entry is None or found is None else (entry, found[0])
+
+    def stored_bytes(self, nbytes: int) -> int:
+        return appended_bytes(nbytes)
+
+    def store_block(self, block: int, data: Buffer, keep: Keep, group: FindGroup) -> bool:
+        disk, name, object_id, size = self.disk, self._name, self._object_id, self._size
+        for _ in range(2):
+            segment_group = disk.segment_group(name, group(), keep)
+            placed = disk.segments.append(segment_group, object_id, name, data, most_bytes=disk.segment_bytes(name))
+            entry = disk.store.index.add_small(
+                object_id, size, name, segment=placed.segment, offset=placed.offset, checksum=placed.checksum
+            )
+            if entry is not None:
+                disk.usage.missed(entry, 0, group, kept=True)
+                return True
+            disk.segments.drop(placed.segment)  # the segment was removed in the meantime
+        return False
+
+    def duplicate(self) -> SegmentLocation:
+        return self
+
+    def report(self, error: StorageError) -> None:
+        self.disk.report(error)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _stored_entry(self) -> Entry | None:
+        entry = self.disk.store.index.get(self._object_id)
+        return entry if entry is not None and entry.place else None
+
+
+Location = FileLocation | SegmentLocation
+
+
+def belongs_in_segment(size: int, entry: Entry | None) -> bool:
+    """Whether an object is stored in a segment. An object that already has a file of its own stays there."""
+    return size <= SMALL_OBJECT_BYTES and (entry is None or entry.place != 0)
+
+
+def stored_object(disk: Disk, entry: Entry, *, verify: bool = False) -> tuple[Buffer, MapSlot | None] | None:
+    """The bytes of an object in a segment, and the slot of the map that they are part of; without a slot they are a copy.
+
+    They are verified at the first read in this process while their segment is not sealed, or always with `verify`. None if
+    they are damaged or missing: the object is then removed, counted and reported. Raises `StorageError` if the disk fails.
+    """
+    found: tuple[Buffer, MapSlot | None] | None
+    try:
+        if verify:
+            data = disk.segment_maps.read(entry)
+            found = None if data is None else (data, None)
+        else:
+            found = disk.segment_maps.get(entry)
+    except LostDataError as error:
+        if disk.store.index.get(entry.object_id) != entry:
+            return None  # evicted since its record was read
+        emit(Event(name="cache.file.lost", subject=str(disk.store.directory), detail=str(error)))
+        _remove_lost(disk, entry)
+        return None
+    if found is None:
+        disk.drop_wrong(entry)
+    return found
+
+
+def _remove_lost(disk: Disk, entry: Entry) -> None:
+    """Remove an object whose segment was truncated, or all objects of a segment that was removed or replaced."""
+    try:
+        data_bytes(disk.segments.directory, entry.place)
+    except LostDataError:
+        disk.store.index.remove_segment(entry.place)
+    else:
+        disk.store.index.remove(entry.object_id)
+    disk.segment_maps.drop(entry.place)

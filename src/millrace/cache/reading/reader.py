@@ -1,0 +1,407 @@
+"""Reads one object version: cached blocks from this disk, missing blocks from its source. Each block is fetched once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Protocol
+
+from typing_extensions import Buffer
+
+from millrace.cache.counters import Counters
+from millrace.cache.disk import Disk
+from millrace.cache.eviction.copies import Keep
+from millrace.cache.eviction.evictor import Candidate
+from millrace.cache.eviction.usage import FindGroup
+from millrace.cache.held import HELD_BYTES
+from millrace.cache.reading.fetching import Fetcher, log_wait
+from millrace.cache.reading.locations import FileLocation, Location, SegmentLocation
+from millrace.cache.reading.source import Source
+from millrace.cache.reading.threads import Threads
+from millrace.errors import StorageError, shown_key
+from millrace.events import fetch_id
+from millrace.origin import ObjectInfo
+from millrace.runtime import forks
+from millrace.runtime.flight import in_fetch, new_fetch_id
+from millrace.store.blocks import BLOCK_BYTES, RUN_BLOCKS, ReadAhead, blocks_of, span_of
+
+_log = logging.getLogger("millrace.cache")
+
+_NO_READS = ReadAhead()
+
+
+class ObjectReader(Protocol):
+    """Random access to one pinned version of one object. Thread-safe. Close it to release its descriptor.
+
+    Reads return the bytes of that version or raise: `ObjectChangedError` when a block is not cached and the origin has
+    another version by now, `OriginUnavailableError` when a block is not cached and the origin does not respond.
+    """
+
+    @property
+    def size(self) -> int:
+        """Bytes of the object."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        ...
+
+    def read(self, start: int, stop: int) -> Buffer:
+        """The bytes `[start, stop)`, cut at the end of the object."""
+        ...
+
+    def prefetch(self, blocks: range) -> None:
+        """Start to fetch missing blocks without waiting. A later read of these blocks raises their errors."""
+        ...
+
+    def close(self) -> None:
+        """Release the descriptor. Idempotent; fetches in flight have one of their own."""
+        ...
+
+
+class OriginReader:
+    """An `ObjectReader` that stores nothing: for nodes whose disk cannot be used."""
+
+    def __init__(self, *, source: Source, info: ObjectInfo, counters: Counters | None) -> None:
+        self._source = source
+        self._info = info
+        self._counters = counters
+
+    @property
+    def size(self) -> int:
+        return self._info.size
+
+    @property
+    def block_bytes(self) -> int:
+        return BLOCK_BYTES
+
+    def read(self, start: int, stop: int) -> Buffer:
+        start, stop = max(0, start), min(stop, self._info.size)
+        if stop <= start:
+            return b""
+        return read_through(self._source, start, stop, self._counters)
+
+    def prefetch(self, blocks: range) -> None:
+        """Nothing: blocks cannot be stored."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def read_through(source: Source, start: int, stop: int, counters: Counters | None) -> Buffer:
+    """Read a range without storing it. Counts the bytes if `counters` is given."""
+    with in_fetch(fetch_id.get() or new_fetch_id()):
+        data = source.read(start, stop).data
+    if counters is not None:
+        counters.add("uncached_bytes", stop - start)
+    return data
+
+
+class CachedReader:
+    """The usual `ObjectReader`: reads cached blocks from the disk, fetches missing blocks and stores them.
+
+    After a fork, or when the object was removed from the store, it continues with a reader that `reopen` returns: an
+    inherited reader has no threads, and blocks of a removed object cannot be stored. `group` is called when a block is
+    about to be stored. `verify` reads from the disk with a checksum on every read.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        info: ObjectInfo,
+        location: Location,
+        disk: Disk,
+        threads: Threads,
+        verify: bool,
+        group: FindGroup,
+        reopen: Callable[[], ObjectReader],
+    ) -> None:
+        self._source = source
+        self._info = info
+        self._location = location
+        self._disk = disk
+        self._verify = verify
+        self._group = group
+        self._reopen = reopen
+        self._owner = forks.Owner()
+        self._reopened: ObjectReader | None = None
+        self._whole: Buffer | None = None if info.size else b""
+        """All bytes of a small object that was read: they stay readable when the object is evicted."""
+        self._closed = False
+        self._block_bytes = location.entry.block_bytes if isinstance(location, FileLocation) else BLOCK_BYTES
+        self._threads = threads
+        self._fetcher_made: Fetcher | None = None
+        self._reads = _NO_READS
+
+    @property
+    def size(self) -> int:
+        return self._info.size
+
+    @property
+    def block_bytes(self) -> int:
+        return self._block_bytes
+
+    @property
+    def directory(self) -> Path:
+        """The store that the blocks are stored in."""
+        return self._disk.store.directory
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the disk would probably keep `nbytes` more."""
+        try:
+            return self._disk.store.space.has_room(nbytes)
+        except StorageError as error:
+            self._location.report(error)
+            return False
+
+    def missing(self, blocks: Sequence[int]) -> list[int]:
+        """The members of `blocks` that are not cached; all of them when the disk fails."""
+        try:
+            return self._location.missing(blocks)
+        except StorageError as error:
+            self._location.report(error)
+            return list(blocks)
+
+    def is_sound(self, block: int) -> bool:
+        """Whether a block is cached and its bytes, read from the disk now, are correct. A damaged block is removed."""
+        try:
+            return self._location.read_block(block) is not None
+        except StorageError as error:
+            self._location.report(error)
+            return False
+
+    def close(self) -> None:
+        self._closed = True
+        self._whole = None
+        self._location.close()
+        if self._reopened is not None:
+            self._reopened.close()
+
+    def read(self, start: int, stop: int) -> Buffer:
+        if self._closed:
+            raise ValueError(f"the reader of {self._info.key} is closed")
+        if (self._location.removed or not self._owner.is_this_process) and self._whole is None:
+            return self._reopen_once().read(start, stop)
+        start, stop = max(0, start), min(stop, self._info.size)
+        if stop <= start:
+            return b""
+        location = self._location
+        if isinstance(location, SegmentLocation):
+            return self._read_small(location, start, stop)
+        return self._read_blocks(location, start, stop)
+
+    def fetch(self, blocks: Sequence[int]) -> dict[int, Buffer]:
+        """Fetch missing blocks and return their bytes; waits for those that are already in flight."""
+        if not blocks:
+            return {}
+        fetcher = self._fetcher
+        held = self._disk.held.get(fetcher.entry.object_id, blocks)
+        if isinstance(self._location, SegmentLocation):
+            return held or {0: fetcher.fetch_here()}
+        began = time.perf_counter()
+        wanted = [block for block in blocks if block not in held]
+        flights = fetcher.start(wanted, waited_for=True)
+        wait(flights.values())
+        log_wait(self._info.key, flights.values(), began)
+        return {**held, **{block: flight.result() for block, flight in flights.items()}}
+
+    def release_held(self, blocks: Sequence[int]) -> None:
+        """Drop blocks that were not stored and are held in memory. The next fetch stores them if there is space by then."""
+        self._disk.held.drop(self._location.entry.object_id, blocks)
+
+    def prefetch(self, blocks: range) -> None:
+        if self._closed or not blocks or self._whole is not None:
+            return
+        if self._location.removed or not self._owner.is_this_process:
+            self._reopen_once().prefetch(blocks)
+            return
+        if not self.has_room(len(blocks) * self._block_bytes):
+            # Prefetched blocks must fit into memory until they are read, next to those of the other readers.
+            readers = max(1, len(FileLocation.open_descriptors))
+            blocks = blocks[: HELD_BYTES // (2 * self._block_bytes * readers)]
+        missing = self.missing(blocks)
+        held = self._disk.held.get(self._fetcher.entry.object_id, missing)
+        if len(held) < len(missing):
+            self._fetcher.start([block for block in missing if block not in held], waited_for=False)
+
+    @property
+    def _fetcher(self) -> Fetcher:
+        """Made at the first fetch: most readers of small objects read cached bytes only."""
+        if self._fetcher_made is None:
+            self._fetcher_made = Fetcher(
+                source=self._source,
+                key=self._info.key,
+                location=self._location,
+                disk=self._disk,
+                threads=self._threads,
+                group=self._group,
+            )
+        return self._fetcher_made
+
+    def _reopen_once(self) -> ObjectReader:
+        """The same object version, opened again."""
+        if self._reopened is None:
+            self._reopened = self._reopen()
+        return self._reopened
+
+    def _measure_disk_read(self, start: int, stop: int, began: float) -> None:
+        seconds = time.perf_counter() - began
+        self._disk.counters.observe("disk_seconds", seconds)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("%s: bytes %d to %d from disk in %.6f s", shown_key(self._info.key), start, stop, seconds)
+
+    # --- small objects ----------------------------------------------------------------------------
+
+    def _read_small(self, location: SegmentLocation, start: int, stop: int) -> Buffer:
+        whole = self._whole
+        if whole is None:
+            began = time.perf_counter()
+            whole = self._stored_whole(location)
+            if whole is not None:
+                self._measure_disk_read(0, self._info.size, began)
+            else:
+                whole = self.fetch((0,))[0]
+            self._whole = whole
+        return (
+            whole if stop - start == self._info.size else _without_waste(memoryview(whole)[start:stop], self._info.size)
+        )
+
+    def _stored_whole(self, location: SegmentLocation) -> Buffer | None:
+        """All bytes of a small object from this disk; None when it is not cached or cannot be read."""
+        try:
+            found = location.read_whole(verify=self._verify)
+        except StorageError as error:
+            location.report(error)
+            return None
+        if found is None:
+            return None
+        entry, data = found
+        self._disk.counters.add("cache_bytes", entry.size)
+        self._disk.usage.hit(entry, entry.size)
+        return data
+
+    # --- objects of many blocks -------------------------------------------------------------------
+
+    def _read_blocks(self, location: FileLocation, start: int, stop: int) -> Buffer:
+        began = time.perf_counter()
+        entry = location.entry
+        blocks = blocks_of(start, stop, entry.block_bytes)
+        missing = self.missing(blocks)
+        tail = self._disk.footers.read(entry.object_id, start, stop) if missing else None
+        if tail is not None:
+            self._disk.counters.add("cache_bytes", stop - start)
+            self._measure_disk_read(start, stop, began)
+            return tail
+        reads = self._reads = self._reads.after(start, stop)
+        if missing and self._better_read_alone(start, stop, missing, reads) and not self._can_store(missing):
+            wanted = read_through(self._source, start, stop, self._disk.counters)
+            # The policy counts the blocks that would have been stored; else it would never admit them.
+            self._disk.missed(entry, sum(stop - start for start, stop in self._spans(missing)), self._group)
+            self._keep_footer(start, stop, wanted)
+            return wanted
+        fetched = self.fetch(missing)
+        if blocks[-1] in fetched:
+            self._keep_footer(blocks[-1] * entry.block_bytes, stop, fetched[blocks[-1]])
+        cached = stop - start - sum(self._overlap(block, start, stop) for block in fetched)
+        if cached:
+            self._disk.counters.add("cache_bytes", cached)
+            self._disk.usage.hit(entry, cached, self._group)
+        if not fetched and location.are_verified(blocks) and not self._verify:
+            verified = self._read_verified(location, start, stop)
+            self._measure_disk_read(start, stop, began)
+            return verified
+        if len(blocks) == 1 and fetched:
+            return _without_waste(self._cut(fetched[blocks[0]], blocks[0], start, stop), entry.block_bytes)
+        result = bytearray(stop - start)
+        for block in blocks:
+            data = fetched.get(block)
+            if data is None:
+                data = self._stored_block(block)
+            piece = self._cut(data, block, start, stop)
+            offset = max(block * entry.block_bytes, start) - start
+            result[offset : offset + len(piece)] = piece
+        if not fetched:
+            self._measure_disk_read(start, stop, began)
+        return result
+
+    def _keep_footer(self, start: int, stop: int, data: Buffer) -> None:
+        """After a read of the object's end that was not stored: keep its Parquet footer, if it has one."""
+        entry = self._location.entry
+        last = (entry.size - 1) // entry.block_bytes
+        if stop == entry.size and self.missing([last]):
+            self._disk.footers.put(entry.object_id, start, data)
+
+    def _better_read_alone(self, start: int, stop: int, missing: Sequence[int], reads: ReadAhead) -> bool:
+        """Whether to read only the requested range when nothing can be stored.
+
+        True when none of its blocks is cached, held or in flight, and a read of its surroundings is not likely.
+        """
+        entry = self._location.entry
+        name, blocks = entry.object_id, blocks_of(start, stop, entry.block_bytes)
+        if len(missing) < len(blocks) or self._disk.held.get(name, blocks):
+            return False
+        if any((name, block) in self._disk.flights for block in blocks):
+            return False
+        # One block for each reader would not fit into memory.
+        crowded = len(FileLocation.open_descriptors) * entry.block_bytes > HELD_BYTES // 2
+        # A read that starts at the beginning usually continues. A range of several requests is faster block by block.
+        scans = reads.scans or start == 0 or stop - start > RUN_BLOCKS * entry.block_bytes
+        return crowded or not scans
+
+    def _can_store(self, missing: Sequence[int]) -> bool:
+        """Whether these blocks would be stored; evicts for them where the policy allows it."""
+        entry, spans = self._location.entry, self._spans(missing)
+        # A block that another node fetches for this one is owned by that node, and a copy on this one.
+        how = Keep.COPY if self._source.asks_to_fetch(spans[0][0]) else Keep.OWNED
+        candidate = Candidate(entry.object_id, entry.size, lambda: entry.name, self._group, how)
+        with self._disk.reserved(sum(stop - start for start, stop in spans), candidate) as room:
+            return bool(room)
+
+    def _spans(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
+        """The byte range of each block."""
+        entry = self._location.entry
+        return [span_of(block, block + 1, entry.size, entry.block_bytes) for block in blocks]
+
+    def _overlap(self, block: int, start: int, stop: int) -> int:
+        """How many bytes of a block are in `[start, stop)`."""
+        block_start = block * self._block_bytes
+        return min(block_start + self._block_bytes, stop) - max(block_start, start)
+
+    def _cut(self, data: Buffer, block: int, start: int, stop: int) -> memoryview:
+        """The part of a block's bytes in `[start, stop)`."""
+        base = block * self._block_bytes
+        return memoryview(data)[max(0, start - base) : stop - base]
+
+    def _read_verified(self, location: FileLocation, start: int, stop: int) -> Buffer:
+        try:
+            data = location.read_range(start, stop)
+        except StorageError as error:
+            location.report(error)
+            data = b""
+        if len(data) == stop - start:
+            return data
+        # The file is unreadable, or shorter than when it was opened. The missing blocks are fetched again.
+        return b"".join(
+            bytes(self._cut(self._stored_block(block), block, start, stop))
+            for block in blocks_of(start, stop, self._block_bytes)
+        )
+
+    def _stored_block(self, block: int) -> Buffer:
+        """A block from this disk, verified; a damaged or unreadable one is fetched again."""
+        try:
+            data = self._location.read_block(block)
+        except StorageError as error:
+            self._location.report(error)
+            ((start, stop),) = self._spans([block])
+            return read_through(self._source, start, stop, self._disk.counters)
+        return self.fetch([block])[block] if data is None else data
+
+
+def _without_waste(piece: memoryview, whole_bytes: int) -> Buffer:
+    """A small part of a larger buffer as a copy: as a view it would keep the whole buffer in memory."""
+    return bytes(piece) if len(piece) < whole_bytes // 4 else piece

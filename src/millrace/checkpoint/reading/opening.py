@@ -1,0 +1,135 @@
+"""Opens the contents of a checkpoint of Millrace or of torch's own writer. Torch is needed only for the latter."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from millrace.checkpoint.arguments import thread_number
+from millrace.checkpoint.format.inventory import StoredValue, inventory
+from millrace.checkpoint.format.manifest import DTYPES, Manifest, TensorEntry, WrappedEntry
+from millrace.checkpoint.format.slices import box_runs
+from millrace.checkpoint.format.transforms import Transforms, transforms_for
+from millrace.checkpoint.reading.contents import Box, Bytes, Contents, shard_boxes
+from millrace.checkpoint.storage.fetching import ChunkFetcher, ItemRequest, whole_item
+from millrace.checkpoint.storage.manifests import read_newest, read_stock_metadata
+from millrace.checkpoint.storage.storage import CheckpointStorage, open_storage
+from millrace.errors import CheckpointNotFoundError
+from millrace.runtime.pipeline import default_threads
+
+
+def open_contents(
+    url: str,
+    target_options: Mapping[str, Any] | None = None,
+    *,
+    threads: int | None = None,
+    trusted_types: Sequence[type] = (),
+    extension_registry: Any = None,
+    keys: Sequence[str] = (),
+) -> Contents:
+    """Open a checkpoint of Millrace or of torch's own writer. `keys` selects the values to read, as in `select_keys`.
+
+    Raises as `read_manifest`, and the errors of the storage. Raises `UnsupportedObjectError` when torch's own writer saved a
+    wrapper tensor of a class that is not trusted.
+    """
+    threads = thread_number("threads", threads) or default_threads()
+    storage = open_storage(url, target_options)
+    try:
+        manifest = read_newest(storage).manifest
+    except CheckpointNotFoundError:
+        if not _is_stock(storage):
+            raise
+        from millrace.checkpoint.reading.stock import StockContents
+
+        return StockContents(storage, extension_registry, trusted_types).with_wrappers(threads, keys)
+    if manifest.transforms and extension_registry is None:
+        from millrace.checkpoint.codec.extension import extension_registry as known_extensions
+
+        extension_registry = known_extensions()
+    transforms = transforms_for(manifest.transforms, extension_registry)
+    return ManifestContents(storage, manifest, threads, transforms)
+
+
+def stored_values(url: str, target_options: Mapping[str, Any] | None = None) -> list[StoredValue]:
+    """The size and storage of every tensor, in order, then of every object. Does not read data. Raises as `describe`."""
+    storage = open_storage(url, target_options)
+    try:
+        return inventory(read_newest(storage).manifest)
+    except CheckpointNotFoundError:
+        if not _is_stock(storage):
+            raise
+        from millrace.checkpoint.reading.stock import StockContents
+
+        return StockContents(storage, None, ()).inventory()
+
+
+def _is_stock(storage: CheckpointStorage) -> bool:
+    """Whether torch's own writer saved the checkpoint, and torch is installed to read it."""
+    return importlib.util.find_spec("torch") is not None and read_stock_metadata(storage) is not None
+
+
+class ManifestContents:
+    """A checkpoint of Millrace. Every read byte is verified."""
+
+    in_pieces = True
+
+    def __init__(self, storage: CheckpointStorage, manifest: Manifest, threads: int, transforms: Transforms) -> None:
+        self.url = storage.url
+        self.manifest = manifest
+        self.tensors: Mapping[str, TensorEntry] = {entry.key: entry for entry in manifest.tensors}
+        self.planner_data = manifest.planner_data
+        self.wrapped: Mapping[str, WrappedEntry] = {each.tensor.key: each for each in manifest.wrapped}
+        self._fetcher = ChunkFetcher(storage, manifest, threads, transforms)
+        self._numbers: dict[str, int] = {}
+        number = 0
+        for entry in manifest.tensors:
+            self._numbers[entry.key] = number
+            number += len(entry.shards)
+        blob_bytes: dict[str, int] = {}
+        for key in manifest.blobs:
+            self._numbers[key] = number
+            blob_bytes[key] = int(manifest.items["nbytes"][number])
+            number += 1
+        self.blob_bytes: Mapping[str, int] = blob_bytes
+
+    def item(self, key: str) -> int:
+        """The number of the item with this key, or of the first item of a tensor."""
+        return self._numbers[key]
+
+    def place(self, key: str) -> tuple[int, int]:
+        items, number = self.manifest.items, self._numbers[key]
+        return int(items["chunk"][number]), int(items["start"][number])
+
+    def read(self, boxes: Sequence[Box]) -> list[Bytes]:
+        wholes, requests, staged = [], [], []
+        for box in boxes:
+            out = np.empty(box.nbytes, dtype=np.uint8)
+            wholes.append(out)
+            itemsize, first = DTYPES[box.dtype][0], self._numbers[box.key]
+            for part in shard_boxes(box, self.tensors[box.key], self.url):
+                runs = box_runs(part.shard.sizes, part.in_shard, part.lengths, itemsize)
+                if runs is None:
+                    continue
+                if part.lengths == box.lengths:
+                    requests.append(ItemRequest(first + part.number, runs, out))
+                    continue
+                piece = np.empty(math.prod(part.lengths) * itemsize, dtype=np.uint8)
+                requests.append(ItemRequest(first + part.number, runs, piece))
+                begin = part.in_box(box)
+                place = tuple(slice(first, first + length) for first, length in zip(begin, part.lengths, strict=True))
+                staged.append((out.reshape(*box.lengths, itemsize)[place], piece.reshape(*part.lengths, itemsize)))
+        self._fetcher.fetch(requests)
+        for target, piece in staged:
+            target[...] = piece
+        return wholes
+
+    def read_blobs(self, keys: Sequence[str]) -> list[bytes]:
+        outs = [np.empty(self.blob_bytes[key], dtype=np.uint8) for key in keys]
+        self._fetcher.fetch(
+            [whole_item(self._numbers[key], out) for key, out in zip(keys, outs, strict=True) if out.size]
+        )
+        return [out.tobytes() for out in outs]

@@ -1,0 +1,606 @@
+"""All checkpoints of one training run behind one object: `CheckpointManager`."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Self
+
+from millrace.checkpoint.arguments import classes, flag, function, mapping, patterns, thread_number, whole_number
+from millrace.checkpoint.codec.effort import Compression, schedule_for
+from millrace.checkpoint.format.values import pack_value, unpack_value
+from millrace.checkpoint.run.preemption import PreemptionWatch
+from millrace.checkpoint.run.pruning import PruneReport, Retention
+from millrace.checkpoint.run.ranks import Ranks
+from millrace.checkpoint.run.restoring import Restorer
+from millrace.checkpoint.run.retention import KeepAll, Policy, as_policy
+from millrace.checkpoint.run.run_info import CheckpointInfo
+from millrace.checkpoint.run.run_layout import MAX_STEP, ListedCheckpoint
+from millrace.checkpoint.run.run_saver import RunSaver, base_budget
+from millrace.checkpoint.run.saving import (
+    PendingSave,
+    ProgressMeter,
+    SaveProgress,
+    SaveResult,
+    SaveRunner,
+    refuse_in_progress,
+)
+from millrace.checkpoint.run.tiers import ReplicaTier, open_tiers
+from millrace.checkpoint.run.timeline import timeline
+from millrace.checkpoint.run.uploading import TieredSave, Uploader
+from millrace.checkpoint.state.staging import StagedState, StateStager
+from millrace.checkpoint.writing.encoder_process import EncoderProcess
+from millrace.config import parse_timeout, shown
+from millrace.errors import ConfigurationError, MillraceError, RetryableError, UsageError
+from millrace.events import Event, emit
+from millrace.origin.operation import Operation, part_of
+
+_NICENESS = 10
+"""Of the saving threads while the training runs."""
+
+
+class CheckpointManager:
+    """Saves, retains and restores the checkpoints of one run while the training continues.
+
+        run = CheckpointManager("s3://bucket/run", keep=5)
+        first = (run.restore(state) or 0) + 1            # the newest complete checkpoint; None in an empty run
+        for step in range(first, last):
+            ...
+            if step % 100 == 0:
+                run.save_async(step, state, metrics={"loss": loss})
+        run.close()                                      # waits for saves in flight
+
+    `state` is a dict of tensors, plain values, and objects with `state_dict` and `load_state_dict` (model, optimizer,
+    scheduler, `RandomState`, `DataPosition`), as for `dcp.save`. `save_async` returns as soon as the state is copied into
+    host memory; compression and upload run during the training. Most saves are *deltas* to the save before: unchanged parts
+    are references, changed parts are stored as differences.
+
+    - `keep`: which checkpoints stay: a number, a policy such as `KeepLast(5) | KeepEvery(1000)`, or its text
+      (`"last=5,every=1000"`). None keeps all. The newest one and its bases always stay.
+    - `independent`: whether the last checkpoint that shares no file with the newest one stays, too, so that a run with one
+      damaged file can still be restored. Deltas begin when there is one: the second save of a run is full like the first.
+    - `full_every`: at least every n-th save is full; 1: all of them. In any case a restore reads at most twice the bytes of
+      a full one.
+    - `local`: a directory on a disk of this node, in which each run gets its own directory. A save is durable there first
+      (`save_async(...).near`), and is then uploaded to the run's URL during the training. A restore takes every file from
+      the nearest place. The newest `local_keep` stay there, with their bases. A full or failing disk is skipped, with a
+      warning. `replica`: a directory of the same kind on a second node's disk, if this node can write to it.
+    - `on_busy`: what `save_async` does while a save is in flight: `"wait"`, or `"skip"` the new save.
+    - `on_progress`: is called with a `SaveProgress` from time to time, in a saving thread. It cannot call methods that wait
+      for a save.
+    - `base_memory`: bytes of host memory for the copy of the last state between saves, which deltas are made against; by
+      default half of the memory that is free at the first save. A larger state is saved in full, unless the last save is
+      on a disk of this node (`local=`, or a run in a local directory).
+    - `rewind`: whether a save may be of a step below the newest one without a restore. Otherwise that is a `UsageError`,
+      and so is the newest step if another manager saved it. After a restore the next save may be of any step. The step
+      that this manager saved last may be saved again: the new checkpoint replaces the earlier one when it is complete.
+    - `save_process`: whether a separate process compresses, where supported (Linux), instead of threads, which compete
+      with the training for the interpreter's lock. Threads do what the process cannot do, and all of it if it fails.
+    - `timeout`: a time such as `60` or `"2min"`. Every save, upload, pruning, restore and `close` ends within it, with an
+      error, when the storage stops responding. A single request may take a third of it. The default is the value of
+      `MILLRACE_TIMEOUT` or `millrace.toml`; without those, each request is retried for about a minute.
+    - `thread_count`, `compression`, `target_options`, `trusted_types`: as in `CheckpointWriter`; `thread_count` is half of
+      the cores by default, and the training keeps the others.
+
+    Where `torch.distributed` is initialised, every rank creates the manager and calls the same methods in the same order.
+    One manager writes to a run at a time. A new manager takes over from a dead one, and one that lost the run gets a
+    `RunTakenError` at its next save. For one thread; not for forked children.
+
+    An error of a save in flight is raised by `result()`, or by the next call if `result()` is not called. Leaving the
+    process waits for the save in flight.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        keep: int | str | Policy | None = None,
+        full_every: int = 10,
+        local: str | os.PathLike[str] | None = None,
+        local_keep: int = 2,
+        replica: ReplicaTier | str | os.PathLike[str] | None = None,
+        on_busy: Literal["wait", "skip"] = "wait",
+        on_progress: Callable[[SaveProgress], None] | None = None,
+        base_memory: int | None = None,
+        rewind: bool = False,
+        independent: bool = True,
+        save_process: bool = False,
+        thread_count: int | None = None,
+        compression: Compression = "typed",
+        target_options: Mapping[str, Any] | None = None,
+        trusted_types: Sequence[type] = (),
+        timeout: str | float | None = None,
+    ) -> None:
+        full_every = whole_number("full_every", full_every, least=1)
+        local_keep = whole_number("local_keep", local_keep, least=1)
+        if base_memory is not None:
+            base_memory = whole_number("base_memory", base_memory, least=0)
+        if not isinstance(on_busy, str) or on_busy not in ("wait", "skip"):
+            raise ConfigurationError(f"on_busy={on_busy!r}", next_step="give 'wait' or 'skip'")
+        function("on_progress", on_progress)
+        rewind, independent = flag("rewind", rewind), flag("independent", independent)
+        save_process = flag("save_process", save_process)
+        threads = thread_number("thread_count", thread_count) or max(1, len(os.sched_getaffinity(0)) // 2)
+        schedule_for(compression, threads)  # raises for an unknown name now, not at the first save
+        target_options, trusted_types = (
+            mapping("target_options", target_options),
+            classes("trusted_types", trusted_types),
+        )
+        limits = {"timeout": timeout}
+        parse_timeout(timeout)  # raises for a bad one now, also where the run is in a local directory
+        self._tiers = open_tiers(url, local=local, replica=replica, target_options=target_options, limits=limits)
+        self._run, self._local_keep = self._tiers.origin, local_keep
+        self._full_every, self._on_busy, self._base_memory = full_every, on_busy, base_memory
+        self._writer_options = {
+            "target_options": target_options,
+            "trusted_types": trusted_types,
+            "compression": compression,
+            "thread_count": threads,
+        }
+        self._on_progress = on_progress
+        self._process = EncoderProcess(threads) if save_process else None
+        self._stager = StateStager(shared=save_process)
+        self._runner = SaveRunner(on_busy=on_busy)
+        # The caller's thread and the saving thread need one each.
+        self._ranks, self._saving_ranks = Ranks(), Ranks()
+        self._uploader = self._new_uploader() if self._tiers.local is not None else None
+        self._saver: RunSaver | None = None
+        self._watch: PreemptionWatch | None = None
+        self._newest_saved: int | None = None
+        self._rewind, self._may_go_back = rewind, False
+        self._damaged: set[str] = set()
+        self._retention = Retention(
+            run=self._run,
+            policy=KeepAll() if keep is None else as_policy(keep),
+            local_keep=local_keep,
+            independent=independent,
+            damaged=self._damaged,
+        )
+        self._restorer = Restorer(
+            tiers=self._tiers,
+            ranks=self._ranks,
+            reader_options={"target_options": target_options, "trusted_types": trusted_types},
+            damaged=self._damaged,
+        )
+        self._last_save: tuple[int, float] | None = None
+        self._operation = Operation()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"CheckpointManager({self._run.url!r})"
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            f"the CheckpointManager of {self._run.url} cannot be pickled or copied",
+            next_step="create one in the process that uses it",
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except MillraceError:
+            if exc is None:
+                raise
+
+    @property
+    def url(self) -> str:
+        """Names the run, without secrets."""
+        return self._run.url
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+        *,
+        user: Mapping[str, Any] | None = None,
+    ) -> SaveResult:
+        """Save, and return when it is durable. Waits for a save in flight. Raises the error of any rank's save."""
+        result = self._submit(step, state, metrics, user, waits=True).result()
+        if result is None:
+            raise AssertionError("a save that waits is not skipped")
+        return result
+
+    def save_async(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+        *,
+        user: Mapping[str, Any] | None = None,
+    ) -> PendingSave:
+        """Copy the state into host memory, and save it while the training continues.
+
+        `metrics` are for `KeepBest` and for people; `user` are plain values to keep with the checkpoint. The state may be
+        changed as soon as this returns. Raises the error of an earlier save that was not raised yet; then nothing is saved.
+        """
+        return self._submit(step, state, metrics, user, waits=self._on_busy == "wait")
+
+    def wait(self) -> None:
+        """Wait until the saves in flight are durable at the run's URL. Raises an error that was not raised yet."""
+        self._drain()
+        self._check(at_the_end=True)
+
+    def close(self) -> None:
+        """Wait for the saves in flight, release the run, and raise an error that was not raised yet. Idempotent."""
+        if self._closed:
+            return
+        refuse_in_progress()
+        in_flight = self._runner.busy or (self._uploader is not None and self._uploader.runner.busy)
+        if not in_flight:
+            self._operation.ended_by = None
+        self._closed = True
+        try:
+            self._drain()
+            self._check(at_the_end=True)
+        finally:
+            if self._watch is not None:
+                self._watch.close()
+            self._runner.close()
+            if self._process is not None:
+                self._process.close()
+            if self._uploader is not None:
+                self._uploader.runner.close()
+                self._uploader.ranks.close()
+            # Last: no other manager may have the run until nothing is in flight, also after an interrupt.
+            if self._saver is not None:
+                with part_of(self._operation):
+                    self._saver.close()
+            self._stager.close()
+            self._ranks.close()
+            self._saving_ranks.close()
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The steps that can be restored, in order, without those that an earlier restore abandoned."""
+        return self._ranks.run_on_first(lambda: [found.step for found in timeline(self._tiers.complete())])
+
+    def latest(self) -> int | None:
+        """The step of the newest complete checkpoint; None in an empty run."""
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    def metadata(self, step: int | None = None) -> CheckpointInfo:
+        """Describe the checkpoint of `step` (by default the newest). Raises `CheckpointNotFoundError`."""
+        wanted = None if step is None else _checked_step(step)
+        return self._ranks.run_on_first(lambda: self._restorer.candidates(wanted)[0].describe())
+
+    # --- restoring --------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: dict[str, Any],
+        step: int | None = None,
+        *,
+        keys: str | Sequence[str] | None = None,
+        fallback: bool = False,
+    ) -> int | None:
+        """Load the newest complete checkpoint (or that of `step`) into `state`. Returns its step; None in an empty run.
+
+        Tensors are loaded in place, plain values replaced, objects loaded through their `load_state_dict`. `keys` are
+        patterns such as `"model.*"`: values that match none of them stay unchanged. With `fallback` a damaged checkpoint is
+        skipped with a warning, and the one before it is loaded. Without, it is a `CorruptCheckpointError`. One that is
+        removed while it is read is always skipped. After an error while reading, the state is a mix of old and new values.
+        """
+        self._open()
+        _check_state(state)
+        if not isinstance(state, MutableMapping):
+            raise UsageError(f"the state is a {type(state).__name__}, which cannot be changed", next_step="give a dict")
+        if not state:
+            raise UsageError(
+                "the state is empty, so nothing would be restored", next_step="give what was saved, as {'model': model}"
+            )
+        step = None if step is None else _checked_step(step)
+        chosen, fallback = patterns("keys", keys), flag("fallback", fallback)
+        self._drain()
+        self._renew_operation()
+        with part_of(self._operation):
+            self._upload_leftovers()
+            candidates = self._restorer.choose(step)
+            # From here on the same steps may be saved again with other states, also if this restore fails half-way.
+            self._newest_saved = None
+            found = self._restorer.restore(state, candidates, chosen, fallback=fallback, one_step=step is not None)
+        if found is not None:
+            self._may_go_back = True
+            if self._saver is not None:
+                self._saver.start_over()
+        return found
+
+    # --- retention --------------------------------------------------------------------------------
+
+    def prune(self, keep: int | str | Policy | None = None, *, dry_run: bool = False) -> PruneReport:
+        """Remove the checkpoints that `keep` (by default the manager's policy) does not keep. Every rank calls this.
+
+        Raises `UsageError` where the policy selects by a metric or a step that no checkpoint has.
+        """
+        self._open()
+        self._drain()
+        policy = self._retention.policy if keep is None else as_policy(keep)
+        dry_run = flag("dry_run", dry_run)
+        self._renew_operation()
+        with part_of(self._operation):
+            return self._ranks.run_on_first(lambda: self._retention.prune(policy, dry_run=dry_run))
+
+    # --- preemption -------------------------------------------------------------------------------
+
+    def watch_preemption(self, signals: Sequence[int] = (signal.SIGTERM,), *, grace_seconds: float = 25.0) -> None:
+        """Make `preempted` save after one of `signals`, which then end the process only after `grace_seconds`.
+
+        Call it in the main thread, on every rank. A second signal ends the process at once.
+        """
+        self._open()
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = PreemptionWatch(signals, grace_seconds=grace_seconds)
+
+    def preempted(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> bool:
+        """Whether any rank received a signal to end. Then `state` is saved as that of `step`, and durable on return.
+
+            if run.preempted(step, state):
+                break
+
+        Call it after each step, on every rank: all ranks save the same step. Raises `UsageError` before `watch_preemption`.
+        """
+        step = _checked_step(step)
+        if self._watch is None:
+            raise UsageError("no signals are watched", next_step="call watch_preemption() first")
+        if not any(self._ranks.gather(self._watch.noted)):
+            return False
+        self._drain()
+        if self._newest_saved != step:
+            self._warn_of_failures()
+            # After a restore that failed the step may be the newest one, with another state.
+            self._submit(step, state, metrics, None, waits=True).result()
+        self._watch.close()
+        return True
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _submit(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float] | None,
+        user: Mapping[str, Any] | None,
+        *,
+        waits: bool,
+    ) -> PendingSave:
+        self._open()
+        step = _checked_step(step)
+        _check_state(state)
+        if not waits and self._ranks.run_on_first(lambda: self._runner.busy):
+            return PendingSave(step, skipped=True)
+        # Wait first, then copy: so there are never more than two copies of the state in memory.
+        waited = self._runner.drain()
+        figures, notes = self._ranks.run_on_all(lambda: (_check_metrics(metrics), _check_user(user)))
+        self._ranks.run_on_first(lambda: self._retention.warn_of_mistakes(step, figures, self._last_save))
+        staged = self._stage(state)
+        if self._saver is None:
+            self._saver = self._new_saver()
+        saver = self._saver
+
+        tiered = None if self._uploader is None else TieredSave(step)
+
+        def work(report: Callable[[SaveProgress], None]) -> SaveResult:
+            progress = ProgressMeter(step, report)
+            try:
+                written = saver.save(
+                    step,
+                    staged,
+                    metrics=figures,
+                    user=notes,
+                    waited_seconds=waited,
+                    progress=progress,
+                )
+            except Exception as error:
+                if self._saving_ranks.is_first:
+                    text = f"step {step}: {type(error).__name__}: {error!s:.300}"
+                    values = {"save_failures": 1, "step": step}
+                    emit(Event(name="run.save.ended", subject=self.url, detail=text, values=values))
+                raise
+            if self._saving_ranks.is_first:
+                emit(_saved(self.url, written.result))
+            self._newest_saved, self._last_save = step, (step, time.monotonic())
+            if tiered is not None and self._uploader is not None and written.is_near:
+                tiered.continue_with(self._uploader.submit(written, self._on_progress))
+            else:
+                self._prune_after_save()
+                progress.begin("done", written.result.stored_bytes)
+            return written.result
+
+        self._renew_operation()
+        with part_of(self._operation):
+            near = self._runner.submit(step, work, on_progress=self._on_progress)
+        return near if tiered is None else tiered.begin_with(near)
+
+    def _stage(self, state: Mapping[str, Any]) -> StagedState:
+        """Copy the state. An error on one rank, or of an earlier save, is raised on all: none begins to save alone."""
+        staged: list[StagedState] = []
+        failure: Exception | None = None
+        try:
+            self._check()
+            staged.append(self._stager.stage(state))
+        except Exception as error:  # noqa: BLE001 - whatever an object's `state_dict` raises
+            failure = error
+        try:
+            self._ranks.raise_if_any_failed(failure)
+        except BaseException:
+            for copy in staged:
+                copy.release()
+            raise
+        return staged[0]
+
+    def _new_saver(self) -> RunSaver:
+        return RunSaver(
+            run=self._run,
+            ranks=self._saving_ranks,
+            full_every=self._full_every,
+            base_bytes=base_budget() if self._base_memory is None else self._base_memory,
+            writer_options=self._writer_options,
+            scan=self._scan,
+            local=self._tiers.local,
+            near=self._tiers.local or (None if self._run.is_remote else self._run),
+            niceness=_NICENESS,
+            make_room=self._retention.make_room,
+            rewind=self._rewind,
+            may_go_back=self._may_go_back,
+            independent=self._retention.independent,
+            damaged=self._damaged,
+            process=self._process,
+        )
+
+    def _new_uploader(self) -> Uploader:
+        if self._tiers.local is None:
+            raise AssertionError("without a local place there is nothing to upload")
+        return Uploader(
+            tiers=self._tiers,
+            local=self._tiers.local,
+            ranks=Ranks(),
+            local_keep=self._local_keep,
+            check=lambda: self._saver.check_claim() if self._saver is not None else None,
+            after=self._prune_after_save,
+            give_up=lambda: self._saver.save_next_in_full() if self._saver is not None else None,
+            begin=self._renew_operation,
+        )
+
+    def _prune_after_save(self) -> None:
+        if self._saving_ranks.is_first:
+            self._retention.prune_after_save()
+
+    def _scan(self) -> list[ListedCheckpoint]:
+        """The checkpoints in all places, complete or not, each once."""
+        found = {each.name: each for run in self._tiers.places[:-1] for each in run.scan()}
+        found.update({each.name: each for each in self._run.scan() if each.complete or each.name not in found})
+        return list(found.values())
+
+    def _upload_leftovers(self) -> None:
+        """Upload the parts of checkpoints that a crash left on several nodes: only the origin gives every rank all parts."""
+        if self._uploader is None or not self._restorer.may_be_split:
+            return
+        try:
+            self._uploader.catch_up()
+        except MillraceError as error:
+            emit(Event(name="checkpoint.tier.left", subject=self.url, detail=str(error)))
+
+    def _drain(self) -> float:
+        waited = self._runner.drain()
+        if self._uploader is not None:
+            waited += self._uploader.runner.drain()
+        return waited
+
+    def _check(self, *, at_the_end: bool = False) -> None:
+        """Raise an error that was not raised yet. Before the end a failed upload only warns: the save is durable near."""
+        self._runner.check()
+        if self._uploader is None:
+            return
+        try:
+            self._uploader.runner.check()
+        except RetryableError as error:
+            if at_the_end:
+                raise
+            text = f"{self.url} did not take a checkpoint ({error.message}); it stays on the local disk until it does"
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+    def _warn_of_failures(self) -> None:
+        """Warn of failed saves whose errors were not raised yet: there may be time for one more save."""
+        while True:
+            try:
+                self._check()
+            except Exception as error:  # noqa: BLE001 - whatever ended a save
+                text = f"an earlier save failed ({type(error).__name__}: {error!s:.300})"
+                emit(Event(name="run.save.failed", subject=self.url, detail=text))
+                warnings.warn(text, RuntimeWarning, stacklevel=3)
+            else:
+                return
+
+    def _renew_operation(self) -> None:
+        """Allow requests to the origin again after an operation that ended by its timeout, unless the manager is closed."""
+        if not self._closed:
+            self._operation.ended_by = None
+
+    def _open(self) -> None:
+        if self._closed:
+            raise UsageError("the manager is closed", next_step="make another one")
+
+
+def _saved(url: str, result: SaveResult) -> Event:
+    """The event of a save that is durable; its values are named as the metrics of the store."""
+    blocked = result.waited_seconds + result.staged_seconds
+    return Event(
+        name="run.saved",
+        subject=url,
+        nbytes=result.stored_bytes,
+        detail=f"step {result.step}, {result.kind}, in {result.seconds:.2f} s; it blocked the training for {blocked:.2f} s",
+        values={
+            "step": result.step,
+            f"{result.kind}_saves": 1,
+            "save_raw_bytes": result.raw_bytes,
+            "save_bytes": result.stored_bytes,
+            "save_seconds": result.seconds,
+            "blocked_seconds": blocked,
+        },
+    )
+
+
+def _checked_step(step: int) -> int:
+    # Loops count in numpy's integers and in tensors, too.
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_STEP:
+        raise UsageError(f"step {shown(step)}", next_step=f"give a whole number from 0 to {MAX_STEP}")
+    return number
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    if not isinstance(state, Mapping):
+        raise UsageError(f"the state is a {type(state).__name__}", next_step="give a dict, as {'model': model}")
+
+
+def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise UsageError(f"the metrics are a {type(metrics).__name__}", next_step="give a dict of numbers")
+    for name, value in (metrics or {}).items():
+        try:
+            figures[str(name)] = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise UsageError(
+                f"the metric {name!r} is not a number", next_step="give numbers, and other values as user="
+            ) from error
+        if not math.isfinite(figures[str(name)]):
+            # A NaN is reported, but is no reason to lose the state.
+            emit(Event(name="run.metric.not_finite", subject=str(name), detail=str(value)))
+    return figures
+
+
+def _check_user(user: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of the user's values: the save reads them later, when the training may have changed them."""
+    if user is not None and not isinstance(user, Mapping):
+        raise UsageError(f"user= is a {type(user).__name__}", next_step="give a dict of plain values")
+    try:
+        packed = pack_value(dict(user or {}), "user=")
+        copy: dict[str, Any] = unpack_value(packed)
+    except RecursionError as error:
+        raise UsageError("user= is nested too deeply, or contains itself", next_step="make it flatter") from error
+    try:
+        json.dumps(packed)
+    except ValueError as error:
+        raise UsageError("user= contains an integer with too many digits", next_step="store it as text") from error
+    return copy

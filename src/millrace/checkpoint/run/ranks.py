@@ -1,0 +1,99 @@
+"""Collective calls among the ranks of a training job: run a function on the first rank or on all, and share errors."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from millrace.errors import MillraceError, UsageError
+
+Value = TypeVar("Value")
+
+
+class Ranks:
+    """Collective calls among all ranks of a job, over a gloo process group of its own; or one process alone.
+
+    Every rank creates one, and calls its methods in the same order and from one thread. Two threads need two objects.
+    Not picklable.
+    """
+
+    def __init__(self) -> None:
+        """A collective call where `torch.distributed` is initialised."""
+        alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        self.group: Any = None if alone else dist.new_group(backend="gloo")
+        self.rank = 0 if alone else dist.get_rank()
+        self.count = 1 if alone else dist.get_world_size()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which decides for all."""
+        return self.rank == 0
+
+    def gather(self, value: Value) -> list[Value]:
+        """Every rank's value, in the order of the ranks, on every rank."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def run_on_first(self, function: Callable[[], Value]) -> Value:
+        """Call `function` on the first rank. Every rank returns its result or raises its error."""
+        if self.count == 1:
+            return function()
+        outcome: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                outcome[0] = function()
+            except Exception as error:  # noqa: BLE001 - every rank raises it, whatever it is
+                outcome[1] = _picklable(error)
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
+        if outcome[1] is not None:
+            raise outcome[1]
+        value: Value = outcome[0]
+        return value
+
+    def run_on_all(self, function: Callable[[], Value]) -> Value:
+        """Call `function` on every rank. Each returns its own result, or all raise the error of the lowest failed rank."""
+        results: list[Value] = []
+        failure: Exception | None = None
+        try:
+            results.append(function())
+        except Exception as error:  # noqa: BLE001 - as in `run_on_first`
+            failure = error
+        self.raise_if_any_failed(failure)
+        return results[0]
+
+    def raise_if_any_failed(self, failure: Exception | None) -> None:
+        """Raise on every rank the failure of the lowest rank that has one."""
+        sent = failure if self.count == 1 or failure is None else _picklable(failure)
+        for error in self.gather(sent):
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        """Destroy the process group, where it still exists."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self.group = None
+
+
+def _picklable(error: Exception) -> Exception:
+    """`error`, or a `UsageError` with its text where it cannot be pickled: the other ranks wait for it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever its class raises
+        return UsageError(f"a rank failed ({type(error).__name__}: {error!s:.300})", next_step="see its log")
+    return error
+
+
+def first_failure(failures: Mapping[int, Any]) -> BaseException:
+    """The cause of torch's `CheckpointException`: the first `MillraceError` by rank, else the first error."""
+    errors = [failure[0] for _, failure in sorted(failures.items()) if isinstance(failure[0], BaseException)]
+    for error in errors:
+        if isinstance(error, MillraceError):
+            return error
+    return errors[0] if errors else UsageError("a rank failed without an error", next_step="see its log")

@@ -1,0 +1,351 @@
+"""Restores: which checkpoint of a run is loaded, and how it gets into a training state.
+
+Unlike `dcp.load` this also loads what a fresh object lacks. An optimizer before its first step has no moments. A template
+made of its `state_dict` would not load those of the checkpoint, without any error, and training would continue from zeros.
+Here the members of a `Stateful` that only the checkpoint has are loaded, too, and passed to its `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
+
+from millrace.checkpoint.format.inventory import is_named
+from millrace.checkpoint.reading.load_planner import CheckpointLoadPlanner
+from millrace.checkpoint.reading.reader import CheckpointReader
+from millrace.checkpoint.run.driving import load
+from millrace.checkpoint.run.ranks import Ranks
+from millrace.checkpoint.run.resuming import OptionalKeys
+from millrace.checkpoint.run.tiers import Placed, Tiers
+from millrace.checkpoint.run.timeline import newest_first, timeline
+from millrace.checkpoint.state.flattening import flatten, refuse_nested_objects, state_dict_of
+from millrace.checkpoint.state.tensors import WrapperMetadata
+from millrace.checkpoint.state.wrappers import WrapperSlot
+from millrace.checkpoint.storage.storage import CheckpointStorage
+from millrace.errors import (
+    CheckpointNotFoundError,
+    DamagedError,
+    DiskFullError,
+    MillraceError,
+    MissingError,
+    MissingKeyError,
+    StateMismatchError,
+    StorageError,
+    UsageError,
+)
+from millrace.events import Event, emit
+
+_NAMED = 3
+
+
+# --- which checkpoint -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restorer:
+    """Chooses a checkpoint of a run and loads it. Every rank has one; all methods except `candidates` are collective.
+
+    `damaged` receives the names of checkpoints that could not be restored.
+    """
+
+    tiers: Tiers
+    ranks: Ranks
+    reader_options: Mapping[str, Any]
+    damaged: set[str]
+
+    def candidates(self, step: int | None) -> list[Placed]:
+        """Complete checkpoints in the order in which a restore tries them. Raises `CheckpointNotFoundError` for none."""
+        complete, url = self.tiers.complete(), self.tiers.origin.url
+        found = [each for each in newest_first(complete) if step is None or each.step == step]
+        if not found and step is None:
+            raise CheckpointNotFoundError(f"no complete checkpoint in {url}", next_step="save one first")
+        if not found:
+            last = ", ".join(str(each.step) for each in timeline(complete)[-5:]) or "none"
+            raise CheckpointNotFoundError(
+                f"no complete checkpoint of step {step} in {url}", next_step=f"the last steps there: {last}"
+            )
+        return found
+
+    def choose(self, step: int | None) -> list[tuple[str, int]]:
+        """Names and steps of the `candidates` on every rank; an empty list for an empty run where no step is given."""
+
+        def names() -> list[tuple[str, int]]:
+            if step is None and not self.tiers.complete():
+                return []
+            return [(each.name, each.step) for each in self.candidates(step)]
+
+        return self.ranks.run_on_first(names)
+
+    @property
+    def may_be_split(self) -> bool:
+        """Whether a checkpoint that is not at the origin may be in parts on several nodes."""
+        return self.tiers.local is not None and self.ranks.count > 1
+
+    def restore(
+        self,
+        state: dict[str, Any],
+        candidates: Sequence[tuple[str, int]],
+        keys: Sequence[str] | None,
+        *,
+        fallback: bool,
+        one_step: bool,
+    ) -> int | None:
+        """Load the first of the `candidates` that can be loaded; returns its step, or None if there are none.
+
+        A damaged checkpoint, or one that a local disk cannot read, is skipped with a warning if `fallback` is set, and one
+        that was removed meanwhile in any case, but not with `one_step`, where the caller gave a step. Raises as
+        `restore_into`.
+        """
+        failure: MillraceError | None = None
+        for name, step in candidates:
+            try:
+                self._load(name, state, keys)
+                return step
+            except DiskFullError:
+                raise
+            except (DamagedError, MissingError, StorageError) as error:
+                gone = isinstance(error, CheckpointNotFoundError) or self.ranks.run_on_first(
+                    functools.partial(self._is_gone, name)
+                )
+                if one_step:
+                    raise
+                if not (fallback or gone):
+                    next_step = "restore(state, fallback=True) takes the one before it"
+                    raise type(error)(error.message, next_step=next_step) from error
+                failure = error
+                self.damaged.add(name)
+                url = self.tiers.origin.url
+                self._warn(f"{name} of {url} cannot be restored ({error.message}); trying the one before it")
+        if failure is not None:
+            raise failure
+        return None
+
+    def _load(self, name: str, state: dict[str, Any], keys: Sequence[str] | None) -> None:
+        url = self.tiers.origin.url
+        saved = self.ranks.run_on_first(lambda: self.tiers.save_id(name))
+        if self.may_be_split and not self.ranks.run_on_first(lambda: self.tiers.is_at_origin(name)):
+            missing = self.ranks.gather(self.ranks.run_on_all(lambda: self.tiers.missing_files(name, saved)))
+            files = [file for each in missing for file in each]
+            if files:
+                raise CheckpointNotFoundError(
+                    f"{name} of {url} is on disks of several nodes, and some of them are missing: {files[0]} was not found",
+                    next_step="restore another step, or start with the same nodes",
+                )
+        storage = self.tiers.checkpoint(name, save_id=saved)
+        reader = _RunReader(self.tiers.origin.url_of(name), storage, **self.reader_options)
+        restore_into(state, reader, self.ranks, keys=keys)
+
+    def _is_gone(self, name: str) -> bool:
+        return all(each.name != name for each in self.tiers.complete())
+
+    def _warn(self, text: str) -> None:
+        emit(Event(name="run.restore.fallback", subject=self.tiers.origin.url, detail=text))
+        # A filter may make errors of warnings. Then every rank raises it, and none waits for another.
+        self.ranks.run_on_first(lambda: warnings.warn(text, RuntimeWarning, stacklevel=6))
+
+
+class _RunReader(CheckpointReader):
+    """A reader of a checkpoint whose files may be in several places."""
+
+    def __init__(self, url: str, storage: CheckpointStorage, **options: Any) -> None:
+        super().__init__(url, **options)
+        self._storage_of_run = storage
+
+    def _storage(self) -> CheckpointStorage:
+        return self._storage_of_run
+
+
+# --- into a state ---------------------------------------------------------------------------------
+
+
+def restore_into(
+    state: dict[str, Any], reader: CheckpointReader, ranks: Ranks, *, keys: Sequence[str] | None = None
+) -> None:
+    """Load into `state`: tensors in place; plain values are replaced; objects get theirs through `load_state_dict`.
+
+    `keys` are patterns of flattened keys (`is_named`). Values that match none of them stay unchanged. Without `keys` the
+    checkpoint and the members of `state` must have the same keys. Every rank calls this. Raises `MissingKeyError`,
+    `StateMismatchError`, `UsageError` for patterns that match nothing, and the errors of the reader. After an error while
+    values are read, the state is a mix of old and new values.
+    """
+    # An object may fail on one rank only, and the other ranks must not wait for it.
+    plain = ranks.run_on_all(
+        lambda: {key: state_dict_of(key, value) if _is_stateful(value) else value for key, value in state.items()}
+    )
+    planner = _RunLoadPlanner(state, keys)
+    load(plain, reader, planner, ranks)
+    for container, key, slot in planner.slots:
+        container[key] = slot.value
+    ranks.run_on_all(lambda: _assign(plain, state, planner.touched))
+
+
+def _assign(plain: Mapping[str, Any], state: dict[str, Any], touched: Collection[str]) -> None:
+    """Pass the loaded values to the members of `state`."""
+    for name, value in state.items():
+        if name not in touched:
+            continue
+        if not _is_stateful(value):
+            state[name] = plain[name]
+            continue
+        try:
+            value.load_state_dict(plain[name])
+        except MillraceError:
+            raise
+        except Exception as error:
+            # A class may raise anything.
+            raise StateMismatchError(
+                f"{name!r} does not accept its values in the checkpoint ({type(error).__name__}: {error!s:.300})",
+                next_step="build it with the settings with which it was saved, or choose others with keys=",
+            ) from error
+
+
+def _is_stateful(value: Any) -> bool:
+    return isinstance(value, Stateful) and not isinstance(value, torch.Tensor)
+
+
+class _RunLoadPlanner(CheckpointLoadPlanner):
+    """Completes the templates of objects, and leaves out keys that are not selected. `touched` are the loaded members."""
+
+    way_out = "name the keys as they were saved, or choose with keys= those that the checkpoint has"
+
+    def __init__(self, members: Mapping[str, Any], patterns: Sequence[str] | None) -> None:
+        super().__init__()
+        self._members, self._patterns = members, patterns
+        self.touched: set[str] = set()
+        # Where the wrapper tensors that the reader builds are stored.
+        self.slots: list[tuple[Any, Any, WrapperSlot]] = []
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
+        described: Mapping[str, Any] = metadata.state_dict_metadata
+        saved = self._by_member(described, metadata.planner_data or {})
+        for name, value in self._members.items():
+            if isinstance(value, torch.optim.Optimizer):
+                self._drop_later_state(state_dict[name], f"{name}.state.", saved.get(str(name), ()))
+        present, _ = flatten(state_dict)
+        refuse_nested_objects(present)
+        for name, value in self._members.items():
+            absent = [key for key in saved.get(str(name), ()) if key not in present and self._wants(key)]
+            if absent and _is_stateful(value) and not isinstance(value, OptionalKeys):
+                self.slots += _complete(state_dict[name], name, value, absent, metadata)
+            elif absent and isinstance(value, Mapping | list) and self._patterns is None:
+                raise MissingKeyError(
+                    f"the checkpoint has {len(absent)} keys below {name!r} that the state does not have: {_some(absent)}",
+                    next_step="give the object itself (which has a load_state_dict), or keys='*' to load what the state has",
+                )
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        wanted = {
+            key: value
+            for key, value in self.state_dict.items()
+            if self._wants(key) and (key in described or not self._may_lack(key))
+        }
+        if not self.state_dict and self._patterns is not None:
+            raise UsageError(
+                f"the state has no values, so keys={self._patterns!r} loads nothing",
+                next_step="give the tensors or the object to load into, as {'model': model}",
+            )
+        unmatched = [one for one in self._patterns or () if not any(is_named(key, one) for key in self.state_dict)]
+        if unmatched or (not wanted and self._patterns is not None):
+            raise UsageError(
+                f"no key of the state matches {', '.join(map(repr, unmatched)) or 'keys=' + repr(self._patterns)}",
+                next_step=f"its keys are like {_some(list(self.state_dict))}",
+            )
+        self.state_dict = wanted
+        touched = {self.mappings[key][0] for key in wanted}
+        self.touched = {name for name in self._members if str(name) in touched}
+
+    def _by_member(self, keys: Iterable[str], paths: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
+        """The checkpoint's keys by the member of the state that they belong to."""
+        names = set(map(str, self._members))
+        found: dict[str, list[str]] = {}
+        for key in keys:
+            dots = [place for place, letter in enumerate(key) if letter == "."]
+            name = next((key[:end] for end in (len(key), *reversed(dots)) if key[:end] in names), None)
+            # `model.ema` may have been a member of its own. Then it does not belong to `model`.
+            if name is not None and not str(paths.get(key, (name,))[0]).startswith(f"{name}."):
+                found.setdefault(name, []).append(key)
+        return found
+
+    def _drop_later_state(self, template: dict[str, Any], prefix: str, saved: Sequence[str]) -> None:
+        """Remove an optimizer's state of parameters that had no state yet when the checkpoint was saved."""
+        known = {key.removeprefix(prefix).partition(".")[0] for key in saved if key.startswith(prefix)}
+        for number in list(template["state"]) if saved else ():
+            keys = flatten({f"{prefix}{number}": template["state"][number]})[0]
+            if str(number) not in known and all(map(self._wants, keys)):
+                del template["state"][number]
+
+    def _adapt_to_torch_2_3(self, described: Mapping[str, Any]) -> None:
+        pass  # a run has only Millrace's checkpoints, and keys that are not selected must stay out
+
+    def _wants(self, key: str) -> bool:
+        return self._patterns is None or any(is_named(key, pattern) for pattern in self._patterns)
+
+    def _may_lack(self, key: str) -> bool:
+        return any(isinstance(value, OptionalKeys) and _is_below(key, name) for name, value in self._members.items())
+
+
+def _is_below(key: str, name: str) -> bool:
+    return key == name or key.startswith(f"{name}.")
+
+
+def _complete(
+    template: dict[str, Any], name: str, value: Any, absent: Sequence[str], metadata: Any
+) -> Iterator[tuple[Any, Any, WrapperSlot]]:
+    """Add the keys that only the checkpoint has to an object's `state_dict`, as empty values for the reader to fill.
+
+    Yields each container and key into which a wrapper tensor is put after it was read.
+    """
+    paths: Mapping[str, Sequence[Any]] = metadata.planner_data or {}
+    for key in absent:
+        described = metadata.state_dict_metadata[key]
+        if isinstance(described, BytesStorageMetadata):
+            empty: Any = None
+        elif len(described.chunks) > 1:
+            raise UsageError(
+                f"{key!r} was saved in {len(described.chunks)} shards, and {name!r} does not have any of them yet",
+                next_step="make a sharded optimizer's state with torch.distributed.checkpoint.state_dict.get_state_dict",
+            )
+        elif isinstance(described, WrapperMetadata):
+            empty = WrapperSlot(described.size)
+        else:
+            empty = torch.empty(described.size, dtype=described.properties.dtype)
+        path = list(paths.get(key, key.split(".")))[1:]
+        place = _put(template, path, empty, numbered=isinstance(value, torch.optim.Optimizer))
+        if isinstance(empty, WrapperSlot):
+            yield *place, empty
+
+
+def _put(container: Any, path: list[Any], value: Any, *, numbered: bool) -> tuple[Any, Any]:
+    """Set a value deep in mappings and lists, which are created where missing; returns its container and its key there.
+
+    `numbered`: an optimizer's state has numbers as keys. Keys are text in a checkpoint. One becomes a number where the
+    other keys of its mapping are numbers (`MultiStepLR.milestones`).
+    """
+    for depth, part in enumerate(path):
+        last = depth == len(path) - 1
+        if isinstance(container, list):
+            while len(container) <= int(part):
+                container.append({} if not last else None)
+            if last:
+                container[int(part)] = value
+                return container, int(part)
+            container = container[int(part)]
+            continue
+        by_number = (numbered and depth == 1 and path[0] == "state") or type(next(iter(container), None)) is int
+        key = int(part) if by_number and str(part).isdigit() else part
+        if last:
+            container[key] = value
+            return container, key
+        container = container.setdefault(key, [] if isinstance(path[depth + 1], int) else {})
+    return container, None
+
+
+def _some(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+    return ", ".join(map(repr, keys[:_NAMED])) + more

@@ -1,0 +1,559 @@
+"""The saves of a run on every rank: the first rank's decision, the written bytes, and the base of the next save."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from millrace.checkpoint.format.manifest import DataFile, Manifest
+from millrace.checkpoint.run.claims import Claim
+from millrace.checkpoint.run.driving import save
+from millrace.checkpoint.run.ranks import Ranks
+from millrace.checkpoint.run.run_info import CheckpointInfo, info_of_manifest, paths_of
+from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, checkpoint_name, parse_name
+from millrace.checkpoint.run.saving import ProgressMeter, SaveResult
+from millrace.checkpoint.run.tiers import is_local_failure, report_local_failure
+from millrace.checkpoint.run.timeline import Point, next_revision, timeline
+from millrace.checkpoint.state.staging import StagedState
+from millrace.checkpoint.storage.storage import CheckpointStorage
+from millrace.checkpoint.writing.bases import Base, StoredBase, check_files, find_damage
+from millrace.checkpoint.writing.delta import SaveRecord, choose_base
+from millrace.checkpoint.writing.encoder_process import EncoderProcess
+from millrace.checkpoint.writing.writer import CheckpointWriter
+from millrace.errors import (
+    BaseGoneError,
+    ChangedError,
+    DiskFullError,
+    MillraceError,
+    ObjectExistsError,
+    RunTakenError,
+    UsageError,
+)
+from millrace.events import Event, emit
+from millrace.origin.obstore_library import start_workers
+from millrace.runtime import maintenance
+from millrace.runtime.importing import imported
+from millrace.runtime.pipeline import lower_priority
+
+_MEMORY_SHARE = 0.5
+_UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOrder:
+    """The first rank's decision for all: the directory, and the base of the save (None: a full save)."""
+
+    name: str
+    base: str | None
+    is_anchor: bool
+    full: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A save that is durable where it was written: its name, this rank's data files, its result, and whether only the near
+    place has it.
+    """
+
+    name: str
+    own_files: tuple[str, ...]
+    is_near: bool
+    result: SaveResult
+
+
+@dataclass(kw_only=True)
+class _LastSave:
+    """This rank's part of the last save, as the base of the next one."""
+
+    base: Base
+    staged: StagedState
+
+
+class _RunWriter(CheckpointWriter):
+    """A writer that checks the run's claim before it publishes, and keeps a description of the published checkpoint.
+
+    `is_near`: the storage is this node's own, so the first rank does not see there the files of other nodes. `versions`
+    are those of the run's data files in an object store, as earlier saves of this manager saw them.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        storage: CheckpointStorage,
+        *,
+        claim: Claim | None,
+        is_near: bool,
+        versions: dict[str, str] | None,
+        process: EncoderProcess | None,
+        **options: Any,
+    ) -> None:
+        super().__init__(url, **options)
+        self._opened, self._process = storage, process
+        self._claim, self._is_near, self._versions = claim, is_near, versions
+        self.info: CheckpointInfo | None = None
+        self.own_files: tuple[str, ...] = ()
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        future = super().write_data(plan, planner)
+        if self._unconfirmed is not None:
+            self.own_files = tuple(self._unconfirmed[1])
+        if self._is_near:
+            for result in future.value()[:1]:  # all share one description of the files that this rank names
+                super()._check_files(result.storage_data.data.files)
+        return future
+
+    def _check_files(self, files: Sequence[DataFile]) -> None:
+        if not self._is_near:
+            check_files(self._storage(), files, self._threads, versions=self._versions)
+
+    def _publish(self, storage: CheckpointStorage, name: str, data: bytes, manifest: Manifest) -> None:
+        if self._claim is not None:
+            self._claim.check()
+        super()._publish(storage, name, data, manifest)
+        directory = storage.url.rstrip("/").rpartition("/")[2]
+        step, revision = parse_name(directory) or (0, 0)
+        self.info = info_of_manifest(
+            manifest,
+            len(data),
+            name=directory,
+            url=storage.url,
+            step=step,
+            revision=revision,
+            published=manifest.created,
+        )
+
+
+@dataclass(kw_only=True)
+class RunSaver:
+    """Saves staged states of a run. Every rank has one, and calls the same methods. For one thread at a time.
+
+    `scan` lists the checkpoints of the run in all places. `local` is the place to write to first, if there is one. `near`
+    is where this rank finds the stored bytes of earlier saves without requests to the origin: `local`, or the run itself
+    if it is a local directory. `rewind`: whether a save may be of any step, also of one below the newest; `may_go_back`:
+    the same for the next save only, after a restore. `independent`: whether deltas are made only while the run has a
+    checkpoint that shares no file with them. `damaged` receives the names of checkpoints that were found to be damaged.
+    `make_room` prunes one of the places and returns the freed bytes; it never raises.
+    """
+
+    run: Run
+    ranks: Ranks
+    full_every: int
+    base_bytes: int
+    writer_options: Mapping[str, Any]
+    scan: Callable[[], list[ListedCheckpoint]]
+    local: Run | None
+    near: Run | None
+    make_room: Callable[[Run], int]
+    niceness: int = 0
+    rewind: bool = False
+    may_go_back: bool = False
+    independent: bool = True
+    damaged: set[str] = field(default_factory=set)
+    process: EncoderProcess | None = None
+    # Every save since the last full one; on the first rank.
+    _history: list[SaveRecord] = field(default_factory=list)
+    _is_history_known: bool = False
+    _complete: list[Point] = field(default_factory=list)
+    _taken: set[tuple[int, int]] = field(default_factory=set)
+    _newest_own: Point | None = None
+    _claim: Claim | None = None
+    _previous: _LastSave | None = None
+    _is_next_full: bool = False
+    _versions: dict[str, str] = field(default_factory=dict)
+
+    def save(
+        self,
+        step: int,
+        staged: StagedState,
+        *,
+        metrics: Mapping[str, float],
+        user: Mapping[str, Any],
+        waited_seconds: float,
+        progress: ProgressMeter,
+    ) -> Written:
+        """Write a state to the nearest place that accepts it. It is durable there on return.
+
+        This object owns `staged` from now on, also after an error. A save that fails leaves no files. After a full disk it
+        is retried once if `make_room` freed something. Raises `UsageError` for a step below the newest, and for the newest
+        step unless this object saved it; `RunTakenError` when another manager has taken the run; and errors of the save.
+        """
+        began = time.monotonic()
+        # Readers use these threads, too, so they start before the priority is lowered. The metrics of the first save load
+        # pyarrow, whose allocator has a thread.
+        maintenance.start()
+        imported("pyarrow")
+        if self.run.is_remote:
+            start_workers()
+        lower_priority(self.niceness)
+        try:
+            record = {"step": step, "full": "", "metrics": dict(metrics)}
+            about = {"run": record, "user": dict(user)}
+            try:
+                order, writer, is_near = self._attempt(step, staged, about, progress)
+            except DiskFullError:
+                if not self.ranks.run_on_first(lambda: self.make_room(self.run)):
+                    raise
+                order, writer, is_near = self._attempt(step, staged, about, progress)
+            counts = self.ranks.gather(writer.stats)
+            info = self.ranks.run_on_first(lambda: writer.info)
+            if info is None:
+                raise AssertionError("the first rank has published the manifest")
+        except BaseException:
+            staged.release()
+            raise
+        self._add_to_history(order, info)
+        self._keep_base(order, writer, staged)
+        stats = [each for each in counts if each is not None]
+        result = SaveResult(
+            step=step,
+            url=self.run.url_of(order.name),
+            kind="delta" if info.kind == "delta" else "full",
+            raw_bytes=info.raw_bytes,
+            stored_bytes=info.stored_bytes,
+            restore_bytes=info.restore_bytes,
+            staged_seconds=staged.seconds,
+            waited_seconds=waited_seconds,
+            seconds=time.monotonic() - began + staged.seconds,
+            chunks_full=sum(each.chunks_full for each in stats),
+            chunks_delta=sum(each.chunks_delta for each in stats),
+            chunks_referenced=sum(each.chunks_referenced for each in stats),
+        )
+        return Written(name=order.name, own_files=writer.own_files, is_near=is_near, result=result)
+
+    def check_claim(self) -> None:
+        """Raise `RunTakenError` if another manager has taken the run. For the first rank."""
+        if self._claim is not None:
+            self._claim.check()
+
+    def start_over(self) -> None:
+        """After a restore: the next save is full, and may be of any step."""
+        self.may_go_back = True
+        self._drop_history()
+
+    def save_next_in_full(self) -> None:
+        """Make the next save full, because the bases of a delta do not reach the run's URL. From any thread."""
+        self._is_next_full = True
+
+    def close(self) -> None:
+        """Release the memory of the last save, and the run."""
+        self._drop_base()
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.release()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _attempt(
+        self, step: int, staged: StagedState, about: dict[str, Any], progress: ProgressMeter
+    ) -> tuple[SaveOrder, _RunWriter, bool]:
+        """Decide and write one save. Returns the order as it was carried out, the writer, and whether the save is near."""
+        order = self._without_damage(self.ranks.run_on_first(lambda: self._order(step)))
+        about["run"]["full"] = order.full
+        try:
+            return self._write_somewhere(order, staged, about, progress)
+        except BaseException as error:
+            # Another manager that took the run may be about to write into a directory of this name.
+            if not isinstance(error, ChangedError):
+                self._remove_empty(self.run, order.name)
+                if self.local is None and not self.run.is_remote and not os.path.isdir(self.run.url_of(order.name)):
+                    self._taken.discard(parse_name(order.name) or (0, 0))
+            raise
+
+    def _remove_empty(self, run: Run, name: str) -> None:
+        """Remove the directory of a failed save, whose files are removed already. A directory with files stays."""
+        try:
+            run.remove(name, [])
+        except MillraceError as error:
+            emit(Event(name="run.leftover.failed", subject=run.url_of(name), detail=str(error)))
+
+    def _order(self, step: int) -> SaveOrder:
+        if not (self.rewind or self.may_go_back):
+            self._refuse_to_go_back(step)
+        complete, taken = self._known_names()
+        revision = next_revision(step, complete)
+        while (step, revision) in taken:  # by a dead save, whose files a later pruning removes
+            revision += 1
+        self._taken.add((step, revision))
+        name = checkpoint_name(step, revision)
+        self._announce(name)
+        live = timeline(complete)
+        if self._is_next_full:
+            self._is_next_full = False
+            self._drop_history()
+        elif live and live[-1].step >= step:
+            self._drop_history()  # this save does not continue from the newest checkpoint
+        elif not self._is_history_known:
+            self._history, self._is_history_known = self._stored_history(live), True
+        history = self._history
+        kind = choose_base(
+            history,
+            full_every=self.full_every,
+            previous_near=bool(history) and self._base(history[-1].directory) is not None,
+            anchor_near=bool(history) and self._base(history[0].directory) is not None,
+            has_independent=not self.independent or self._has_independent(),
+        )
+        if kind == "full":
+            return SaveOrder(name=name, base=None, is_anchor=False, full=name)
+        is_anchor = kind == "anchor"
+        base = history[0 if is_anchor else -1].directory
+        return SaveOrder(name=name, base=base, is_anchor=is_anchor, full=history[0].directory)
+
+    def _has_independent(self) -> bool:
+        """Whether the run has a checkpoint that shares no file with the saves since the last full one.
+
+        All checkpoints before the last full save do, because that refers to no file of another. Retention keeps one.
+        """
+        chain = {record.directory for record in self._history} | self.damaged
+        return any(checkpoint_name(*point) not in chain for point in self._complete)
+
+    def _without_damage(self, order: SaveOrder) -> SaveOrder:
+        """`order`, or a full save if a rank finds damage in the stored bytes of the base. A collective call."""
+        if order.base is None:
+            return order
+        problems = [problem for problem in self.ranks.gather(self._damage_of(order.base)) if problem is not None]
+        if not problems:
+            return order
+        return self._in_full("run.base.damaged", order, problems[0])
+
+    def _damage_of(self, directory: str) -> str | None:
+        """The damage in the stored bytes of a base that this rank has near; None for none."""
+        base = self._base(directory)
+        if base is None or self.near is None:
+            return None
+        # In a shared directory all ranks see the same base, so each checks a part of it. Memory has only the rank's part.
+        shares = isinstance(base, StoredBase) and self.near is self.run
+        share = (self.ranks.rank, self.ranks.count) if shares else (0, 1)
+        return find_damage(self.near.checkpoint(directory), base, self.writer_options["thread_count"], share=share)
+
+    def _in_full(self, event: str, order: SaveOrder, problem: str) -> SaveOrder:
+        """The order of a full save instead of `order`, whose base is damaged. A collective call."""
+        try:
+            # A filter may make an error of the warning. Then every rank raises it, and none waits for another.
+            self.ranks.run_on_first(lambda: self._report_damage(event, order, problem))
+        finally:
+            self._drop_history()
+        return SaveOrder(name=order.name, base=None, is_anchor=False, full=order.name)
+
+    def _report_damage(self, event: str, order: SaveOrder, problem: str) -> None:
+        self.damaged.update(record.directory for record in self._history)
+        text = f"{self.run.url_of(order.base or '')} is damaged ({problem}); {order.name} is saved in full"
+        emit(Event(name=event, subject=order.name, detail=text))
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _refuse_to_go_back(self, step: int) -> None:
+        """Raise `UsageError` for a lower step: the checkpoints after it would be abandoned, and pruned before all others.
+
+        The manager that saved the newest step may save it again: a training loop saves at its end, too.
+        """
+        live = timeline(self._complete if self._claim is not None else (each for each in self.scan() if each.complete))
+        if not live or live[-1].step < step or (live[-1].step == step and live[-1] == self._newest_own):
+            return
+        newest, url = live[-1].step, self.run.url
+        raise UsageError(
+            f"step {step} is already saved in {url}"
+            if newest == step
+            else f"step {step} is not beyond step {newest}, which {url} has already",
+            next_step="restore a checkpoint first, or give another directory to a new run",
+        )
+
+    def _known_names(self) -> tuple[list[Point], set[tuple[int, int]]]:
+        """Complete checkpoints, and all used names. Listed once: while the claim holds, no other process adds any."""
+        if self._claim is None:
+            self._claim = Claim.take(self.run)
+            found = self.scan()
+            self._complete = [Point(each.step, each.revision) for each in found if each.complete]
+            self._taken = {(each.step, each.revision) for each in found}
+        return self._complete, self._taken
+
+    def _announce(self, name: str) -> None:
+        """Record the save in the claim. If this process dies, a pruning may then remove its files at once.
+
+        Not for a save to a local disk, which has to work while the origin does not respond.
+        """
+        if self._claim is not None and self.local is None:
+            self._claim.announce([name])
+
+    def _stored_history(self, live: list[Point]) -> list[SaveRecord]:
+        """The saves since the last full one by an earlier process, if they are all near."""
+        if self.near is None or self.full_every == 1:
+            return []
+        try:
+            complete = {found.name: found for found in self.near.scan() if found.complete}
+            records: list[SaveRecord] = []
+            for point in reversed(live):
+                name = checkpoint_name(*point)
+                if name not in complete:
+                    return []
+                info = self.near.describe(complete[name])
+                records.append(_record(info, "previous"))
+                if info.kind == "full":
+                    return records[::-1]
+        except MillraceError as error:
+            emit(Event(name="run.history.unreadable", subject=self.near.url, detail=str(error)))
+        return []
+
+    def _base(self, directory: str | None) -> Base | None:
+        """This rank's view of an earlier save, from memory or near storage; None if neither has it."""
+        if directory is None:
+            return None
+        if self._previous is not None and self._previous.base.directory == directory:
+            return self._previous.base
+        if self.near is None:
+            return None
+        try:
+            return StoredBase.open(self.near.checkpoint(directory), directory)
+        except MillraceError as error:
+            emit(Event(name="run.base.unreadable", subject=directory, detail=str(error)))
+            return None
+
+    def _write_somewhere(
+        self, order: SaveOrder, staged: StagedState, about: dict[str, Any], progress: ProgressMeter
+    ) -> tuple[SaveOrder, _RunWriter, bool]:
+        """Write to the local place if there is one and it works, else to the run itself. Returns as `_attempt`."""
+        if self.local is not None:
+            for is_last in (False, True):
+                try:
+                    return *self._write_with_base(order, staged, self.local, about, progress), True
+                except MillraceError as error:
+                    self._remove_empty(self.local, order.name)
+                    if isinstance(error, RunTakenError) or not is_local_failure(error):
+                        raise
+                    retries = isinstance(error, DiskFullError) and not is_last
+                    if retries and any(self.ranks.gather(self.make_room(self.local) > 0)):
+                        continue
+                    report_local_failure(self.local, order.name, error)
+                    break
+        return *self._write_with_base(order, staged, self.run, about, progress), False
+
+    def _write_with_base(
+        self, order: SaveOrder, staged: StagedState, target: Run, about: dict[str, Any], progress: ProgressMeter
+    ) -> tuple[SaveOrder, _RunWriter]:
+        try:
+            return order, self._write(order, staged, target, about, progress)
+        except BaseGoneError as error:
+            # Files of the base are missing or were replaced. A full save needs none of them.
+            order = self._in_full("run.base.gone", order, error.message)
+            about["run"]["full"] = order.name
+            return order, self._write(order, staged, target, about, progress)
+
+    def _write(
+        self, order: SaveOrder, staged: StagedState, target: Run, about: Mapping[str, Any], progress: ProgressMeter
+    ) -> _RunWriter:
+        options = dict(self.writer_options)
+        if target is not self.run:
+            options["target_options"] = None
+        writer = _RunWriter(
+            target.url_of(order.name),
+            target.checkpoint(order.name),  # with the connections and limits of the run
+            # Only the first rank has a claim, and publishes. A near save does not check it: its upload does.
+            claim=self._claim if target is self.run else None,
+            is_near=target is not self.run,
+            versions=self._versions if self.run.is_remote else None,
+            process=self.process,
+            overwrite=False,
+            base=self._base(order.base),
+            keep_base=self._fits_in_memory(staged),
+            user_metadata=about,
+            **options,
+        )
+        progress.begin("writing", staged.nbytes)
+        try:
+            save(staged.state, writer, self.ranks, count=progress.advance)
+        except ObjectExistsError as error:
+            raise RunTakenError(
+                f"another manager has just saved {order.name} into {self.run.url}",
+                next_step="let one manager write to a run, and give the other one a run of its own",
+            ) from error
+        return writer
+
+    def _fits_in_memory(self, staged: StagedState) -> bool:
+        """Whether there is memory to keep this state as the base of the next save."""
+        return self.full_every > 1 and staged.nbytes <= self.base_bytes
+
+    def _add_to_history(self, order: SaveOrder, info: CheckpointInfo) -> None:
+        record = _record(info, "anchor" if order.is_anchor else "previous")
+        # A save without any reference or delta counts as full, even if it had a base.
+        self._history = [record] if record.kind == "full" else [*self._history, record]
+        self._is_history_known, self.may_go_back = True, False
+        self._newest_own = Point(info.step, info.revision)
+        self._complete.append(self._newest_own)
+        paths = paths_of(info)
+        self._versions = {path: version for path, version in self._versions.items() if path in paths}
+
+    def _keep_base(self, order: SaveOrder, writer: _RunWriter, staged: StagedState) -> None:
+        """Keep the state as the base of the next save, if there is memory for it."""
+        self._drop_base()
+        base = writer.written_base(order.name) if self._fits_in_memory(staged) else None
+        if base is None:
+            staged.release()
+        else:
+            self._previous = _LastSave(base=base, staged=staged)
+
+    def _drop_base(self) -> None:
+        previous, self._previous = self._previous, None
+        if previous is not None:
+            previous.staged.release()
+
+    def _drop_history(self) -> None:
+        """Make the next save full: it does not continue from the last saved state."""
+        self._drop_base()
+        self._history, self._is_history_known = [], True
+
+
+def _record(info: CheckpointInfo, base: Literal["previous", "anchor"]) -> SaveRecord:
+    is_full = info.kind == "full"
+    return SaveRecord(
+        directory=info.name,
+        kind="full" if is_full else "delta",
+        base=None if is_full else base,
+        raw_bytes=info.raw_bytes,
+        own_bytes=info.stored_bytes,
+        restore_bytes=info.restore_bytes,
+    )
+
+
+# --- memory for bases -----------------------------------------------------------------------------
+
+
+def base_budget(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory for the base of the next save: half of what is free on the machine and in this control group.
+
+    Returns 0 where the kernel does not report free memory.
+    """
+    free = _available(proc / "meminfo")
+    return int(_MEMORY_SHARE * min(free, _left_in_group(proc / "self" / "cgroup", groups)))
+
+
+def _available(meminfo: Path) -> int:
+    try:
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        return 0
+    return 0
+
+
+def _left_in_group(membership: Path, groups: Path) -> int:
+    """Free bytes in the tightest of this process's control groups (version 2). Groups without a limit do not count."""
+    try:
+        name = next(line[3:].strip() for line in membership.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return _UNLIMITED
+    left = _UNLIMITED
+    directory = groups / name.strip("/")
+    for group in (directory, *directory.parents):
+        try:
+            limit = (group / "memory.max").read_text().strip()
+            if limit != "max":
+                left = min(left, max(0, int(limit) - int((group / "memory.current").read_text())))
+        except (OSError, ValueError):
+            pass  # the root has neither file; neither do machines with control groups of version 1
+        if group == groups:
+            break
+    return left

@@ -1,0 +1,214 @@
+"""Manifests in the directory of a checkpoint: names, reading, summaries. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import Buffer
+
+from millrace.checkpoint.codec.chunks import checksum
+from millrace.checkpoint.format.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    DataFile,
+    Manifest,
+    decode_manifest,
+)
+from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile
+from millrace.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DeniedError,
+    MillraceError,
+    MissingError,
+    ObjectExistsError,
+    UnsupportedFormatError,
+)
+from millrace.runtime.garbage import collection_paused
+
+STOCK_METADATA_NAME = ".metadata"
+"""The metadata file of torch's own writer."""
+_MAX_STOCK_METADATA_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSummary:
+    """A summary of a checkpoint. Sizes in bytes, `created` in Unix seconds.
+
+    `raw_bytes` is the size of all tensors and objects. `stored_bytes` is the size of the files of this checkpoint,
+    including the manifest. For a checkpoint of torch's own writer, `format_version` is 0 and `created` is the time of its
+    metadata.
+    """
+
+    url: str
+    raw_bytes: int
+    stored_bytes: int
+    tensors: int
+    objects: int
+    created: float
+    format_version: int
+    user: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedManifest:
+    """A manifest, its stored length in bytes, and the version of its file, which changes with every save."""
+
+    manifest: Manifest
+    nbytes: int
+    version: str
+
+
+def manifest_name(rank: int | None = None) -> str:
+    """The file name of the manifest, or of the manifest of one rank of a save without collectives."""
+    return MANIFEST_NAME if rank is None else f"rank-{rank}.{MANIFEST_NAME}"
+
+
+def read_manifest(storage: CheckpointStorage, rank: int | None = None) -> LoadedManifest:
+    """Read and check a manifest.
+
+    Raises `CheckpointNotFoundError` (with a next step that depends on the files in the directory),
+    `CorruptCheckpointError`, or `UnsupportedFormatError`.
+    """
+    try:
+        file = storage.stat(manifest_name(rank))
+        return load_manifest(storage, file)
+    except MissingError as error:
+        raise _not_found(storage, rank) from error
+
+
+def load_manifest(storage: CheckpointStorage, file: StoredFile) -> LoadedManifest:
+    """Read and check a manifest that was listed. Raises `ObjectNotFoundError` when it was removed since, else as
+    `read_manifest`.
+    """
+    _, manifest = read_manifest_file(storage, file)
+    return LoadedManifest(manifest, file.size, file.version)
+
+
+def read_manifest_file(storage: CheckpointStorage, file: StoredFile) -> tuple[Buffer, Manifest]:
+    """The bytes and the content of a manifest. Raises as `load_manifest`."""
+    if file.size > MAX_MANIFEST_BYTES:
+        raise CorruptCheckpointError(
+            f"{storage.url}: the manifest is impossibly long ({file.size} bytes)", next_step="load another checkpoint"
+        )
+    data = storage.read(file, 0, file.size)
+    try:
+        with collection_paused():
+            return data, decode_manifest(data)
+    except UnsupportedFormatError as error:
+        raise UnsupportedFormatError(f"{storage.url}: {error.message}", next_step=error.next_step) from error
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(
+            f"{storage.url}: {error.message}", next_step="load another checkpoint, or restore this one from a copy"
+        ) from error
+
+
+def stat_data_file(storage: CheckpointStorage, listed: DataFile) -> StoredFile:
+    """Describe a data file of the manifest. Raises `CorruptCheckpointError` when it is missing or has another length."""
+    try:
+        file = storage.stat(listed.name)
+    except MissingError as error:
+        raise CorruptCheckpointError(
+            f"{storage.url}: the data file {listed.name} is missing",
+            next_step="try again if the checkpoint was being overwritten, else use another checkpoint",
+        ) from error
+    check_size(storage, file, listed.size)
+    return file
+
+
+def check_size(storage: CheckpointStorage, file: StoredFile, size: int) -> None:
+    """Raise `CorruptCheckpointError` when a data file has another length than in the manifest."""
+    if file.size != size:
+        raise CorruptCheckpointError(
+            f"{storage.url}: {file.name} has {file.size} bytes instead of {size}",
+            next_step="use another checkpoint, or restore this one from a copy",
+        )
+
+
+def stock_metadata_name(rank: int | None = None) -> str:
+    """The metadata file of torch's own writer, for the whole checkpoint or one rank."""
+    return STOCK_METADATA_NAME if rank is None else f"__{rank}{STOCK_METADATA_NAME}"
+
+
+def read_stock_metadata(storage: CheckpointStorage, rank: int | None = None) -> bytes | None:
+    """The metadata of torch's own writer, or None. It is a pickle: load it only with `stock_metadata`."""
+    try:
+        file = storage.stat(stock_metadata_name(rank))
+    except MissingError:
+        return None
+    if file.size > _MAX_STOCK_METADATA_BYTES:
+        raise CorruptCheckpointError(f"{storage.url}: the metadata is impossibly long ({file.size} bytes)")
+    return bytes(memoryview(storage.read(file, 0, file.size)))
+
+
+def stock_mark(metadata: bytes | None) -> str | None:
+    """The text in a manifest that identifies the metadata of torch's own writer that the save replaced."""
+    return None if metadata is None else f"{checksum(metadata):016x}"
+
+
+def read_newest(storage: CheckpointStorage, rank: int | None = None) -> LoadedManifest:
+    """Read and check the manifest, if it is the newest checkpoint in the directory. Raises as `read_manifest`.
+
+    Also raises `CheckpointNotFoundError` when torch's own writer has saved to the directory later. It does not remove our
+    files.
+    """
+    loaded = read_manifest(storage, rank)
+    try:
+        mark = stock_mark(read_stock_metadata(storage, rank))
+    except DeniedError:
+        # S3 denies access to a missing object if the client may not list. The metadata may also exist for other clients.
+        return loaded
+    if mark not in (None, loaded.manifest.replaces):
+        raise CheckpointNotFoundError(
+            f"{storage.url}: torch's own writer has saved over this checkpoint",
+            next_step="load it with CheckpointReader",
+        )
+    return loaded
+
+
+def _not_found(storage: CheckpointStorage, rank: int | None) -> CheckpointNotFoundError:
+    """The error for a missing manifest. Its next step depends on the other files, if the storage can list them."""
+    try:
+        names = storage.names()
+    except MillraceError:
+        # A cache cannot list, and credentials may not allow it. The error is correct without the list.
+        names = []
+    if rank is None and any(name.endswith(f".{MANIFEST_NAME}") for name in names):
+        next_step = "it was saved without collectives: load it with as many ranks as saved it"
+    elif STOCK_METADATA_NAME in names:
+        next_step = "torch's own writer saved it: load it with CheckpointReader"
+    elif any(name.startswith("data-") for name in names):
+        next_step = "its save did not finish, or it was removed: load another checkpoint"
+    else:
+        next_step = "check the name, or load another checkpoint (this one may have been removed)"
+    return CheckpointNotFoundError(f"no complete checkpoint at {storage.url}", next_step=next_step)
+
+
+def refuse_existing(storage: CheckpointStorage, rank: int | None) -> None:
+    """Raise `ObjectExistsError` when the manifest, or the metadata of torch's own writer, exists."""
+    for name in (manifest_name(rank), stock_metadata_name(rank)):
+        with contextlib.suppress(MissingError):
+            storage.stat(name)
+            raise ObjectExistsError(
+                f"{storage.url}: a checkpoint exists already", next_step="choose another name, or pass overwrite=True"
+            )
+
+
+def summarize(storage: CheckpointStorage, loaded: LoadedManifest) -> CheckpointSummary:
+    """The summary of a manifest."""
+    manifest = loaded.manifest
+    own_bytes = sum(file.size for file in manifest.files if not file.name.startswith("../"))
+    return CheckpointSummary(
+        url=storage.url,
+        raw_bytes=int(manifest.items["nbytes"].sum()),
+        stored_bytes=own_bytes + loaded.nbytes,
+        tensors=len(manifest.tensors),
+        objects=len(manifest.blobs),
+        created=manifest.created,
+        format_version=FORMAT_VERSION,
+        user=manifest.user,
+    )

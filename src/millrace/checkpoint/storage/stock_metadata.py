@@ -1,0 +1,110 @@
+"""The metadata of torch's own writer: its data files, and a summary of the checkpoint.
+
+The metadata is a pickle. Unpickling accepts only the classes that torch writes.
+"""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import pickle
+import re
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+
+from millrace.checkpoint.storage.manifests import STOCK_METADATA_NAME, CheckpointSummary
+from millrace.checkpoint.storage.storage import CheckpointStorage
+from millrace.errors import CorruptCheckpointError, MillraceError, UnsupportedObjectError
+
+# The data files of torch's writer. Other files in the metadata must not be removed.
+_FILE_NAME = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
+
+_CLASSES: dict[tuple[str, str], Any] = {
+    **{
+        (kind.__module__, kind.__qualname__): kind
+        for kind in (
+            metadata.BytesStorageMetadata,
+            metadata.ChunkStorageMetadata,
+            metadata.Metadata,
+            metadata.MetadataIndex,
+            metadata.StorageMeta,
+            metadata.TensorProperties,
+            metadata.TensorStorageMetadata,
+            metadata._MEM_FORMAT_ENCODING,
+            filesystem._StorageInfo,
+            torch.Size,
+        )
+    },
+    # Paths of all platforms and Python versions. Only their text matters.
+    **{
+        (module, name): pathlib.PurePosixPath
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "PurePosixPath")
+    },
+    ("torch.serialization", "_get_layout"): lambda name: getattr(torch, str(name).removeprefix("torch.")),
+    ("collections", "OrderedDict"): dict,
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = _CLASSES.get((module, name))
+        if known is not None:
+            return known
+        value = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(value, torch.dtype | torch.memory_format):
+            return value
+        raise UnsupportedObjectError(
+            f"the metadata of the checkpoint contains {module}.{name}, which torch does not write",
+            next_step="load it with torch's own reader if you trust its source",
+        )
+
+
+def unpickle_metadata(data: bytes, url: str) -> Any:
+    """Unpickle torch's `Metadata` without executing other code.
+
+    Raises `CorruptCheckpointError`, or `UnsupportedObjectError` for metadata with foreign classes.
+    """
+    try:
+        read = _MetadataUnpickler(io.BytesIO(data)).load()
+    except MillraceError:
+        raise
+    except Exception as error:
+        raise CorruptCheckpointError(
+            f"{url}: the metadata cannot be read", next_step="load another checkpoint"
+        ) from error
+    if not isinstance(read, metadata.Metadata) or not isinstance(read.state_dict_metadata, dict):
+        raise CorruptCheckpointError(f"{url}: the metadata has another type", next_step="load another checkpoint")
+    return read
+
+
+def stock_files(data: bytes, url: str) -> list[str]:
+    """The data files of torch's metadata in its own directory. Raises as `unpickle_metadata`."""
+    stored = unpickle_metadata(data, url).storage_data or {}
+    return sorted({info.relative_path for info in stored.values() if _FILE_NAME.fullmatch(str(info.relative_path))})
+
+
+def summarize_stock(storage: CheckpointStorage) -> CheckpointSummary:
+    """The summary of torch's metadata. Objects count with their stored length. Raises as `unpickle_metadata`."""
+    file = storage.stat(STOCK_METADATA_NAME)
+    read = unpickle_metadata(bytes(memoryview(storage.read(file, 0, file.size))), storage.url)
+    tensors = [
+        value for value in read.state_dict_metadata.values() if isinstance(value, metadata.TensorStorageMetadata)
+    ]
+    lengths = {index: int(info.length) for index, info in (read.storage_data or {}).items()}
+    objects = [
+        key for key, value in read.state_dict_metadata.items() if isinstance(value, metadata.BytesStorageMetadata)
+    ]
+    return CheckpointSummary(
+        url=storage.url,
+        raw_bytes=sum(value.size.numel() * value.properties.dtype.itemsize for value in tensors)
+        + sum(lengths.get(metadata.MetadataIndex(key), 0) for key in objects),
+        stored_bytes=sum(lengths.values()) + file.size,
+        tensors=len(tensors),
+        objects=len(objects),
+        created=file.modified,
+        format_version=0,
+        user={},
+    )

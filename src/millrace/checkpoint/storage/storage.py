@@ -1,0 +1,535 @@
+"""The storage of one checkpoint: a local directory, or a prefix of an object store behind `millrace.origin`.
+
+File names are relative to the checkpoint. `../sibling/name` is a file of a sibling checkpoint, for reading only. A file
+becomes visible under its name only when it is complete and durable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import posixpath
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+from typing_extensions import Buffer
+
+from millrace.checkpoint.arguments import mapping, path_text
+from millrace.config import absolute_path
+from millrace.errors import (
+    ChangedError,
+    ConfigurationError,
+    DeniedError,
+    DiskFullError,
+    MillraceError,
+    MissingError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    OutcomeUnknownError,
+    RetryableError,
+    StorageError,
+)
+from millrace.origin import ObjectInfo, ObjectWriter, Origin, Readable, origin_for_url, service_of, split_url
+
+# Write-back starts after this many bytes, so that the disk works in parallel with the codec and the last fsync is short.
+_WRITEBACK_BYTES = 32 << 20
+# Attempts of a conditional PUT without a response while the object is missing. The client retries each attempt as well.
+_PUBLISH_ATTEMPTS = 3
+# Errors of file systems without hard links: FAT, and some in user space.
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK})
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
+_BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One version of one file. `version` is opaque and pins later reads. `size` in bytes.
+
+    `modified` in Unix seconds, by the clock of the storage.
+    """
+
+    name: str
+    size: int
+    version: str
+    modified: float
+
+
+class CheckpointStorage(Protocol):
+    """The directory of one checkpoint. Thread-safe. Raises only `millrace.errors`."""
+
+    @property
+    def url(self) -> str:
+        """The URL or path of the directory, without secrets."""
+        ...
+
+    def prepare(self) -> None:
+        """Create the directory if necessary."""
+        ...
+
+    def open_writer(self, name: str) -> ObjectWriter:
+        """Write a new file as a stream. `close` makes it durable, then visible. `abort` leaves no file."""
+        ...
+
+    def publish(self, name: str, data: Buffer, *, replace: bool) -> None:
+        """Make a small file durable and visible in one atomic step.
+
+        Without `replace`, raises `ObjectExistsError` when the file exists with other bytes. Raises `OutcomeUnknownError`
+        when the result of the request is unknown: the file may exist, or appear later.
+        """
+        ...
+
+    def stat(self, name: str) -> StoredFile:
+        """Describe a file. Raises `ObjectNotFoundError`."""
+        ...
+
+    def read(self, file: StoredFile, start: int, stop: int) -> Buffer:
+        """Return the bytes `[start, stop)` of this version of the file."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """The names of the files in the directory. Empty when it does not exist."""
+        ...
+
+    def files(self) -> Sequence[StoredFile]:
+        """The files in the directory. Empty when it does not exist."""
+        ...
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove files. Missing files are not an error."""
+        ...
+
+
+def can_open_storage(location: str | os.PathLike[str]) -> bool:
+    """Whether `open_storage` accepts this URL or path. Does not check whether it exists."""
+    try:
+        open_storage(location)
+    except MillraceError:
+        return False
+    return True
+
+
+def open_storage(
+    location: str | os.PathLike[str],
+    target_options: Mapping[str, Any] | None = None,
+    *,
+    origin: Readable | None = None,
+    limits: Mapping[str, Any] | None = None,
+    sync: bool = True,
+) -> CheckpointStorage:
+    """Open the directory of a checkpoint by URL or local path. Makes no request.
+
+    `origin` replaces the storage, for reading only (through a cache, for example). `limits`: as in
+    `millrace.origin.open_origin`. `sync`: whether local files are synced to disk before they become visible.
+    """
+    url = path_text("the URL of a checkpoint", location)
+    mapping("target_options", target_options)
+    if not url:
+        raise ConfigurationError(
+            "the name of the checkpoint is empty", next_step="give a directory or scheme://bucket/path"
+        )
+    if "\0" in url:
+        raise ConfigurationError(f"{url!r} has a NUL in it", next_step="check the name")
+    if _BROKEN_URL.match(url):
+        # `pathlib` removes a slash from a URL. As a local path it would be a directory in the working directory.
+        raise ConfigurationError(f"{url!r} has one slash after its colon", next_step="give the URL as text, with two")
+    scheme, key = split_url(url)
+    if not key.strip("/"):
+        raise ConfigurationError(f"{url!r} names no checkpoint", next_step="give a directory or scheme://bucket/path")
+    if origin is not None:
+        return ObjectStorage(url, origin, key)
+    if service_of(scheme).rooted:
+        if target_options:
+            raise ConfigurationError("local files take no target_options", next_step="leave them out")
+        return LocalStorage(key, sync=sync)
+    opened, key = origin_for_url(url, target_options, limits)
+    if "/" not in key.strip("/"):
+        raise ConfigurationError(f"{url!r} is a whole bucket", next_step="give scheme://bucket/path")
+    return ObjectStorage(url, opened, key)
+
+
+# --- object store ---------------------------------------------------------------------------------
+
+
+class ObjectStorage:
+    """A prefix of an object store. Reading needs a `Readable`. Writing and listing need an `Origin`."""
+
+    def __init__(self, url: str, origin: Readable, prefix: str) -> None:
+        self._url = url.rstrip("/")
+        self._origin = origin
+        self._prefix = prefix.rstrip("/")
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def prepare(self) -> None:
+        self._whole()
+
+    def open_writer(self, name: str) -> ObjectWriter:
+        return self._whole().open_writer(self._key(name))
+
+    def publish(self, name: str, data: Buffer, *, replace: bool) -> None:
+        # The response to a PUT can get lost after the store has written the object. A retry of a conditional PUT is then
+        # refused. So read the object back and compare it. `data` is unique to this save.
+        for attempt in range(1, _PUBLISH_ATTEMPTS + 1):
+            try:
+                self._whole().put(self._key(name), data, if_absent=not replace)
+                return
+            except ObjectExistsError:
+                if self._holds(name, data):
+                    return
+                raise
+            except RetryableError as error:
+                if self._holds(name, data, lost=error):
+                    return
+                if replace or attempt == _PUBLISH_ATTEMPTS:
+                    raise self._unknown(name, error) from error
+
+    def stat(self, name: str) -> StoredFile:
+        return self._describe(name, self._origin.head(self._key(name)))
+
+    def read(self, file: StoredFile, start: int, stop: int) -> Buffer:
+        return self._origin.read(self._key(file.name), start, stop, version=file.version)
+
+    def names(self) -> Sequence[str]:
+        return [file.name for file in self.files()]
+
+    def files(self) -> Sequence[StoredFile]:
+        objects = self._whole().list_level(self._prefix).objects
+        return [self._describe(posixpath.basename(info.key), info) for info in objects]
+
+    def delete(self, names: Sequence[str]) -> None:
+        self._whole().delete([self._key(name) for name in names])
+
+    def _holds(self, name: str, data: Buffer, lost: RetryableError | None = None) -> bool:
+        """Whether the file `name` contains exactly `data`. `lost` is the error of a PUT without response."""
+        try:
+            file = self.stat(name)
+            if file.size != memoryview(data).nbytes:
+                return False
+            return memoryview(self.read(file, 0, file.size)).cast("B") == memoryview(data).cast("B")
+        except (MissingError, ChangedError):
+            return False
+        except RetryableError as error:
+            raise self._unknown(name, lost or error) from (lost or error)
+
+    def _unknown(self, name: str, cause: RetryableError) -> OutcomeUnknownError:
+        return OutcomeUnknownError(
+            f"{name}: unknown whether it was written ({cause.message})",
+            next_step="check the file when the storage responds again, and save again",
+        )
+
+    @staticmethod
+    def _describe(name: str, info: ObjectInfo) -> StoredFile:
+        return StoredFile(name, info.size, info.version, info.modified)
+
+    def _key(self, name: str) -> str:
+        if name.startswith("../"):
+            return posixpath.join(posixpath.dirname(self._prefix), name[3:])
+        return f"{self._prefix}/{name}"
+
+    def _whole(self) -> Origin:
+        if not isinstance(self._origin, Origin):
+            raise ConfigurationError(f"{self._origin.identity} can only be read", next_step="write without `origin=`")
+        return self._origin
+
+
+# --- local directory ------------------------------------------------------------------------------
+
+
+class LocalStorage:
+    """A directory of a local or mounted file system."""
+
+    def __init__(self, path: str, *, sync: bool = True) -> None:
+        self._path = absolute_path(path)
+        self._sync = sync
+
+    @property
+    def url(self) -> str:
+        return self._path
+
+    def prepare(self) -> None:
+        with _translated(self._path):
+            new = list(_missing_directories(self._path))
+            os.makedirs(self._path, exist_ok=True)
+            if self._sync:
+                # The checkpoint is durable only if the entries of its parent directories are.
+                for directory in new:
+                    _sync_directory(os.path.dirname(directory))
+
+    def open_writer(self, name: str) -> LocalWriter:
+        return LocalWriter(self._path, name, sync=self._sync)
+
+    def publish(self, name: str, data: Buffer, *, replace: bool) -> None:
+        with LocalWriter(self._path, name, sync=self._sync, replace=replace) as writer:
+            writer.write(data)
+
+    def stat(self, name: str) -> StoredFile:
+        path = self._file(name)
+        with _translated(path):
+            info = os.stat(path)
+            if not os.path.isfile(path):
+                raise FileNotFoundError(path)
+            return _describe(name, info)
+
+    def read(self, file: StoredFile, start: int, stop: int) -> Buffer:
+        path = self._file(file.name)
+        if start == stop:
+            return b""
+        with _translated(path), open(path, "rb", buffering=0) as stream:
+            # Not a bytearray, which is first filled with zeros.
+            view, position = np.empty(stop - start, dtype=np.uint8).data, 0
+            while position < len(view):
+                count = os.preadv(stream.fileno(), [view[position:]], start + position)
+                if count == 0:
+                    raise StorageError(f"{path} was truncated during the read", next_step="load again")
+                position += count
+            return view
+
+    def names(self) -> Sequence[str]:
+        return self._entries(_is_file)
+
+    def files(self) -> Sequence[StoredFile]:
+        return self._described(self.names())
+
+    def directories(self) -> Sequence[StoredFile]:
+        """The directories in this directory. Empty when it does not exist."""
+        return self._described(self._entries(lambda entry: not _is_file(entry) and entry.is_dir()))
+
+    def _entries(self, matches: Callable[[os.DirEntry[str]], bool]) -> Sequence[str]:
+        with _translated(self._path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return sorted(entry.name for entry in os.scandir(self._path) if matches(entry))
+        return []
+
+    def _described(self, names: Sequence[str]) -> Sequence[StoredFile]:
+        found = []
+        for name in names:
+            path = self._file(name)
+            with contextlib.suppress(ObjectNotFoundError), _translated(path):  # removed since it was listed
+                found.append(_describe(name, _stat(path)))
+        return found
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            path = self._file(name)
+            with _translated(path), contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def sync_names(self) -> None:
+        """Sync the directory entries to disk. A missing directory is not an error."""
+        with contextlib.suppress(ObjectNotFoundError), _translated(self._path):
+            _sync_directory(self._path)
+
+    def _file(self, name: str) -> str:
+        return os.path.normpath(os.path.join(self._path, name))
+
+
+class LocalWriter:
+    """Writes a file under a temporary name. `close` syncs the file, renames it, and syncs the directory.
+
+    Not thread-safe. An existing file is replaced with `replace`, else `ObjectExistsError` is raised.
+    """
+
+    def __init__(self, directory: str, name: str, *, sync: bool, replace: bool = True) -> None:
+        self._directory = directory
+        self._path = os.path.join(directory, name)
+        self._temporary = os.path.join(directory, f".{name}.{uuid.uuid4().hex[:8]}.tmp")
+        self._replace = replace
+        self._finished = False
+        with _translated(self._path):
+            self._file = open(self._temporary, "xb", buffering=0)  # noqa: SIM115 - closed by close or abort
+        self._writeback = _Writeback(self._file.fileno()) if sync else None
+
+    def write(self, data: Buffer, /) -> int:
+        view = memoryview(data).cast("B")
+        with _translated(self._path):
+            position = 0
+            while position < len(view):
+                position += self._file.write(view[position:])
+            if self._writeback is not None:
+                self._writeback.add(len(view))
+        return len(view)
+
+    @property
+    def flushed(self) -> tuple[int, float] | None:
+        """Bytes written back so far, and the seconds that this took. None without `sync`."""
+        return None if self._writeback is None else self._writeback.flushed
+
+    def close(self) -> None:
+        if self._finished:
+            return
+        try:
+            with _translated(self._path):
+                if self._writeback is not None:
+                    self._writeback.stop()
+                    os.fsync(self._file.fileno())
+                self._file.close()
+                if self._replace:
+                    os.replace(self._temporary, self._path)
+                else:
+                    _move_new(self._temporary, self._path)
+                if self._writeback is not None:
+                    _sync_directory(self._directory)
+            self._finished = True
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        with contextlib.suppress(OSError):
+            if self._writeback is not None:
+                self._writeback.stop()
+        with contextlib.suppress(OSError):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._temporary)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if exc_type is None:
+            self.close()
+        else:
+            self.abort()
+
+
+class _Writeback:
+    """Syncs a growing file in a thread, every `_WRITEBACK_BYTES`, and stores the first error.
+
+    The kernel reports a failed write-back only once, so the last fsync would not report it again.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.flushed = (0, 0.0)
+        self._total_bytes = self._pending_bytes = 0
+        self._wake = threading.Semaphore(0)
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+
+    def add(self, nbytes: int) -> None:
+        """Count written bytes. Raises the error of an earlier flush."""
+        if self._error is not None:
+            raise self._error
+        self._total_bytes += nbytes
+        self._pending_bytes += nbytes
+        if self._pending_bytes >= _WRITEBACK_BYTES:
+            self._pending_bytes = 0
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="millrace-writeback", daemon=True)
+                self._thread.start()
+            self._wake.release()
+
+    def stop(self) -> None:
+        """End the thread. Raises the error of an earlier flush. Idempotent."""
+        self._stopping = True
+        if self._thread is not None:
+            self._wake.release()
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while True:
+            self._wake.acquire()
+            if self._stopping:
+                return
+            total_bytes, began = self._total_bytes, time.monotonic()
+            try:
+                os.fdatasync(self._fd)
+            except OSError as error:
+                self._error = error
+                return
+            self.flushed = (total_bytes, self.flushed[1] + time.monotonic() - began)
+
+
+def _describe(name: str, info: os.stat_result) -> StoredFile:
+    return StoredFile(name, info.st_size, f"{info.st_ino}-{info.st_mtime_ns}", info.st_mtime)
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:
+        return True  # for example a loop of links: reading it raises, listing the other files does not
+
+
+def _stat(path: str) -> os.stat_result:
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return os.lstat(path)  # as in `_is_file`
+
+
+def _missing_directories(path: str) -> Iterator[str]:
+    """The missing directories of an absolute path, the deepest first."""
+    while not os.path.isdir(path) and os.path.dirname(path) != path:
+        yield path
+        path = os.path.dirname(path)
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _move_new(temporary: str, path: str) -> None:
+    """Rename `temporary` to `path` in one atomic step. Raises `FileExistsError` when `path` exists."""
+    try:
+        # A plain rename would replace an existing file.
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _rename_new(temporary, path)
+        return
+    os.unlink(temporary)
+
+
+def _rename_new(temporary: str, path: str) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    source, target = os.fsencode(temporary), os.fsencode(path)
+    if library.renameat2(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_NOREPLACE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), path)
+
+
+@contextlib.contextmanager
+def _translated(path: str) -> Iterator[None]:
+    """Convert errors of the operating system to `millrace.errors`, with the path."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ObjectNotFoundError(f"{path} does not exist", next_step="check the name") from error
+    except FileExistsError as error:
+        raise ObjectExistsError(f"{path} exists already", next_step="choose another name") from error
+    except PermissionError as error:
+        raise DeniedError(f"access to {path} was denied", next_step="check its owner and mode") from error
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DiskFullError(
+                f"no room to write {path}", next_step="free space, or raise the quota or file size limit"
+            ) from error
+        raise StorageError(f"{path} failed ({error.strerror})", next_step="check the path and the disk") from error

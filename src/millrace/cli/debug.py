@@ -1,0 +1,184 @@
+"""`millrace debug bundle`: diagnostics for a bug report, without secrets."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from millrace._version import __version__
+from millrace.cli.commands import GroupedCommands
+from millrace.cli.common import cache_dir_option, json_option, node_option, print_json
+
+_RELEVANT = re.compile(r"(MILLRACE|AWS|AZURE|GOOGLE|GCS|HF|RAY|TORCH|OMP)_.*|.*_PROXY|PYTHON.*", re.IGNORECASE)
+_SECRET = re.compile(
+    r"SECRET|TOKEN|KEY|PASS|PWD|CREDENTIAL|SAS|CONNECTION|AUTH|SIGNATURE|JSON|RUNTIME_ENV", re.IGNORECASE
+)
+_PROXY = re.compile(r".*_PROXY", re.IGNORECASE)
+_LOGIN = re.compile(
+    r"((?:https?|socks\w*)://)?(.*)@", re.IGNORECASE | re.DOTALL
+)  # the password may contain `@` and `/`
+_USER = re.compile(r"((?:https?|socks\w*)://)\S*@|(\w+://)[^/\s]*@", re.IGNORECASE)
+_HIDDEN = "***"
+_SHORTEST_SECRET = 8  # a shorter value, such as "false", would be removed from other texts as well
+_PACKAGES = (
+    "millrace", "backports.zstd", "click", "fsspec", "lmdb", "numpy", "obstore", "prometheus-client", "pyarrow",
+    "typing-extensions", "urllib3", "xxhash", "ray", "torch", "s3fs", "botocore", "adlfs", "gcsfs", "huggingface_hub",
+    "opentelemetry-api", "pandas", "duckdb", "polars",
+)  # fmt: skip
+
+
+@click.group(cls=GroupedCommands)
+def debug() -> None:
+    """Collect diagnostics."""
+
+
+@debug.command()
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file to write. Default: millrace-debug-DATE-TIME.tar.gz in this directory.",
+)
+@node_option
+@cache_dir_option
+@json_option
+def bundle(output: Path | None, node: str | None, cache_dir: tuple[str, ...], as_json: bool) -> None:
+    """Write versions, checks, options and status to a .tar.gz file for a bug report.
+
+    It has no secret: tokens, keys and queries of URLs are removed. It does contain names of hosts, directories, and prefixes
+    with pins or limits: look at it before you publish it. A part that fails contains its error.
+    """
+    from millrace.errors import ConfigurationError
+
+    if output == Path():
+        raise click.UsageError("--output names no file")
+    path = output or Path(time.strftime("millrace-debug-%Y%m%d-%H%M%S.tar.gz"))
+    parts = {name: _gathered(gather) for name, gather in _parts(node, cache_dir).items()}
+    hide = hidden(secrets_of(os.environ))
+    files = {f"{name}.json": json.dumps(hide(content), indent=1) for name, content in parts.items()}
+    try:
+        _write(path, files)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}", next_step="choose another file with --output") from error
+    if as_json:
+        print_json({"path": str(path), "files": sorted(files)})
+        return
+    click.echo(f"{path}: {', '.join(sorted(files))}; look at it before you publish it")
+
+
+def _parts(node: str | None, cache_dir: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
+    """The functions that gather the parts, by name."""
+    from millrace.cli.doctor import checks_of
+    from millrace.cli.status import read_status
+    from millrace.config import effective_options, resolve
+
+    given = {"cache_dir": list(cache_dir) or None}
+    return {
+        "about": _about,
+        "environment": lambda: environment_of(os.environ),
+        "options": lambda: [asdict(each) for each in effective_options(given)],
+        "checks": lambda: [asdict(check) for check in checks_of(resolve(given), None, None)],
+        "status": lambda: read_status(node, cache_dir),
+    }
+
+
+def _gathered(gather: Callable[[], Any]) -> Any:
+    try:
+        return gather()
+    except Exception as error:  # noqa: BLE001 - whatever fails is the reason for the report
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _about() -> dict[str, Any]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "millrace": __version__,
+        "python": sys.version,
+        "platform": platform.platform(),
+        "libc": "-".join(platform.libc_ver()),
+        "processors": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "packages": versions,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that may matter. A value that may be a secret is hidden."""
+    return {
+        name: _HIDDEN if _SECRET.search(name) else _without_login(value) if _PROXY.fullmatch(name) else value
+        for name, value in sorted(environ.items())
+        if _RELEVANT.fullmatch(name)
+    }
+
+
+def _without_login(proxy: str) -> str:
+    """The address of a proxy without user and password. It may have no scheme: `user:password@host:3128`."""
+    return _LOGIN.sub(rf"\1{_HIDDEN}@", proxy, count=1)
+
+
+def secrets_of(environ: Mapping[str, str]) -> set[str]:
+    """Values that must not be in the file: those of variables with a name of a secret, logins of proxies, and the token."""
+    from millrace.config import SECRET_NAMES, load_file
+    from millrace.errors import ConfigurationError
+
+    found = {value.strip() for name, value in environ.items() if _SECRET.search(name) and not os.path.exists(value)}
+    for name, value in environ.items():
+        if _PROXY.fullmatch(name) and (login := _LOGIN.match(value)) is not None:
+            found |= {login[2], login[2].partition(":")[2]}
+    with contextlib.suppress(ConfigurationError):  # the part `options` contains this error
+        found |= {str(value).strip() for name, value in load_file(environ).items() if name in SECRET_NAMES}
+    return {each for each in found if len(each) >= _SHORTEST_SECRET}
+
+
+def hidden(secrets: set[str]) -> Callable[[Any], Any]:
+    """A function that removes secrets, users in URLs, and queries of web addresses from every text in a JSON value."""
+    from millrace.errors import without_queries
+
+    longest_first = sorted(secrets, key=len, reverse=True)
+
+    def hide(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {hide(str(name)): hide(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [hide(each) for each in value]
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        text = str(value)
+        for each in longest_first:
+            text = text.replace(each, _HIDDEN)
+        return without_queries(_USER.sub(rf"\1\2{_HIDDEN}@", text))
+
+    return hide
+
+
+def _write(path: Path, files: Mapping[str, str]) -> None:
+    """Write the archive, readable by this user only. Raises `FileExistsError` for an existing file."""
+    import tarfile
+
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+        for name, text in files.items():
+            content = text.encode("utf-8", "backslashreplace")
+            entry = tarfile.TarInfo(f"millrace-debug/{name}")
+            entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
+            archive.addfile(entry, io.BytesIO(content))

@@ -1,0 +1,480 @@
+"""Finds this process's part in a cluster, and attaches the `CacheNode` of its file systems to it.
+
+There is one attachment for each set of options, checked at intervals while it is used. When the machine's node restarts,
+ends or publishes another token, the next reads use what is valid then. A search that may take long runs in a thread of its
+own: only the first read of all waits for one. A process without a cluster imports no other module of this package.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millrace.cache.node import CacheNode, cache_node, store_directory
+from millrace.cache.reading.source import direct
+from millrace.cluster.node_starter import node_starter
+from millrace.config import LOCAL_FOLDER, CacheOptions
+from millrace.errors import ConfigurationError, MillraceError, MissingDependencyError, OriginUnavailableError
+from millrace.origin import Origin
+from millrace.runtime import forks
+from millrace.runtime.importing import importing, is_installed
+from millrace.runtime.private_files import make_folder
+
+if TYPE_CHECKING:
+    from millrace.cluster.cluster import Cluster
+    from millrace.cluster.folder import FolderViews, NodeFacts
+    from millrace.cluster.membership import Membership, NodeLink
+
+_log = logging.getLogger("millrace.cluster")
+
+_BY_RAY = ("auto", "ray")
+"""Values of `members` for which Ray names the node of this machine."""
+
+_LOOK_SECONDS = 0.1  # between two checks of the facts that the machine's node publishes
+_ALIVE_SECONDS = 1.0  # between two checks whether the node runs, or whether there is one now
+_FOR_GOOD_SECONDS = 30.0  # a restart of the node takes less than this
+
+SEARCHING = "millrace-attach"
+"""The name of the threads that search for a cluster."""
+
+
+def node_for(options: CacheOptions, origin: Origin | None = None) -> CacheNode:
+    """The cache of this process for `options`, attached to the cluster if `members` names one.
+
+    Thread-safe, and usable after a fork. After the first call it costs a dictionary lookup. `origin` is the origin that the
+    caller reads: in Ray, the cluster's other nodes get access to it. Raises `ConfigurationError`, `MissingDependencyError`.
+    """
+    attachment = _process.attachments.get(options)
+    if attachment is None or attachment.node.closed:
+        attachment = _process.attach(options, origin)
+    if origin is not None and origin.identity not in attachment.origins:
+        attachment.introduce(origin)
+    if time.monotonic() >= attachment.next_look:
+        attachment.look()
+    return attachment.node
+
+
+class Attached:
+    """`node_for` for frequent callers: keeps the attachment and needs no lookup. Thread-safe, and usable after a fork."""
+
+    def __init__(self, options: CacheOptions, origin: Origin | None = None) -> None:
+        """Attaches at the first use. Raises `ConfigurationError` if `members` names an unknown backend."""
+        if "://" in options.members:
+            with importing():
+                from millrace.cluster.membership.backends import backend_of
+
+            backend_of(options.members)
+        self._options = options
+        self._origin = origin
+        self._attachment: _Attachment | None = None
+
+    @property
+    def node(self) -> CacheNode:
+        """See `node_for`."""
+        attachment = self._attachment
+        if attachment is None or attachment.process is not _process or attachment.node.closed:
+            node_for(self._options, self._origin)
+            attachment = self._attachment = _process.attach(self._options, self._origin)
+        elif time.monotonic() >= attachment.next_look:
+            attachment.look()
+        return attachment.node
+
+
+def link_for(options: CacheOptions, origin: Origin | None = None) -> NodeLink | None:
+    """The link through which a process with `options` takes part in a cluster; None without a cluster.
+
+    Raises `ConfigurationError` if an option is missing or wrong, `MissingDependencyError` without Ray.
+    """
+    members = options.members
+    if members == "none" or (members == "auto" and not _in_ray()):
+        return None
+    if members not in _BY_RAY:
+        return _link_by_name(options)
+    if _process.parents is not None:  # a forked child cannot use Ray
+        return _link_without_ray(options, _process.parents.get(options))
+    return _link_by_ray(options, origin)
+
+
+def _link_by_ray(options: CacheOptions, origin: Origin | None) -> NodeLink | None:
+    """The link through the node of this Ray node, which is started if there is none; None on a Ray client (`ray://`)."""
+    with importing():
+        from millrace.cluster.folder import LocalNode, live_node
+
+    if not _in_ray():
+        if not is_installed("ray"):
+            raise MissingDependencyError("members='ray' needs ray", next_step="pip install 'millrace[ray]'")
+        raise ConfigurationError("members='ray' outside of a Ray job", next_step="call ray.init() first")
+    with importing():
+        from millrace.cluster.membership.ray import find_node
+
+    try:
+        record = find_node(
+            options, origin, start=node_starter(), is_alive=lambda directory: live_node(directory) is not None
+        )
+    except OriginUnavailableError:
+        link = _link_without_ray(options, None)
+        if link is None:
+            raise
+        return link
+    if record is None:
+        return None
+    node = LocalNode.at(record.directory)
+    if node is None:
+        raise OriginUnavailableError(f"{record.directory}: its node has published nothing", next_step="try again")
+    return node.link()
+
+
+def _link_without_ray(options: CacheOptions, directory: Path | None) -> NodeLink | None:
+    """The link through the node with this folder, else through any running node that Ray started; None without one.
+
+    For forked children of a process in a Ray job, where Ray cannot be used, and for times when Ray does not respond.
+    """
+    with importing():
+        from millrace.cluster.folder import LocalNode, live_nodes
+
+    node = None if directory is None else LocalNode.at(directory)
+    if node is None:
+        node = next((each for each in live_nodes(options) if each.facts.members in _BY_RAY), None)
+    return None if node is None else node.link()
+
+
+def _link_by_name(options: CacheOptions) -> NodeLink:
+    """The link through a node of this machine in the same cluster, else that of a client with its own membership."""
+    with importing():
+        from millrace.cluster.folder import node_of_cluster
+        from millrace.cluster.membership import NodeLink
+
+    node = node_of_cluster(options)
+    if node is not None:
+        return node.link()
+    if options.cluster_token is None:
+        raise ConfigurationError(
+            f"members={options.members!r} without a cluster_token, and no node of this cluster runs on this machine",
+            next_step="set 'cluster_token' (MILLRACE_CLUSTER_TOKEN), or start one with 'millrace node run'",
+        )
+    return NodeLink(
+        views=_process.membership(options.members),
+        folder=LOCAL_FOLDER,
+        member_id=None,
+        token=options.cluster_token,
+        tls=options.tls,
+        replicas=options.replicas,
+    )
+
+
+def start_ray_nodes(options: CacheOptions) -> set[str]:
+    """Start a node on every Ray node that has none; returns the member ids of the running ones.
+
+    Raises `OriginUnavailableError` if Ray's control plane does not respond.
+    """
+    with importing():
+        from millrace.cluster.membership.ray import start_everywhere
+
+    return start_everywhere(options, start=node_starter())
+
+
+def close_all() -> None:
+    """Close this process's attachments to clusters; the next use attaches again. For tests."""
+    global _process
+    ended, _process = _process, _Process()
+    ended.close()
+
+
+def _in_ray() -> bool:
+    """Whether this process is part of a Ray job. Does not import ray, which processes in a job have imported."""
+    is_initialized = getattr(sys.modules.get("ray"), "is_initialized", None)
+    return is_initialized is not None and bool(is_initialized())
+
+
+class _Attachment:
+    """The attachment of the file systems with one set of options: to a cluster through a link, or to none.
+
+    States: alone (no link), client (a link with its own membership), or through a node of this machine (a link whose views
+    the node publishes). `next_look` is the time (`time.monotonic`) after which a caller must check whether it still holds.
+    """
+
+    def __init__(self, process: _Process, options: CacheOptions, origin: Origin | None) -> None:
+        self.options = options
+        self.origins: set[str] = set() if origin is None else {origin.identity}
+        self.next_look = 0.0
+        self.process = process
+        self._lock = threading.Lock()
+        self._searching = False
+        self._by_ray = options.members in _BY_RAY
+        self._in_ray = _in_ray()
+        self._gone_since: float | None = None
+        self._use(self._first_link(origin))
+
+    def _first_link(self, origin: Origin | None) -> NodeLink | None:
+        try:
+            return link_for(self.options, origin)
+        except MillraceError as error:
+            if self.options.members != "auto":
+                raise
+            _log.warning("this process reads without its Ray cluster's cache: %s", error)
+            self._gone_since = time.monotonic()  # the search is repeated from then on
+            return None
+
+    def _use(self, link: NodeLink | None) -> None:
+        """Read through `link` from now on."""
+        if link is None:
+            node = cache_node(self.options)
+            node.connect(source=direct, reopen=lambda: node_for(self.options))
+        else:
+            with importing():
+                from millrace.cluster.copies import know_copies
+                from millrace.cluster.listings import ClusterListings
+
+            cluster = self.process.cluster(self.options, link)
+            # The node's limits hold in its folder: with higher ones this process would store what the node has to evict.
+            capacity, min_free = link.capacity or self.options.capacity, link.min_free or self.options.min_free
+            node = cache_node(replace(self.options, folder=link.folder, capacity=capacity, min_free=min_free))
+            listings = ClusterListings(cluster, self.options.max_age_seconds)
+            node.connect(source=cluster.source, metadata_source=listings, reopen=lambda: node_for(self.options))
+            know_copies(node, cluster)
+        self._link = link
+        self.views = _folder_views(link)
+        self.node = node
+        self._next_alive = time.monotonic() + _ALIVE_SECONDS
+        self._plan()
+
+    def _plan(self) -> None:
+        """Set the time of the next look: never, if nothing can change."""
+        if self._link is None and self.options.members != "auto":
+            self.next_look = float("inf")
+        else:
+            self.next_look = time.monotonic() + (_LOOK_SECONDS if self._link is not None else _ALIVE_SECONDS)
+
+    def introduce(self, origin: Origin) -> None:
+        """Make an origin known to a cluster in Ray. Other clusters do not need it."""
+        with self._lock:
+            if origin.identity in self.origins:
+                return
+            self.origins.add(origin.identity)
+            if self._link is None or not self._by_ray:
+                return
+        self._search(origin)
+
+    def look(self) -> None:
+        """Follow changes of the machine's node. Never raises. Returns at once while another thread does the same."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._plan()
+                self._follow()
+            finally:
+                self._lock.release()
+
+    def _follow(self) -> None:
+        """Take over changed facts of the node, or start a search if the link no longer holds. The lock is held."""
+        facts = self._facts()
+        if facts is not None and self._take_over(facts):
+            return
+        now = time.monotonic()
+        if now < self._next_alive:
+            return
+        self._next_alive = now + _ALIVE_SECONDS
+        if self._by_ray and _in_ray() != self._in_ray:  # ray.init or ray.shutdown since the last check
+            self._in_ray = not self._in_ray
+            self._start_search()
+        elif self._is_alive(facts):
+            self._gone_since = None
+        elif self._other_node_runs() or self._is_gone_for_good(now):
+            self._start_search()
+
+    def _facts(self) -> NodeFacts | None:
+        """The newest facts of the node behind the link, if that node is still in our cluster."""
+        facts = None if self.views is None else self.views.facts()
+        if facts is None:
+            return None
+        with importing():
+            from millrace.cluster.membership.backends import same_cluster
+
+        ours = facts.members in _BY_RAY if self._by_ray else same_cluster(facts.members, self.options.members)
+        return facts if ours else None
+
+    def _take_over(self, facts: NodeFacts) -> bool:
+        """Use the link that follows from `facts`; returns False if it is the present one."""
+        with importing():
+            from millrace.cluster.folder import LocalNode
+
+        assert self.views is not None
+        link = LocalNode.of(self.views.directory, facts).link(self.views)
+        if link == self._link:
+            return False
+        self._use(link)
+        return True
+
+    def _is_alive(self, facts: NodeFacts | None) -> bool:
+        """Whether the link still is the right one, with the facts of its node."""
+        if self._link is None:
+            return not self._in_ray
+        if self.views is None:  # a client, until a node runs on this machine
+            return not self._other_node_runs()
+        with importing():
+            from millrace.cluster.folder import is_held
+
+        return facts is not None and is_held(self.views.directory)
+
+    def _other_node_runs(self) -> bool:
+        """Whether a node of our cluster runs on this machine. Only Ray knows its own nodes."""
+        if self._by_ray or self._link is None:
+            return False
+        with importing():
+            from millrace.cluster.folder import node_of_cluster
+
+        return node_of_cluster(self.options) is not None
+
+    def _is_gone_for_good(self, now: float) -> bool:
+        """True once after each period of `_FOR_GOOD_SECONDS` without a node."""
+        if self._gone_since is None:
+            self._gone_since = now
+        elif now - self._gone_since >= _FOR_GOOD_SECONDS:
+            self._gone_since = now
+            return True
+        return False
+
+    def _start_search(self) -> None:
+        """Search in a thread of its own, unless one is already running. The lock is held."""
+        if not self._searching:
+            self._searching = True
+            try:
+                threading.Thread(target=self._search_once, name=SEARCHING, daemon=True).start()
+            except RuntimeError as error:  # no more threads, or the interpreter is ending: the present link stays
+                self._searching = False
+                _log.warning("cannot search for this process's cluster now: %s", error)
+
+    def _search_once(self) -> None:
+        try:
+            self._search(None)
+        finally:
+            self._searching = False
+
+    def _search(self, origin: Origin | None) -> None:
+        """Find the link again, which may take a minute, and use it."""
+        try:
+            link = link_for(self.options, origin)
+        except MillraceError as error:
+            # The present link stays: its view is old, and breakers skip members that do not respond.
+            _log.warning("this process cannot find its cluster again: %s", error)
+            return
+        with self._lock:
+            same = (
+                link is not None
+                and self._link is not None
+                and _key_of(self.options, link) == _key_of(self.options, self._link)
+            )
+            if not same and self.process is _process:  # not after `close_all`
+                self._use(link)
+
+
+class _Process:
+    """The clusters of this process.
+
+    `parents` is set in a child that was forked in a Ray job and therefore cannot use Ray: the folders of the nodes that its
+    parent read through.
+    """
+
+    def __init__(self, *, parents: Mapping[CacheOptions, Path] | None = None) -> None:
+        self.parents = parents
+        self.attachments: dict[CacheOptions, _Attachment] = {}
+        self._lock = threading.RLock()
+        self._clusters: dict[object, Cluster] = {}
+        self._memberships: dict[str, Membership] = {}
+
+    def folders(self) -> dict[CacheOptions, Path]:
+        """The folders of the nodes that file systems read through. Takes no lock, because a forked child calls it."""
+        return {
+            options: attachment.views.directory
+            for options, attachment in list(self.attachments.items())
+            if attachment.views is not None
+        }
+
+    def attach(self, options: CacheOptions, origin: Origin | None) -> _Attachment:
+        """The attachment for `options`, made at the first call."""
+        with self._lock:
+            attachment = self.attachments.get(options)
+            if attachment is None or attachment.node.closed:
+                attachment = self.attachments[options] = _Attachment(self, options, origin)
+            return attachment
+
+    def cluster(self, options: CacheOptions, link: NodeLink) -> Cluster:
+        """The cluster behind a link, one for all equal links."""
+        key = _key_of(options, link)
+        with self._lock:
+            cluster = self._clusters.get(key)
+            if cluster is None:
+                cluster = self._clusters[key] = _open_cluster(options, link)
+            return cluster
+
+    def membership(self, members: str) -> Membership:
+        """The membership that all clients of a cluster share."""
+        with self._lock:
+            membership = self._memberships.get(members)
+            if membership is None:
+                with importing():
+                    from millrace.cluster.membership.backends import open_membership
+
+                membership = self._memberships[members] = open_membership(members)
+            return membership
+
+    def close(self) -> None:
+        """Close all clusters and memberships."""
+        with self._lock:
+            for cluster in self._clusters.values():
+                cluster.close()
+            for membership in self._memberships.values():
+                membership.close()
+
+
+def _folder_views(link: NodeLink | None) -> FolderViews | None:
+    """The views of a link through a node of this machine; None for a client, and without a link."""
+    if link is None:
+        return None
+    with importing():
+        from millrace.cluster.folder import FolderViews
+
+    return link.views if isinstance(link.views, FolderViews) else None
+
+
+def _key_of(options: CacheOptions, link: NodeLink) -> object:
+    """Links with equal keys share one `Cluster`. The views of clients differ by their membership."""
+    views = _folder_views(link)
+    source = id(link.views) if views is None else views.directory
+    return (options.cache_dirs, source, link.folder, link.member_id, link.token, link.tls, link.replicas)
+
+
+def _open_cluster(options: CacheOptions, link: NodeLink) -> Cluster:
+    """A cluster to read from. The machine's processes share its breakers: those of a node, or those of all clients."""
+    with importing():
+        from millrace.cluster.breakers import Breakers
+        from millrace.cluster.cluster import Cluster
+
+    name = "client" if link.member_id is None else link.folder
+    directory = store_directory(options.cache_dirs[0]).parent / f"{name}.node"
+    path: Path | None = directory / "breakers"
+    try:
+        make_folder(directory.parent)
+        make_folder(directory)
+    except OSError as error:
+        _log.warning("%s: %s; breakers are not shared with other processes", directory, error.strerror)
+        path = None
+    return Cluster(link, breakers=Breakers(path))
+
+
+_process = _Process()
+
+
+def _reset_after_fork() -> None:
+    # Connections and threads belong to the parent. Nothing of them is closed here.
+    global _process
+    known = {**(_process.parents or {}), **_process.folders()}
+    _process = _Process(parents=known if _in_ray() else None)
+
+
+forks.reset_in_child(_reset_after_fork)

@@ -1,0 +1,274 @@
+"""Breakers: one for each peer, shared by the processes of a machine. Requests skip a peer with an open breaker.
+
+A failure opens it. While it is open, one request is let through at intervals, after 2 s at first, after more failures up to
+15 s; a response closes it. `Cluster.may_ask` probes in the background, so readers wait for the first deadline only.
+
+The rules are pure functions. `Breakers` stores the states in a small file of fixed slots, read and written by `pread` and
+`pwrite`. A truncated, damaged, full or missing file only ends the sharing, never a read or the process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from millrace.events import Event, emit
+from millrace.runtime import forks
+
+_log = logging.getLogger("millrace.cluster")
+
+FIRST_PAUSE_SECONDS = 2.0
+LONGEST_PAUSE_SECONDS = 15.0
+
+FORGOTTEN_SECONDS = 600.0
+"""A breaker that was not used for this long counts as closed: the peer may have left."""
+
+
+# --- the rules, pure ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBreaker:
+    """The state of an open breaker; None stands for a closed one. Times are seconds of one clock.
+
+    The next request after `retry_at` is let through. While `probing`, the outcome of that request is not known yet.
+    """
+
+    retry_at: float
+    pause: float = FIRST_PAUSE_SECONDS
+    probing: bool = False
+
+
+def valid(state: OpenBreaker | None, now: float) -> OpenBreaker | None:
+    """`state`, or None if it is invalid: too old, or from before a restart of the machine."""
+    if state is None or not FIRST_PAUSE_SECONDS <= state.pause <= LONGEST_PAUSE_SECONDS:
+        return None
+    return state if -FORGOTTEN_SECONDS < state.retry_at - now <= LONGEST_PAUSE_SECONDS else None
+
+
+def before_request(state: OpenBreaker | None, now: float) -> tuple[bool, OpenBreaker | None]:
+    """Whether to skip a peer now, and the state afterwards."""
+    if state is None:
+        return False, None
+    if now < state.retry_at:
+        return True, state
+    # If the process of this request is killed, the next one follows after the same pause.
+    return False, OpenBreaker(now + state.pause, state.pause, probing=True)
+
+
+def after_failure(state: OpenBreaker | None, now: float) -> OpenBreaker:
+    """The state after a failed request. Requests sent before the breaker opened change nothing."""
+    if state is None:
+        return OpenBreaker(now + FIRST_PAUSE_SECONDS)
+    if not state.probing:
+        return state
+    pause = min(2 * state.pause, LONGEST_PAUSE_SECONDS)
+    return OpenBreaker(now + pause, pause)
+
+
+# --- the shared file ------------------------------------------------------------------------------
+
+_SLOT_BYTES = 320
+_BUCKET_SLOTS = 4
+_BUCKET_BYTES = _BUCKET_SLOTS * _SLOT_BYTES
+_BUCKETS = 256
+_FIELDS = struct.Struct("<Qdd?H")  # checksum of all that follows, retry_at, pause, probing, length of the id
+_ID_BYTES = _SLOT_BYTES - _FIELDS.size
+_EMPTY = bytes(_SLOT_BYTES)
+_EMPTY_BUCKET = bytes(_BUCKET_BYTES)
+
+# A process that is stopped while it holds the lock must not block the reads of others. Therefore the wait is short.
+_LOCK_TRIES = 10
+_LOCK_PAUSE_SECONDS = 0.001
+
+
+class Breakers:
+    """The breakers of all peers. Thread- and process-safe, usable after a fork. Never raises.
+
+    `path` is the file that the machine's processes share, created if it is missing; None keeps the states in this process.
+    `clock` returns seconds of a clock that all these processes share.
+    """
+
+    def __init__(self, path: Path | None, *, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or _boot_seconds
+        self._own: dict[str, OpenBreaker] = {}
+        self._lock = threading.Lock()
+        self._descriptor = -1 if path is None else _open(path)
+        if self._descriptor >= 0:
+            weakref.finalize(self, os.close, self._descriptor)
+        _after_fork.add(self)
+
+    def is_open(self, member_id: str) -> bool:
+        """Whether to skip a peer. False also for the one request per interval that is let through."""
+        now = self._clock()
+        state = self._read(member_id, now)
+        if state is None or now < state.retry_at:
+            return state is not None
+        with self._locked():
+            skipped, after = before_request(self._read(member_id, now), now)
+            if not skipped:
+                self._write(member_id, after, now)
+        return skipped
+
+    def is_known_open(self, member_id: str) -> bool:
+        """Whether a peer's breaker is open. Unlike `is_open`, this never lets a request through."""
+        return self._read(member_id, self._clock()) is not None
+
+    def failed(self, member_id: str) -> None:
+        """Record a request without a response: refused, interrupted, or after its deadline."""
+        now = self._clock()
+        with self._locked():
+            before = self._read(member_id, now)
+            after = after_failure(before, now)
+            if after != before:
+                self._write(member_id, after, now)
+        if before is None:
+            emit(Event(name="peer.breaker.opened", subject=member_id))
+
+    def worked(self, member_id: str) -> None:
+        """Record a response."""
+        now = self._clock()
+        if self._read(member_id, now) is None:
+            return
+        with self._locked():
+            before = self._read(member_id, now)
+            self._write(member_id, None, now)
+        if before is not None:
+            emit(Event(name="peer.breaker.closed", subject=member_id))
+
+    def open_ids(self) -> list[str]:
+        """The ids of the peers with open breakers, sorted."""
+        now = self._clock()
+        found = {member_id for member_id, state in list(self._own.items()) if valid(state, now)}
+        data = self._data(0, _BUCKETS) if self._descriptor >= 0 else b""
+        for start in range(0, len(data), _BUCKET_BYTES):
+            slots = _slots_in(data[start : start + _BUCKET_BYTES])
+            found.update(member_id for member_id, state in slots if member_id and valid(state, now))
+        return sorted(found)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _read(self, member_id: str, now: float) -> OpenBreaker | None:
+        own = valid(self._own.get(member_id), now) if self._own else None
+        if own is not None or self._descriptor < 0:
+            return own
+        slots = self._slots(_bucket_of(member_id))
+        return next((valid(state, now) for found, state in slots if found == member_id), None)
+
+    def _write(self, member_id: str, state: OpenBreaker | None, now: float) -> None:
+        """Store a state, in this process if the file has no space for it."""
+        self._own.pop(member_id, None)
+        if not self._write_shared(member_id, state, now) and state is not None:
+            self._own[member_id] = state
+
+    def _write_shared(self, member_id: str, state: OpenBreaker | None, now: float) -> bool:
+        if self._descriptor < 0:
+            return False
+        bucket = _bucket_of(member_id)
+        slots = self._slots(bucket)
+        mine = [place for place, (found, _) in enumerate(slots) if found == member_id]
+        free = [place for place, (_, held) in enumerate(slots) if valid(held, now) is None]
+        packed = _EMPTY if state is None else _packed(member_id, state)
+        if packed is None or not (mine or free):
+            return state is None
+        try:
+            place = bucket * _BUCKET_BYTES + (mine or free)[0] * _SLOT_BYTES
+            return os.pwrite(self._descriptor, packed, place) == _SLOT_BYTES
+        except OSError:  # a full or failing disk: the state is not shared
+            return False
+
+    def _slots(self, bucket: int) -> list[tuple[str, OpenBreaker | None]]:
+        """The ids and states of a bucket; ("", None) for an empty or damaged slot."""
+        return _slots_in(self._data(bucket, 1))
+
+    def _data(self, bucket: int, count: int) -> bytes:
+        """The bytes of some buckets; fewer when the file is shorter or cannot be read."""
+        try:
+            return os.pread(self._descriptor, count * _BUCKET_BYTES, bucket * _BUCKET_BYTES)
+        except OSError:
+            return b""
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Exclude other threads and, except after a timeout, other processes that change states."""
+        with self._lock:
+            held = self._descriptor >= 0 and _try_lock(self._descriptor)
+            try:
+                yield
+            finally:
+                if held:
+                    fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+
+
+def _open(path: Path) -> int:
+    """The descriptor of the shared file; -1 if it cannot be used."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        _log.warning("%s: %s; breakers are not shared with other processes", path, error.strerror)
+        return -1
+
+
+def _try_lock(descriptor: int) -> bool:
+    for attempt in range(_LOCK_TRIES):
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:  # another process has it, or the file system has no locks
+            if attempt < _LOCK_TRIES - 1:
+                time.sleep(_LOCK_PAUSE_SECONDS)
+    return False
+
+
+def _bucket_of(member_id: str) -> int:
+    return xxhash.xxh3_64_intdigest(member_id.encode("utf-8", "surrogatepass")) % _BUCKETS
+
+
+def _packed(member_id: str, state: OpenBreaker) -> bytes | None:
+    """The bytes of a slot; None if the id is too long."""
+    name = member_id.encode("utf-8", "surrogatepass")
+    if len(name) > _ID_BYTES:
+        return None
+    fields = _FIELDS.pack(0, state.retry_at, state.pause, state.probing, len(name))[8:]
+    rest = (fields + name).ljust(_SLOT_BYTES - 8, b"\0")
+    return xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest
+
+
+def _slots_in(data: bytes) -> list[tuple[str, OpenBreaker | None]]:
+    """The ids and states of the bucket `data`, which may be too short; see `_slots`."""
+    if data == _EMPTY_BUCKET[: len(data)]:
+        return [("", None)] * _BUCKET_SLOTS
+    data = data.ljust(_BUCKET_BYTES, b"\0")
+    return [_unpacked(data[start : start + _SLOT_BYTES]) for start in range(0, _BUCKET_BYTES, _SLOT_BYTES)]
+
+
+def _unpacked(slot: bytes) -> tuple[str, OpenBreaker | None]:
+    checksum, retry_at, pause, probing, length = _FIELDS.unpack_from(slot)
+    # While another process writes the slot it reads as empty, which costs one useless request.
+    if not length or length > _ID_BYTES or checksum != xxhash.xxh3_64_intdigest(slot[8:]):
+        return "", None
+    name = slot[_FIELDS.size : _FIELDS.size + length].decode("utf-8", "surrogatepass")
+    return name, OpenBreaker(retry_at, pause, probing)
+
+
+def _boot_seconds() -> float:
+    """A clock that all processes of the machine share, and that also runs while it sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _new_lock(breakers: Breakers) -> None:
+    breakers._lock = threading.Lock()  # another thread of the parent may have held it
+
+
+_after_fork = forks.objects_reset_in_child(_new_lock)

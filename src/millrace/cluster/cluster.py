@@ -1,0 +1,136 @@
+"""A process's state of its cluster: placement, breakers, and connections to the members."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import NamedTuple
+
+from millrace.cache.counters import Counters
+from millrace.cache.reading.source import DirectSource, Source
+from millrace.cluster.breakers import Breakers
+from millrace.cluster.dataplane.client import PeerClient
+from millrace.cluster.dataplane.wire import ObjectDescription
+from millrace.cluster.handover import Handover
+from millrace.cluster.hedging import Paces
+from millrace.cluster.membership import Member, NodeLink, View
+from millrace.cluster.placement import Placement
+from millrace.cluster.source import ClusterSource
+from millrace.config import SILENCE_SECONDS
+from millrace.errors import PeerError, PeerRefusedError
+from millrace.events import Event, emit
+from millrace.origin import ObjectInfo, Origin
+
+_log = logging.getLogger("millrace.cluster")
+
+CHANGED_LATELY_SECONDS = 600.0
+"""For this long after a change of members, reads also send requests to former holders."""
+
+_WRONG_VERSION, _UNAUTHORIZED = 0, 401
+
+
+class _Current(NamedTuple):
+    """The newest view, its placement, and the time (monotonic) of the last change of members or states."""
+
+    view: View
+    placement: Placement
+    since: float
+
+
+class Cluster:
+    """The cluster as one process sees it. Thread-safe, and usable after a fork: the child opens its own connections.
+
+    `source` and `serving_source` are possible values of `CacheNode.source`: the first for processes that read, the second
+    for the node that serves others.
+    """
+
+    def __init__(self, link: NodeLink, *, breakers: Breakers, client: PeerClient | None = None) -> None:
+        self.link = link
+        self.breakers = breakers
+        self.client = PeerClient(token=link.token, tls=link.tls) if client is None else client
+        self.paces = Paces()
+        self.handover = Handover(self.client, breakers)
+        self._current: _Current | None = None
+        self._unauthorized: set[str] = set()
+
+    def placement(self) -> Placement:
+        """The placement by the newest view."""
+        view = self.link.views.view()
+        current = self._current
+        if current is not None and (view is current.view or view == current.view):
+            return current.placement
+        # Concurrent threads may compute the same twice.
+        now = time.monotonic()
+        same_places = current is not None and current.view.version == view.version
+        since = current.since if current is not None and same_places else now
+        placement = Placement(view, replicas=self.link.replicas)
+        self._current = _Current(view, placement, since)
+        return placement
+
+    def changed_lately(self) -> bool:
+        """Whether the members or their states changed, or were first read, in the last ten minutes."""
+        current = self._current
+        return current is None or time.monotonic() - current.since < CHANGED_LATELY_SECONDS
+
+    def is_skipped(self, member: Member) -> bool:
+        """Whether a member's breaker is open. Unlike `breakers.is_open`, this never lets a request through."""
+        return self.breakers.is_known_open(member.id)
+
+    def may_ask(self, member: Member, what: ObjectDescription | None = None) -> bool:
+        """Whether to send a member a request, about `what`. A member with an open breaker is probed in the background."""
+        if not self.is_skipped(member):
+            return True
+        if not self.breakers.is_open(member.id):
+            try:
+                threading.Thread(target=self._probe, args=(member, what), name="millrace-probe", daemon=True).start()
+            except RuntimeError:  # the interpreter is ending
+                return True
+        return False
+
+    def _probe(self, member: Member, what: ObjectDescription | None) -> None:
+        """Check whether a member responds again."""
+        try:
+            if what is None:
+                self.client.require_version(member)
+                self.client.call(member, "GET", "/v1/view", deadline=SILENCE_SECONDS)
+            else:
+                self.client.has(member, what)
+        except PeerRefusedError as error:
+            self.record_refusal(member, error)
+            if error.status in (_WRONG_VERSION, _UNAUTHORIZED):
+                self.breakers.failed(member.id)
+                return
+        except PeerError:
+            self.breakers.failed(member.id)
+            return
+        self.breakers.worked(member.id)
+
+    def record_refusal(self, member: Member, error: PeerRefusedError) -> None:
+        """Report once for each member that it has another token, which would otherwise go unnoticed."""
+        if error.status == _UNAUTHORIZED and member.id not in self._unauthorized:
+            self._unauthorized.add(member.id)
+            emit(Event(name="peer.unauthorized", subject=member.id, detail=member.address))
+            _log.warning(
+                "%s: another cluster_token than this process; reads skip it. Use the same token on all nodes and readers",
+                member.address,
+            )
+
+    def source(self, origin: Origin, info: ObjectInfo, object_id: bytes, counters: Counters | None) -> Source:
+        """The `MakeSource` for processes that read."""
+        return self._source(origin, info, counters, serving=False)
+
+    def serving_source(self, origin: Origin, info: ObjectInfo, object_id: bytes, counters: Counters | None) -> Source:
+        """The `MakeSource` for the node's own server, which sends no fetch requests."""
+        return self._source(origin, info, counters, serving=True)
+
+    def _source(self, origin: Origin, info: ObjectInfo, counters: Counters | None, *, serving: bool) -> Source:
+        if origin.head_is_local:
+            # Local files: on another machine the same name may be another file, and peers are not faster.
+            return DirectSource(origin, info, counters)
+        return ClusterSource(self, origin, info, counters, serving=serving)
+
+    def close(self) -> None:
+        """Close all connections; later reads open new ones."""
+        self.handover.close()
+        self.client.close()

@@ -1,0 +1,461 @@
+"""One request to one peer: builds the request, interprets the response, and verifies every byte of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from typing_extensions import Buffer
+
+from millrace.cluster.dataplane.connections import Connection, ConnectionPool
+from millrace.cluster.dataplane.wire import (
+    MAX_BODY_BYTES,
+    SUM_BYTES,
+    Ask,
+    ObjectDescription,
+    ResponseHead,
+    Span,
+    build_command,
+    build_get,
+    build_head,
+    build_put,
+    error_message,
+    format_ranges,
+    framed_bytes,
+    parse_blocks,
+    pieces,
+    sum_of,
+)
+from millrace.cluster.membership import WIRE_VERSION, Member
+from millrace.config import SILENCE_SECONDS, WORKING_SECONDS, Tls
+from millrace.errors import (
+    ObjectChangedError,
+    ObjectNotFoundError,
+    PeerError,
+    PeerRefusedError,
+    PeerSilentError,
+    WireError,
+    shown_key,
+)
+from millrace.events import Event, emit
+from millrace.store.blocks import BLOCK_BYTES
+
+_MAX_JSON_BYTES = 64 << 20
+
+_FIRST_BYTE = b"\r\nRange: bytes=0-0\r\n"
+_MOST_REQUESTS = 1024
+
+_CHANGED, _GONE = 409, 410
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBytes:
+    """The bytes of all requested ranges, one after the other, and whether the owner marked them as hot."""
+
+    data: memoryview
+    hot: bool
+
+
+class PeerClient:
+    """Requests to all peers over persistent connections. Thread-safe, and usable after a fork: the child opens its own.
+
+    Every method raises `PeerSilentError` if a peer cannot be reached, ends the connection, or is silent for `deadline`
+    seconds, and `PeerRefusedError` with the status if it refuses. A connection that the peer ended while idle is replaced.
+    """
+
+    def __init__(self, *, token: str, tls: Tls | None = None) -> None:
+        self._token = token
+        self._pool = ConnectionPool(tls)
+        self._requests: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
+
+    def read(
+        self,
+        member: Member,
+        what: ObjectDescription,
+        ranges: Sequence[Span],
+        *,
+        ask: Ask,
+        rank: int = 0,
+        view_version: str = "",
+        verify: bool = False,
+        deadline: float = SILENCE_SECONDS,
+    ) -> PeerBytes:
+        """The bytes of non-empty ranges, at most 64 MiB in all; each piece was verified against its checksum.
+
+        `rank` is the number of members before this one in the order that did not respond; `verify` makes the peer verify its
+        disk first. Raises `ObjectChangedError` or `ObjectNotFoundError` if the origin returned that to the peer, and
+        `PeerError` for bytes that are wrong twice.
+        """
+        return self.begin(
+            member, what, ranges, ask=ask, rank=rank, view_version=view_version, verify=verify, deadline=deadline
+        ).finish()
+
+    def begin(
+        self,
+        member: Member,
+        what: ObjectDescription,
+        ranges: Sequence[Span],
+        *,
+        ask: Ask,
+        rank: int = 0,
+        view_version: str = "",
+        verify: bool = False,
+        deadline: float = SILENCE_SECONDS,
+    ) -> Reading:
+        """Send the request of `read` and return before the response arrives."""
+        self.require_version(member)
+
+        def request(verify: bool) -> bytes:
+            return self._get(what, ranges, member.address, ask, rank, view_version, verify)
+
+        exchange = _Exchange(self._pool, member.address, [request(verify)], deadline)
+        again = None if verify else lambda: _Exchange(self._pool, member.address, [request(True)], deadline)
+        return Reading(member, what, ranges, exchange, again)
+
+    def has(self, member: Member, what: ObjectDescription, *, deadline: float = SILENCE_SECONDS) -> list[range]:
+        """The runs of blocks of an object that a peer has cached."""
+        self.require_version(member)
+        request = build_head(what, host=member.address, token=self._token)
+        exchange = _Exchange(self._pool, member.address, [request], deadline)
+        head = exchange.head()
+        exchange.done()  # a response to HEAD has no body, despite its length
+        if head.status == 404:
+            return []
+        if head.status != 200:
+            raise _refusal(member.address, head.status, b"")
+        try:
+            return parse_blocks(head.headers.get("millrace-blocks", ""))
+        except WireError as error:
+            raise PeerError(f"{member.address}: not the response of a node: {error.message}") from error
+
+    def put(self, member: Member, what: ObjectDescription, start: int, data: Buffer, *, deadline: float = 5.0) -> bool:
+        """Send whole blocks, `data` from the byte `start` on, to a holder; returns whether it had space for them."""
+        view = memoryview(data).cast("B")
+        self.require_version(member)
+        head = build_put(what, start, start + len(view), host=member.address, token=self._token)
+        request: list[bytes | memoryview] = [head]
+        for first, stop in pieces(start, start + len(view)):
+            piece = view[first - start : stop - start]
+            request += [piece, sum_of(piece)]
+        exchange = _Exchange(self._pool, member.address, request, deadline)
+        head_received, body = exchange.response(MAX_BODY_BYTES)
+        if head_received.status in (204, 507):
+            return head_received.status == 204
+        raise _refusal(member.address, head_received.status, body, what)
+
+    def call(
+        self,
+        member: Member,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        deadline: float = 5.0,
+    ) -> Any:
+        """Run a JSON command on a peer; returns its result."""
+        return self.call_address(member.address, method, path, body, query=query, deadline=deadline)
+
+    def call_address(
+        self,
+        address: str,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        deadline: float = 5.0,
+    ) -> Any:
+        """As `call`, for a node of which only the address `host:port` is known."""
+        encoded = None if body is None else json.dumps(body).encode()
+        head = build_command(method, path, host=address, token=self._token, query=query, body=encoded)
+        request = [head] if encoded is None else [head, encoded]
+        # A kept connection may have ended, so only repeatable requests use one.
+        exchange = _Exchange(self._pool, address, request, deadline, fresh=method not in ("GET", "PUT"))
+        head_received, text = exchange.response(_MAX_JSON_BYTES)
+        if not 200 <= head_received.status < 300:
+            raise _refusal(address, head_received.status, text)
+        try:
+            return json.loads(text) if text else None
+        except (ValueError, RecursionError) as error:
+            raise PeerError(f"{address}: the response to {path} is not JSON") from error
+
+    def _get(
+        self,
+        what: ObjectDescription,
+        ranges: Sequence[Span],
+        address: str,
+        ask: Ask,
+        rank: int,
+        view_version: str,
+        verify: bool,
+    ) -> bytes:
+        """The request for ranges. Only the range is built again in repeated requests for one object."""
+        key = (what.object_id(), address, ask, rank, view_version, verify)
+        cut = self._requests.get(key)
+        if cut is None:
+            request = build_get(
+                what,
+                [(0, 1)],
+                host=address,
+                token=self._token,
+                ask=ask,
+                rank=rank,
+                view_version=view_version,
+                verify=verify,
+            )
+            before, _, after = request.partition(_FIRST_BYTE)
+            if len(self._requests) >= _MOST_REQUESTS:
+                self._requests.clear()
+            cut = self._requests[key] = before + b"\r\nRange: ", b"\r\n" + after
+        return b"%b%b%b" % (cut[0], format_ranges(ranges).encode("ascii"), cut[1])
+
+    def require_version(self, member: Member) -> None:
+        """Raises `PeerRefusedError` unless the member has this program's wire version."""
+        if member.wire != WIRE_VERSION:
+            raise PeerRefusedError(
+                f"{member.address} has wire version {member.wire}, this program has version {WIRE_VERSION}",
+                next_step="use the same version on all nodes",
+            )
+
+    def idle_connections(self) -> int:
+        """The number of idle connections."""
+        return self._pool.idle_connections()
+
+    def close(self) -> None:
+        """Close all connections; requests in progress fail."""
+        self._pool.close()
+
+
+class Reading:
+    """A read whose response has not been received yet. For one thread; finish or drop it."""
+
+    def __init__(
+        self,
+        member: Member,
+        what: ObjectDescription,
+        ranges: Sequence[Span],
+        exchange: _Exchange,
+        again: Callable[[], _Exchange] | None,
+    ) -> None:
+        self.member = member
+        self._what = what
+        self._ranges = ranges
+        self._exchange = exchange
+        self._again = again
+
+    @property
+    def seconds_to_response(self) -> float | None:
+        """How long the peer took to begin its response; None if it had to fetch first, or has not begun."""
+        return self._exchange.seconds_to_response
+
+    def fileno(self) -> int:
+        """The descriptor for `select`."""
+        return self._exchange.fileno()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the response begins; returns whether it has."""
+        return self._exchange.wait(seconds)
+
+    def finish(self) -> PeerBytes:
+        """Receive and verify the bytes. Raises what `PeerClient.read` does."""
+        data, hot, wrong = self._receive()
+        if wrong and self._again is not None:
+            self._report(wrong)
+            self._exchange = self._again()  # it verifies its disk before it responds again
+            data, hot, wrong = self._receive()
+        if wrong:
+            self._report(wrong)
+            raise PeerError(f"{self.member.address}: sent wrong bytes of {shown_key(self._what.key)} twice")
+        return PeerBytes(data, hot)
+
+    def drop(self) -> None:
+        """Drop the request, and close the connection."""
+        self._exchange.fail()
+
+    def _receive(self) -> tuple[memoryview, bool, list[Span]]:
+        """The bytes, whether they are hot, and the pieces that are wrong."""
+        exchange, address = self._exchange, self.member.address
+        head = exchange.head()
+        if head.status != 206:
+            body = exchange.body(head, MAX_BODY_BYTES)
+            raise _refusal(address, head.status, body, self._what, lease=head.has_lease)
+        if exchange.length(head) != framed_bytes(self._ranges):
+            exchange.fail()
+            raise PeerError(f"{address}: returned a wrong number of bytes of {shown_key(self._what.key)}")
+        if not head.is_of(self._ranges, self._what.size):
+            exchange.fail()
+            raise PeerError(f"{address}: returned a wrong range of {shown_key(self._what.key)}")
+        cut = list(_cut(self._ranges))
+        total = cut[-1][1] + cut[-1][2]
+        # Not zeroed first. The checksums are at the end; that of a single piece is received with the piece.
+        received = memoryview(np.empty(total + SUM_BYTES * len(cut), np.uint8).data)
+        data, sums = received[:total], received[total:]
+        if len(cut) == 1:
+            exchange.receive_into([received])
+        else:
+            buffers: list[memoryview] = []
+            for number, (_, place, nbytes) in enumerate(cut):
+                buffers += [data[place : place + nbytes], sums[number * SUM_BYTES : (number + 1) * SUM_BYTES]]
+            exchange.receive_into(buffers)
+        wrong = [
+            span
+            for number, (span, place, nbytes) in enumerate(cut)
+            if sum_of(data[place : place + nbytes]) != sums[number * SUM_BYTES : (number + 1) * SUM_BYTES]
+        ]
+        if wrong:
+            exchange.fail()
+        else:
+            exchange.done()
+        return data, head.is_hot, wrong
+
+    def _report(self, wrong: Sequence[Span]) -> None:
+        emit(
+            Event(
+                name="peer.corrupt",
+                subject=self.member.id,
+                nbytes=sum(stop - start for start, stop in wrong),
+                detail=f"{shown_key(self._what.key)}: wrong bytes from {wrong[0][0]} on",
+            )
+        )
+
+
+class _Exchange:
+    """One request and its response on one connection. Any failure ends the connection."""
+
+    def __init__(
+        self,
+        pool: ConnectionPool,
+        address: str,
+        request: Sequence[bytes | memoryview],
+        deadline: float,
+        *,
+        fresh: bool = False,
+    ) -> None:
+        self._pool = pool
+        self._address = address
+        self._request = request
+        self._deadline = deadline
+        self.seconds_to_response: float | None = None
+        self._connection = self._send(fresh)
+
+    def _send(self, fresh: bool) -> Connection:
+        connection = self._pool.take(self._address, self._deadline, fresh=fresh)
+        self._sent = time.monotonic()
+        try:
+            connection.send(self._request, self._deadline)
+        except PeerSilentError:
+            self._pool.discard(connection)
+            if not connection.used:
+                raise
+            return self._send(True)
+        return connection
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def wait(self, seconds: float) -> bool:
+        return self._connection.wait(seconds)
+
+    def head(self) -> ResponseHead:
+        """The head of the response, after all interim ones."""
+        connection = self._connection
+        try:
+            head = connection.receive_head()
+        except PeerSilentError as error:
+            self.fail()
+            waited = isinstance(error.__cause__, TimeoutError | BlockingIOError)
+            if not connection.used or connection.answered or connection.is_dropped or waited:
+                raise
+            # The peer ended an idle connection while this request was sent, which is not a failure.
+            self._connection = connection = self._send(True)
+            head = self._guarded(connection.receive_head)
+        except BaseException:
+            self.fail()
+            raise
+        if not head.is_interim:
+            self.seconds_to_response = time.monotonic() - self._sent
+        while head.is_interim:
+            if time.monotonic() - self._sent > WORKING_SECONDS:
+                self.fail()
+                raise PeerSilentError(f"{self._address}: no response after {WORKING_SECONDS:.0f} s of work")
+            head = self._guarded(connection.receive_head)
+        return head
+
+    def length(self, head: ResponseHead) -> int:
+        """The length of the body."""
+        try:
+            return head.length
+        except WireError as error:
+            self.fail()
+            raise PeerError(f"{self._address}: not the response of a node: {error.message}") from error
+
+    def body(self, head: ResponseHead, most: int) -> bytes:
+        """The body of a response, at most `most` bytes; ends the exchange."""
+        length = self.length(head)
+        if length > most:
+            self.fail()
+            raise PeerError(f"{self._address}: a response of {length} bytes, more than {most}")
+        received = bytearray(length)
+        self.receive_into([memoryview(received)])
+        self.done()
+        return bytes(received)
+
+    def response(self, most: int) -> tuple[ResponseHead, bytes]:
+        """Head and body of the response; ends the exchange."""
+        head = self.head()
+        return head, self.body(head, most)
+
+    def receive_into(self, buffers: Sequence[memoryview]) -> None:
+        self._guarded(lambda: self._connection.receive_into(buffers))
+
+    def done(self) -> None:
+        """The response is complete: the connection can be reused."""
+        if self._connection.at_end():
+            self._pool.give(self._connection)
+        else:
+            self.fail()
+
+    def fail(self) -> None:
+        """Close the connection, whose next bytes are undefined."""
+        self._pool.discard(self._connection)
+
+    def _guarded(self, act: Callable[[], _T]) -> _T:
+        try:
+            return act()
+        except BaseException:
+            self.fail()
+            raise
+
+
+def _cut(ranges: Sequence[Span]) -> Iterator[tuple[Span, int, int]]:
+    """The pieces of a framed body: span, position in the result, and length."""
+    place = 0
+    for start, stop in ranges:
+        for first, end in pieces(start, stop, BLOCK_BYTES):
+            yield (first, end), place, end - first
+            place += end - first
+
+
+def _refusal(
+    address: str, status: int, body: bytes, what: ObjectDescription | None = None, *, lease: bool = False
+) -> Exception:
+    message, code = error_message(body)
+    name = "" if what is None else f"{what.origin.partition('+')[0]}://{what.key}"
+    if what is not None and status == _CHANGED:
+        return ObjectChangedError(f"{name} was overwritten, according to {address}", next_step="open it again")
+    if what is not None and status == _GONE:
+        return ObjectNotFoundError(f"{name} does not exist, according to {address}", next_step="check the name")
+    error = PeerRefusedError(
+        f"{address}: {message or f'status {status}'}",
+        next_step="use the cluster's token" if status == 401 else "",
+        status=status,
+    )
+    error.reason, error.has_lease = code, lease
+    return error

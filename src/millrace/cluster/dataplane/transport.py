@@ -1,0 +1,228 @@
+"""Sending and receiving bytes on a server's connection: directly by the kernel, or through TLS.
+
+Both have time limits. A plain socket uses those of the kernel (`SO_RCVTIMEO`, `SO_SNDTIMEO`), which need no `poll` before
+every call; a TLS socket uses those of Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from typing_extensions import Buffer
+
+from millrace.cluster.dataplane.answers import BrokenAnswerError, FilePart, Part
+
+_TIMEVAL = struct.Struct("ll")
+_RECEIVE_BYTES = 64 << 10
+_HEAD_BYTES = 8 << 10  # enough for one head; a larger buffer costs time
+_HELD_BYTES, _HELD_PARTS = 256 << 10, 256  # buffered until more can be sent with it
+_TLS_CHUNK_BYTES = 256 << 10
+_LINGER_SECONDS = 1.0
+_LINGER_BYTES = 8 << 20
+
+
+class Transport(Protocol):
+    """One connection. Not thread-safe except `shut_down`. Raises `OSError`; `TimeoutError` after a time limit."""
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Set the time limit of `receive` for the next byte."""
+        ...
+
+    def receive(self) -> bytes:
+        """Wait for bytes and return them; empty if the other side closed."""
+        ...
+
+    def receive_into(self, buffer: memoryview) -> int:
+        """As `receive`, into memory."""
+        ...
+
+    def send(self, parts: Iterable[Part]) -> None:
+        """Send everything, in as few packets as possible. Raises `BrokenAnswerError` if a file is too short."""
+        ...
+
+    def shut_down(self) -> None:
+        """End both directions now, from any thread; wakes a thread that waits."""
+        ...
+
+    def linger(self) -> None:
+        """End sending, and let the other side read everything: an abrupt close could discard it."""
+        ...
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        ...
+
+
+class PlainTransport:
+    """A plain TCP connection; files are sent by `sendfile`."""
+
+    def __init__(self, connection: socket.socket, *, send_seconds: float) -> None:
+        self._socket = connection
+        self._descriptor = connection.fileno()
+        self._limit = 0.0
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_seconds))
+
+    def wait_at_most(self, seconds: float) -> None:
+        if seconds != self._limit:
+            self._limit = seconds
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
+
+    def receive(self) -> bytes:
+        try:
+            return self._socket.recv(_HEAD_BYTES)
+        except BlockingIOError:
+            raise TimeoutError("nothing arrived") from None
+
+    def receive_into(self, buffer: memoryview) -> int:
+        try:
+            return self._socket.recv_into(buffer)
+        except BlockingIOError:
+            raise TimeoutError("nothing arrived") from None
+
+    def send(self, parts: Iterable[Part]) -> None:
+        if isinstance(parts, tuple) and len(parts) == 3:
+            before, part, after = parts
+            if isinstance(part, FilePart) and isinstance(before, bytes) and isinstance(after, bytes):
+                self._send_memory([before], len(before), socket.MSG_MORE)  # nearly every large response
+                self._send_file(part)
+                self._send_memory([after], len(after), 0)
+                return
+        memory: list[Buffer] = []
+        nbytes = 0
+        for part in parts:
+            if isinstance(part, FilePart):
+                if memory:
+                    self._send_memory(memory, nbytes, socket.MSG_MORE)
+                    memory, nbytes = [], 0
+                self._send_file(part)
+                continue
+            memory.append(part)
+            nbytes += len(part) if type(part) is bytes else memoryview(part).nbytes
+            if nbytes > _HELD_BYTES or len(memory) >= _HELD_PARTS:
+                self._send_memory(memory, nbytes, socket.MSG_MORE)
+                memory, nbytes = [], 0
+        if memory:
+            self._send_memory(memory, nbytes, 0)
+
+    def _send_memory(self, parts: list[Buffer], nbytes: int, flags: int) -> None:
+        try:
+            sent = self._socket.sendmsg(parts, (), flags) if len(parts) > 1 else self._socket.send(parts[0], flags)
+            if sent == nbytes:
+                return
+            # Only if the kernel was interrupted.
+            rest = memoryview(b"".join(bytes(part) for part in parts))
+            while sent < nbytes:
+                sent += self._socket.send(rest[sent:], flags)
+        except BlockingIOError:
+            raise TimeoutError("nothing was accepted") from None
+
+    def _send_file(self, part: FilePart) -> None:
+        source, offset, stop = part.file.descriptor, part.offset, part.offset + part.nbytes
+        try:
+            while offset < stop:
+                sent = os.sendfile(self._descriptor, source, offset, stop - offset)
+                if not sent:
+                    raise BrokenAnswerError("a file was truncated")
+                offset += sent
+        except BlockingIOError:
+            raise TimeoutError("nothing was accepted") from None
+
+    def shut_down(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def linger(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            _drain(self)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class TlsTransport:
+    """A TLS connection; every byte passes through this process."""
+
+    def __init__(self, connection: ssl.SSLSocket, *, send_seconds: float) -> None:
+        self._socket = connection
+        self._send_seconds = send_seconds
+        self._limit = send_seconds
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def wait_at_most(self, seconds: float) -> None:
+        self._limit = seconds
+
+    def receive(self) -> bytes:
+        self._socket.settimeout(self._limit)
+        return self._socket.recv(_RECEIVE_BYTES)
+
+    def receive_into(self, buffer: memoryview) -> int:
+        self._socket.settimeout(self._limit)
+        return self._socket.recv_into(buffer)
+
+    def send(self, parts: Iterable[Part]) -> None:
+        self._socket.settimeout(self._send_seconds)
+        small = b""  # a head is sent in one record with the next part
+        for part in parts:
+            if isinstance(part, FilePart):
+                self._send_file(part, small)
+                small = b""
+            elif memoryview(part).nbytes <= _RECEIVE_BYTES:
+                small += bytes(part)
+            else:
+                self._send_all(small)
+                small = b""
+                self._send_all(part)
+        self._send_all(small)
+
+    def _send_file(self, part: FilePart, before: bytes) -> None:
+        offset, stop = part.offset, part.offset + part.nbytes
+        while offset < stop:
+            data = os.pread(part.file.descriptor, min(_TLS_CHUNK_BYTES, stop - offset), offset)
+            if not data:
+                raise BrokenAnswerError("a file was truncated")
+            self._send_all(before + data if before else data)
+            before = b""
+            offset += len(data)
+
+    def _send_all(self, data: Buffer) -> None:
+        view = memoryview(data).cast("B")
+        while view:
+            view = view[self._socket.send(view) :]
+
+    def shut_down(self) -> None:
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def linger(self) -> None:
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_WR)
+            _drain(self)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _drain(transport: Transport) -> None:
+    """Receive and discard for a moment."""
+    until, nbytes = time.monotonic() + _LINGER_SECONDS, 0
+    while (left := until - time.monotonic()) > 0.01 and nbytes < _LINGER_BYTES:
+        transport.wait_at_most(left)
+        data = transport.receive()
+        if not data:
+            return
+        nbytes += len(data)
+
+
+def _timeval(seconds: float) -> bytes:
+    whole = int(seconds)
+    return _TIMEVAL.pack(whole, max(1, int((seconds - whole) * 1e6)))

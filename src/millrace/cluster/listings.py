@@ -1,0 +1,314 @@
+"""Metadata in a cluster: one member requests a bucket's metadata from the origin, and serves it to the others.
+
+A bucket's *metadata owner* is the placement's owner of a digest of origin and bucket. A process that misses a page of a
+listing, a level or the metadata of an object requests it from the owner, from the next in the order if the owner does not
+respond, and then from the origin. The owner serves cached metadata up to half the requester's max age. The requester counts
+the other half as the age of each response. So no metadata is used beyond the option `consistency`, without comparing clocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from millrace.cache.metadata.pages import Space
+from millrace.cache.metadata.sources import ORIGIN_METADATA, Answer, base_of, end_of
+from millrace.cache.node import CacheNode
+from millrace.cluster.cluster import Cluster
+from millrace.cluster.dataplane.server import Call, PlaneServer
+from millrace.cluster.invalidation import FORGET, Invalidations, record_failure
+from millrace.cluster.membership import Member
+from millrace.cluster.origins import NamedOrigin, Origins
+from millrace.config import SILENCE_SECONDS
+from millrace.errors import OriginUnavailableError, PeerError, PeerSilentError, UsageError
+from millrace.events import Event, emit
+from millrace.origin import Listing, ListingPage, ObjectInfo, Origin
+
+_T = TypeVar("_T")
+
+_OWNERS = 2
+_OPEN_LISTINGS = 64  # that a metadata owner keeps to continue
+_MOST_STALE = 1000  # directories
+_LARGEST = 1 << 60  # bytes of an object
+
+LISTING, LEVEL, HEAD = "/v1/listing", "/v1/level", "/v1/head"
+
+
+def metadata_id(identity: str, key: str) -> bytes:
+    """The id under which placement assigns the metadata of a key's bucket."""
+    bucket = key.lstrip("/").partition("/")[0]
+    text = f"metadata\0{identity}\0{bucket}"
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+class ClusterListings:
+    """The metadata source of a process in a cluster (a `MetadataSource`). Thread-safe.
+
+    `max_age_seconds` is the option `consistency` of the process.
+    """
+
+    def __init__(self, cluster: Cluster, max_age_seconds: float) -> None:
+        self._cluster = cluster
+        self._invalidations = Invalidations(cluster)
+        # Immutable metadata has no age.
+        self._age = 0.0 if max_age_seconds == math.inf else max_age_seconds / 2
+        self._max_age = max_age_seconds
+        self._uses_peers = max_age_seconds > 0
+        self._stale: dict[tuple[str, str], float] = {}
+        self._limit = "inf" if max_age_seconds == math.inf else repr(self._age)
+
+    def head(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
+        info = self._request(origin, key, HEAD, {"key": key}, _info_of(key))
+        return ORIGIN_METADATA.head(origin, key) if info is None else (info, self._age)
+
+    def list_level(self, origin: Origin, prefix: str) -> tuple[Listing, float]:
+        level = self._request(origin, prefix, LEVEL, {"prefix": prefix}, _listing_of(prefix))
+        return ORIGIN_METADATA.list_level(origin, prefix) if level is None else (level, self._age)
+
+    def list_pages(
+        self, origin: Origin, prefix: str, *, after: str, settled: Callable[[str], ObjectInfo | None] | None = None
+    ) -> Iterator[tuple[ListingPage, float]]:
+        progress = _ListingProgress(prefix, after)
+        while True:
+            query = {"prefix": prefix, "after": progress.through}
+            page = self._request(origin, prefix, LISTING, query, progress.take)
+            if page is None:
+                yield from ORIGIN_METADATA.list_pages(origin, prefix, after=progress.through, settled=settled)
+                return
+            yield ListingPage(page.objects, progress.is_over, page.is_directory), self._age
+            if progress.is_over:
+                return
+
+    def changed(self, origin: Origin, keys: Sequence[str]) -> bool:
+        if origin.head_is_local or not keys:
+            return False
+        by_bucket = {key.lstrip("/").partition("/")[0]: key for key in keys}
+        orders = [self._owners(origin.identity, key) for key in by_bucket.values()]
+        # First owners before second ones, because second owners send requests to first ones.
+        first = {member.id: member for rank in itertools.zip_longest(*orders) for member in rank if member is not None}
+        missed = self._invalidations.send(origin.identity, keys, list(first.values()))
+        if self._uses_peers and not missed.isdisjoint(first):
+            # An owner may return with old metadata: this process reads the metadata of its own writes from the origin.
+            for key in keys:
+                self._mark_stale(origin.identity, key)
+        # This machine's node is invalidated like all others. A client has no node that its readers share.
+        me = self._cluster.link.member_id
+        return bool(first) and (me is None or me in missed)
+
+    def pending(self) -> int:
+        """How many keys unreachable members must still drop."""
+        return self._invalidations.pending()
+
+    def _owners(self, identity: str, key: str) -> Sequence[Member]:
+        return self._cluster.placement().order(metadata_id(identity, key))[:_OWNERS]
+
+    def _request(
+        self, origin: Origin, key: str, path: str, query: Mapping[str, str], read: Callable[[Any], _T]
+    ) -> _T | None:
+        """The response of a metadata owner; None if this node is the owner, or no owner responds: then read the origin."""
+        if not self._uses_peers or origin.head_is_local:
+            return None
+        me = self._cluster.link.member_id
+        if self._stale and self._is_stale(origin.identity, key):
+            return None
+        arguments = {"origin": origin.identity, "age": self._limit, **query}
+        for member in self._owners(origin.identity, key):
+            if member.id == me:
+                return None
+            if not self._cluster.may_ask(member):
+                continue
+            try:
+                response = self._cluster.client.call(member, "GET", path, query=arguments, deadline=SILENCE_SECONDS)
+                self._cluster.breakers.worked(member.id)
+                return read(response)
+            except PeerError as error:
+                record_failure(self._cluster, member, error)
+                if not isinstance(error, PeerSilentError):
+                    return None  # the origin's own error is the one to raise
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                emit(Event(name="peer.refused", subject=member.id, detail=f"an invalid response: {error!r}"))
+                return None
+        return None
+
+    def _mark_stale(self, identity: str, key: str) -> None:
+        """Read metadata below the directory of `key` from the origin, while owners may serve older metadata."""
+        if len(self._stale) >= _MOST_STALE:
+            self._stale.clear()
+            key = ""  # its directory contains all
+        self._stale[identity, key[: key.rfind("/") + 1]] = time.monotonic() + self._max_age
+
+    def _is_stale(self, identity: str, key: str) -> bool:
+        """Whether an owner's response about `key`, or keys below it, may lack a write of this process."""
+        now = time.monotonic()
+        for (of, directory), until in list(self._stale.items()):
+            if until < now:
+                self._stale.pop((of, directory), None)
+            elif of == identity and (key.startswith(directory) or directory.startswith(_base_of(key))):
+                return True
+        return False
+
+
+class MetadataOwner:
+    """Serves this node's cached metadata to other members. Thread-safe."""
+
+    def __init__(self, node: CacheNode, origins: Origins) -> None:
+        self._node = node
+        self._origins = origins
+        self._open: OrderedDict[tuple[str, str, str, str], Iterator[Answer]] = OrderedDict()
+        self._invalidated = 0  # number of invalidations
+        self._lock = threading.Lock()
+
+    def add_routes(self, server: PlaneServer) -> None:
+        """Register the requests at `server`."""
+        server.route("GET", LISTING, self._listing)
+        server.route("GET", LEVEL, self._level)
+        server.route("GET", HEAD, self._head)
+        server.route("POST", FORGET, self._forget)
+
+    def _listing(self, call: Call) -> Any:
+        origin, age = self._arguments(call)
+        prefix, after = _text(call.query, "prefix"), _text(call.query, "after")
+        name = origin.identity, prefix, call.query["age"], after
+        with self._lock:
+            invalidated = self._invalidated
+            answers = self._open.pop(name, None)
+        if answers is None:
+            answers = self._node.metadata_within(age).answers(origin, prefix, after)
+        answer = next(answers, None)
+        if answer is None:
+            answer = Answer([], end_of(prefix))
+        if answer.through != end_of(prefix):
+            with self._lock:
+                if invalidated == self._invalidated:  # else its next page may be prefetched and old
+                    self._open[(*name[:3], answer.through)] = answers
+                while len(self._open) > _OPEN_LISTINGS:
+                    self._open.popitem(last=False)
+        return {
+            "objects": [_row(info) for info in answer.objects],
+            "through": answer.through,
+            "is_directory": answer.is_directory,
+        }
+
+    def _level(self, call: Call) -> Any:
+        origin, age = self._arguments(call)
+        listing = self._node.metadata_within(age).list_level(origin, _text(call.query, "prefix"))
+        return {
+            "objects": [_row(info) for info in listing.objects],
+            "prefixes": list(listing.prefixes),
+            "is_directory": listing.is_directory,
+        }
+
+    def _head(self, call: Call) -> Any:
+        origin, age = self._arguments(call)
+        return _row(self._node.metadata_within(age).stat(origin, _text(call.query, "key")))
+
+    def _forget(self, call: Call) -> Any:
+        body = call.body if isinstance(call.body, Mapping) else {}
+        identity, keys = body.get("origin"), body.get("keys")
+        if not (isinstance(identity, str) and isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
+            raise UsageError("the request lacks an origin or keys")
+        with self._lock:
+            self._invalidated += 1
+            self._open.clear()
+        # Also without access now: metadata cached with access would be served when there is access again.
+        self._node.metadata.forget(self._origins.find(identity) or NamedOrigin(identity), *keys)
+        return {}
+
+    def _arguments(self, call: Call) -> tuple[Origin, float]:
+        origin = self._origins.find(_text(call.query, "origin"))
+        if origin is None:
+            raise OriginUnavailableError("this node has no access to that origin")
+        try:
+            age = float(call.query["age"])
+        except (KeyError, ValueError) as error:
+            raise UsageError("the query lacks an age") from error
+        if not age > 0:
+            raise UsageError("an age is above 0")
+        return origin, age
+
+
+def _text(query: Mapping[str, str], name: str) -> str:
+    value = query.get(name)
+    if value is None:
+        raise UsageError(f"the query lacks {name!r}")
+    return value
+
+
+def _row(info: ObjectInfo) -> list[Any]:
+    return [info.key, info.size, info.version, info.modified]
+
+
+def _base_of(prefix: str) -> str:
+    """The common prefix of all keys below a directory."""
+    return base_of(prefix) if prefix.strip("/") else ""
+
+
+def _info(row: Any) -> ObjectInfo:
+    key, size, version, modified = row
+    if not (isinstance(key, str) and type(size) is int and 0 <= size < _LARGEST and isinstance(version, str)):
+        raise TypeError("not the metadata of an object")
+    return ObjectInfo(key, size, version, float(modified))
+
+
+def _info_of(key: str) -> Callable[[Any], ObjectInfo]:
+    """Parses metadata that must be of this key."""
+
+    def read(row: Any) -> ObjectInfo:
+        info = _info(row)
+        if info.key != key:
+            raise ValueError("the metadata of another object")
+        return info
+
+    return read
+
+
+def _listing_of(prefix: str) -> Callable[[Any], Listing]:
+    """Parses a level of this directory."""
+
+    def read(response: Any) -> Listing:
+        objects, prefixes = [_info(row) for row in response["objects"]], [str(each) for each in response["prefixes"]]
+        if not all(name.startswith(_base_of(prefix)) for name in (*(info.key for info in objects), *prefixes)):
+            raise ValueError("a level of another directory")
+        return Listing(objects, prefixes, bool(response["is_directory"]))
+
+    return read
+
+
+class _ListingProgress:
+    """The progress of an owner's listing. Accepts only pages that make progress."""
+
+    def __init__(self, prefix: str, after: str) -> None:
+        self.through = after
+        self._base, self._end = _base_of(prefix), end_of(prefix)
+        # The orders of keys that all pages so far are consistent with.
+        self._spaces = [Space(b"", folders_first=folders_first) for folders_first in (False, True)]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the listing is complete."""
+        return self.through == self._end
+
+    def take(self, response: Any) -> Answer:
+        """Parse the next page. Raises `ValueError` (also `KeyError`, `TypeError`) for an invalid one."""
+        objects = [_info(row) for row in response["objects"]]
+        answer = Answer(objects, response["through"], bool(response["is_directory"]))
+        keys = [info.key for info in answer.objects]
+        if not isinstance(answer.through, str) or not all(key.startswith(self._base) for key in keys):
+            raise ValueError("a listing of another directory")
+        if answer.through != self._end:  # an origin without an order returns everything at once
+            self._spaces = [space for space in self._spaces if self._makes_progress(space, keys, answer.through)]
+            if not self._spaces:
+                raise ValueError("a listing without progress")
+        self.through = answer.through
+        return answer
+
+    def _makes_progress(self, space: Space, keys: list[str], through: str) -> bool:
+        places = [space.position(key) for key in (self.through, *keys)]
+        last = space.position(through)
+        return all(one < other for one, other in itertools.pairwise(places)) and places[0] < last >= places[-1]

@@ -1,0 +1,171 @@
+"""Finds the node of this Ray node for a process in a Ray job, and starts it at the first use.
+
+No setup is needed: there is one actor for each Ray node, found by its name. It reserves no resources, outlives the job, and
+ends with the Ray cluster.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from millrace.cluster.membership.ray_actor import ACTOR_NAMESPACE, IDLE_SECONDS, NodeActor, StartNode, introduce
+from millrace.cluster.membership.ray_control import ControlPlane
+from millrace.cluster.membership.ray_members import RayMembers, parse_members
+from millrace.cluster.membership.ray_records import NodeRecord, actor_name, cluster_name
+from millrace.config import CacheOptions, resolve
+from millrace.errors import ConfigurationError, MillraceError, OriginUnavailableError
+from millrace.events import Event, emit
+
+__all__ = ["ACTOR_NAMESPACE", "RayMembers", "find_node", "ray_nodes", "start_everywhere"]
+
+_START_SECONDS = 60.0
+_CALLS_AT_ONCE = 8
+
+
+def find_node(
+    options: CacheOptions,
+    origin: Any = None,
+    *,
+    start: StartNode,
+    is_alive: Callable[[Path], bool] = lambda directory: False,
+    idle_seconds: float = IDLE_SECONDS,
+) -> NodeRecord | None:
+    """The node on this process's Ray node, started by `start` if there is none; None on a Ray client (`ray://`).
+
+    `is_alive` returns whether the node with a directory runs; if it does, no request is sent to its actor. The other nodes
+    get access to `origin`. If nothing has run for `idle_seconds` on a Ray node that an autoscaler may remove, its node
+    leaves and its actor ends.
+
+    Thread-safe; must not be called in a forked child. Raises `OriginUnavailableError` if the control plane does not respond
+    or the actor does not start within a minute, and the errors of `start`.
+    """
+    import ray
+
+    if ray.util.client.ray.is_connected():
+        return None  # the disks of this machine are not the cluster's
+    runtime = ray.get_runtime_context()
+    ray_node = str(runtime.get_node_id())
+    control = _connections.to(str(runtime.gcs_address))
+    cluster = cluster_name(options, _default_dirs())
+    if origin is not None:
+        introduce(control, cluster, origin)
+    name = actor_name(cluster, options, ray_node)
+    data = control.get(f"{cluster}/node/{name}")
+    if data is not None:
+        record = NodeRecord.from_bytes(data)
+        # A lookup of the actor costs several times as much, and Ray starts new processes all the time.
+        if is_alive(record.directory):
+            return record
+    return _record_from(_actor(name, ray_node, start, options, cluster, idle_seconds))
+
+
+def start_everywhere(options: CacheOptions, *, start: StartNode) -> set[str]:
+    """Start a node on every living Ray node that has none; returns the member ids of the running ones.
+
+    Leaves out nodes that do not start within a minute, with an event. Raises `OriginUnavailableError` if the control plane
+    does not respond.
+    """
+    import ray
+
+    cluster = cluster_name(options, _default_dirs())
+    started = time.monotonic()
+    started_actors = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            ray_node = str(node["NodeID"])
+            actor = _actor(actor_name(cluster, options, ray_node), ray_node, start, options, cluster)
+            started_actors.append((ray_node, actor.record.remote()))
+    found = set()
+    for ray_node, record in started_actors:
+        try:
+            left = max(0.1, started + _START_SECONDS - time.monotonic())
+            found.add(NodeRecord.from_bytes(ray.get(record, timeout=left)).member_id)
+        except (MillraceError, ray.exceptions.RayError) as error:
+            emit(Event(name="cluster.node.failed", subject=ray_node, detail=str(error)))
+    return found
+
+
+def ray_nodes(options: CacheOptions) -> dict[str, str]:
+    """The ids of the members' Ray nodes, by member id.
+
+    Raises `OriginUnavailableError` if the control plane does not respond.
+    """
+    import ray
+
+    control = _connections.to(str(ray.get_runtime_context().gcs_address))
+    found = {}
+    for record in parse_members(control.scan(f"{cluster_name(options, _default_dirs())}/member/")).values():
+        found[record.member.id] = record.ray_node
+    return found
+
+
+def _actor(
+    name: str,
+    ray_node: str,
+    start: StartNode,
+    options: CacheOptions,
+    cluster: str,
+    idle_seconds: float = IDLE_SECONDS,
+) -> Any:
+    """The actor with this name, created if there is none."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    actor_class = ray.remote(NodeActor).options(
+        name=name,
+        namespace=ACTOR_NAMESPACE,
+        get_if_exists=True,
+        lifetime="detached",
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=-1,
+        max_concurrency=_CALLS_AT_ONCE,
+        # Also keeps it out of the placement group of the task that creates it.
+        scheduling_strategy=NodeAffinitySchedulingStrategy(ray_node, soft=False),
+    )
+    return actor_class.remote(name, start, options, cluster, idle_seconds)
+
+
+def _record_from(actor: Any) -> NodeRecord:
+    import ray
+
+    try:
+        return NodeRecord.from_bytes(ray.get(actor.record.remote(), timeout=_START_SECONDS))
+    except MillraceError as error:
+        # Ray wraps the actor's error in a class of its own, which does not pickle as the original.
+        cause = getattr(error, "cause", None)
+        raise cause if isinstance(cause, MillraceError) else error from None
+    except ray.exceptions.RayError as error:
+        raise OriginUnavailableError(
+            f"the actor of this Ray node's cache does not start: {error}",
+            next_step="look at its log in Ray's dashboard, or set members='none'",
+        ) from error
+
+
+def _default_dirs() -> tuple[Path, ...] | None:
+    """This node's default cache directories; None if its configuration is invalid."""
+    try:
+        return resolve({}).cache_dirs
+    except ConfigurationError:
+        return None
+
+
+class _Connections:
+    """This process's connection to the control plane of its Ray cluster. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control: ControlPlane | None = None
+
+    def to(self, address: str) -> ControlPlane:
+        with self._lock:
+            if self._control is None or self._control.address != address:
+                self._control = ControlPlane(address)
+            return self._control
+
+
+_connections = _Connections()

@@ -1,0 +1,322 @@
+"""The owner's side of a read: fetches the node's blocks once for all readers, and stores blocks that readers upload.
+
+An owner without access to an origin gives one reader an upload lease for the blocks, while the other readers wait for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+
+from typing_extensions import Buffer
+
+from millrace.cache.node import CacheNode
+from millrace.cache.reading.reader import CachedReader, ObjectReader
+from millrace.cache.reading.source import MakeSource
+from millrace.cache.reading.threads import CALLERS_THREAD
+from millrace.cluster.dataplane import wire
+from millrace.cluster.dataplane.answers import Answer, Done, Exchange, Refusal
+from millrace.cluster.dataplane.stored import StoredObjects
+from millrace.cluster.dataplane.wire import ObjectDescription, Put, Span
+from millrace.cluster.membership import ViewSource
+from millrace.cluster.origins import NamedOrigin, Origins
+from millrace.cluster.placement import Placement, stripe_of
+from millrace.cluster.receiving import ReceivedBytes
+from millrace.errors import (
+    ChangedError,
+    DeniedError,
+    MillraceError,
+    MissingError,
+    RetryableError,
+    StorageError,
+    UsageError,
+    WireError,
+)
+from millrace.events import Event, emit
+from millrace.origin import ObjectInfo, Origin
+from millrace.runtime.flight import BlockKey
+from millrace.store.blocks import BLOCK_BYTES, RUN_BLOCKS, coalesce, span_of
+
+_log = logging.getLogger("millrace.cluster")
+
+_FETCH_THREADS = 48
+_FETCHED_BYTES = 512 << 20
+"""The most bytes of fetches in progress, over all requests; further ones wait."""
+
+_WAIT_SECONDS = 0.3
+_WAIT_FOR_OTHERS_SECONDS = 5.0
+_DENIED_SECONDS = 30.0
+_MAX_DENIED = 1000
+_PUT_ORDER = 3
+_LEASE_SECONDS = 5.0
+_MAX_LEASES = 1 << 15
+
+
+class OwnedBlocks:
+    """Fetches the blocks that a node owns in its own view, and stores uploads. Thread-safe; not usable after a fork."""
+
+    def __init__(
+        self,
+        node: CacheNode,
+        objects: StoredObjects,
+        *,
+        views: ViewSource,
+        member_id: str,
+        replicas: int,
+        origins: Origins,
+    ) -> None:
+        self._node = node
+        self._objects = objects
+        self._views = views
+        self._member_id = member_id
+        self._replicas = replicas
+        self._origins = origins
+        self._leases = UploadLeases()
+        self._budget = _Budget(_FETCHED_BYTES)
+        self._denied: dict[tuple[str, str], float] = {}
+        self._pool = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-serve")
+        self._placement = Placement(views.view(), replicas=replicas)
+
+    def close(self) -> None:
+        """Close the threads; fetches in progress end by themselves."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def fetch(
+        self, what: ObjectDescription, missing: Sequence[int], exchange: Exchange, *, rank: int
+    ) -> dict[int, Buffer] | Refusal:
+        """Fetch missing blocks, if this node is among the first `rank` + 1 owners; returns those that were not stored."""
+        placed = self._placed()
+        for stripe in {stripe_of(block * BLOCK_BYTES, what.size) for block in missing}:
+            order = placed.order(what.object_id(), stripe)[: rank + 1]
+            if all(member.id != self._member_id for member in order):
+                return self._not_mine()
+        exchange.processing()
+        nbytes = sum(stop - start for start, stop in (_span(block, what.size) for block in missing))
+        while not self._budget.reserve(nbytes, _WAIT_SECONDS):
+            exchange.processing()
+        try:
+            return self._fetch_within(what, missing, exchange)
+        finally:
+            self._budget.release(nbytes)
+
+    def take_in(self, put: Put, exchange: Exchange) -> Answer:
+        """Store blocks that a reader uploads, each verified before it is stored."""
+        what = put.what
+        members = self._placed().order(what.object_id(), stripe_of(put.start, what.size))
+        if all(member.id != self._member_id for member in members[: max(_PUT_ORDER, self._replicas)]):
+            return self._not_mine()
+        received = ReceivedBytes()
+        reader = self._open_reader(
+            self._origins.find(what.origin) or NamedOrigin(what.origin), what, lambda *_: received
+        )
+        try:
+            if not isinstance(reader, CachedReader):
+                return Refusal(status=507, message="no disk can be used", code="storage")
+            kept = True
+            for start, stop in wire.pieces(put.start, put.stop):
+                received.data, received.start = exchange.read_body(stop - start), start
+                if exchange.read_body(wire.SUM_BYTES) != wire.sum_of(received.data):
+                    raise WireError("an uploaded block has a wrong checksum")
+                block = start // BLOCK_BYTES
+                kept = kept and self._keep(reader, block)
+                self._leases.end(what.object_id(), block)
+        finally:
+            reader.close()
+        return Done(status=204) if kept else Refusal(status=507, message="no space for the blocks", code="disk-full")
+
+    @staticmethod
+    def _keep(reader: CachedReader, block: int) -> bool:
+        """Store the received block; returns whether it is cached now."""
+        for _ in range(2):
+            if not reader.missing([block]):
+                break
+            try:
+                reader.fetch([block])
+            except MillraceError as error:  # of a concurrent fetch from the origin
+                _log.debug("an uploaded block is stored although a fetch of it failed: %s", error)
+        return not reader.missing([block])
+
+    def _fetch_within(
+        self, what: ObjectDescription, missing: Sequence[int], exchange: Exchange
+    ) -> dict[int, Buffer] | Refusal:
+        origin = self._origins.find(what.origin)
+        bucket = (what.origin, what.key.partition("/")[0])
+        if origin is None or time.monotonic() < self._denied.get(bucket, 0.0):
+            return self._await_upload(what, missing, exchange)
+        reader = self._open_reader(origin, what)
+        futures: list[Future[dict[int, Buffer]]] = []
+        try:
+            for run in coalesce(missing, RUN_BLOCKS):
+                futures.append(self._pool.submit(_fetch, reader, list(run)))
+            self._await(futures, exchange)
+            return {block: data for future in futures for block, data in future.result().items()}
+        except DeniedError as error:
+            emit(Event(name="peer.origin.denied", subject=what.origin, detail=str(error)))
+            self._origins.forget(what.origin)
+            if len(self._denied) >= _MAX_DENIED:
+                self._denied.clear()
+            self._denied[bucket] = time.monotonic() + _DENIED_SECONDS
+            return self._await_upload(what, missing, exchange)
+        except MillraceError as error:
+            return _refusal_of(error)
+        finally:
+            _close_after(reader, futures)
+
+    @staticmethod
+    def _await(futures: Sequence[Future[dict[int, Buffer]]], exchange: Exchange) -> None:
+        """Wait for all fetches while sending interim responses. Raises the first error."""
+        while True:
+            done, pending = wait(futures, _WAIT_SECONDS, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            if not pending:
+                return
+            exchange.processing()
+
+    def _await_upload(
+        self, what: ObjectDescription, missing: Sequence[int], exchange: Exchange
+    ) -> dict[int, Buffer] | Refusal:
+        """Without access to the origin: the first reader gets the upload lease; others wait for its blocks for a moment."""
+        refusal = Refusal(status=424, message=f"this node has no access to {what.origin}", code="denied")
+        until = time.monotonic() + _WAIT_FOR_OTHERS_SECONDS
+        while True:
+            stored = self._objects.find(what.object_id())
+            left = self._objects.missing(stored, missing, set(), verify=False, memory={})
+            if not left:
+                return {}
+            if self._leases.take(what.object_id(), left):
+                return Refusal(
+                    status=refusal.status,
+                    message=refusal.message,
+                    code=refusal.code,
+                    fields=(("Millrace-Lease", "1"),),
+                )
+            remaining = until - time.monotonic()
+            if remaining <= 0:
+                return refusal
+            self._leases.wait(min(_WAIT_SECONDS, remaining))
+            exchange.processing()
+
+    def _open_reader(self, origin: Origin, what: ObjectDescription, source: MakeSource | None = None) -> ObjectReader:
+        info = ObjectInfo(key=what.key, size=what.size, version=what.version, modified=0.0)
+        return self._node.open_reader(origin, info, threads=CALLERS_THREAD, source=source)
+
+    # --- placement ----------------------------------------------------------------------------------
+
+    def _placed(self) -> Placement:
+        placement, view = self._placement, self._views.view()
+        if view.version != placement.view.version:
+            placement = self._placement = Placement(view, replicas=self._replicas)
+        return placement
+
+    def _not_mine(self) -> Refusal:
+        version = self._placement.view.version
+        return Refusal(status=421, message="another node owns these blocks", fields=(("Millrace-View", version),))
+
+
+class UploadLeases:
+    """Which blocks of origins without access a reader is uploading, while other readers wait. Thread-safe."""
+
+    def __init__(self, *, seconds: float = _LEASE_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._until: dict[BlockKey, float] = {}
+        self._changed = threading.Condition()
+
+    def take(self, object_id: bytes, blocks: Iterable[int]) -> bool:
+        """Whether the caller gets the lease to upload these blocks; False while another caller has one for any of them."""
+        keys = [(object_id, block) for block in blocks]
+        now = self._clock()
+        with self._changed:
+            if any(self._until.get(key, 0.0) > now for key in keys):
+                return False
+            if len(self._until) >= _MAX_LEASES:
+                self._until = {key: until for key, until in self._until.items() if until > now}
+            for key in keys:
+                self._until[key] = now + self._seconds
+            return True
+
+    def end(self, object_id: bytes, block: int) -> None:
+        """End the lease of a block that was uploaded."""
+        with self._changed:
+            self._until.pop((object_id, block), None)
+            self._changed.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until any lease ends, `seconds` at most."""
+        with self._changed:
+            self._changed.wait(seconds)
+
+
+class _Budget:
+    """A limit of bytes in flight. Thread-safe. A request above the limit is granted while it is the only one."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._all = nbytes
+        self._left = nbytes
+        self._changed = threading.Condition()
+
+    def reserve(self, nbytes: int, seconds: float) -> bool:
+        """Reserve bytes, waiting at most `seconds`; returns whether it succeeded."""
+        with self._changed:
+            enough = self._changed.wait_for(lambda: self._left >= min(nbytes, self._all), seconds)
+            self._left -= nbytes if enough else 0
+            return enough
+
+    def release(self, nbytes: int) -> None:
+        with self._changed:
+            self._left += nbytes
+            self._changed.notify_all()
+
+
+def _fetch(reader: ObjectReader, blocks: list[int]) -> dict[int, Buffer]:
+    """Fetch missing blocks; returns those that are not on the disk afterwards."""
+    if isinstance(reader, CachedReader):
+        fetched = reader.fetch(blocks)
+        return {block: fetched[block] for block in reader.missing(blocks)}
+    return {block: reader.read(*_span(block, reader.size)) for block in blocks}
+
+
+def _close_after(reader: ObjectReader, futures: Sequence[Future[dict[int, Buffer]]]) -> None:
+    """Cancel the fetches that have not begun, and close their reader after those in progress, without waiting for them.
+
+    If it were closed before, a fetch could use the descriptor of another file.
+    """
+    left, lock = len(futures), threading.Lock()
+
+    def ended(_: Future[dict[int, Buffer]]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_last = not left
+        if is_last:
+            reader.close()
+
+    if not futures:
+        reader.close()
+    for future in futures:
+        future.cancel()
+        future.add_done_callback(ended)
+
+
+def _span(block: int, size: int) -> Span:
+    return span_of(block, block + 1, size, BLOCK_BYTES)
+
+
+def _refusal_of(error: MillraceError) -> Refusal:
+    """The refusal after a failed fetch."""
+    if isinstance(error, ChangedError | UsageError):  # a range past the end: the object is shorter now
+        status = 409
+    elif isinstance(error, MissingError):
+        status = 410
+    elif isinstance(error, StorageError):
+        status = 503
+    elif isinstance(error, RetryableError):
+        status = 502
+    else:
+        _log.warning("fetch for another node failed: %s", error)
+        status = 502
+    return Refusal(status=status, message=str(error), code=error.code)

@@ -1,0 +1,319 @@
+"""Serves a node's blocks to other members: cached blocks, and blocks that the node fetches because it owns them.
+
+Whole blocks are sent as stored, with the checksum from the index: one check by the receiver covers disk and wire. Parts of
+blocks are verified at their first use, as local readers do, and get a checksum of their own. A missing block is fetched at
+most once, by its owner in this node's view, however many requests wait for it (`runtime/flight.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import xxhash
+from typing_extensions import Buffer
+
+from millrace.cache.counters import Counters
+from millrace.cache.node import CacheNode
+from millrace.cluster.dataplane import wire
+from millrace.cluster.dataplane.answers import Answer, BrokenAnswerError, Content, Done, Exchange, Part, Refusal
+from millrace.cluster.dataplane.stored import StoredObject, StoredObjects
+from millrace.cluster.dataplane.wire import Ask, Get, ObjectDescription, Put, Span
+from millrace.cluster.membership import ViewSource
+from millrace.cluster.origins import Origins
+from millrace.cluster.owning import OwnedBlocks
+from millrace.errors import StorageError, WireError
+from millrace.runtime.failures import LostDataError
+from millrace.runtime.flight import BlockKey
+from millrace.store.blocks import BLOCK_BYTES, blocks_of
+
+_ATTEMPTS = 3  # a wrong block is fetched again, and may be evicted before it is read
+
+_INSIDE_BYTES = 64 << 10
+"""Up to this size a whole block is read and sent at once, one system call fewer than with `sendfile`."""
+
+
+HOT_TIMES = 8
+"""A block is hot when peers requested this many times its bytes within a minute."""
+
+_HALF_MINUTE = 30.0
+_MAX_COUNTED_BLOCKS = 1 << 15
+
+
+class BlockService:
+    """Responds to requests for blocks of a node's cache. Thread-safe; not usable after a fork.
+
+    `member_id` is this node's id in `views`, which determine what it owns.
+    """
+
+    def __init__(
+        self,
+        node: CacheNode,
+        *,
+        views: ViewSource,
+        member_id: str,
+        replicas: int,
+        origins: Origins,
+    ) -> None:
+        self._node = node
+        self._objects = StoredObjects(node)
+        self._heat = Heat()
+        self._owning = OwnedBlocks(
+            node,
+            self._objects,
+            views=views,
+            member_id=member_id,
+            replicas=replicas,
+            origins=origins,
+        )
+
+    def close(self) -> None:
+        """Close descriptors and threads; fetches in progress end by themselves."""
+        self._objects.close()
+        self._owning.close()
+
+    # --- requests -----------------------------------------------------------------------------------
+
+    def get(self, get: Get, exchange: Exchange) -> Answer:
+        """The framed bytes of an object's ranges. Raises `WireError` for a malformed request."""
+        stored = self._objects.find(get.object_id)
+        if stored is not None and len(get.ranges) == 1 and not get.verify:
+            quick = self._quick(get, stored)
+            if quick is not None:
+                return quick
+        if stored is None:
+            if not get.described:
+                return Refusal(status=404, message="the object is not cached", code="missing")
+            size = self._described(get).size
+        else:
+            size = stored.entry.size
+        spans = _checked(get.ranges, size)
+        if isinstance(spans, Refusal):
+            return spans
+        return self._framed(get, stored, size, spans, exchange)
+
+    def head(self, object_id: bytes) -> Answer:
+        """The size of an object, and its cached blocks."""
+        stored = self._objects.find(object_id)
+        if stored is None:
+            return Refusal(status=404)
+        size = stored.entry.size
+        try:
+            cached = stored.cached(blocks_of(0, size, BLOCK_BYTES))
+        except StorageError as error:
+            stored.disk.report(error)
+            cached = []
+        if not cached and size:
+            return Refusal(status=404)
+        return Done(status=200, fields=(("Millrace-Blocks", wire.format_blocks(cached)),), length=size)
+
+    def put(self, put: Put, exchange: Exchange) -> Answer:
+        """Store blocks that another member fetched, each verified before it is stored."""
+        return self._owning.take_in(put, exchange)
+
+    # --- framed -------------------------------------------------------------------------------------
+
+    def _quick(self, get: Get, stored: StoredObject) -> Content | None:
+        """The response for one piece of a cached block, the usual request. None if it needs `_framed`."""
+        start, stop = get.ranges[0]
+        entry = stored.entry
+        block = start // BLOCK_BYTES
+        if stop > entry.size or stop > (block + 1) * BLOCK_BYTES:
+            return None
+        nbytes = stop - start
+        whole = start % BLOCK_BYTES == 0 and (stop == entry.size or stop % BLOCK_BYTES == 0)
+        key = block if whole else (start, stop)
+        try:
+            checksum = stored.known_sum(key) if whole or stored.is_verified(block) else None
+            if checksum is None:
+                if whole or not stored.is_verified(block):
+                    return None
+                data = stored.read(start, stop)
+                if data is None:
+                    return None
+                checksum = xxhash.xxh3_64_intdigest(data)
+                stored.add_sum((start, stop), checksum)
+                part: Part = data
+            elif nbytes > _INSIDE_BYTES:
+                if not stored.reaches(stop):
+                    return None
+                part = stored.part(start, stop)
+            else:
+                data = stored.read(start, stop)
+                if data is None:
+                    return None
+                part = data
+        except StorageError:
+            return None  # `_framed` raises the same error, and reports it
+        hot = self._heat.count((get.object_id, block), nbytes, min(entry.size, BLOCK_BYTES))
+        stored.disk.usage.hit(entry, nbytes, served=True)
+        stored.disk.counters.add("served_requests")
+        stored.disk.counters.add("served_bytes", nbytes)
+        head = wire.build_framed_head(get.ranges, entry.size, hot=hot)
+        return Content(head, (part, checksum.to_bytes(wire.SUM_BYTES, "little")))
+
+    def _framed(
+        self, get: Get, stored: StoredObject | None, size: int, spans: Sequence[Span], exchange: Exchange
+    ) -> Answer:
+        pieces = [piece for start, stop in spans for piece in wire.pieces(start, stop)]
+        blocks = sorted({start // BLOCK_BYTES for start, _ in pieces})
+        partial = {start // BLOCK_BYTES for start, stop in pieces if not _is_whole(start, stop, size)}
+        memory: dict[int, Buffer] = {}
+        fresh: set[int] = set()
+        for _ in range(_ATTEMPTS):
+            missing = self._objects.missing(stored, blocks, partial, verify=get.verify, memory=memory)
+            if not missing:
+                break
+            fetched = self._fetch(get, stored, missing, exchange)
+            if isinstance(fetched, Refusal):
+                return fetched
+            memory.update(fetched)
+            fresh.update(missing)
+            stored = self._objects.find(get.object_id)
+        else:
+            return Refusal(status=503, message="the blocks are evicted before they can be sent", code="retryable")
+        hot = self._count(get.object_id, stored, pieces, size, fresh)
+        parts = self._framed_parts(stored, pieces, size, memory)
+        return Content(
+            head=wire.build_framed_head(spans, size, hot=hot),
+            # One piece is read now: an error in it can still be reported.
+            parts=tuple(parts) if len(pieces) == 1 else parts,
+        )
+
+    def _framed_parts(
+        self, stored: StoredObject | None, pieces: Iterable[Span], size: int, memory: dict[int, Buffer]
+    ) -> Iterator[Part]:
+        for start, stop in pieces:
+            block = start // BLOCK_BYTES
+            data: Buffer | None = memory.get(block)
+            if data is not None:
+                base = block * BLOCK_BYTES
+                piece = memoryview(data)[start - base : stop - base]
+                yield piece
+                yield wire.sum_of(piece)
+                continue
+            if stored is None:
+                raise BrokenAnswerError("an object was removed")
+            checksum = stored.checksum(block) if _is_whole(start, stop, size) else None
+            if checksum is not None and stop - start > _INSIDE_BYTES:
+                yield stored.part(start, stop)
+                yield wire.pack_sum(checksum)
+                continue
+            data = self._read(stored, start, stop, verify=checksum is None)
+            yield data
+            yield wire.sum_of(data) if checksum is None else wire.pack_sum(checksum)
+
+    def _read(self, stored: StoredObject, start: int, stop: int, *, verify: bool) -> Buffer:
+        """A piece of one verified block from its file. Raises `BrokenAnswerError` if the file was truncated."""
+        block = start // BLOCK_BYTES
+        try:
+            if verify and not stored.is_verified(block):
+                whole = stored.verify(block)
+                base = block * BLOCK_BYTES
+                data: Buffer | None = None if whole is None else memoryview(whole)[start - base : stop - base]
+            else:
+                data = stored.read(start, stop)
+        except LostDataError as error:
+            self._objects.lost(stored, error)
+            data = None
+        except StorageError as error:
+            stored.disk.report(error)
+            data = None
+        if data is None:
+            self._objects.drop(stored.entry.object_id)
+            raise BrokenAnswerError("a block on the disk has changed")
+        return data
+
+    # --- counting -----------------------------------------------------------------------------------
+
+    def _count(
+        self, object_id: bytes, stored: StoredObject | None, pieces: Sequence[Span], size: int, fresh: set[int]
+    ) -> bool:
+        """Count a response, whose blocks in `fresh` were just fetched; returns whether any block is hot."""
+        hot = False
+        nbytes = used = 0
+        for start, stop in pieces:
+            block = start // BLOCK_BYTES
+            nbytes += stop - start
+            used += 0 if block in fresh else stop - start  # a fetch was already counted as a use
+            hot |= self._heat.count((object_id, block), stop - start, min(size, BLOCK_BYTES))
+        counters: Counters | None
+        if stored is not None:
+            counters = stored.disk.counters
+            if used:
+                stored.disk.usage.hit(stored.entry, used, served=True)
+        else:
+            disk = self._node.disk_of(object_id)
+            counters = None if disk is None else disk.counters
+        if counters is not None:
+            counters.add("served_requests")
+            counters.add("served_bytes", nbytes)
+        return hot
+
+    # --- fetching -----------------------------------------------------------------------------------
+
+    def _fetch(
+        self, get: Get, stored: StoredObject | None, missing: Sequence[int], exchange: Exchange
+    ) -> dict[int, Buffer] | Refusal:
+        """Fetch missing blocks, if this node is responsible; returns those that could not be stored."""
+        if get.ask is Ask.CACHED:
+            return Refusal(status=404, message="the blocks are not cached", code="missing")
+        what = self._described(get) if get.described else _named(stored)
+        return self._owning.fetch(what, missing, exchange, rank=get.rank)
+
+    def _described(self, get: Get) -> ObjectDescription:
+        what = ObjectDescription.from_header(get.described)
+        if what.object_id() != get.object_id:
+            raise WireError("the object's id differs from that of its description")
+        return what
+
+
+def _is_whole(start: int, stop: int, size: int) -> bool:
+    """Whether a piece is a whole block."""
+    return start % BLOCK_BYTES == 0 and (stop % BLOCK_BYTES == 0 or stop == size)
+
+
+def _checked(ranges: Sequence[Span], size: int) -> Sequence[Span] | Refusal:
+    """The ranges of a request, or the refusal of those outside an object of `size` bytes."""
+    if any(stop > size for _, stop in ranges):
+        fields = (("Content-Range", f"bytes */{size}"),)
+        return Refusal(status=416, message=f"the object has {size} bytes", fields=fields)
+    if sum(stop - start for start, stop in ranges) > wire.MAX_FRAMED_BYTES:
+        return Refusal(status=416, message=f"more than {wire.MAX_FRAMED_BYTES} bytes at a time")
+    return ranges
+
+
+def _named(stored: StoredObject | None) -> ObjectDescription:
+    if stored is None:
+        raise WireError("the object is not cached, and the request does not describe it", status=404)
+    name = stored.entry.name
+    return ObjectDescription(name.origin, name.key, name.version, stored.entry.size)
+
+
+class Heat:
+    """How many bytes of each block peers requested. Thread-safe without a lock: concurrent threads may lose a count.
+
+    Counts are in two generations of half a minute each. When there are too many blocks, the older generation is dropped.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, max_blocks: int = _MAX_COUNTED_BLOCKS) -> None:
+        self._clock = clock
+        self._max_blocks = max_blocks
+        self._young: dict[BlockKey, int] = {}
+        self._old: dict[BlockKey, int] = {}
+        self._since = clock()
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def count(self, key: BlockKey, nbytes: int, block_bytes: int) -> bool:
+        """Count a request for `nbytes` of a block of `block_bytes`; returns whether the block is hot."""
+        young = self._young
+        now = self._clock()
+        if now - self._since >= _HALF_MINUTE or len(young) >= self._max_blocks:
+            # After a pause of more than a minute both are too old.
+            self._old = young if now - self._since < 2 * _HALF_MINUTE else {}
+            self._young = young = {}
+            self._since = now
+        young[key] = total = young.get(key, 0) + nbytes
+        return total + self._old.get(key, 0) > HOT_TIMES * block_bytes

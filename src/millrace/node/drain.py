@@ -1,0 +1,110 @@
+"""A planned leave: this node reports it to the other members, and waits until they have copied their new shares."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.cluster.cluster import Cluster
+from millrace.cluster.membership import Member, MemberState
+from millrace.errors import MillraceError, PeerSilentError
+from millrace.events import Event, emit
+
+_LOOK_SECONDS = 1.0
+_REQUEST_SECONDS = 2.0
+_REQUEST_THREADS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainReport:
+    """The result of a planned leave: the ids of the members that took over their shares, and of those that did not in time;
+    and its duration.
+    """
+
+    took_over: tuple[str, ...] = ()
+    did_not: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+class DrainCoordinator:
+    """Coordinates the leave of the node `me` with the other members. Thread-safe."""
+
+    def __init__(self, cluster: Cluster, *, me: str) -> None:
+        self._cluster = cluster
+        self._me = me
+        self._change = threading.Condition()
+        self._done: set[str] = set()
+        self._gone: set[str] = set()
+        self._missed: set[str] = set()
+
+    def announce(self, state: MemberState) -> None:
+        """Send this node's state to all members. For static members, which have no service that does it."""
+        self._missed = self._request(self._others(), "POST", "/v1/state", {"member": self._me, "state": str(state)})
+
+    def announce_again(self, state: MemberState) -> None:
+        """As `announce`, to members that were not reached: they could regard this node as leaving for ever."""
+        others = [member for member in self._others() if member.id in self._missed]
+        body = {"member": self._me, "state": str(state)}
+        self._missed = self._request(others, "POST", "/v1/state", body, repeated=True)
+
+    def taken_over(self, member_id: str) -> None:
+        """Record that a member has taken over its share."""
+        with self._change:
+            self._done.add(member_id)
+            self._change.notify_all()
+
+    def wake(self) -> None:
+        """Make `wait` check again."""
+        with self._change:
+            self._change.notify_all()
+
+    def remaining(self) -> list[Member]:
+        """The members that have not taken over their shares yet, without those that do not respond."""
+        done = self._done | self._gone
+        return [member for member in self._others() if member.state is MemberState.HERE and member.id not in done]
+
+    def wait(self, deadline: float, ended: threading.Event) -> DrainReport:
+        """Wait for all members that respond, until `deadline` (monotonic) or `ended`."""
+        started = time.monotonic()
+        while (remaining := self.remaining()) and not ended.is_set() and time.monotonic() < deadline:
+            with self._change:
+                notified = self._change.wait(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
+            if not notified:
+                self._request(remaining, "GET", "/v1/view")
+        return DrainReport(
+            took_over=tuple(sorted(self._done)),
+            did_not=tuple(member.id for member in self.remaining()),
+            seconds=time.monotonic() - started,
+        )
+
+    def _others(self) -> list[Member]:
+        return [member for member in self._cluster.link.views.view().members if member.id != self._me]
+
+    def _request(
+        self, others: Sequence[Member], method: str, path: str, body: Any = None, *, repeated: bool = False
+    ) -> set[str]:
+        """Send a request to all of `others` at once; returns the ids of those that failed. Records silent members.
+
+        Emits an event for each failure, unless the request is `repeated`.
+        """
+
+        def request(member: Member) -> bool:
+            try:
+                self._cluster.client.call(member, method, path, body, deadline=_REQUEST_SECONDS)
+            except MillraceError as error:
+                if not repeated:
+                    emit(Event(name="cluster.member.unheard", subject=member.address, detail=str(error)))
+                if isinstance(error, PeerSilentError):
+                    self._gone.add(member.id)
+                return False
+            self._gone.discard(member.id)
+            return True
+
+        if not others:
+            return set()
+        with ThreadPoolExecutor(min(len(others), _REQUEST_THREADS), thread_name_prefix="millrace-announce") as pool:
+            return {member.id for member, did in zip(others, pool.map(request, others), strict=True) if not did}

@@ -1,0 +1,121 @@
+"""The moves of blocks to this node when members join, leave or fail. `cluster/moving.py` does the copying."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from millrace.cache.node import CacheNode
+from millrace.cluster.cluster import Cluster
+from millrace.cluster.membership import Member, MemberState, View
+from millrace.cluster.moving import Mover
+from millrace.errors import MillraceError
+from millrace.events import Event, emit
+
+_log = logging.getLogger("millrace.node")
+
+_DEADLINE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """The changes of other members between two views: `came` own shares now, `leaving` leave as planned, `lost` failed."""
+
+    came: tuple[Member, ...] = ()
+    leaving: tuple[Member, ...] = ()
+    lost: tuple[Member, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.came or self.leaving or self.lost)
+
+
+def changes(old: View, new: View, me: str) -> Changes:
+    """Compare two views as the member `me`. Pure."""
+    before = {member.id: member for member in old.members if member.id != me}
+    now = {member.id: member for member in new.members if member.id != me}
+
+    def newly(state: MemberState) -> tuple[Member, ...]:
+        return tuple(
+            member
+            for name, member in sorted(now.items())
+            if member.state is state and (name not in before or before[name].state is not state)
+        )
+
+    lost = [member for name, member in sorted(before.items()) if name not in now and member.state is MemberState.HERE]
+    return Changes(came=newly(MemberState.HERE), leaving=newly(MemberState.LEAVING), lost=tuple(lost))
+
+
+class Moves:
+    """Follows the views of one node, in a thread of its own. Thread-safe."""
+
+    def __init__(self, node: CacheNode, cluster: Cluster, *, me: str) -> None:
+        self._cluster = cluster
+        self._me = me
+        self._mover = Mover(node, cluster)
+        self._view = View(())
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._work: queue.SimpleQueue[Changes | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="millrace-moves", daemon=True)
+        self._thread.start()
+
+    def fill(self) -> None:
+        """Copy this node's share from the members that have it cached. Missing blocks are fetched when they are read."""
+        self._try("filling", lambda: self._mover.fill(self._me))
+
+    def view_changed(self, view: View) -> None:
+        """Start the moves that follow from a new view. Returns at once."""
+        with self._lock:
+            found = changes(self._view, view, self._me)
+            is_first, self._view = not self._view.members, view
+        if found:
+            for what, members in (("here", found.came), ("leaving", found.leaving), ("lost", found.lost)):
+                for member in () if is_first else members:
+                    emit(Event(name=f"cluster.member.{what}", subject=member.address, detail=member.id))
+            self._work.put(found)
+
+    def stop(self) -> None:
+        """Stop all moves. Idempotent."""
+        self._stopped.set()
+        self._mover.stop()
+        self._work.put(None)
+
+    def close(self) -> None:
+        """Stop, and wait for the thread."""
+        self.stop()
+        self._thread.join(10.0)
+
+    def _run(self) -> None:
+        while (found := self._work.get()) is not None:
+            # In parallel: a leaving member must not wait for another.
+            threads = [
+                threading.Thread(target=self._take_over, args=(member,), daemon=True) for member in found.leaving
+            ]
+            for thread in threads:
+                thread.start()
+            if found.lost and self._cluster.link.replicas > 1:
+                self._try("restoring copies", lambda: self._mover.restore(self._me))
+            if found.came:
+                self._try("marking copies", self._mover.mark_copies)
+
+    def _take_over(self, leaver: Member) -> None:
+        """Copy this node's new share from a leaving member, then report that it need not wait, complete or not."""
+        self._try(f"taking over from {leaver.address}", lambda: self._mover.take_over(leaver))
+        if not self._stopped.is_set():
+            self._try(
+                f"reporting to {leaver.address}",
+                lambda: self._cluster.client.call(
+                    leaver, "POST", "/v1/drained", {"member": self._me}, deadline=_DEADLINE_SECONDS
+                ),
+            )
+
+    def _try(self, what: str, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - missing blocks are fetched again; the node must continue
+            if not isinstance(error, MillraceError):
+                _log.exception("a defect: %s", what)
+            emit(Event(name="cluster.move.failed", subject=self._me, detail=f"{what}: {error}"))

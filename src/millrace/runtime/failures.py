@@ -1,0 +1,54 @@
+"""Errors of local files, as errors of Millrace."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from millrace.errors import DiskFullError, MillraceError, StorageError
+
+
+class LostDataError(StorageError):
+    """A file that the index records was removed or cut. Handled inside the cache."""
+
+    code = "lost-data"
+
+
+class FailingDiskError(StorageError):
+    """The device fails, or does not accept writes any more (EIO, EROFS and the like). Handled inside the cache."""
+
+    code = "failing-disk"
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+FAILING_ERRNOS = (errno.EIO, errno.EROFS, errno.ENODEV, errno.EUCLEAN, errno.ESTALE)
+"""The errors of a failing device; ext4 and xfs return the first two after they have shut down."""
+
+NO_FILE_ERRNOS = (errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.ESPIPE)
+"""The errors of opening (without following links or waiting) or reading anything else in the place of a file."""
+
+
+def reason_of(error: Exception) -> str:
+    """The text of an error for a log line: without the number that the operating system's have."""
+    return str(error) if isinstance(error, MillraceError) else getattr(error, "strerror", None) or str(error)
+
+
+@contextmanager
+def disk_errors(path: str | Path) -> Iterator[None]:
+    """Translate the operating system's errors on a local file."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, MillraceError):
+            raise
+        if error.errno in _FULL:
+            raise DiskFullError(
+                f"{path}: no space left on the disk", next_step="free disk space or lower 'capacity'"
+            ) from error
+        if error.errno in _NO_DESCRIPTORS:
+            raise StorageError(f"{path}: {error.strerror}", next_step="raise the limit with 'ulimit -n'") from error
+        kind = FailingDiskError if error.errno in FAILING_ERRNOS else StorageError
+        raise kind(f"{path}: {error.strerror}", next_step="check the disk and its permissions") from error

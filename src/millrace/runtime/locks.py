@@ -1,0 +1,394 @@
+"""Locks between the processes of a node, and whether the process that holds one is running.
+
+The kernel frees the locks of a process that ends, however it ends, but not those of a process that is stopped (Ctrl-Z, a
+debugger, a paused container). So a holder writes a sign of life into the file when it takes a lock and at intervals while
+it holds it: the time, and which process it is. A process that waits for the lock reads that sign: when the time does not
+advance for `SILENCE_SECONDS`, and the kernel runs no thread of the holder either, it continues without the holder. The clock
+is the machine's (`CLOCK_MONOTONIC`), which all its processes share and which does not advance while the machine sleeps.
+
+The signs are hints. If they cannot be written, or are overwritten with something else, a wait is shorter or longer than it
+could be, and nothing else happens.
+
+Which class to use: `FileLock` for one lock, `NamedLocks` for many locks in one file, `locked_directory` for a directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+from millrace.config import SILENCE_SECONDS, WORKING_SECONDS
+from millrace.errors import StorageError
+from millrace.runtime import forks
+from millrace.runtime.failures import disk_errors
+from millrace.runtime.maintenance import TICK_SECONDS, PeriodicThread, Task
+
+_IDLE_BEATS = 10  # signs are written to an unused file this many times more
+GRACE_SECONDS = 0.3
+"""A new holder may have taken a lock and not yet have written its sign; a process that waits looks again after this time."""
+
+_FLOCK_PAUSES = (0.001, 0.02)
+_NAMED_PAUSES = (0.001, 0.05)
+_FILE_LOCK_PAUSES = (0.00005, 0.005)  # first and longest pause between two attempts
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, pid
+_SIGN = struct.Struct("<QQQ")  # nanoseconds, process, its namespace of process numbers
+_SIGNS = 8192
+"""Places for signs in a file. Two locks that share one make a wait longer when one holder runs and one is stopped."""
+
+_Sign = tuple[int, int, int]
+_NO_SIGN = (0, 0, 0)
+
+
+class StoppedHolderError(StorageError):
+    """`process` has a lock and is stopped, or has kept it for too long."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__(
+            f"{process} does not continue", next_step="continue or end processes that are stopped (state T in 'ps')"
+        )
+
+
+def try_lock_byte(descriptor: int, byte: int) -> bool:
+    """Take the lock of a byte of a file that is open for writing, until it is closed, unless another open file has it."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    except (BlockingIOError, PermissionError):  # EAGAIN or, as POSIX allows, EACCES
+        return False
+    return True
+
+
+def is_byte_locked(descriptor: int, byte: int) -> bool:
+    """Whether another open file has the lock of a byte."""
+    wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    return bool(_FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, wanted))[0] != fcntl.F_UNLCK)
+
+
+def silent_from(stamp: int, first_look: int) -> int:
+    """The time from which a holder counts as stopped if its sign, `stamp`, first read at `first_look`, does not change.
+
+    All are nanoseconds of the machine's clock; 0 stands for no time. Pure.
+    """
+    silence, grace = int(SILENCE_SECONDS * 1e9), int(GRACE_SECONDS * 1e9)
+    if 0 < stamp <= first_look:
+        return max(stamp + silence, first_look + grace)
+    return first_look + silence  # of another boot, or not a time
+
+
+def lock_number(name: bytes, part: int = 0) -> int:
+    """The number of the lock of a name, such as an object id, and a part of it, such as a block."""
+    digest = hashlib.blake2b(name + part.to_bytes(8, "big"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+class SharedLocks:
+    """Numbered locks between processes: byte ranges of the file `path`, which is created if missing.
+
+    Thread-safe for different numbers. A forked child closes the file, so that the parent's locks end with the parent; it
+    opens its own. The constructor raises `StorageError`, other calls `OSError`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with disk_errors(path):
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._beating = threading.Lock()
+        self._held: set[int] = set()
+        self._written: dict[int, int] = {}
+        self._silent: dict[int, _Sign] = {}
+        self._idle_beats = 0
+        _all_locks.add(self)
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+        with self._beating:  # a beat must not write into a file that gets the same number
+            descriptor, self._descriptor = self._descriptor, -1
+            self._held.clear()
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _close_in_child(self) -> None:
+        self._beating = threading.Lock()  # a thread of the parent may have held it
+        self.close()
+
+    def try_acquire(self, number: int) -> bool:
+        """Take a lock unless another process has it."""
+        if not try_lock_byte(self._descriptor, number):
+            return False
+        self._held.add(number)
+        if self._silent:
+            self._silent.pop(number, None)
+        place, now = number % _SIGNS, time.monotonic_ns()
+        # Another process may have had a turn since our last sign. With its sign, ours would not count as stopped.
+        if now - self._written.get(place, 0) > TICK_SECONDS * 1e9 or self.sign_of(number)[1:] != _this_process:
+            self._write_sign(place, now)
+        self._idle_beats = 0
+        start_beats(self.beat)
+        return True
+
+    def acquire(self, number: int, *, limit: float | None = None, pauses: tuple[float, float] = _NAMED_PAUSES) -> bool:
+        """Wait for a lock. False when its holder is stopped, or after the limit; arguments as for `LockWait`."""
+        wait = None
+        while not self.try_acquire(number):
+            wait = wait or LockWait(self, limit=limit, pauses=pauses)
+            if wait.is_over(number):
+                return False
+            time.sleep(wait.next_pause())
+        return True
+
+    def release(self, number: int) -> None:
+        """Release a lock."""
+        with self._beating:  # a beat must not replace the sign of the next holder
+            self._held.discard(number)
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, number, 1, 0))
+
+    def beat(self) -> bool:
+        """Write a sign for every lock that is held; returns whether to call this again."""
+        with self._beating:
+            if self._descriptor < 0:
+                return False
+            now = time.monotonic_ns()
+            held = tuple(self._held)
+            for number in held:
+                self._write_sign(number % _SIGNS, now)
+        self._idle_beats = 0 if held else self._idle_beats + 1
+        return self._idle_beats < _IDLE_BEATS
+
+    def sign_of(self, number: int) -> _Sign:
+        """The last sign of a holder of this lock."""
+        with contextlib.suppress(OSError):  # a failing disk: the same as no sign
+            data = os.pread(self._descriptor, _SIGN.size, number % _SIGNS * _SIGN.size)
+            if len(data) == _SIGN.size:
+                return cast(_Sign, _SIGN.unpack(data))
+        return _NO_SIGN
+
+    def _write_sign(self, place: int, now: int) -> None:
+        # On a full or failing disk other processes may treat this one as stopped, which costs them a request.
+        with contextlib.suppress(OSError):
+            os.pwrite(self._descriptor, _SIGN.pack(now, *_this_process), place * _SIGN.size)
+            self._written[place] = now
+
+
+_all_locks = forks.objects_reset_in_child(SharedLocks._close_in_child)
+
+
+class LockWait:
+    """One wait for locks that other processes hold. Not thread-safe.
+
+    It ends after `limit` seconds (default: `WORKING_SECONDS`), or when the holder is stopped. `pauses` are the first and
+    the longest pause between two attempts, in seconds.
+    """
+
+    def __init__(
+        self, locks: SharedLocks, *, limit: float | None = None, pauses: tuple[float, float] = _NAMED_PAUSES
+    ) -> None:
+        self._locks = locks
+        self._deadline = time.monotonic() + (WORKING_SECONDS if limit is None else limit)
+        self._pause, self._longest_pause = pauses
+        self._seen: dict[int, tuple[_Sign, int]] = {}
+        self._activity = Activity()
+
+    def is_over(self, number: int) -> bool:
+        """Whether to continue without a lock that another process was just found to hold."""
+        return self.is_silent(number) or time.monotonic() >= self._deadline
+
+    def next_pause(self) -> float:
+        """The seconds to wait before the next attempt; doubles up to the longest pause."""
+        pause, self._pause = self._pause, min(2 * self._pause, self._longest_pause)
+        return pause
+
+    def is_silent(self, number: int) -> bool:
+        """Whether the holder of a lock, which was just found to be held, is stopped. Later calls return at once."""
+        sign, now = self._locks.sign_of(number), time.monotonic_ns()
+        if self._locks._silent.get(number) == sign:
+            return True
+        seen = self._seen.get(number)
+        if seen is None or seen[0] != sign:
+            seen = self._seen[number] = (sign, now)
+        if now < silent_from(sign[0], seen[1]):
+            return False
+        if sign[2] == _this_process[1] and self._activity.continues(sign[1]):
+            self._seen[number] = (sign, now)  # look again in a moment
+            return False
+        self._locks._silent[number] = sign
+        return True
+
+
+class NamedLocks(SharedLocks):
+    """Locks by name, between the threads of this process and the processes of the node. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._lock = threading.Lock()
+        self._threads: dict[bytes, tuple[threading.Lock, int]] = {}
+
+    @contextmanager
+    def hold(self, name: bytes) -> Iterator[None]:
+        """Hold the lock of `name` for a `with` block.
+
+        Continues without the lock after `SILENCE_SECONDS` if its holder in another process is stopped. So the block may run
+        in two processes at the same time.
+        """
+        with self._lock:
+            mine, count = self._threads.get(name, (threading.Lock(), 0))
+            self._threads[name] = (mine, count + 1)
+        number = lock_number(name)
+        try:
+            with mine:
+                held = self.acquire(number)
+                try:
+                    yield
+                finally:
+                    if held:
+                        self.release(number)
+        finally:
+            with self._lock:
+                mine, count = self._threads[name]
+                if count == 1:
+                    del self._threads[name]
+                else:
+                    self._threads[name] = (mine, count - 1)
+
+
+class FileLock:
+    """One lock between all threads of all processes, by the file `path`. A context manager, not to be nested.
+
+    Entering raises `StoppedHolderError` when the holder is stopped, after `SILENCE_SECONDS` and from then on at once, and
+    after `limit` seconds (default: `WORKING_SECONDS`) in any case. `holder` names the holder in that error.
+    """
+
+    def __init__(self, path: Path, holder: str, *, limit: float | None = None) -> None:
+        self._locks = SharedLocks(path)
+        self._holder = holder
+        self._limit = limit
+        self._thread = threading.Lock()
+
+    def __enter__(self) -> None:
+        limit = WORKING_SECONDS if self._limit is None else self._limit
+        # Threads of this process wait for each other here, where it costs less.
+        if not self._thread.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
+            raise StoppedHolderError(self._holder)
+        try:
+            if not self._locks.acquire(0, limit=limit, pauses=_FILE_LOCK_PAUSES):
+                raise StoppedHolderError(self._holder)
+        except BaseException:
+            self._thread.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._locks.release(0)
+        self._thread.release()
+
+    def close(self) -> None:
+        """Release the lock. Idempotent."""
+        self._locks.close()
+
+
+class Activity:
+    """Whether processes run at all: on a machine on which hundreds want a processor, a sign of life may come late."""
+
+    def __init__(self) -> None:
+        self._switches: dict[int, int] = {}
+
+    def continues(self, process: int) -> bool:
+        """Whether a thread of a process runs, waits for a processor or a disk, or has run since the last call, if any."""
+        running, switches = False, 0
+        with contextlib.suppress(OSError):  # it has ended
+            for thread in os.listdir(f"/proc/{process}/task"):
+                with contextlib.suppress(OSError):
+                    for line in Path(f"/proc/{process}/task/{thread}/status").read_bytes().splitlines():
+                        name, _, value = line.partition(b":")
+                        running = running or (name == b"State" and value.split()[:1] in ([b"R"], [b"D"]))
+                        switches += int(value) if name.endswith(b"voluntary_ctxt_switches") else 0
+        known, self._switches[process] = self._switches.get(process), switches
+        return running or known != switches
+
+    def any_holder_continues(self, descriptor: int) -> bool:
+        """The same of the processes that have a lock (`flock`, `lockf`) of a file. False where none can be found."""
+        inode = str(os.fstat(descriptor).st_ino)
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+                # "1: FLOCK ADVISORY WRITE 1234 08:01:5678 0 EOF"; of one that waits, "->" comes after the number.
+                fields = line.split()
+                if len(fields) > 5 and fields[5].rpartition(":")[2] == inode and self.continues(int(fields[4])):
+                    return True
+        return False
+
+
+def _identify() -> tuple[int, int]:
+    """This process, and its namespace of process numbers."""
+    try:
+        return os.getpid(), os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return os.getpid(), os.getpid()  # a namespace that no other process has
+
+
+_this_process = _identify()
+
+
+def this_process() -> tuple[int, int]:
+    """The number of this process, and its namespace of process numbers."""
+    return _this_process
+
+
+_beats = PeriodicThread("millrace-beats")  # apart from maintenance, whose tasks may take long
+
+
+def start_beats(beat: Task) -> None:
+    """Call `beat`, which is quick and does not raise, twice a second until it returns False. Cheap when repeated."""
+    try:  # noqa: SIM105 - part of every lock: no context manager
+        _beats.register(beat)
+    except RuntimeError:  # no more threads, or the interpreter is ending: others wait less for this process
+        pass
+
+
+def _identify_child() -> None:
+    global _this_process
+    _this_process = _identify()
+
+
+forks.reset_in_child(_identify_child)
+
+
+@contextmanager
+def locked_directory(directory: Path, kind: int) -> Iterator[int]:
+    """Hold a lock (`LOCK_SH`, `LOCK_EX`) on a directory for a `with` block; yields its descriptor.
+
+    Waits as long as files appear or disappear in the directory, or a holder runs, and then for `SILENCE_SECONDS`. Raises
+    `StoppedHolderError` after that, and `OSError`.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        pause, longest = _FLOCK_PAUSES
+        changed, deadline, activity = -1, 0.0, Activity()
+        while True:
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                now, last = time.monotonic(), changed
+                changed = os.fstat(descriptor).st_mtime_ns
+                if changed != last:
+                    deadline = now + SILENCE_SECONDS
+                elif now >= deadline:
+                    if activity.any_holder_continues(descriptor):
+                        deadline = now + GRACE_SECONDS
+                        time.sleep(pause)
+                        continue
+                    raise StoppedHolderError(f"the process that has the lock of {directory}") from None
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        try:
+            yield descriptor
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor open, too
+    finally:
+        os.close(descriptor)

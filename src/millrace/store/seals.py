@@ -1,0 +1,329 @@
+"""Records of verified bytes: a reader does not verify again what this process, or another one, has verified.
+
+- `VerifiedBlocks`: the blocks of data files that this process has verified. Kept in memory.
+- The seal of a data file: all of its blocks were read and found right while the file had this inode and change time. Stored
+  in the index record of the object.
+- The seal of a segment: the same for all objects that the index had in a segment at that moment. Stored in a table.
+
+A process compares the seal with the file before it maps it. A file that was cut, changed, replaced or appended to since has
+another inode or change time. Its bytes are then verified again, at their first use in each process.
+
+Objects get rising generations in the step that enters them into the index. So the highest generation of the moment defines
+what the seal of a segment covers: an object whose bytes were written before the seal, and entered later, is not covered.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from millrace.errors import StorageError
+from millrace.events import Event, emit
+from millrace.runtime.failures import LostDataError
+from millrace.runtime.locks import NamedLocks, lock_number
+from millrace.store.blocks import block_count
+from millrace.store.index import Index
+from millrace.store.maps import MapSlot, lost_or_failed
+from millrace.store.records import Entry, generation_key, segment_unit
+from millrace.store.segment_files import data_path
+from millrace.store.store import Store
+
+INLINE_BYTES = 64 << 20
+"""An object up to this size is sealed while its open waits; larger ones in the background, and read through blocks."""
+
+_MAX_OBJECTS = 4096
+_ATTEMPTS = 3
+_THREADS = 2
+
+_SEAL = struct.Struct("<QqQ")
+_SWEPT = 8  # seals of removed segments that are deleted when another one is recorded
+_PAUSE_SECONDS = 10.0
+_REMEMBERED = 4096
+
+
+class VerifiedBlocks:
+    """The verified blocks of objects, by the generation of their file. Thread-safe.
+
+    Beyond `max_objects` the least recently opened objects are removed; their next reader verifies them again.
+    """
+
+    def __init__(self, max_objects: int = _MAX_OBJECTS) -> None:
+        self._blocks: OrderedDict[int, set[int]] = OrderedDict()
+        self._max_objects = max_objects
+        self._lock = threading.Lock()
+
+    def of(self, generation: int) -> set[int]:
+        """The set that all readers of this file share. Readers add the blocks that they verify."""
+        with self._lock:
+            blocks = self._blocks.setdefault(generation, set())
+            self._blocks.move_to_end(generation)
+            while len(self._blocks) > self._max_objects:
+                self._blocks.popitem(last=False)
+        return blocks
+
+
+def seal_holds(entry: Entry, status: os.stat_result) -> bool:
+    """Whether a file has not changed since its blocks were verified."""
+    return entry.sealed and (entry.seal_inode, entry.seal_ctime_ns) == (status.st_ino, status.st_ctime_ns)
+
+
+def slot_holds(entry: Entry, slot: MapSlot) -> bool:
+    """Whether a file had not changed since its blocks were verified when it was mapped."""
+    return (entry.seal_inode, entry.seal_ctime_ns) == (slot.inode, slot.ctime_ns)
+
+
+class _Background:
+    """Threads that verify files, until `close` or the end of the interpreter. Thread-safe; not usable after a fork."""
+
+    def __init__(self, threads: int, name: str, report: Callable[[StorageError], None]) -> None:
+        self._report = report
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def close(self) -> None:
+        """End the work in progress. A later process completes it."""
+        with self._lock:
+            self._closed = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _ending(self) -> bool:
+        return self._closed or not threading.main_thread().is_alive()
+
+
+class Sealer(_Background):
+    """Verifies and seals the data files of a store. Thread-safe; one file at a time in a process. Not usable after a fork.
+
+    `report` is called with the error of a disk that fails in the background.
+    """
+
+    def __init__(self, store: Store, *, report: Callable[[StorageError], None]) -> None:
+        super().__init__(_THREADS, "millrace-seal", report)
+        self._store = store
+        self._waiting: set[int] = set()
+        self._running: dict[int, Future[Entry | None]] = {}
+
+    def sealed(self, entry: Entry) -> Entry | None:
+        """The record of a complete object with its seal, which is made now if it is missing.
+
+        None when that takes too long and continues in the background, or when blocks are wrong: read through blocks then.
+        Raises `LostDataError` when the file is gone or cut, `StorageError` when the disk fails.
+        """
+        if entry.sealed:
+            return entry
+        if entry.size > INLINE_BYTES:
+            self.start(entry)
+            return None
+        return self._seal_or_join(entry)
+
+    def start(self, entry: Entry) -> None:
+        """Seal a complete object in the background. Errors are reported."""
+        with self._lock:
+            if self._closed or entry.generation in self._waiting or entry.generation in self._running:
+                return
+            self._waiting.add(entry.generation)
+        try:
+            self._pool.submit(self._seal_in_background, entry)
+        except RuntimeError:  # the interpreter is ending; the next process seals it
+            self._waiting.discard(entry.generation)
+
+    def break_seal(self, entry: Entry) -> Entry:
+        """Record that a sealed file has changed and must be verified again. Returns the record without the seal."""
+        emit(Event(name="cache.file.changed", subject=self._store.path(entry), detail="its blocks are verified again"))
+        self._store.index.unseal(entry)
+        return entry._replace(seal_inode=0, seal_ctime_ns=0)
+
+    def _seal_in_background(self, entry: Entry) -> None:
+        self._waiting.discard(entry.generation)
+        if self._ending():
+            return
+        try:
+            self._seal_or_join(entry)
+        except LostDataError as error:
+            emit(Event(name="cache.file.lost", subject=str(self._store.directory), detail=str(error)))
+        except StorageError as error:
+            self._report(error)
+
+    def _seal_or_join(self, entry: Entry) -> Entry | None:
+        with self._lock:
+            future = self._running.get(entry.generation)
+            if future is None:
+                mine = self._running[entry.generation] = Future()
+        if future is not None:
+            return future.result()
+        try:
+            mine.set_result(self._seal(entry))
+        except BaseException as error:  # noqa: BLE001 - raised in every thread that waits for the same file
+            mine.set_exception(error)
+        finally:
+            with self._lock:
+                del self._running[entry.generation]
+        return mine.result()
+
+    def _seal(self, entry: Entry) -> Entry | None:
+        descriptor = self._store.open_data(entry)
+        try:
+            for _ in range(_ATTEMPTS):
+                before = os.fstat(descriptor)
+                blocks = range(block_count(entry.size, entry.block_bytes))
+                wrong = self._store.drop_wrong_blocks(entry, descriptor, blocks, stop=self._ending)
+                if wrong is None or wrong:
+                    return None
+                sealed = entry._replace(seal_inode=before.st_ino, seal_ctime_ns=before.st_ctime_ns)
+                if seal_holds(sealed, os.fstat(descriptor)):  # no process wrote meanwhile
+                    recorded = self._store.index.seal(entry, inode=before.st_ino, ctime_ns=before.st_ctime_ns)
+                    return sealed if recorded else None
+            return None
+        finally:
+            os.close(descriptor)
+
+
+class SegmentSeal(NamedTuple):
+    """The inode and change time of a segment's file, and the generation up to which its objects were then verified."""
+
+    inode: int
+    ctime_ns: int
+    generation: int
+
+    def holds(self, slot: MapSlot) -> bool:
+        """Whether a file had not changed since its objects were verified when it was mapped."""
+        return (self.inode, self.ctime_ns) == (slot.inode, slot.ctime_ns)
+
+
+class SegmentSeals:
+    """The table of seals of segments in a store's index. Thread- and process-safe; raises what `Index` raises."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._table = index.table(b"seals")
+
+    def get(self, segment: int) -> SegmentSeal | None:
+        """The seal of a segment, or None."""
+        with self._index.reading() as txn:
+            value = txn.get(generation_key(segment), db=self._table)
+            return None if value is None else SegmentSeal._make(_SEAL.unpack(value))
+
+    def put(self, segment: int, seal: SegmentSeal) -> bool:
+        """Record a seal in place of any other. False when the segment was removed meanwhile."""
+        with self._index.writing() as txn:
+            if not self._index.has_segment(txn, segment):
+                return False
+            txn.put(generation_key(segment), _SEAL.pack(*seal), db=self._table)
+            # The oldest seals are those of the oldest segments, which are the most likely to be removed.
+            cursor = txn.cursor(self._table)
+            more = cursor.first()
+            for _ in range(_SWEPT):
+                if more and not self._index.has_segment(txn, int.from_bytes(cursor.key(), "big")):
+                    more = cursor.delete()
+                else:
+                    more = more and cursor.next()
+            return True
+
+
+class SegmentSealer(_Background):
+    """Verifies whole segments in the background, and seals them. Thread-safe; not usable after a fork.
+
+    A process seals one segment at a time, and each at most once in ten seconds. One process of the node at a time seals a
+    segment. `on_wrong` is called with an object whose bytes are wrong, to remove it; `report` with the error of a disk that
+    fails.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        index: Index,
+        locks: NamedLocks,
+        *,
+        on_wrong: Callable[[Entry], None],
+        report: Callable[[StorageError], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(1, "millrace-seal-segments", report)
+        self._directory = directory
+        self._index = index
+        self._seals = SegmentSeals(index)
+        self._locks = locks
+        self._on_wrong = on_wrong
+        self._clock = clock
+        self._started: OrderedDict[int, float] = OrderedDict()
+
+    def get(self, segment: int) -> SegmentSeal | None:
+        """The seal of a segment, or None. Raises `StorageError`."""
+        return self._seals.get(segment)
+
+    def start(self, segment: int) -> None:
+        """Seal a segment in the background, unless that was tried in the last ten seconds. Errors are reported."""
+        now = self._clock()
+        with self._lock:
+            if self._closed or now - self._started.get(segment, -_PAUSE_SECONDS) < _PAUSE_SECONDS:
+                return
+            self._started[segment] = now
+            self._started.move_to_end(segment)
+            while len(self._started) > _REMEMBERED:
+                self._started.popitem(last=False)
+        try:
+            self._pool.submit(self._seal_in_background, segment)
+        except RuntimeError:  # the interpreter is ending; another process seals it
+            return
+
+    def seal(self, segment: int) -> bool:
+        """Verify all objects of a segment that are in the index, and record the seal. Returns whether it was recorded.
+
+        Wrong objects are removed, and the others sealed. Nothing is recorded when the file was written to meanwhile, or
+        another process seals the segment. Raises `LostDataError` and `StorageError`.
+        """
+        number = lock_number(segment_unit(segment))
+        if not self._locks.try_acquire(number):
+            return False
+        try:
+            return self._seal(segment)
+        finally:
+            self._locks.release(number)
+
+    def _seal_in_background(self, segment: int) -> None:
+        try:
+            if not self._ending():
+                self.seal(segment)
+        except LostDataError:
+            return  # removed meanwhile; otherwise the next reader raises the same error and reports it
+        except StorageError as error:
+            self._report(error)
+
+    def _seal(self, segment: int) -> bool:
+        path = data_path(self._directory, segment)
+        with lost_or_failed(path):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                before = os.fstat(descriptor)
+                # The generation first, then the objects: those that are entered in between are verified, but not covered.
+                seal = SegmentSeal(before.st_ino, before.st_ctime_ns, self._index.last_generation)
+                entries = self._index.entries_in(segment)
+                if not before.st_size or not entries or self._is_sealed(segment, seal, entries):
+                    return False
+                for entry in sorted(entries, key=lambda entry: entry.offset):
+                    if self._ending():
+                        return False
+                    data = os.pread(descriptor, entry.size, entry.offset)
+                    if xxhash.xxh3_64_intdigest(data) != entry.checksum:
+                        self._on_wrong(entry)
+                after = os.fstat(descriptor)
+            finally:
+                os.close(descriptor)
+        if (before.st_ctime_ns, before.st_size) != (after.st_ctime_ns, after.st_size):
+            return False
+        return self._seals.put(segment, seal)
+
+    def _is_sealed(self, segment: int, seal: SegmentSeal, entries: list[Entry]) -> bool:
+        """Whether there is a seal of the file in its present state that covers these objects."""
+        old = self._seals.get(segment)
+        same_file = old is not None and old[:2] == seal[:2]
+        return same_file and old is not None and all(entry.generation <= old.generation for entry in entries)

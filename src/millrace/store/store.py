@@ -1,0 +1,253 @@
+"""The part of the cache on one disk: sparse files of blocks, and their index.
+
+Layout of a store directory (format 3)::
+
+    FORMAT               "millrace-store 3", then the boot id of the machine that wrote the index
+    index/               LMDB, see `index.py`, and the page of signals
+    objects/ab/abcd...-7 one sparse file an object version: 32 hex digits of its id, a dash, its generation; see `trailer.py`
+    segments/            small objects, many in a file, see `segments.py`
+    counters/            see `counters.py`
+    locks                byte-range locks of fetches, see `locks.py`
+
+Any number of processes read and write one store at the same time. A block is written to the file first, then its checksum to
+the file's trailer, and the index record last, so every recorded block exists. A block that is written twice has the same
+bytes. A file is unlinked after its record is removed, and its name is never used again, so open and mapped files stay
+readable.
+
+Data is not flushed. After another start of the machine the index is rebuilt from the trailers (`rebuild.py`), and every
+block is verified before its first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import xxhash
+from typing_extensions import Buffer
+
+from millrace.config import Amount
+from millrace.errors import StorageError
+from millrace.events import Event, emit
+from millrace.runtime.failures import LostDataError, disk_errors
+from millrace.store import trailer
+from millrace.store.blocks import span_of
+from millrace.store.records import Entry
+from millrace.store.setup import Rebuild, open_directory
+from millrace.store.space import Space
+
+
+def checksum(data: Buffer) -> int:
+    """The checksum of a block: xxh3, 64 bits (11 GB/s, releases the GIL)."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def unlink(path: str) -> None:
+    """Remove a data file, or anything else at its path; a directory that is not empty stays."""
+    with disk_errors(path):
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except IsADirectoryError:
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+
+
+def _write(descriptor: int, data: Buffer, offset: int) -> None:
+    view = memoryview(data)
+    position = 0
+    while position < len(view):
+        position += os.pwrite(descriptor, view[position:], offset + position)
+
+
+class Store:
+    """Opens or creates the store in `directory`. Thread- and process-safe; not usable after a fork.
+
+    `rebuild` fills a new index. `resized` returns the capacity that all processes use instead of
+    `capacity`, or None. Called for each: `on_corrupt`, a block with wrong bytes; `on_dropped`, an index record that did not
+    verify; `on_failure`, a disk error that is not raised. Raises `UnsupportedFormatError` when the directory holds something
+    else, `StorageError` when it cannot be used.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        capacity: Amount,
+        min_free: Amount,
+        rebuild: Rebuild,
+        resized: Callable[[], Amount | None] = lambda: None,
+        on_corrupt: Callable[[], None] = lambda: None,
+        on_dropped: Callable[[], None] = lambda: None,
+        on_failure: Callable[[StorageError], None] = lambda _: None,
+    ) -> None:
+        self.directory = directory
+        self.index = open_directory(directory, rebuild, on_dropped=on_dropped)
+        self.space = Space(
+            directory, self.index, capacity=capacity, min_free=min_free, resized=resized, on_failure=on_failure
+        )
+        self._on_corrupt = on_corrupt
+
+    def close(self) -> None:
+        """Close the index. Files opened from the store stay readable."""
+        self.index.close()
+
+    # --- files ------------------------------------------------------------------------------------
+
+    def path(self, entry: Entry) -> str:
+        """The data file of an object version."""
+        return f"{self.directory}/objects/{trailer.file_name(entry)}"
+
+    def open_data(self, entry: Entry) -> int:
+        """Open the data file for reading and writing blocks; returns a descriptor to close.
+
+        The file of an object without blocks is created, sparse. Raises `LostDataError` when blocks are recorded but their
+        file is missing, not a file, or has another size.
+        """
+        path = self.path(entry)
+        # O_NONBLOCK: opening a FIFO in the file's place must not wait.
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with disk_errors(path):
+            try:
+                descriptor = os.open(path, flags)
+            except FileNotFoundError:
+                self._require_no_blocks(entry, "is gone")
+                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                descriptor = os.open(path, flags | os.O_CREAT, 0o600)
+                self._unless_removed(entry, descriptor)
+            except OSError as error:
+                if error.errno not in (errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+                    raise
+                raise LostDataError(f"{path}: is not a file any more", next_step="open the object again") from error
+            try:
+                self._check_size(entry, descriptor)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            return descriptor
+
+    def _unless_removed(self, entry: Entry, descriptor: int) -> None:
+        """Remove a file that was created after its object was removed. No other process would remove it."""
+        try:
+            now = self.index.get(entry.object_id)
+            if now is None or now.generation != entry.generation:
+                unlink(self.path(entry))
+                raise LostDataError(f"{self.path(entry)}: was removed", next_step="open the object again")
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def _check_size(self, entry: Entry, descriptor: int) -> None:
+        expected = trailer.file_bytes(entry)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise LostDataError(f"{self.path(entry)}: is not a file any more", next_step="open the object again")
+        if found.st_size != expected:
+            self._require_no_blocks(entry, "has another size")
+            if found.st_size > expected:
+                os.ftruncate(descriptor, expected)
+            _write(descriptor, trailer.pack_footer(entry), trailer.footer_offset(entry))
+
+    def _require_no_blocks(self, entry: Entry, what: str) -> None:
+        now = self.index.get(entry.object_id)
+        if now is None or now.generation != entry.generation or now.present:
+            raise LostDataError(f"{self.path(entry)}: {what}", next_step="open the object again")
+
+    def write_block(self, entry: Entry, descriptor: int, block: int, data: Buffer) -> Entry | None:
+        """Write one block and record it. Returns the record.
+
+        None when the object was removed meanwhile, or its file was cut; the object is then removed.
+
+        Raises `DiskFullError` or `StorageError`; the block is then not recorded.
+        """
+        view = memoryview(data).cast("B")
+        start, stop = span_of(block, block + 1, entry.size, entry.block_bytes)
+        if len(view) != stop - start:
+            raise ValueError(f"block {block} has {len(view)} bytes instead of {stop - start}")
+        value = checksum(view)
+        if self._remove_if_cut(entry, descriptor):
+            return None
+        with disk_errors(self.path(entry)):
+            _write(descriptor, view, start)
+            _write(descriptor, trailer.pack_block(entry, block, value), trailer.block_offset(entry, block))
+        return self.index.add_block(entry, block, len(view), value)
+
+    def read_block(self, entry: Entry, descriptor: int, block: int) -> bytes | None:
+        """Read one block and verify it. None when it is not cached; a wrong block is removed and reported, and also None."""
+        expected = self.index.checksums(entry, [block])[0]
+        if expected is None:
+            return None
+        start, stop = span_of(block, block + 1, entry.size, entry.block_bytes)
+        with disk_errors(self.path(entry)):
+            data = os.pread(descriptor, stop - start, start)
+        if len(data) == stop - start and checksum(data) == expected:
+            return data
+        self._drop_block(entry, descriptor, block)
+        return None
+
+    def drop_wrong_blocks(
+        self, entry: Entry, descriptor: int, blocks: range, *, stop: Callable[[], bool]
+    ) -> list[int] | None:
+        """Verify the cached ones of `blocks`, without keeping their bytes. Returns the wrong ones.
+
+        These are removed and reported. None when `stop()` returned True.
+        """
+        wrong: list[int] = []
+        buffer = memoryview(bytearray(min(entry.block_bytes, entry.size)))
+        for block, expected in zip(blocks, self.index.checksums(entry, blocks), strict=True):
+            if stop():
+                return None
+            if expected is None:
+                continue
+            start, end = span_of(block, block + 1, entry.size, entry.block_bytes)
+            with disk_errors(self.path(entry)):
+                nbytes = os.preadv(descriptor, [buffer[: end - start]], start)
+            if nbytes != end - start or checksum(buffer[: end - start]) != expected:
+                self._drop_block(entry, descriptor, block)
+                wrong.append(block)
+        return wrong
+
+    def _drop_block(self, entry: Entry, descriptor: int, block: int) -> None:
+        if self._remove_if_cut(entry, descriptor):
+            return
+        start, stop = span_of(block, block + 1, entry.size, entry.block_bytes)
+        path = self.path(entry)
+        try:
+            # First the file and then the index: a new fetch of the block happens after both.
+            with disk_errors(path):
+                _write(descriptor, bytes(trailer.BLOCK_ENTRY_BYTES), trailer.block_offset(entry, block))
+        finally:
+            if self.index.drop_block(entry, block, stop - start):
+                emit(Event(name="cache.block.corrupt", subject=path, nbytes=stop - start, detail=f"block {block}"))
+                self._on_corrupt()
+
+    def _remove_if_cut(self, entry: Entry, descriptor: int) -> bool:
+        """Whether the file was cut or extended; the object is then removed.
+
+        Such a file must not be written to: it would grow again, with zeros where its readers have verified other bytes.
+        """
+        path = self.path(entry)
+        with disk_errors(path):
+            if os.fstat(descriptor).st_size == trailer.file_bytes(entry):
+                return False
+        now = self.index.get(entry.object_id)
+        if now is not None and now.generation == entry.generation:
+            emit(Event(name="cache.file.lost", subject=path, detail="it has another size"))
+            self.remove(entry.object_id)
+        return True
+
+    def missing(self, entry: Entry, blocks: Sequence[int]) -> list[int]:
+        """Those of `blocks` that are not cached."""
+        present = self.index.checksums(entry, blocks)
+        return [block for block, value in zip(blocks, present, strict=True) if value is None]
+
+    def remove(self, object_id: bytes) -> None:
+        """Remove an object version and unlink its file. Open and mapped files stay readable."""
+        entry = self.index.remove(object_id)
+        if entry is not None and not entry.place:
+            unlink(self.path(entry))

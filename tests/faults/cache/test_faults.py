@@ -1,0 +1,127 @@
+"""Real damage to a cache directory; every read must return the right bytes."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import millrace
+from millrace.cache.node import close_nodes
+from millrace.runtime.locks import NamedLocks
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "small.bin").write_bytes(random.Random(1).randbytes(100_000))
+    (tmp_path / "large.bin").write_bytes(random.Random(2).randbytes(9_000_000))
+    return tmp_path
+
+
+def check(data: Path, cache: Path) -> None:
+    fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0)
+    for name in ("small.bin", "large.bin"):
+        expected = (data / name).read_bytes()
+        assert fs.cat_file(f"{data}/{name}") == expected
+        with fs.open(f"{data}/{name}") as file:
+            assert file.read() == expected
+        assert fs.open_input_file(f"{data}/{name}").read() == expected
+    assert len(fs.ls(str(data))) >= 2
+
+
+def test_cache_deleted_under_running_process_fails_no_read(data: Path) -> None:
+    cache = data / "cache"
+    check(data, cache)
+    shutil.rmtree(cache)
+    check(data, cache)
+
+
+@pytest.mark.parametrize("harm", ["noise at the head", "cut to a page", "cut in half", "empty", "deleted"])
+def test_index_damaged_between_two_runs_is_rebuilt(data: Path, harm: str) -> None:
+    cache = data / "cache"
+    check(data, cache)
+    close_nodes()
+    path = next(cache.glob("millrace/local/index/index.mdb"))
+    size = path.stat().st_size
+    match harm:
+        case "noise at the head":
+            with open(path, "r+b") as file:
+                file.write(os.urandom(8192))
+        case "cut to a page":
+            os.truncate(path, 4096)
+        case "cut in half":
+            os.truncate(path, size // 2 // 4096 * 4096)
+        case "empty":
+            os.truncate(path, 0)
+        case "deleted":
+            path.unlink()
+    check(data, cache)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", ["full", "read-only"])
+def test_disk_unusable_from_the_start_fails_no_read(data: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    disk = data / "disk"
+    disk.mkdir()
+    options = "size=1m" if kind == "full" else "size=1m,ro"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(disk)], check=True)
+    try:
+        if kind == "full":
+            with open(disk / "ballast", "wb") as ballast:
+                os.posix_fallocate(ballast.fileno(), 0, os.statvfs(disk).f_bavail * 4096)
+        check(data, disk / "cache")
+        assert "no caching in" in caplog.text
+    finally:
+        close_nodes()
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.slow
+def test_killed_readers_lose_no_returned_bytes(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = data / "cache"
+    for number in range(6):
+        (data / f"{number}.bin").write_bytes(random.Random(number).randbytes(24_000_000))
+    code = (
+        "import sys, millrace; fs = millrace.filesystem('file', cache_dir=sys.argv[1], min_free=0);"
+        "print('ready', flush=True);"
+        "[(fs.cat_file(f'{sys.argv[2]}/{n}.bin'), print(n, flush=True)) for n in range(6)]"
+    )
+    chooser = random.Random(3)
+    returned = set()
+    for attempt in range(12):
+        command = [sys.executable, "-c", code, str(cache), str(data)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            # Every other time something has been read: else, on a busy disk, there may be nothing to lose.
+            first = process.stdout.readline() if attempt % 2 else ""
+            time.sleep(chooser.uniform(0, 0.3))
+            process.kill()
+            returned |= {f"{data}/{number}.bin" for number in (first + process.stdout.read()).split()}
+        # No bytes that a read has returned are lost, whichever process was killed since.
+        fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0)
+        assert returned <= {found.key for found in fs.cached() if found.complete}
+        close_nodes()
+    assert returned
+    refused: list[int] = []
+    try_acquire = NamedLocks.try_acquire
+
+    def noting(locks: NamedLocks, number: int) -> bool:
+        taken = try_acquire(locks, number)
+        if not taken:
+            refused.append(number)
+        return taken
+
+    monkeypatch.setattr(NamedLocks, "try_acquire", noting)
+    for native in (False, True):
+        fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, native=native)
+        for number in range(6):
+            assert fs.cat_file(f"{data}/{number}.bin") == (data / f"{number}.bin").read_bytes()
+        assert fs.cache_counters()["corrupt_blocks"] == 0
+    assert refused == []  # no dead process has a lock

@@ -1,0 +1,187 @@
+"""A process is stopped (Ctrl-Z, a debugger, a paused container) while it writes to the store: the others continue."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import millrace
+from millrace.cache.node import close_nodes
+from millrace.config import SILENCE_SECONDS
+from millrace.runtime.locks import FileLock
+
+WRITER = """
+import signal, sys
+import millrace
+from millrace.cache.node import cache_node
+
+fs = millrace.filesystem("file", cache_dir=sys.argv[1], min_free=0)
+fs.cat_file(sys.argv[2] + "/small.bin")
+node = cache_node(fs._options)
+with node._disks[0].store.index.writing():
+    print("writing", flush=True)
+    signal.pause()
+"""
+
+READER = """
+import sys
+import millrace
+
+fs = millrace.filesystem("file", cache_dir=sys.argv[1], min_free=0)
+for name in ("small.bin", "large.bin", "another.bin"):
+    expected = open(sys.argv[2] + "/" + name, "rb").read()
+    assert fs.cat_file(sys.argv[2] + "/" + name) == expected
+    assert fs.open_input_file(sys.argv[2] + "/" + name).read() == expected
+print("right", flush=True)
+"""
+
+COMMAND = """
+import sys
+from millrace.cli import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    for number, (name, size) in enumerate((("small", 100_000), ("large", 9_000_000), ("another", 5_000_000))):
+        (tmp_path / f"{name}.bin").write_bytes(random.Random(number).randbytes(size))
+    return tmp_path
+
+
+@contextmanager
+def stopped_writer(cache: Path, data: Path) -> Iterator[None]:
+    """A process that is stopped in the middle of a transaction, until the end of the block."""
+    command = [sys.executable, "-c", WRITER, str(cache), str(data)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        try:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "writing\n"
+            writer.send_signal(signal.SIGSTOP)
+            yield
+        finally:
+            writer.kill()  # before `Popen` waits for it
+
+
+@pytest.fixture
+def stopped(data: Path) -> Iterator[Path]:
+    cache = data / "cache"
+    with stopped_writer(cache, data):
+        yield cache
+
+
+def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_new_process_with_stopped_writer_reads_without_the_cache(stopped: Path, data: Path) -> None:
+    ended = run(READER, stopped, data)
+    assert ended.stdout == "right\n", ended.stderr
+    assert "does not continue" in ended.stderr  # reported once, with the next step
+
+
+def test_open_process_with_stopped_writer_reads_and_stores_again_later(data: Path) -> None:
+    cache = data / "cache"
+    fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0)
+    small, large = (data / "small.bin").read_bytes(), (data / "large.bin").read_bytes()
+    assert fs.cat_file(f"{data}/small.bin") == small
+    with stopped_writer(cache, data):
+        assert fs.cat_file(f"{data}/small.bin") == small
+        assert fs.cat_file(f"{data}/large.bin") == large
+        assert fs.open_input_file(f"{data}/large.bin").read() == large
+    deadline = time.monotonic() + 60
+    while True:  # another thread may just be waiting for the turn
+        before = fs.cache_counters()["origin_bytes"]
+        assert fs.cat_file(f"{data}/large.bin") == large
+        if fs.cache_counters()["origin_bytes"] == before:
+            break
+        assert time.monotonic() < deadline, "nothing is kept any more"
+    close_nodes()
+
+
+@pytest.mark.parametrize("command", [["status"], ["ls"], ["free", "file:///nothing"], ["resize", "1GB"]])
+def test_command_with_stopped_writer_ends_with_the_cause(stopped: Path, command: list[str]) -> None:
+    ended = run(COMMAND, *command, "--cache-dir", stopped)
+    assert "continue or end processes that are stopped" in ended.stderr
+    assert len(ended.stderr.splitlines()) <= 2  # the cause, and that the command failed
+
+
+SETTER_UP = """
+import os, signal, sys
+from pathlib import Path
+from millrace.runtime.locks import FileLock
+
+FileLock(Path(sys.argv[1]) / "millrace/local/setup.lock", "this process").__enter__()
+print("setting up", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_new_process_during_stopped_setup_reads_without_the_cache(data: Path) -> None:
+    cache = data / "cache"
+    assert run(READER, cache, data).stdout == "right\n"
+    with subprocess.Popen([sys.executable, "-c", SETTER_UP, str(cache)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "setting up\n"
+        ended = run(READER, cache, data)
+        assert ended.stdout == "right\n", ended.stderr
+        assert "the process that sets up the cache" in ended.stderr
+        other.kill()
+    ended = run(READER, cache, data)
+    assert (ended.stdout, ended.stderr) == ("right\n", "")
+
+
+def test_process_waits_for_a_running_rebuild(data: Path) -> None:
+    """The holder of the lock writes signs of life for longer than the wait for a stopped holder."""
+    cache = data / "cache"
+    assert run(READER, cache, data).stdout == "right\n"
+    lock = FileLock(cache / "millrace/local/setup.lock", "this process")
+    lock.__enter__()
+    command = [sys.executable, "-c", READER, str(cache), str(data)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as reader:
+        time.sleep(2 * SILENCE_SECONDS + 1)
+        assert reader.poll() is None
+        lock.__exit__()
+        assert reader.communicate(timeout=60) == ("right\n", "")
+    lock.close()
+
+
+def test_cache_recreated_within_a_second_mixes_no_bytes(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that still has the removed index must not take the new store's files for its own."""
+    cache = data / "cache"
+    large = (data / "large.bin").read_bytes()
+    now = time.time()  # the same second for all, however slow the machine
+    monkeypatch.setattr("time.time", lambda: now)
+    second = f"import time; time.time = lambda: {now}"
+    fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0)
+    with fs.open(f"{data}/large.bin") as file:
+        assert file.read(70_000) == large[:70_000]
+    shutil.rmtree(cache)
+    other = f"""
+{second}
+import sys
+import millrace
+
+fs = millrace.filesystem("file", cache_dir=sys.argv[1], min_free=0)
+with fs.open(sys.argv[2] + "/large.bin") as file:
+    file.seek(-100, 2)
+    file.read()
+"""
+    assert run(other, cache, data).returncode == 0
+    for _ in range(2):
+        with fs.open(f"{data}/large.bin") as file:
+            assert file.read(70_000) == large[:70_000]
+        with fs.open_input_file(f"{data}/large.bin") as file:
+            assert file.read_at(70_000, 0) == large[:70_000]
+    close_nodes()

@@ -1,0 +1,124 @@
+"""Leftovers of failed saves on local disks, and a full disk on which retention frees space for a retry."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.checkpoint import CheckpointManager
+from millrace.checkpoint.run.tiers import open_tiers
+from millrace.checkpoint.writing.writer import CheckpointWriter
+from millrace.errors import DiskFullError, StorageError, UnsupportedObjectError
+from millrace.events import add_hook
+
+
+def noise(step: int, mib: int = 3) -> dict[str, Any]:
+    """A state that does not compress."""
+    generator = torch.Generator().manual_seed(step)
+    return {"w": torch.randint(0, 256, (mib << 20,), dtype=torch.uint8, generator=generator), "step": step}
+
+
+def restored(place: Path) -> int:
+    state = noise(0)
+    with CheckpointManager(place) as run:
+        assert run.restore(state) == state["step"]
+    assert torch.equal(state["w"], noise(state["step"])["w"])
+    return int(state["step"])
+
+
+def directories(run: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in run.glob("step-*"))
+
+
+def test_failed_save_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise StorageError("the disk failed")
+
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save(1, noise(1))
+        with pytest.raises(UnsupportedObjectError):
+            run.save(2, {"w": torch.eye(3).to_sparse()})
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointWriter, "_publish", fail)
+            with pytest.raises(StorageError):
+                run.save(2, noise(2))
+        assert directories(tmp_path / "run") == [1]
+        # The name is free again.
+        assert run.save(2, noise(2)).url.endswith("step-000000000002")
+
+
+def test_failed_save_leaves_no_directory_on_the_near_disk(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", local=tmp_path / "near") as run:
+        run.save(1, noise(1))
+        with pytest.raises(UnsupportedObjectError):
+            run.save(2, {"w": torch.eye(3).to_sparse()})
+    local = open_tiers(tmp_path / "run", local=tmp_path / "near").local
+    assert local is not None
+    assert directories(Path(local.url)) == [1]
+    assert directories(tmp_path / "run") == [1]
+
+
+DYING = """
+import os, sys, torch
+from millrace.checkpoint import CheckpointManager, CheckpointWriter
+run = CheckpointManager(sys.argv[1])
+run.save(1, {"x": torch.zeros(1000)})
+CheckpointWriter.write_data = lambda *_: os._exit(9)
+run.save(2, {"x": torch.zeros(1000)})
+"""
+
+
+@pytest.mark.parametrize("keep", [None, 3])
+def test_directory_of_crashed_save_is_removed_by_the_next_manager(tmp_path: Path, keep: int | None) -> None:
+    assert subprocess.run([sys.executable, "-c", DYING, str(tmp_path / "run")], check=False).returncode == 9
+    assert directories(tmp_path / "run") == [1, 2]
+    with CheckpointManager(tmp_path / "run", keep=keep) as run:
+        run.save(3, {"x": torch.zeros(1000)})
+    assert directories(tmp_path / "run") == [1, 3]
+
+
+@pytest.mark.root
+def test_save_on_full_disk_prunes_and_retries(small_disk: Path) -> None:
+    with CheckpointManager(small_disk / "run", full_every=1) as run:
+        for step in (1, 2, 3):
+            run.save(step, noise(step))
+        with pytest.raises(DiskFullError):
+            run.save(4, noise(4))
+        # Nothing may go, so nothing has gone.
+        assert directories(small_disk / "run") == [1, 2, 3]
+    with CheckpointManager(small_disk / "run", full_every=1, keep=1) as run:
+        assert run.save(4, noise(4)).step == 4
+        assert run.steps() == [3, 4]
+    assert directories(small_disk / "run") == [3, 4]
+    assert restored(small_disk / "run") == 4
+
+
+@pytest.mark.root
+def test_full_near_disk_is_pruned_but_keeps_unuploaded_saves(tmp_path: Path, small_disk: Path) -> None:
+    seen: list[str] = []
+    remove = add_hook(lambda event: seen.append(event.name))
+    with contextlib.closing(CheckpointManager(tmp_path / "run", local=small_disk, local_keep=3, full_every=1)) as run:
+        for step in (1, 2, 3):
+            run.save(step, noise(step))
+    with CheckpointManager(tmp_path / "run", local=small_disk, local_keep=1, full_every=1) as run:
+        run.save(4, noise(4))
+    assert "checkpoint.tier.refused" not in seen
+    local = open_tiers(tmp_path / "run", local=small_disk).local
+    assert local is not None
+    assert directories(Path(local.url)) == [4]
+    # Saves that are not at the origin stay, and the next save goes to the origin without a copy on the node.
+    for number in range(1, 5):
+        (tmp_path / "run" / f"step-{number:012d}" / "manifest.millrace").unlink()
+    with warnings.catch_warnings(), CheckpointManager(tmp_path / "run", local=small_disk, local_keep=1) as run:
+        warnings.simplefilter("ignore", RuntimeWarning)
+        run.save(5, noise(5, mib=9))
+    assert "checkpoint.tier.refused" in seen
+    assert directories(Path(local.url)) == [4]
+    remove()

@@ -1,0 +1,249 @@
+"""Real nodes in processes of their own, killed, suspended, damaged and cut off while others read: every byte stays right."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from tests.support.etcd import EtcdServer
+from tests.support.local_cluster import LocalCluster, LocalNode, Reading
+
+from millrace.config import SILENCE_SECONDS
+from millrace.filesystem import filesystem
+from millrace.testing.region import EmulatedRegion
+from millrace.testing.s3 import S3Server
+
+MB = 1 << 20
+SIZES = [*([9 * MB + 17] * 6), *([3 * MB] * 8), *([40_000] * 30)]
+TOTAL = sum(SIZES)
+
+# How long one read may take while a peer newly fails: the deadline for three peers at most, and what a busy machine adds.
+_MOST_SECONDS = 3 * SILENCE_SECONDS + 20
+
+
+@pytest.fixture(scope="module")
+def data(s3: S3Server) -> dict[str, str]:
+    """Objects at the origin: key to checksum."""
+    s3.create_bucket("cluster-faults")
+    fs = filesystem("s3", s3.target_options, members="none")
+    chance = random.Random(5)
+    keys = {}
+    for number, size in enumerate(SIZES):
+        content = chance.randbytes(size)
+        key = f"cluster-faults/train/{number:03d}.bin"
+        fs.origin.put(key, content)
+        keys[key] = xxhash.xxh3_64_hexdigest(content)
+    return keys
+
+
+@pytest.fixture
+def region(s3: S3Server) -> Iterator[EmulatedRegion]:
+    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.005, bytes_per_second=None) as region:
+        yield region
+
+
+@pytest.fixture
+def options(s3: S3Server, region: EmulatedRegion) -> dict[str, str]:
+    return {**s3.target_options, "endpoint_url": region.endpoint_url}
+
+
+def downloaded(region: EmulatedRegion) -> int:
+    """Bytes of objects that left the origin."""
+    kinds = region.stats("/cluster-faults/").by_kind
+    return kinds["GET"].bytes_down if "GET" in kinds else 0
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    with EtcdServer(tmp_path / "etcd") as server:
+        yield server
+
+
+def everywhere(
+    cluster: LocalCluster, data: Mapping[str, str], nodes: Sequence[LocalNode], **settings: Any
+) -> list[Reading]:
+    return [cluster.read_on(node, data, seed=node.number, **settings) for node in nodes]
+
+
+def assert_all_right(readings: Sequence[Reading], *, stop: bool = True) -> list[dict[str, Any]]:
+    """One report of each, none with a wrong byte or an error."""
+    reports = [reading.report() for reading in readings]
+    for report in reports:
+        assert (report["wrong"], report["errors"]) == ([], [])
+    if stop:
+        for reading in readings:
+            reading.stop()
+    return reports
+
+
+def test_cluster_reads_each_byte_from_the_origin_once(
+    tmp_path: Path, data: dict[str, str], region: EmulatedRegion, options: dict[str, str]
+) -> None:
+    with LocalCluster(tmp_path, 4, target_options=options) as cluster:
+        assert_all_right(everywhere(cluster, data, cluster.nodes))
+        assert downloaded(region) == TOTAL
+        assert_all_right(everywhere(cluster, data, cluster.nodes))
+        assert downloaded(region) == TOTAL
+        counters = cluster.counters()
+        assert counters["origin_bytes"] == TOTAL
+        assert counters["peer_bytes"] == counters["served_bytes"] > TOTAL
+
+
+def test_read_with_a_killed_node_continues(
+    tmp_path: Path, data: dict[str, str], region: EmulatedRegion, options: dict[str, str]
+) -> None:
+    with LocalCluster(tmp_path, 4, target_options=options) as cluster:
+        readings = everywhere(cluster, data, cluster.nodes, passes=3)
+        assert_all_right(readings[:1], stop=False)
+        cluster.nodes[2].kill()
+        for reading in readings:
+            for _ in range(3 if reading is not readings[0] else 2):
+                (report,) = assert_all_right([reading], stop=False)
+                assert report["longest_seconds"] < _MOST_SECONDS
+        for reading in readings:
+            reading.stop()
+        cluster.start_one(2)  # on what it had
+        before = downloaded(region)
+        assert_all_right(everywhere(cluster, data, cluster.nodes))
+        assert downloaded(region) - before < TOTAL / 2
+
+
+def test_read_with_a_silent_node_continues(tmp_path: Path, data: dict[str, str], options: dict[str, str]) -> None:
+    with LocalCluster(tmp_path, 4, target_options=options) as cluster:
+        assert_all_right(everywhere(cluster, data, cluster.nodes[:1]))
+        cluster.nodes[3].suspend()
+        # On a node without data, so that it sends requests to the silent one.
+        for report in assert_all_right(everywhere(cluster, data, cluster.nodes[1:3])):
+            assert report["longest_seconds"] < _MOST_SECONDS
+        # Detected by a read or, before any read, by a metadata request.
+        for node in cluster.nodes[1:3]:
+            status = cluster.client.call_address(node.address, "GET", "/v1/status")
+            assert status["breakers"] == [cluster.nodes[3].address]
+        cluster.nodes[3].resume()
+        assert_all_right(everywhere(cluster, data, cluster.nodes))
+
+
+def test_read_with_one_node_left_continues(tmp_path: Path, data: dict[str, str], options: dict[str, str]) -> None:
+    with LocalCluster(tmp_path, 4, target_options=options) as cluster:
+        assert_all_right(everywhere(cluster, data, cluster.nodes[:1]))
+        for node in cluster.nodes[1:]:
+            node.kill()
+        assert_all_right(everywhere(cluster, data, cluster.nodes[:1]))
+        # Without any running node, reads use this disk and the origin.
+        cluster.nodes[0].kill()
+        assert_all_right(everywhere(cluster, data, cluster.nodes[:1]))
+
+
+def test_read_with_damaged_peer_bytes_is_right(
+    tmp_path: Path, data: dict[str, str], region: EmulatedRegion, options: dict[str, str]
+) -> None:
+    with LocalCluster(tmp_path, 3, target_options=options) as cluster:
+        assert_all_right(everywhere(cluster, data, cluster.nodes))
+        for node in cluster.nodes:
+            node.kill()
+        # What the nodes own is damaged on every disk; what they keep of others is damaged too.
+        damaged = 0
+        for node in cluster.nodes:
+            for path in [
+                *node.cache_dir.glob("millrace/*/objects/*/*"),
+                *node.cache_dir.glob("millrace/*/segments/*.data"),
+            ]:
+                with open(path, "r+b") as file:
+                    file.seek(min(1000, path.stat().st_size // 2))
+                    byte = file.read(1)
+                    file.seek(-1, os.SEEK_CUR)
+                    file.write(bytes([byte[0] ^ 0xFF]))
+                damaged += 1
+        assert damaged > 20
+        for node in cluster.nodes:
+            node.start()
+        for node in cluster.nodes:
+            cluster.wait(node)
+        assert_all_right(everywhere(cluster, data, cluster.nodes))
+        assert cluster.counters()["corrupt_blocks"] > 0
+
+
+@pytest.mark.etcd
+def test_leave_and_join_read_nothing_from_the_origin(
+    tmp_path: Path, data: dict[str, str], region: EmulatedRegion, options: dict[str, str], etcd: EtcdServer
+) -> None:
+    with LocalCluster(tmp_path, 3, later=1, target_options=options, members=etcd.members) as cluster:
+        nodes = cluster.nodes[:3]
+        assert_all_right(everywhere(cluster, data, nodes))
+        assert downloaded(region) == TOTAL
+        readings = everywhere(cluster, data, nodes, seconds=60)
+        cluster.start_one(3)
+        cluster.nodes[2].terminate()
+        assert cluster.nodes[2].wait(60) == 0
+        readings[2].stop()  # with its node
+        for reading in readings[:2]:
+            assert_all_right([reading])
+        assert_all_right(everywhere(cluster, data, [cluster.nodes[0], cluster.nodes[1], cluster.nodes[3]]))
+        assert downloaded(region) == TOTAL
+
+
+@pytest.mark.etcd
+def test_read_with_a_restarted_etcd_continues(
+    tmp_path: Path, data: dict[str, str], region: EmulatedRegion, options: dict[str, str], etcd: EtcdServer
+) -> None:
+    with LocalCluster(tmp_path, 3, target_options=options, members=etcd.members) as cluster:
+        readings = everywhere(cluster, data, cluster.nodes, passes=2)
+        etcd.kill()
+        for reading in readings:
+            assert_all_right([reading], stop=False)
+            assert_all_right([reading])
+        etcd.start()
+        for node in cluster.nodes:
+            cluster.wait(node)
+        assert_all_right(everywhere(cluster, data, cluster.nodes))
+        assert downloaded(region) == TOTAL
+
+
+def test_request_without_the_token_receives_nothing(
+    tmp_path: Path, data: dict[str, str], options: dict[str, str]
+) -> None:
+    with LocalCluster(tmp_path, 2, target_options=options) as cluster:
+        assert_all_right(everywhere(cluster, data, cluster.nodes))
+        node = cluster.nodes[0]
+        name = next(path.name.partition("-")[0] for path in node.cache_dir.glob("millrace/*/objects/*/*"))
+        for token in ("", "Authorization: Bearer another-token\r\n"):
+            with socket.create_connection((node.host, node.port), timeout=10) as connection:
+                connection.sendall(f"GET /v1/objects/{name} HTTP/1.1\r\nHost: node\r\n{token}\r\n".encode())
+                answer = connection.recv(65536)
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 401 ")
+            assert len(body) < 200
+        # A reader with another token still reads, directly from the origin.
+        wrong = everywhere(
+            cluster,
+            data,
+            [cluster.nodes[1]],
+            options={"cluster_token": "another-token", "cache_dir": str(tmp_path / "x")},
+        )
+        assert_all_right(wrong)
+
+
+def test_read_with_a_full_disk_at_the_owner_continues(
+    tmp_path: Path, data: dict[str, str], options: dict[str, str]
+) -> None:
+    with LocalCluster(tmp_path, 3, target_options=options, options=["--capacity", "8MB"]) as cluster:
+        for _ in range(2):
+            assert_all_right(everywhere(cluster, data, cluster.nodes))
+
+
+def test_soak_of_a_cluster_reads_right_bytes(tmp_path: Path, data: dict[str, str], options: dict[str, str]) -> None:
+    """Random faults for a while. `python -m tests.support.soak` runs for any time."""
+    from tests.support.soak import soak
+
+    with LocalCluster(tmp_path, 3, later=1, target_options=options) as cluster:
+        report = soak(cluster, data, seconds=25.0, seed=1)
+    assert report.wrong == []
+    assert report.errors == []
+    assert report.reads > 100
+    assert sum(report.faults.values()) >= 5

@@ -1,0 +1,137 @@
+"""Fine-tunes on a cluster whose processes, machines, storage and clients are lost: the jobs succeed without intervention."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.faults.examples.speech_cluster import ENDS, FEW, Job, SpeechCluster, kill, training_processes
+from tests.support.machines.rays import ENVIRONMENT, wait_until
+
+from finetune.log import Epoch
+
+pytest.importorskip("ray")
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.root,
+    pytest.mark.slow,
+    pytest.mark.thorough,
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+EPOCHS = 5
+_SMALL = ("--epochs", str(EPOCHS), "--hidden-size", "32", "--layers", "1", "--batch-size", "4")
+_AWAY_SECONDS = 30.0
+_CLIPS = 48
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpeechCluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        with SpeechCluster(tmp_path_factory.mktemp("speech"), limits=FEW) as started:
+            yield started
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: SpeechCluster) -> list[Epoch]:
+    """A run to compare with. Its client is killed as soon as the job runs: following a job is not part of it."""
+    job, client = cluster.submit_by_command("undisturbed", *_SMALL)
+    with client:
+        job.wait_for(lambda: job.status() == "RUNNING", "the job does not run")
+        assert client.exit_status() is None
+        client.kill()
+    job.wait_for_end()
+    assert len(job.events("start")) == 1
+    return checked(job)
+
+
+def checked(job: Job, *, unsaved: int = 0) -> list[Epoch]:
+    """The epochs of a job that has ended, with all that it must have left in the bucket: all but so many checkpoints."""
+    epochs = job.epochs()
+    assert [epoch.epoch for epoch in epochs] == list(range(1, EPOCHS + 1))
+    # Every clip once an epoch, whatever happened in it.
+    assert {epoch.clips for epoch in epochs} == {_CLIPS}
+    assert len({epoch.clips_digest for epoch in epochs}) == 1
+    with job.checkpoints() as checkpoints:
+        saved = checkpoints.steps()
+    assert len(saved) + unsaved >= EPOCHS
+    reported = [event for event in job.events("warning") if "was not saved" in event["text"]]
+    assert len(saved) + len(reported) == EPOCHS
+    assert epochs[-1].train_loss < 0.8 * epochs[0].train_loss
+    assert {
+        "training.jsonl",
+        "metrics.json",
+        "report.html",
+        "model/config.json",
+        "model/model.safetensors",
+    } <= job.files()
+    return epochs
+
+
+def compare(name: str, epochs: list[Epoch], undisturbed: list[Epoch], recovery_seconds: float) -> None:
+    """The run with a fault saw the same clips as the one without. Prints what both learned, which hangs on chance, too."""
+    print(
+        f"\n{name}: dev CER {epochs[-1].dev_cer:.1%} with the fault, {undisturbed[-1].dev_cer:.1%} without; loss "
+        f"{epochs[-1].train_loss:.3f} and {undisturbed[-1].train_loss:.3f}; trained again after {recovery_seconds:.0f} s"
+    )
+    assert epochs[0].clips_digest == undisturbed[0].clips_digest
+
+
+def second_start(job: Job) -> dict[str, Any]:
+    """Wait until a lost worker group has a successor, with a state to continue from; returns its event."""
+    job.wait_for(lambda: len(job.events("start")) > 1, "the training does not start again")
+    start = job.events("start")[1]
+    assert start["resumed_after"] >= 1
+    return start
+
+
+def test_job_continues_after_its_client_is_killed(undisturbed: list[Epoch]) -> None:
+    assert all(len({worker.node for worker in epoch.workers}) == 2 for epoch in undisturbed)
+
+
+def test_training_survives_a_killed_process_and_an_outage(cluster: SpeechCluster, undisturbed: list[Epoch]) -> None:
+    job = cluster.submit("process", *_SMALL)
+    job.wait_for_checkpoint(1)
+    wait_until(lambda: len(training_processes(cluster.workers[0])) == 1, "those of the last job do not end")
+    killed = time.time()
+    kill(training_processes(cluster.workers[0])[0])
+    start = second_start(job)
+    cluster.s3.stop()
+    time.sleep(_AWAY_SECONDS)
+    assert job.status() not in ENDS
+    cluster.s3.start()
+    job.wait_for_end()
+    assert len(job.events("start")) == 2  # no attempt failed for lack of storage
+    # Records in the gap may be missing, which the log reports.
+    epochs = checked(job, unsaved=2)
+    compare("process killed", epochs, undisturbed, start["time"] - killed)
+
+
+def test_training_survives_the_loss_of_a_node(cluster: SpeechCluster, undisturbed: list[Epoch]) -> None:
+    """One worker per node, without room for a second one. `speech_figures.py` measures the other case."""
+    job = cluster.submit("node", *_SMALL, "--min-workers", "1", "--cpus", "2")
+    job.wait_for_checkpoint(1)
+    victim, survivor = cluster.workers
+    assert job.events("start")[0]["workers"] == 2
+    assert training_processes(victim)
+    assert cached_bytes(victim.directory) > 0
+    killed = time.time()
+    cluster.lose(victim)
+    start = second_start(job)
+    assert start["workers"] == 1
+    job.wait_for_end()
+    epochs = checked(job)
+    assert {worker.node for worker in epochs[-1].workers} == {survivor.address}
+    compare("node lost", epochs, undisturbed, start["time"] - killed)
+
+
+def cached_bytes(machine: Path) -> int:
+    """The files in the cache on a machine's disk."""
+    files = (machine / "root" / ".cache").rglob("*")
+    return sum(file.stat().st_size for file in files if file.is_file() and not file.name.startswith("lock"))

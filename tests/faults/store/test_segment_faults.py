@@ -1,0 +1,413 @@
+"""Segments with many processes, kills and full disks: every record verifies, and no acknowledged object is lost.
+
+Damaged segments: reads are right, no read waits, and other segments are evicted as before."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import pytest
+import xxhash
+from tests.support.harms import (
+    empty,
+    replace_by_a_fifo,
+    replace_by_a_folder,
+    replace_by_a_full_folder,
+    replace_by_noise,
+    zeros,
+)
+
+import millrace
+from millrace.cache.node import close_nodes
+from millrace.errors import DiskFullError
+from millrace.events import Event
+from millrace.store.records import ObjectName
+from millrace.store.segment_files import data_path, generations, scan
+from millrace.store.segments import Segments
+
+
+class Table:
+    """Gives generations as a store's index does: no two alike, in any process."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def new_generation(self) -> int:
+        while True:
+            number = time.monotonic_ns()
+            try:
+                os.close(os.open(self._directory / f"taken-{number}", os.O_CREAT | os.O_EXCL))
+                return number
+            except FileExistsError:
+                pass
+
+    def add_segment(self, generation: int, group: str) -> None:
+        pass
+
+
+def data_of(number: int) -> bytes:
+    return random.Random(number).randbytes(100 + number * 97 % 3_000)
+
+
+class Appender:
+    """A process that appends the objects `numbers`, in three groups, and acknowledges each."""
+
+    def __init__(self, directory: Path, numbers: range) -> None:
+        self._acknowledged, theirs = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                signal.alarm(60)
+                segments = Segments(directory, Table(directory.parent), max_open=2)
+                for number in numbers:
+                    name = ObjectName("o", f"b/{number}", "v")
+                    segments.append(f"g{number % 3}", number.to_bytes(16, "big"), name, data_of(number))
+                    os.write(theirs, number.to_bytes(8, "big"))
+                code = 0
+            except DiskFullError:
+                code = 28
+            finally:
+                os._exit(code)
+        os.close(theirs)
+
+    def wait_for_the_first(self) -> None:
+        """Wait until it has acknowledged an object; fails when it does not get there in 50 s."""
+        blocked = Path(f"/proc/{self.pid}/wchan")
+        assert wait([self._acknowledged], 50), f"nothing yet, blocked in {blocked.read_text()}"
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def end(self) -> tuple[int, set[int]]:
+        """Wait for its end; returns the exit status and the acknowledged writes."""
+        with open(self._acknowledged, "rb") as pipe:
+            data = pipe.read()
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return status, {int.from_bytes(data[at : at + 8], "big") for at in range(0, len(data), 8)}
+
+
+def check(directory: Path) -> set[int]:
+    """Verify every object that any record names; returns their numbers."""
+    numbers = set()
+    for generation in generations(directory):
+        with open(data_path(directory, generation), "rb") as file:
+            for record in scan(directory, generation):
+                number = int.from_bytes(record.object_id, "big")
+                data = os.pread(file.fileno(), record.size, record.offset)
+                assert xxhash.xxh3_64_intdigest(data) == record.checksum
+                assert data == data_of(number)
+                numbers.add(number)
+    return numbers
+
+
+def test_appends_of_eight_concurrent_processes_are_all_kept(tmp_path: Path) -> None:
+    appenders = [Appender(tmp_path / "s", range(number * 1000, number * 1000 + 300)) for number in range(8)]
+    ends = [appender.end() for appender in appenders]
+    assert [status for status, _ in ends] == [0] * 8
+    written = set().union(*(numbers for _, numbers in ends))
+    assert len(written) == 8 * 300
+    assert check(tmp_path / "s") == written
+    # One process continues after all of them stopped.
+    before = generations(tmp_path / "s")
+    status, more = Appender(tmp_path / "s", range(9000, 9030)).end()
+    assert status == 0
+    assert generations(tmp_path / "s") == before
+    assert check(tmp_path / "s") == written | more
+
+
+def test_appenders_killed_lose_no_acknowledged_object(tmp_path: Path) -> None:
+    chooser = random.Random(5)
+    written: set[int] = set()
+    for attempt in range(50):
+        pair = [
+            Appender(tmp_path / "s", range(start, start + 100_000))
+            for start in (attempt * 10**6, attempt * 10**6 + 500_000)
+        ]
+        if attempt % 2:
+            pair[0].wait_for_the_first()  # where the disk is busy, all else may be killed before
+        time.sleep(chooser.uniform(0, 0.05))  # the moment is to be any
+        for appender in pair:
+            appender.kill()
+        for appender in pair:
+            status, numbers = appender.end()
+            assert status == -signal.SIGKILL
+            written |= numbers
+    assert written
+    assert written <= check(tmp_path / "s")
+    # The dead hold no segment. Two processes with three groups need six, and a few more when they look for one at once.
+    assert len(generations(tmp_path / "s")) <= 20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(directory)], check=True)
+    yield directory
+    close_nodes()
+    subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+@pytest.mark.root
+def test_disk_filled_and_freed_is_used_again(small_disk: Path) -> None:
+    with open(small_disk / "ballast", "wb") as ballast:
+        os.posix_fallocate(ballast.fileno(), 0, 5 << 20)
+    status, written = Appender(small_disk / "s", range(4000)).end()  # 6 MB
+    assert status == 28
+    assert 0 < len(written) < 4000
+    assert check(small_disk / "s") == written
+    (small_disk / "ballast").unlink()
+    status, more = Appender(small_disk / "s", range(10_000, 10_100)).end()
+    assert status == 0
+    assert check(small_disk / "s") == written | more
+    assert len(generations(small_disk / "s")) == 3
+
+
+@pytest.mark.root
+def test_small_objects_on_disk_filled_and_freed_are_stored_again(small_disk: Path, tmp_path: Path) -> None:
+    for number in range(90):
+        (tmp_path / f"{number}.bin").write_bytes(data_of(number))
+    fs = millrace.filesystem("file", cache_dir=str(small_disk / "cache"), min_free=0)
+    assert fs.cat_file(f"{tmp_path}/0.bin") == data_of(0)
+    with open(small_disk / "ballast", "wb", buffering=0) as ballast:
+        try:
+            while True:
+                ballast.write(bytes(1 << 12))
+        except OSError:
+            pass
+    for _ in range(2):
+        for number in range(60):
+            assert fs.cat_file(f"{tmp_path}/{number}.bin") == data_of(number)
+            with fs.open_input_stream(f"{tmp_path}/{number}.bin") as stream:
+                assert stream.read() == data_of(number)
+    (small_disk / "ballast").unlink()
+    for _ in range(2):
+        for number in range(90):
+            assert fs.cat_file(f"{tmp_path}/{number}.bin") == data_of(number)
+    assert len(fs.node.entries()) >= 30  # those that are held in memory from before are not kept yet
+    assert fs.cache_counters()["corrupt_blocks"] == 0
+
+
+@pytest.mark.slow
+def test_killed_readers_of_small_objects_leave_a_working_store(tmp_path: Path) -> None:
+    source, cache = tmp_path / "source", tmp_path / "cache"
+    source.mkdir()
+    for number in range(300):
+        (source / f"{number}.bin").write_bytes(data_of(number))
+    code = (
+        "import sys, random, millrace; fs = millrace.filesystem('file', cache_dir=sys.argv[1], min_free=0);"
+        "print('ready', flush=True);"
+        "[fs.cat_file(f'{sys.argv[2]}/{n}.bin') for n in random.sample(range(300), 300)]"
+    )
+    chooser = random.Random(3)
+    for _ in range(6):
+        command = [sys.executable, "-c", code, str(cache), str(source)]
+        pair = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        for process in pair:
+            assert process.stdout is not None
+            process.stdout.readline()
+        time.sleep(chooser.uniform(0, 0.1))  # the moment is to be any
+        for process in pair:
+            process.kill()
+            with process:
+                process.wait(30)
+    for native in (False, True):
+        fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, native=native)
+        for number in range(300):
+            assert fs.cat_file(f"{source}/{number}.bin") == data_of(number)
+        assert fs.cache_counters()["corrupt_blocks"] == 0
+    assert len(fs.node.entries()) == 300
+
+
+# --- damage to the files ------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    offset = path.stat().st_size // 3  # between two objects or records there may be unused bytes
+    with open(path, "r+b") as file:
+        byte = os.pread(file.fileno(), 1, offset)
+        os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), offset)
+
+
+def flip_and_set_back_the_times(path: Path) -> None:
+    status = path.stat()
+    flip(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def replace_by_a_symlink(path: Path) -> None:
+    elsewhere = path.parents[4] / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def move_away_and_make_a_folder(path: Path) -> None:
+    path.rename(path.parents[4] / "elsewhere")
+    path.mkdir()
+
+
+IN_PLACE: list[Callable[[Path], None]] = [flip, flip_and_set_back_the_times, cut, empty, zeros]
+REPLACED: list[Callable[[Path], None]] = [
+    Path.unlink,
+    replace_by_noise,
+    replace_by_a_folder,
+    replace_by_a_full_folder,
+    replace_by_a_symlink,
+    replace_by_a_fifo,
+    move_away_and_make_a_folder,
+]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Small objects in two folders, which are listed: so they are in two segments."""
+    folder = tmp_path / "small"
+    for number in range(8):
+        path = folder / f"g{number % 2}" / f"{number}.bin"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(random.Random(number).randbytes(20_000 + number))
+    return folder
+
+
+def opened(cache: Path, *, native: bool = True) -> millrace.MillraceFileSystem:
+    return millrace.filesystem("file", cache_dir=str(cache), min_free=0, native=native)
+
+
+def read_all(small: Path, fs: millrace.MillraceFileSystem) -> int:
+    """Read everything in every way; returns how many bytes came from the origin for it."""
+    before = fs.cache_counters()["origin_bytes"]
+    for folder in small.iterdir():
+        fs.ls(str(folder))
+    for path in sorted(small.glob("*/*")):
+        expected = path.read_bytes()
+        assert fs.cat_file(str(path), start=10, end=500) == expected[10:500]
+        assert fs.open_input_stream(str(path)).read() == expected
+        assert fs.open_input_file(str(path)).read() == expected
+        assert fs.cat_file(str(path)) == expected
+        assert fs.open(str(path)).read() == expected
+    return fs.cache_counters()["origin_bytes"] - before
+
+
+def size_of(small: Path) -> int:
+    return sum(path.stat().st_size for path in small.glob("*/*"))
+
+
+def file_of_a_segment(cache: Path, suffix: str) -> Path:
+    paths = sorted(cache.glob(f"millrace/local/segments/*.{suffix}"))
+    assert len(paths) == 2
+    return paths[0]
+
+
+def evict_all_and_fill_again(small: Path, cache: Path, native: bool) -> None:
+    """After any damage to a segment, others are evicted, and objects read again are stored, also for other processes."""
+    fs = opened(cache, native=native)
+    fs.free([str(small / "g0" / "0.bin")])
+    fs.resize("0")
+    assert list(fs.node.entries()) == []
+    fs.free([str(small)])
+    fs.resize("1GB")
+    read_all(small, fs)
+    close_nodes()
+    assert read_all(small, opened(cache, native=native)) == 0
+    assert len(fs.node.entries()) == 8
+    close_nodes()
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("suffix", ["data", "idx"])
+@pytest.mark.parametrize("harm", IN_PLACE + REPLACED)
+def test_segment_damaged_while_unused_is_found(
+    small: Path, tmp_path: Path, harm: Callable[[Path], None], suffix: str, native: bool, events: list[Event]
+) -> None:
+    cache = tmp_path / "cache"
+    read_all(small, opened(cache))
+    close_nodes()
+    harm(file_of_a_segment(cache, suffix))
+    fetched = read_all(small, opened(cache, native=native))
+    wrong = {event.name for event in events} & {"cache.file.lost", "cache.block.corrupt"}
+    assert bool(wrong) == bool(fetched) == (suffix == "data")  # the other file is not read while there is an index
+    assert fetched < size_of(small)  # the other segment is here
+    close_nodes()
+    events.clear()
+    assert read_all(small, opened(cache, native=native)) == 0  # it is mended
+    assert events == []
+    close_nodes()
+    evict_all_and_fill_again(small, cache, native)
+
+
+@pytest.mark.parametrize("suffix", ["data", "idx"])
+@pytest.mark.parametrize("harm", IN_PLACE + REPLACED)
+def test_segment_damaged_before_a_rebuild_is_found(
+    small: Path, tmp_path: Path, harm: Callable[[Path], None], suffix: str, events: list[Event]
+) -> None:
+    cache = tmp_path / "cache"
+    read_all(small, opened(cache))
+    close_nodes()
+    harm(file_of_a_segment(cache, suffix))
+    (cache / "millrace" / "local" / "FORMAT").write_text("millrace-store 3\nthe-boot-before\n")
+    assert 0 < read_all(small, opened(cache)) < size_of(small)
+    close_nodes()
+    events.clear()
+    assert read_all(small, opened(cache)) == 0
+    assert events == []
+    close_nodes()
+    evict_all_and_fill_again(small, cache, native=True)
+
+
+@pytest.mark.parametrize("suffix", ["data", "idx"])
+@pytest.mark.parametrize("harm", REPLACED)
+def test_segment_replaced_during_use_is_found(
+    small: Path, tmp_path: Path, harm: Callable[[Path], None], suffix: str
+) -> None:
+    """Later writes must be stored where other processes find them."""
+    cache = tmp_path / "cache"
+    fs = opened(cache)
+    read_all(small, fs)
+    harm(file_of_a_segment(cache, suffix))
+    for path in sorted(small.glob("*/*")):
+        (path.parent / f"new-{path.name}").write_bytes(path.read_bytes()[::-1])
+    read_all(small, fs)
+    close_nodes()
+    fs = opened(cache)
+    read_all(small, fs)
+    assert read_all(small, fs) == 0
+    assert len(fs.node.entries()) == 16
+    fs.resize("0")
+    assert list(fs.node.entries()) == []
+
+
+@pytest.mark.root
+def test_unremovable_segment_does_not_keep_others(small: Path, tmp_path: Path, events: list[Event]) -> None:
+    """A file on which something is mounted cannot be unlinked, not even by root."""
+    cache = tmp_path / "cache"
+    fs = opened(cache)
+    read_all(small, fs)
+    close_nodes()
+    stuck = file_of_a_segment(cache, "data")
+    subprocess.run(["mount", "--bind", str(stuck), str(stuck)], check=True)
+    try:
+        fs = opened(cache)
+        fs.resize("0")
+        assert list(fs.node.entries()) == []
+        assert [event.subject for event in events if event.name == "cache.disk.failed"]
+        fs.resize("1GB")
+        read_all(small, fs)
+        assert len(fs.node.entries()) == 8
+    finally:
+        subprocess.run(["umount", str(stuck)], check=True)
+    assert len(list(stuck.parent.glob("*.data"))) == 3
+    close_nodes()
+    assert read_all(small, opened(cache)) == 0

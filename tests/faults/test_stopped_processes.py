@@ -1,0 +1,236 @@
+"""A process of the node is stopped at each point where others may wait for it: they read on after one deadline."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import millrace
+from millrace.cache.node import close_nodes
+from millrace.config import SILENCE_SECONDS
+from millrace.runtime.locks import GRACE_SECONDS, LockWait, SharedLocks, silent_from
+
+MOST_SECONDS = 12 * SILENCE_SECONDS
+"""For everything that a reader does here: a few deadlines, and room for a busy machine. It was 30 s for one fetch."""
+
+STOPPING = """
+import importlib, os, signal, sys, time
+import millrace
+
+module, _, path = sys.argv[3].partition(":")
+owner = importlib.import_module(module)
+*owners, name = path.split(".")
+for each in owners:
+    owner = getattr(owner, each)
+original = getattr(owner, name)
+
+def stop(*args, **kwargs):
+    os.write(1, b"stopped\\n")
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return original(*args, **kwargs)
+
+setattr(owner, name, stop)
+fs = millrace.filesystem("file", cache_dir=sys.argv[1], min_free=0, capacity=sys.argv[4])
+fs.ls(sys.argv[2])
+for number in range(4):
+    fs.cat_file(f"{sys.argv[2]}/{number}.bin")
+fs.resize("90%")
+time.sleep(60)
+"""
+
+READER = """
+import sys, time
+import millrace
+
+began = time.monotonic()
+fs = millrace.filesystem("file", cache_dir=sys.argv[1], min_free=0, capacity=sys.argv[3])
+assert len(fs.ls(sys.argv[2])) == 4
+for number in range(4):
+    path = f"{sys.argv[2]}/{number}.bin"
+    expected = open(path, "rb").read()
+    assert fs.cat_file(path) == expected
+    assert fs.open_input_file(path).read() == expected
+print(time.monotonic() - began)
+"""
+
+POINTS = [
+    "millrace.origin.object_store:ObjectStoreOrigin.read",  # has the lock of a fetch
+    "millrace.cache.metadata.sources:OriginMetadata.list_level",  # has the lock of a metadata request
+    "millrace.store.index:Index._put",  # has the lock to write, and that of LMDB
+    "millrace.store.store:Store.write_block",
+    "millrace.store.segments:_Segment.append",
+    "millrace.store.environment:_open",  # has the lock of setting up, and opens LMDB
+    "millrace.store.setup:_write_marker",
+    "millrace.cache.counters:Counters._fold",
+    "millrace.cache.eviction.evictor:Evictor._replace",
+    "millrace.cache.disk:Disk._tidy",
+    "millrace.store.seals:SegmentSealer._seal",
+    "millrace.cache.eviction.retention:RulesFile._write",
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number, size in enumerate((5_000_000, 30_000, 9_000_000, 40_000)):
+        (folder / f"{number}.bin").write_bytes(random.Random(number).randbytes(size))
+    return folder
+
+
+@contextmanager
+def stopped(cache: Path, data: Path, point: str, capacity: str = "1GB") -> Iterator[subprocess.Popen[str]]:
+    """A process that was stopped at a point of its reading."""
+    command = [sys.executable, "-c", STOPPING, str(cache), str(data), point, capacity]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "stopped\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def seconds_to_read(cache: Path, data: Path, capacity: str = "1GB") -> float:
+    """By a new process, which finds every byte right."""
+    command = [sys.executable, "-c", READER, str(cache), str(data), capacity]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return float(ended.stdout)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_process_stopped_at_any_point_blocks_no_reader(tmp_path: Path, data: Path, point: str) -> None:
+    cache = tmp_path / "cache"
+    capacity = "12MB" if "evictor" in point else "1GB"
+    fs = None
+    if "environment" not in point and "setup" not in point:  # one that has the store open before
+        fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, capacity=capacity)
+        assert fs.cache_counters()["origin_bytes"] == 0
+    with stopped(cache, data, point, capacity) as process:
+        assert seconds_to_read(cache, data, capacity) < MOST_SECONDS
+        if fs is not None:
+            began = time.monotonic()
+            for path in sorted(data.iterdir()):
+                assert fs.cat_file(str(path)) == path.read_bytes()
+            assert time.monotonic() - began < MOST_SECONDS
+        process.kill()
+        process.wait()
+        assert seconds_to_read(cache, data, capacity) < MOST_SECONDS
+    close_nodes()
+
+
+def test_command_during_stopped_change_of_the_rules_fails_with_the_cause(tmp_path: Path, data: Path) -> None:
+    cache = tmp_path / "cache"
+    code = "import sys; from millrace.cli import main; sys.exit(main(sys.argv[1:]))"
+    with stopped(cache, data, "millrace.cache.eviction.retention:RulesFile._write"):
+        command = [sys.executable, "-c", code, "resize", "1GB", "--cache-dir", str(cache)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode != 0
+        assert "continue or end processes that are stopped" in ended.stderr
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from millrace.runtime.locks import SharedLocks
+locks = SharedLocks(Path(sys.argv[1]))
+assert all(locks.try_acquire(byte) for byte in range(8))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def holding(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has eight locks."""
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def looks_until_silent(wait: LockWait, byte: int) -> int:
+    deadline = time.monotonic() + 60
+    looks = 1
+    while not wait.is_silent(byte):
+        assert time.monotonic() < deadline, "the holder never counts as stopped"
+        time.sleep(0.02)
+        looks += 1
+    return looks
+
+
+def test_running_holder_is_never_regarded_as_stopped(tmp_path: Path) -> None:
+    with holding(tmp_path / "locks"):
+        locks = SharedLocks(tmp_path / "locks")
+        wait = LockWait(locks)
+        until = time.monotonic() + 2 * SILENCE_SECONDS
+        while time.monotonic() < until:
+            assert not locks.try_acquire(3)
+            assert not wait.is_silent(3)
+            time.sleep(0.05)
+        locks.close()
+
+
+def test_stopped_holder_of_many_locks_costs_one_deadline(tmp_path: Path) -> None:
+    with holding(tmp_path / "locks") as process:
+        locks = SharedLocks(tmp_path / "locks")
+        process.send_signal(signal.SIGSTOP)
+        assert looks_until_silent(LockWait(locks), 0) > 1
+        assert LockWait(locks).is_silent(0)  # detected, until there is a newer sign
+        before = time.monotonic_ns()
+        for byte in range(1, 8):
+            sign = locks.sign_of(byte)
+            assert silent_from(sign[0], before) <= before + int(GRACE_SECONDS * 1e9)
+            looks_until_silent(LockWait(locks), byte)
+        process.send_signal(signal.SIGCONT)
+        deadline = time.monotonic() + 60
+        while LockWait(locks).is_silent(0):
+            assert time.monotonic() < deadline, "a process that continues still counts as stopped"
+            time.sleep(0.05)
+        locks.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 4096, b"\0" * 7, random.Random(1).randbytes(8192 * 24)])
+def test_damaged_lock_file_changes_no_lock(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "locks"
+    first, second = SharedLocks(path), SharedLocks(path)
+    key = 3
+    assert first.try_acquire(key)
+    path.write_bytes(content)
+    wait = LockWait(second)
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        assert not second.try_acquire(key)
+        wait.is_over(key)  # either, but without an exception
+    first.release(key)
+    assert second.try_acquire(key)
+    second.release(key)
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("stamp", "first_look", "expected"),
+    [
+        (0, 10_000, 10_000 + 2_000_000_000),  # no sign
+        (20_000, 10_000, 10_000 + 2_000_000_000),  # of another clock
+        (10_000, 10_000, 10_000 + 2_000_000_000),
+        (10_000, 1_000_010_000, 10_000 + 2_000_000_000),
+        (10_000, 9_000_000_000, 9_300_000_000),  # silent for long
+    ],
+)
+def test_silence_of_a_holder_begins_with_its_last_stamp(stamp: int, first_look: int, expected: int) -> None:
+    assert silent_from(stamp, first_look) == expected

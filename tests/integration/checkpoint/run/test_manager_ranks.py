@@ -1,0 +1,254 @@
+"""`CheckpointManager` on two ranks: real processes with a real process group."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import time
+import warnings
+from typing import Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support import ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from millrace.checkpoint import CheckpointManager
+from millrace.errors import StateMismatchError, UsageError
+
+ROWS, COLUMNS = 2048, 333
+
+
+def whole(step: int) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        "rows": torch.randn(ROWS, COLUMNS, generator=generator),
+        "columns": torch.randn(ROWS, COLUMNS, generator=generator).bfloat16(),
+        "replicated": torch.randn(400, 300, generator=generator),
+        "frozen": torch.randn(ROWS, COLUMNS, generator=generator),
+        "step": step,
+    }
+    for key in ("rows", "columns", "replicated"):
+        state[key] *= 1 + 1e-3 * step
+    return state
+
+
+def sharded(state: dict) -> dict:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    places = {"rows": Shard(0), "columns": Shard(1), "frozen": Shard(0), "replicated": Replicate()}
+    return {
+        key: distribute_tensor(value, mesh, [places[key]]) if key in places else value for key, value in state.items()
+    }
+
+
+def zeroed(state: dict) -> dict:
+    return {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else -1 for key, value in state.items()}
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    for key, value in expected.items():
+        here = found[key].full_tensor() if isinstance(found[key], DTensor) else found[key]
+        assert torch.equal(here, value) if isinstance(value, torch.Tensor) else here == value, key
+
+
+# --- what each rank does (this file is its own program) -------------------------------------------
+
+
+def saves_and_restores(root: pathlib.Path) -> None:
+    with CheckpointManager(root / "run", keep=3) as run:
+        assert run.restore(sharded(zeroed(whole(0)))) is None
+        pending = [run.save_async(step, sharded(whole(step)), {"loss": 1 / step}) for step in range(1, 6)]
+        results = [each.result() for each in pending]
+        assert [result.kind for result in results if result] == ["full", "full", *["delta"] * 3]
+        assert all(result.chunks_referenced > 0 for result in results[2:] if result)
+        # The full one stays with its deltas, and the one before it shares nothing with them.
+        assert run.steps() == [1, 2, 3, 4, 5]
+        found = sharded(zeroed(whole(0)))
+        assert run.restore(found) == 5
+        assert_same(found, whole(5))
+        assert run.restore(found, 3) == 3
+        assert_same(found, whole(3))
+        run.save(4, sharded(whole(40)))
+        assert run.latest() == 4
+    with CheckpointManager(root / "run", on_busy="skip") as run:
+        found = sharded(zeroed(whole(0)))
+        assert run.restore(found) == 4
+        assert_same(found, whole(40))
+        skipped = [run.save_async(step, sharded(whole(step))).skipped for step in range(6, 10)]
+        gathered: list = [None, None]
+        dist.all_gather_object(gathered, skipped)
+        assert gathered[0] == gathered[1]
+        assert not skipped[0]
+
+
+def one_rank_fails(root: pathlib.Path) -> None:
+    with CheckpointManager(root / "run") as run:
+        state = sharded(whole(1))
+        run.save(1, state)
+        if dist.get_rank() == 1:
+            # An object that no checkpoint holds, on this rank alone.
+            state["step"] = object
+        with pytest.raises(UsageError):
+            run.save(2, state)
+        assert run.steps() == [1]
+        run.save(3, sharded(whole(3)))
+        assert run.steps() == [1, 3]
+    for on_busy in ("wait", "skip"):
+        an_object_fails_on_one_rank(root / on_busy, on_busy)
+
+
+class Failing:
+    """A `Stateful` that fails on one rank alone, in its own way."""
+
+    def __init__(self) -> None:
+        self.failing = ""
+
+    def state_dict(self) -> dict:
+        class OwnError(Exception):
+            """Of a class that no other process can find."""
+
+        if self.failing == "to give":
+            raise OwnError("not now")
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict) -> None:
+        if self.failing == "to take":
+            raise ValueError("not this")
+
+
+def an_object_fails_on_one_rank(root: pathlib.Path, on_busy: Literal["wait", "skip"]) -> None:
+    """Before the bytes are written, or after they are read, where no collective of torch's own would notice."""
+    member = Failing()
+    state = {**sharded(whole(1)), "member": member}
+    with CheckpointManager(root, on_busy=on_busy) as run:
+        run.save(1, state)
+        member.failing = "to give" if dist.get_rank() == 1 else ""
+        with pytest.raises(UsageError, match="OwnError"):
+            run.save_async(2, state)
+        with pytest.raises(UsageError, match="not a number"):
+            run.save_async(2, state, {"loss": "high" if dist.get_rank() else 1})
+        with pytest.raises(UsageError, match="OwnError"):
+            run.restore(state)
+        member.failing = "to take" if dist.get_rank() == 1 else ""
+        with pytest.raises(StateMismatchError, match="not this"):
+            run.restore(state)
+        member.failing = ""
+        run.save(3, state)
+        assert run.restore(state) == 3
+        assert run.steps() == [1, 3]
+
+
+def told_to_end(root: pathlib.Path) -> None:
+    with CheckpointManager(root / "run") as run:
+        run.watch_preemption()
+        for step in range(1000):
+            if dist.get_rank() == 1 and step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if run.preempted(step, sharded(whole(step))):
+                break
+            time.sleep(0.01)
+        assert 3 <= step < 1000
+        assert run.latest() == step
+
+
+def flip_a_bit(run: pathlib.Path, step: int) -> None:
+    """In the file of the first rank's chunks; for all ranks."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (file,) = (run / f"step-{step:012d}").glob("data-*-0-0.millrace")
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+
+
+def warnings_are_errors(root: pathlib.Path) -> None:
+    """The first rank warns, and all have to raise it: those that do not would wait for it in their next collective."""
+    warnings.simplefilter("error", RuntimeWarning)
+    with CheckpointManager(root / "policy", keep="best=loss") as run:
+        with pytest.raises(RuntimeWarning, match="'loss' of step 1 is missing"):
+            run.save(1, sharded(whole(1)))
+        run.save(2, sharded(whole(2)))
+    with CheckpointManager(root / "run") as run:
+        for step in (1, 2, 3):
+            run.save(step, sharded(whole(step)))
+        flip_a_bit(root / "run", 2)
+        with pytest.raises(RuntimeWarning, match="is damaged"):
+            run.save(4, sharded(whole(4)))
+        result = run.save(5, sharded(whole(5)))
+        assert result.kind == "full"
+        flip_a_bit(root / "run", 5)
+        with pytest.raises(RuntimeWarning, match="cannot be restored"):
+            run.restore(sharded(zeroed(whole(0))), fallback=True)
+        assert run.steps() == [1, 2, 3, 5]
+
+
+def one_step_twice(root: pathlib.Path) -> None:
+    with CheckpointManager(root / "run", keep=3) as run:
+        for step in (1, 2):
+            run.save(step, sharded(whole(step)))
+        run.save(2, sharded(whole(20)))
+        with pytest.raises(UsageError, match="step 1 is not beyond step 2"):
+            run.save(1, sharded(whole(1)))
+        found = sharded(zeroed(whole(0)))
+        assert run.restore(found) == 2
+        assert_same(found, whole(20))
+        assert run.steps() == [1, 2]
+
+
+PROGRAMS = {
+    each.__name__: each
+    for each in (saves_and_restores, one_rank_fails, told_to_end, warnings_are_errors, one_step_twice)
+}
+
+
+# --- tests ----------------------------------------------------------------------------------------
+
+
+def test_deltas_of_two_ranks_are_restored_by_any_number_of_ranks(tmp_path: pathlib.Path) -> None:
+    ranks.run(__file__, "saves_and_restores", 2, tmp_path)
+    with CheckpointManager(tmp_path / "run") as run:
+        found = zeroed(whole(0))
+        assert run.restore(found) == run.latest() >= 6  # type: ignore[operator]
+        assert_same(found, whole(found["step"]))
+        # One process continues a run that two ranks have saved.
+        assert run.save(20, found).step == 20
+
+
+def test_error_on_one_rank_is_raised_on_all(tmp_path: pathlib.Path) -> None:
+    ranks.run(__file__, "one_rank_fails", 2, tmp_path)
+    with CheckpointManager(tmp_path / "run") as run:
+        assert run.steps() == [1, 3]
+        found = zeroed(whole(0))
+        assert run.restore(found) == 3
+        assert_same(found, whole(3))
+
+
+def test_signal_to_one_rank_saves_the_same_step_on_all(tmp_path: pathlib.Path) -> None:
+    ranks.run(__file__, "told_to_end", 2, tmp_path)
+    with CheckpointManager(tmp_path / "run") as run:
+        found = zeroed(whole(0))
+        step = run.restore(found)
+        assert step is not None
+        assert_same(found, whole(step))
+
+
+def test_warning_raised_by_filter_is_raised_on_all_ranks(tmp_path: pathlib.Path) -> None:
+    ranks.run(__file__, "warnings_are_errors", 2, tmp_path)
+    with CheckpointManager(tmp_path / "policy") as run:
+        assert run.steps() == [2]
+
+
+def test_two_ranks_saving_the_newest_step_again_replace_it(tmp_path: pathlib.Path) -> None:
+    ranks.run(__file__, "one_step_twice", 2, tmp_path)
+    with CheckpointManager(tmp_path / "run") as run:
+        found = zeroed(whole(0))
+        assert run.restore(found) == 2
+        assert_same(found, whole(20))
+
+
+if __name__ == "__main__":
+    ranks.main(PROGRAMS)

@@ -1,0 +1,242 @@
+"""`CheckpointManager` with a near place: durable there first, then at the origin, and restored from the remaining places."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integration.checkpoint.run.test_manager import assert_same, change, damage, empty_like, events, make_state
+
+from millrace.checkpoint import CheckpointManager, SaveProgress
+from millrace.checkpoint.run.run_layout import open_run
+from millrace.checkpoint.run.tiers import open_tiers
+from millrace.errors import CorruptCheckpointError, MillraceError
+from millrace.testing.process import free_ports
+from millrace.testing.s3 import S3Server
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        server.create_bucket("runs")
+        yield server
+
+
+def steps_at(place: Any) -> list[int]:
+    return [found.step for found in place.scan() if found.complete]
+
+
+def test_save_is_stored_near_first_and_then_at_the_origin(tmp_path: Path, bucket: S3Server) -> None:
+    url, options = "s3://runs/first", bucket.target_options
+    state, saved = make_state(), {}
+    seen: list[SaveProgress] = []
+    with CheckpointManager(url, local=tmp_path, local_keep=2, target_options=options, on_progress=seen.append) as run:
+        for step in range(1, 6):
+            pending = run.save_async(step, state)
+            saved[step] = copy.deepcopy(state)
+            change(state)
+            near = pending.near.result()
+            assert near is not None
+            assert step in steps_at(open_tiers(url, local=tmp_path, target_options=options).local)
+        run.wait()
+        result = pending.result()
+        assert result is not None
+        assert result.seconds >= near.seconds
+        assert result.kind == "delta"
+    assert {each.phase for each in seen} >= {"writing", "uploading", "done"}
+    tiers = open_tiers(url, local=tmp_path, target_options=options)
+    assert steps_at(tiers.origin) == [1, 2, 3, 4, 5]
+    assert set(steps_at(tiers.local)) <= {2, 4, 5}
+    for gone in ("nothing", "local", "origin"):
+        if gone == "local":
+            shutil.rmtree(tmp_path)
+        for step in saved if gone != "origin" else ():
+            with CheckpointManager(url, local=tmp_path, target_options=options) as run:
+                found = empty_like(state)
+                assert run.restore(found, step) == step
+                assert_same(found, saved[step])
+
+
+def test_restore_reads_near_and_damaged_ranges_from_the_origin(tmp_path: Path, bucket: S3Server) -> None:
+    url, options = "s3://runs/damaged", bucket.target_options
+    state = make_state()
+    with CheckpointManager(url, local=tmp_path, target_options=options) as run:
+        run.save(1, state)
+    (local,) = tmp_path.iterdir()
+    damage(local, 1)
+    with events() as seen, CheckpointManager(url, local=tmp_path, target_options=options) as run:
+        found = empty_like(state)
+        assert run.restore(found) == 1
+    assert_same(found, state)
+    assert "checkpoint.tier.damaged" in {event.name for event in seen}
+
+
+def test_near_save_damaged_before_upload_does_not_block_later_ones(tmp_path: Path) -> None:
+    url, local = tmp_path / "run", tmp_path / "near"
+    near = open_tiers(url, local=local).local
+    assert near is not None
+
+    rotten: list[int] = []
+
+    def rot(progress: SaveProgress) -> None:
+        if (progress.step, progress.phase) == (2, "uploading") and not rotten:
+            rotten.append(2)
+            damage(Path(near.url), 2)
+
+    state, errors = make_state(), {}
+    with CheckpointManager(url, local=local, on_progress=rot) as run:
+        for step in range(1, 5):
+            errors[step] = run.save_async(step, state).exception()
+            change(state)
+        assert isinstance(errors.pop(2), CorruptCheckpointError)
+        assert set(errors.values()) == {None}
+        assert steps_at(open_run(url)) == [1, 3, 4]
+    # Nor does it in the next process.
+    with CheckpointManager(url, local=local) as run:
+        run.save(5, state)
+    shutil.rmtree(local)
+    with CheckpointManager(url) as run:
+        found = empty_like(state)
+        assert run.restore(found) == 5
+        assert_same(found, state)
+
+
+def test_near_save_of_dead_process_is_restored_and_uploaded(tmp_path: Path, bucket: S3Server) -> None:
+    url, options = "s3://runs/left", bucket.target_options
+    state, saved = make_state(), {}
+    with CheckpointManager(url, local=tmp_path, target_options=options) as run:
+        run.save(1, state)
+        saved[1] = copy.deepcopy(state)
+    origin = open_run(url, options)
+    near = open_tiers(url, local=tmp_path, target_options=options).local
+    assert near is not None
+    # As if the process had died between the two: the next saves went no farther than the disk.
+    with CheckpointManager(near.url) as run:
+        for step in (2, 3):
+            change(state)
+            run.save(step, state)
+            saved[step] = copy.deepcopy(state)
+    assert steps_at(origin) == [1]
+    with CheckpointManager(url, local=tmp_path, target_options=options) as run:
+        found = empty_like(state)
+        assert run.restore(found) == 3
+        assert_same(found, saved[3])
+        change(state)
+        run.save(4, state)
+        saved[4] = copy.deepcopy(state)
+    assert steps_at(origin) == [1, 2, 3, 4]
+    with CheckpointManager(url, target_options=options) as run:
+        for step, expected in saved.items():
+            assert run.restore(found, step) == step
+            assert_same(found, expected)
+
+
+def test_second_node_stores_a_copy(tmp_path: Path, bucket: S3Server) -> None:
+    url, options = "s3://runs/second", bucket.target_options
+    state = make_state()
+    with CheckpointManager(url, local=tmp_path / "one", replica=tmp_path / "two", target_options=options) as run:
+        run.save(1, state)
+        change(state)
+        run.save(2, state)
+    shutil.rmtree(tmp_path / "one")
+    open_run(url, options).remove("step-000000000002", ["manifest.millrace"])
+    with CheckpointManager(url, local=tmp_path / "one", replica=tmp_path / "two", target_options=options) as run:
+        found = empty_like(state)
+        assert run.restore(found) == 2
+    assert_same(found, state)
+
+
+def test_unwritable_near_disk_is_skipped(tmp_path: Path, bucket: S3Server) -> None:
+    url, options = "s3://runs/full", bucket.target_options
+    (tmp_path / "file").write_text("where a directory should be")
+    state = make_state()
+    with CheckpointManager(url, local=tmp_path / "file", target_options=options) as run:
+        with pytest.warns(RuntimeWarning, match="goes to the origin directly"):
+            run.save(1, state)
+        change(state)
+        with pytest.warns(RuntimeWarning, match="goes to the origin directly"):
+            run.save(2, state)
+        found = empty_like(state)
+        assert run.restore(found) == 2
+    assert_same(found, state)
+
+
+def test_save_during_an_outage_of_the_origin_loses_no_state(tmp_path: Path) -> None:
+    state, server = make_state(), S3Server(tmp_path / "s3", port=free_ports(1)[0])
+    with server:
+        server.create_bucket("runs")
+        options = server.target_options
+        run = CheckpointManager("s3://runs/run", local=tmp_path / "near", target_options=options)
+        run.save(1, state)
+        server.stop()
+        change(state)
+        expected = copy.deepcopy(state)
+        pending = run.save_async(2, state)
+        assert isinstance(pending.exception(), MillraceError)
+        server.start()
+        change(state)
+        run.save(3, state)
+        run.close()
+        with CheckpointManager("s3://runs/run", target_options=options) as again:
+            found = empty_like(state)
+            if 2 in again.steps():
+                assert again.restore(found, 2) == 2
+                assert_same(found, expected)
+            assert again.restore(found) == 3
+            assert_same(found, state)
+
+
+KILLED = """
+import sys, json, torch
+from millrace.checkpoint import CheckpointManager
+url, local, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+run = CheckpointManager(url, local=local, target_options=options, full_every=3, keep=3)
+state = {"x": torch.zeros(1_000_000), "step": -1}
+first = -1 if run.latest() is None else run.restore(state)
+for step in range(first + 1, first + 1000):
+    state["x"] += torch.arange(1_000_000) % 7 == step % 7
+    state["step"] = step
+    run.save_async(step, state).near.result()
+    print(step, flush=True)
+"""
+
+
+def test_kill_9_between_the_places_loses_nothing(tmp_path: Path, bucket: S3Server) -> None:
+    import json
+    import signal
+
+    url, options = "s3://runs/killed", bucket.target_options
+    expected = torch.zeros(1_000_000)
+    for number in range(4):
+        command = [sys.executable, "-c", textwrap.dedent(KILLED), url, str(tmp_path / "near"), json.dumps(options)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        announced = [int(child.stdout.readline()) for _ in range(2 + number % 2)]
+        timer = threading.Timer(0.03 * number, child.send_signal, (signal.SIGKILL,))
+        timer.start()
+        announced += [int(line) for line in child.stdout.read().split()]
+        timer.join()
+        child.wait(60)
+        child.stdout.close()
+        with CheckpointManager(url, local=tmp_path / "near", target_options=options) as run:
+            state: dict[str, Any] = {"x": torch.ones(1_000_000), "step": -2}
+            newest = run.restore(state)
+        assert newest is not None
+        assert announced[-1] <= newest <= announced[-1] + 1
+        expected.zero_()
+        for step in range(newest + 1):
+            expected += torch.arange(1_000_000) % 7 == step % 7
+        assert torch.equal(state["x"], expected)
+    # The checkpoints at the origin are complete without the near disk.
+    with CheckpointManager(url, target_options=options) as run:
+        for step in run.steps():
+            found: dict[str, Any] = {"x": torch.ones(1_000_000), "step": -2}
+            assert run.restore(found, step) == step == found["step"]

@@ -1,0 +1,163 @@
+"""Two ranks on two nodes, each with a disk of its own: deltas near, restores from near, from afar, after a node is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support import ranks
+
+from millrace.checkpoint.run.manager import CheckpointManager
+from millrace.checkpoint.run.run_layout import checkpoint_name
+from millrace.checkpoint.run.tiers import Tiers, open_tiers
+from millrace.checkpoint.storage.layered import missing_files
+from millrace.checkpoint.storage.manifests import read_manifest
+from millrace.errors import CheckpointNotFoundError, ObjectExistsError
+from millrace.events import Event, add_hook
+
+ROWS, STEPS = 300_000, 4
+
+
+def state(value: float) -> dict:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(5)
+    frozen = torch.randn(ROWS, generator=generator)
+    return {
+        "moving": distribute_tensor(torch.full((ROWS,), float(value)), mesh, [Shard(0)]),
+        "frozen": distribute_tensor(frozen if value else torch.zeros(ROWS), mesh, [Shard(0)]),
+        "step": int(value),
+    }
+
+
+def manager(root: Path) -> CheckpointManager:
+    return CheckpointManager(root / "origin", local=root / f"node{dist.get_rank()}", thread_count=1)
+
+
+def tiers_of(root: Path, node: int) -> Tiers:
+    return open_tiers(root / "origin", local=root / f"node{node}")
+
+
+# --- what the ranks do ----------------------------------------------------------------------------
+
+
+def save(root: Path) -> None:
+    seen: list[Event] = []
+    remove = add_hook(seen.append)
+    with manager(root) as run:
+        kinds = [run.save(step, state(step)).kind for step in range(1, STEPS + 1)]
+    remove()
+    assert kinds == ["full", "full", "delta", "delta"]
+    # Nothing had to be saved a second time.
+    assert "run.base.gone" not in {event.name for event in seen}
+
+
+def die_before_the_upload(root: Path) -> None:
+    """The step after the last one is complete near, and nothing of it has left the nodes."""
+    from millrace.checkpoint.run import uploading
+
+    def die(*args: object, **options: object) -> None:
+        os._exit(9)
+
+    uploading.copy_checkpoint = die  # type: ignore[assignment]
+    # Nor has the second node got the manifest.
+    uploading.publish_manifest = lambda *args: dist.barrier()  # type: ignore[assignment]
+    manager(root).save(STEPS + 1, state(STEPS + 1))
+
+
+def refuse_one_manifest(root: Path) -> None:
+    """Blocks the path of the manifest on the second node's disk. Its rank finds this after all data is written."""
+    if dist.get_rank() == 1:
+        local = tiers_of(root, 1).local
+        (Path(local.url_of(checkpoint_name(1))) / "manifest.millrace").mkdir(parents=True)
+    dist.barrier()
+    with manager(root) as run:
+        pending = run.save_async(1, state(1))
+        assert pending.near.result().step == 1
+        with pytest.raises(ObjectExistsError, match="manifest"):
+            pending.result()
+        assert "ObjectExistsError" in repr(pending)
+        # The next one is not disturbed by that.
+        assert run.save(2, state(2)).step == 2
+
+
+def find_only_half(root: Path) -> None:
+    with manager(root) as run, pytest.raises(CheckpointNotFoundError, match="on disks of several nodes"):
+        run.restore(state(0))
+
+
+def restore_the_later(root: Path) -> None:
+    restore(root, STEPS + 1)
+
+
+def restore(root: Path, step: int = STEPS) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        loaded, expected = state(0), state(step)
+        with manager(root) as run:
+            assert run.restore(loaded) == step
+    for key in ("moving", "frozen"):
+        assert torch.equal(loaded[key].to_local(), expected[key].to_local())
+    assert loaded["step"] == step
+
+
+# --- the tests ------------------------------------------------------------------------------------
+
+
+def data_files(place: Path) -> set[str]:
+    return {path.name for path in place.rglob("data-*.millrace")}
+
+
+def test_each_node_stores_its_part_and_the_origin_all(tmp_path: Path) -> None:
+    ranks.run(__file__, "save", 2, tmp_path)
+    mine, theirs = (data_files(tmp_path / f"node{node}") for node in (0, 1))
+    assert mine
+    assert theirs
+    assert not mine & theirs
+    assert mine | theirs <= data_files(tmp_path / "origin")
+    newest = checkpoint_name(STEPS)
+    for node in (0, 1):
+        tiers = tiers_of(tmp_path, node)
+        manifest = read_manifest(tiers.local.checkpoint(newest)).manifest
+        assert missing_files(manifest, tiers.local.checkpoint(newest)) != [], "one node's disk is half of it"
+        assert missing_files(manifest, tiers.checkpoint(newest)) == []
+
+    # A node that is new gets its part from the origin.
+    shutil.rmtree(tmp_path / "node1")
+    ranks.run(__file__, "restore", 2, tmp_path)
+
+
+def test_manifest_refused_by_one_node_raises_on_all(tmp_path: Path) -> None:
+    ranks.run(__file__, "refuse_one_manifest", 2, tmp_path)
+    assert tiers_of(tmp_path, 0).is_at_origin(checkpoint_name(2))
+
+
+@pytest.mark.slow
+def test_checkpoint_in_parts_on_two_nodes_is_joined(tmp_path: Path) -> None:
+    ranks.run(__file__, "die_before_the_upload", 2, tmp_path, codes=(9, 9))
+    newest = checkpoint_name(STEPS + 1)
+    assert not data_files(tmp_path / "origin")
+    with_manifest = [
+        node for node in (0, 1) if "manifest.millrace" in tiers_of(tmp_path, node).local.checkpoint(newest).names()
+    ]
+    assert with_manifest == [0]
+    # While one node is missing, half of the files are not a checkpoint.
+    (tmp_path / "node1").rename(tmp_path / "away")
+    ranks.run(__file__, "find_only_half", 2, tmp_path)
+    shutil.rmtree(tmp_path / "node1", ignore_errors=True)
+    (tmp_path / "away").rename(tmp_path / "node1")
+    ranks.run(__file__, "restore_the_later", 2, tmp_path)
+    origin = tiers_of(tmp_path, 0).origin.checkpoint(newest)
+    assert missing_files(read_manifest(origin).manifest, origin) == []
+
+
+if __name__ == "__main__":
+    programs = (save, restore, die_before_the_upload, restore_the_later, find_only_half, refuse_one_manifest)
+    ranks.main({program.__name__: program for program in programs})

@@ -1,0 +1,176 @@
+"""Checkpoints on a real S3 server."""
+
+from __future__ import annotations
+
+import pickle
+import resource
+import threading
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from millrace.checkpoint import CheckpointReader, CheckpointWriter, describe
+from millrace.checkpoint.storage.storage import open_storage
+from millrace.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DeniedError,
+    MillraceError,
+    ObjectExistsError,
+)
+from millrace.origin import open_origin
+from millrace.testing.s3 import S3Server
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with S3Server(tmp_path_factory.mktemp("s3")) as running:
+        running.create_bucket("runs")
+        yield running
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def weights(seed: int = 0) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    # Enough for a multipart upload.
+    return {"w": torch.randn(3000, 1500, generator=generator), "h": torch.randn(2_000_000).bfloat16(), "step": seed}
+
+
+def save(state, url, server, **options):
+    writer = CheckpointWriter(url, target_options=server.target_options, **options)
+    dcp.save(state, storage_writer=writer)
+    return writer
+
+
+def load(state, url, server, **options):
+    loaded = {key: torch.zeros_like(value) if hasattr(value, "dtype") else None for key, value in state.items()}
+    dcp.load(loaded, storage_reader=CheckpointReader(url, target_options=server.target_options, **options))
+    return loaded
+
+
+def assert_same(left, right):
+    for key, value in right.items():
+        assert torch.equal(left[key], value) if hasattr(value, "dtype") else left[key] == value
+
+
+def names(url, server):
+    return sorted(open_storage(url, server.target_options).names())
+
+
+def test_overwritten_checkpoint_on_s3_is_loaded(server):
+    url, first, second = "s3://runs/a/step-100", weights(), weights(1)
+    writer = save(first, url, server)
+    assert_same(load(first, url, server), first)
+    before = names(url, server)
+    dcp.save(second, storage_writer=pickle.loads(pickle.dumps(writer)))
+    assert_same(load(second, url, server), second)
+    after = names(url, server)
+    assert set(before) & set(after) == {"manifest.millrace"}
+    assert len(after) == 2
+    summary = describe(url, server.target_options)
+    assert summary == CheckpointReader(url, target_options=server.target_options).summary()
+    assert summary.raw_bytes > summary.stored_bytes > 0.6 * summary.raw_bytes
+
+
+def test_checkpoint_is_read_through_another_origin(server):
+    url, state = "s3://runs/b", weights()
+    save(state, url, server)
+    loaded = {key: torch.zeros_like(value) if hasattr(value, "dtype") else None for key, value in state.items()}
+    dcp.load(loaded, storage_reader=CheckpointReader(url, origin=open_origin("s3", server.target_options)))
+    assert_same(loaded, state)
+
+
+def test_concurrent_saves_without_overwrite_have_one_winner(server):
+    url = "s3://runs/c"
+    save({"x": torch.ones(3)}, url, server, overwrite=False)
+    with pytest.raises(CheckpointException) as caught:
+        save({"x": torch.zeros(3)}, url, server, overwrite=False)
+    assert isinstance(caught.value.failures[0][0], ObjectExistsError)
+    # The conditional PUT alone decides, should both look at the same time.
+    with pytest.raises(ObjectExistsError):
+        open_storage(url, server.target_options).publish("manifest.millrace", b"other", replace=False)
+    assert_same(load({"x": torch.ones(3)}, url, server), {"x": torch.ones(3)})
+
+
+def test_failed_save_keeps_the_previous_checkpoint(server, monkeypatch):
+    url, state = "s3://runs/d", {"x": torch.randn(4_000_000), "step": 0}
+    save(state, url, server)
+    before = names(url, server)
+    with pytest.raises(CheckpointException):
+        save({"x": torch.randn(9_000_000), "y": torch.empty(3, device="meta")}, url, server)
+    assert names(url, server) == before
+    assert_same(load(state, url, server), state)
+
+
+def test_upload_needs_bounded_memory(server):
+    """Parts are uploaded while later ones are compressed. A store that is slower than the codec delays the codec."""
+    nbytes = 384 << 20
+    state = {"w": torch.randint(0, 256, (nbytes,), dtype=torch.uint8)}
+    save({"w": state["w"][: 40 << 20]}, "s3://runs/warm-up", server)
+    began = highest = resident_bytes()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal highest
+        while not done.wait(0.005):
+            highest = max(highest, resident_bytes())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        save(state, "s3://runs/large", server)
+    finally:
+        done.set()
+        watching.join()
+    assert highest - began < nbytes // 2
+    summary = describe("s3://runs/large", server.target_options)
+    assert summary.stored_bytes >= nbytes
+
+
+def test_missing_denied_or_damaged_checkpoint_raises_its_error(server):
+    with pytest.raises(CheckpointNotFoundError, match="s3://runs/nothing"):
+        describe("s3://runs/nothing", server.target_options)
+    with pytest.raises(DeniedError):
+        describe("s3://runs/a", {**server.target_options, "secret": "wrong"})
+    url, state = "s3://runs/e", {"x": torch.randn(1000)}
+    save(state, url, server)
+    storage = open_storage(url, server.target_options)
+    (data,) = [name for name in names(url, server) if name.startswith("data-")]
+    file = storage.stat(data)
+    content = bytearray(memoryview(storage.read(file, 0, file.size)))
+    content[100] ^= 1
+    storage.publish(data, content, replace=True)
+    with pytest.raises(CheckpointException) as caught:
+        load(state, url, server)
+    assert isinstance(caught.value.failures[0][0], CorruptCheckpointError)
+    storage.delete([data])
+    with pytest.raises(CheckpointException) as caught:
+        load(state, url, server)
+    assert isinstance(caught.value.failures[0][0], MillraceError)
+
+
+@pytest.mark.parametrize("zstd", [False, True])
+def test_stock_checkpoint_on_s3_is_read(server, tmp_path, zstd):
+    from torch.distributed.checkpoint._extension import ZStandard
+
+    state, url = {"x": torch.randn(3000, 7), "step": 4}, f"s3://runs/stock-{zstd}"
+    extensions = [ZStandard()] if zstd else None
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock", _extensions=extensions))
+    storage = open_storage(url, server.target_options)
+    for file in (tmp_path / "stock").iterdir():
+        storage.publish(file.name, file.read_bytes(), replace=True)
+    assert_same(load(state, url, server), state)
+    summary = describe(url, server.target_options)
+    assert (summary.format_version, summary.tensors, summary.objects) == (0, 1, 1)
+    # Saving over it leaves nothing of it.
+    save(state, url, server)
+    assert_same(load(state, url, server), state)
+    assert [name for name in names(url, server) if not name.endswith(".millrace")] == []

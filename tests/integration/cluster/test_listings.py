@@ -1,0 +1,439 @@
+"""Metadata in a cluster of real servers and stores, in one process, over an origin that counts its requests."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.support.origins import MemoryOrigin
+from tests.support.planes import Views
+
+from millrace.cache.metadata.metadata import MetadataCache
+from millrace.cache.metadata.page_map import PageMap
+from millrace.cache.metadata.sources import UncachedMetadata
+from millrace.cache.node import CacheNode, cache_node
+from millrace.cluster.breakers import Breakers
+from millrace.cluster.cluster import Cluster
+from millrace.cluster.dataplane.server import Call, PlaneServer
+from millrace.cluster.invalidation import batches
+from millrace.cluster.listings import ClusterListings, MetadataOwner, metadata_id
+from millrace.cluster.membership import Member, NodeLink, View
+from millrace.cluster.origins import Origins
+from millrace.cluster.serving import BlockService
+from millrace.config import resolve
+from millrace.errors import ObjectNotFoundError, PeerRefusedError
+
+TOKEN = "a-token-for-tests-only"
+
+
+@dataclass
+class Node:
+    """A node, and a process that reads on it, with stores of their own so that neither finds what the other remembers."""
+
+    member: Member
+    serving: CacheNode
+    reading: CacheNode
+    server: PlaneServer
+    cluster: Cluster
+
+
+MakeNodes = Callable[[int, str], list[Node]]
+"""So many nodes, with this `consistency`."""
+
+
+@pytest.fixture
+def origin() -> MemoryOrigin:
+    return MemoryOrigin()
+
+
+@pytest.fixture
+def make_nodes(tmp_path: Path, origin: MemoryOrigin) -> Iterator[MakeNodes]:
+    made: list[Node] = []
+
+    def make(count: int, consistency: str) -> list[Node]:
+        views = Views()
+        for number in range(count):
+
+            def node(name: str, number: int = number) -> CacheNode:
+                arguments = {
+                    "cache_dir": tmp_path / f"{number}-{name}", "min_free": 0, "consistency": consistency, "members": "none",
+                }  # fmt: skip
+                return cache_node(resolve(arguments, environ={"HOME": str(tmp_path)}, file={}))
+
+            origins = Origins()
+            origins.register(origin)
+            serving, reading = node("serving"), node("reading")
+            member_id = f"node-{number}"
+            service = BlockService(serving, views=views, member_id=member_id, replicas=1, origins=origins)
+            server = PlaneServer(service, host="127.0.0.1", token=TOKEN)
+            MetadataOwner(serving, origins).add_routes(server)
+            server.start()
+            link = NodeLink(views=views, folder="local", member_id=member_id, token=TOKEN)
+            cluster = Cluster(link, breakers=Breakers(None))
+            listings = ClusterListings(cluster, reading.options.max_age_seconds)
+            reading.connect(source=reading.source, metadata_source=listings)
+            made.append(Node(Member(id=member_id, address=server.address), serving, reading, server, cluster))
+        views.now = View.of(node.member for node in made)
+        return made
+
+    yield make
+    for node in made:
+        node.cluster.close()
+        node.server.close()
+
+
+def names(node: Node, origin: MemoryOrigin, prefix: str) -> list[str]:
+    return [info.key for page in node.reading.metadata.list_all(origin, prefix) for info in page]
+
+
+def in_order(nodes: list[Node]) -> list[Node]:
+    """The nodes in the order of ownership of the metadata of bucket `b`."""
+    by_id = {node.member.id: node for node in nodes}
+    return [by_id[member.id] for member in nodes[0].cluster.placement().order(metadata_id("memory", "b"))]
+
+
+def filled(origin: MemoryOrigin, count: int) -> list[str]:
+    """`count` objects in `b/train`, each with its key as its content; returns the sorted keys."""
+    keys = [f"b/train/{number:05d}" for number in range(count)]
+    for key in keys:
+        origin.put(key, key.encode())
+    return keys
+
+
+def test_listing_is_requested_once_for_all_nodes(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    expected = filled(origin, 2500)
+    nodes = make_nodes(3, "immutable")
+    _, *others = in_order(nodes)
+    for node in others:
+        assert names(node, origin, "b/train") == expected
+    assert origin.count("list") == 3  # 2,500 keys, a thousand a request
+    for node in others:
+        assert names(node, origin, "b/train") == expected  # from its own memory
+        assert node.reading.metadata.stat(origin, expected[7]).size == len(expected[7])
+    assert (origin.count("list"), origin.count("head")) == (3, 0)
+
+
+def test_levels_and_heads_are_requested_once_for_all_nodes(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    for key in ("b/one/x", "b/one/y", "b/two/z"):
+        origin.put(key, b"data")
+    nodes = make_nodes(3, "immutable")
+    _, *others = in_order(nodes)
+    for node in others:
+        listing = node.reading.metadata.list_level(origin, "b")
+        assert list(listing.prefixes) == ["b/one", "b/two"]
+    assert origin.count("list") == 1
+    for node in others:
+        assert node.reading.metadata.stat(origin, "b/two/z").size == 4
+    assert origin.count("head") == 1
+
+
+def test_write_is_visible_on_its_own_node(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    origin.put("b/data/one", b"1")
+    nodes = make_nodes(3, "1h")
+    writer = in_order(nodes)[1]
+    assert names(writer, origin, "b/data") == ["b/data/one"]
+    origin.put("b/data/two", b"2")
+    writer.reading.metadata.forget(origin, "b/data/two")
+    assert names(writer, origin, "b/data") == ["b/data/one", "b/data/two"]
+    origin.put("b/data/one", b"another")
+    writer.reading.metadata.forget(origin, "b/data/one")
+    assert writer.reading.metadata.stat(origin, "b/data/one").size == 7
+
+
+def test_metadata_of_an_owner_has_half_the_max_age(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    origin.put("b/data/one", b"1")
+    nodes = make_nodes(2, "1h")
+    teller, asker = in_order(nodes)
+    _, heard_until = asker.reading.metadata.stat_until(origin, "b/data/one")
+    _, asked_until = teller.reading.metadata.stat_until(origin, "b/data/one")
+    assert asked_until - heard_until == pytest.approx(1800, abs=60)
+
+
+def test_consistency_always_reads_the_origin(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    origin.put("b/data/one", b"1")
+    nodes = make_nodes(3, "always")
+    for count, node in enumerate(nodes, 1):
+        assert names(node, origin, "b/data") == ["b/data/one"]
+        assert origin.count("list") == count
+
+
+def test_metadata_with_dead_owners_is_requested_from_the_origin(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    expected = filled(origin, 1500)
+    nodes = make_nodes(3, "immutable")
+    first, second, last = in_order(nodes)
+    first.server.close()
+    assert names(last, origin, "b/train") == expected  # by the second
+    assert origin.count("list") == 2
+    second.server.close()
+    last.reading.metadata.forget_all()
+    assert names(last, origin, "b/train") == expected  # from the origin
+    assert origin.count("list") == 4
+    with pytest.raises(ObjectNotFoundError):
+        last.reading.metadata.stat(origin, "b/nothing")
+
+
+def test_listing_continues_when_its_owner_dies(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    expected = filled(origin, 2500)
+    nodes = make_nodes(2, "immutable")
+    teller, asker = in_order(nodes)
+    pages = asker.reading.metadata.list_all(origin, "b/train")
+    found = [info.key for info in next(iter(pages))]
+    teller.server.close()
+    found += [info.key for page in pages for info in page]
+    assert found == expected
+
+
+def test_origin_error_is_raised_unchanged(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    nodes = make_nodes(2, "immutable")
+    _, asker = in_order(nodes)
+    with pytest.raises(ObjectNotFoundError, match="does not exist"):
+        asker.reading.metadata.stat(origin, "b/nothing")
+    assert asker.reading.metadata.below(origin, "b/nothing") == "nothing"
+
+
+def test_max_age_is_kept_over_owners(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    nodes = make_nodes(1, "immutable")
+    assert nodes[0].reading.metadata_within(math.inf).list_level(origin, "b").objects == []
+
+
+def test_simultaneous_requests_share_one_result(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    expected = filled(origin, 2500)
+    nodes = make_nodes(5, "immutable")
+    _, *others = in_order(nodes)
+    together = threading.Barrier(len(others))
+    origin.before_list = lambda *_: time.sleep(0.2)
+
+    def ask(node: Node) -> list[str]:
+        together.wait()
+        return names(node, origin, "b/train")
+
+    with ThreadPoolExecutor(len(others)) as pool:
+        assert all(found == expected for found in pool.map(ask, others))
+    assert origin.count("list") == 3
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        "text",
+        None,
+        {"objects": [["b/train/00001", 10**400, "v", 10**400]], "through": "b/train/00001", "is_directory": False},
+        {"objects": [["b/train/00001", -1, "v", 0.0]], "through": "b/train/00001", "is_directory": False},
+        {"objects": [["elsewhere", 1, "v", 0.0]], "through": "b/train/00001", "is_directory": False},
+        {"objects": [], "through": "a", "is_directory": False},
+        {"objects": [["b/train/00001", 1, "v", 0.0]], "through": 7, "is_directory": False},
+        {"objects": [["b/train/00001", 1, "v", 0.0]], "through": "", "is_directory": False},
+        [],
+    ],
+    ids=["text", "null", "large", "negative", "elsewhere", "backwards", "number", "nowhere", "list"],
+)  # fmt: skip
+def test_malformed_response_of_an_owner_is_replaced_by_the_origin(
+    make_nodes: MakeNodes, origin: MemoryOrigin, listing: object
+) -> None:
+    expected = filled(origin, 3)
+    nodes = make_nodes(2, "1h")
+    teller, asker = in_order(nodes)
+    for path in ("/v1/listing", "/v1/level", "/v1/head", "/v1/forget"):
+        teller.server.route("POST" if path == "/v1/forget" else "GET", path, lambda call: listing)
+    assert names(asker, origin, "b/train") == expected
+    asker.reading.metadata.forget_all()
+    assert [info.key for info in asker.reading.metadata.list_level(origin, "b/train").objects] == expected
+    asker.reading.metadata.forget_all()
+    assert asker.reading.metadata.stat(origin, "b/train/00002").size == len("b/train/00002")
+    asker.reading.metadata.forget(origin, "b/train/00002")
+
+
+def test_metadata_of_another_object_is_refused(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    origin.put("b/one", b"1")
+    nodes = make_nodes(2, "1h")
+    teller, asker = in_order(nodes)
+    teller.server.route("GET", "/v1/head", lambda call: ["b/two", 7, "v", 0.0])
+    assert asker.reading.metadata.stat(origin, "b/one").size == 1
+
+
+def test_metadata_with_an_invalid_member_is_requested_from_the_origin(
+    make_nodes: MakeNodes, origin: MemoryOrigin
+) -> None:
+    origin.put("b/one", b"1")
+    nodes = make_nodes(2, "1h")
+    teller, asker = in_order(nodes)
+    asker.cluster.link.views.now = View.of(  # type: ignore[attr-defined]
+        [asker.member, Member(id=teller.member.id, address="no address")]
+    )
+    assert asker.reading.metadata.stat(origin, "b/one").size == 1
+    asker.reading.metadata.forget(origin, "b/one")
+
+
+def test_writer_without_its_owner_reads_the_origin(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    origin.put("b/data/one", b"1")
+    origin.put("b/other/x", b"1")
+    nodes = make_nodes(3, "1h")
+    teller, second, writer = in_order(nodes)
+    assert names(writer, origin, "b/data") == ["b/data/one"]  # which the owner caches from now on
+    writer.cluster.breakers.failed(teller.member.id)  # it does not respond for a moment
+    origin.put("b/data/two", b"2")
+    writer.reading.metadata.forget(origin, "b/data/two")
+    writer.cluster.breakers.worked(teller.member.id)
+    assert names(writer, origin, "b/data") == ["b/data/one", "b/data/two"]
+    assert [info.key for info in writer.reading.metadata.list_level(origin, "b/data").objects] == [
+        "b/data/one",
+        "b/data/two",
+    ]
+    before = origin.count("list")
+    # Metadata elsewhere in the bucket still comes from the owner.
+    assert names(writer, origin, "b/other") == names(second, origin, "b/other") == ["b/other/x"]
+    assert origin.count("list") == before + 1
+
+
+def test_invalidation_without_access_to_the_origin_is_applied(
+    make_nodes: MakeNodes, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin.put("b/one", b"1")
+    nodes = make_nodes(3, "1h")
+    _, writer, reader = in_order(nodes)
+    assert writer.reading.metadata.stat(origin, "b/one").size == 1
+    origin.put("b/one", b"22")
+    with monkeypatch.context() as denied:
+        denied.setattr(Origins, "find", lambda *_: None)
+        writer.reading.metadata.forget(origin, "b/one")
+    assert reader.reading.metadata.stat(origin, "b/one").size == 2
+
+
+@pytest.mark.parametrize("consistency", ["1h", "immutable"])
+def test_write_invalidates_every_node(make_nodes: MakeNodes, origin: MemoryOrigin, consistency: str) -> None:
+    keys = [f"b/data/{number}" for number in range(5)] + ["another/x", "another/y"]
+    for key in keys:
+        origin.put(key, b"1")
+    nodes = make_nodes(4, consistency)
+    # The processes of a node share the metadata of its server, which is invalidated.
+    for writer in nodes:
+        for node in nodes:
+            for key in keys:
+                node.serving.metadata.stat(origin, key)
+        for key in keys:
+            origin.put(key, b"more than before" + writer.member.id.encode())
+        writer.reading.metadata.forget(origin, *keys)
+        size = len(b"more than before") + len(writer.member.id)
+        for node in nodes:
+            if node is not writer:  # whose own server shares the memory of its readers, but in these tests
+                assert [node.serving.metadata.known(origin, key) for key in keys] == [None] * len(keys)
+                assert [node.serving.metadata.stat(origin, key).size for key in keys] == [size] * len(keys)
+            else:
+                node.serving.metadata.forget(origin, *keys)
+
+
+def test_write_with_consistency_always_invalidates_the_others(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    origin.put("b/one", b"1")
+    nodes = make_nodes(3, "1h")
+    always = ClusterListings(nodes[0].cluster, max_age_seconds=0.0)
+    for metadata in (
+        MetadataCache(
+            PageMap(nodes[0].reading.open_disks[0].store.index),
+            nodes[0].reading.open_disks[0].locks,
+            max_age_seconds=0.0,
+            on_changed=lambda *_: None,
+            report=lambda _: None,
+            source=lambda: always,
+        ),
+        UncachedMetadata(lambda: always),
+    ):
+        for node in nodes[1:]:
+            node.serving.metadata.stat(origin, "b/one")
+        metadata.forget(origin, "b/one")
+        assert [node.serving.metadata.known(origin, "b/one") for node in nodes[1:]] == [None, None]
+
+
+def test_invalidation_of_an_unreachable_member_is_sent_later(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    origin.put("b/one", b"1")
+    nodes = make_nodes(4, "immutable")
+    away, _, reader, writer = in_order(nodes)
+    for node in nodes:
+        node.serving.metadata.stat(origin, "b/one")
+    asking = writer.reading.metadata_source
+    assert isinstance(asking, ClusterListings)
+    writer.cluster.breakers = Breakers(None, clock=lambda: 0.0)  # it stays open until the test closes it
+    writer.cluster.breakers.failed(away.member.id)
+    origin.put("b/one", b"22")
+    writer.reading.metadata.forget(origin, "b/one")
+    assert asking.pending() == 1
+    assert away.serving.metadata.stat(origin, "b/one").size == 1
+    assert reader.reading.metadata.stat(origin, "b/one").size == 1  # from the owner that was not invalidated
+    reader.serving.metadata.stat(origin, "b/one")
+    writer.cluster.breakers.worked(away.member.id)
+    deadline = time.monotonic() + 60
+    while asking.pending() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert away.serving.metadata.stat(origin, "b/one").size == 2
+    # Invalidated again, because the unreachable owner may have served old metadata.
+    while reader.serving.metadata.known(origin, "b/one") is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert reader.serving.metadata.stat(origin, "b/one").size == 2
+
+
+def test_invalidated_member_never_receives_old_metadata_from_an_owner(
+    make_nodes: MakeNodes, origin: MemoryOrigin
+) -> None:
+    """Readers read continuously while one node writes: each sees every write after it returns."""
+    origin.put("b/one", b"")
+    nodes = make_nodes(4, "1h")
+    writer, *readers = in_order(nodes)
+    # Usually a node's reader shares the metadata of its server; here they have separate caches.
+    for node in readers:
+        node.serving.connect(source=node.serving.source, metadata_source=node.reading.metadata_source)
+        node.server.route("POST", "/v1/forget", _forgets(node, origin))
+    stop = threading.Event()
+
+    def ask(node: Node) -> None:
+        while not stop.is_set():
+            node.reading.metadata.stat(origin, "b/one")
+
+    with ThreadPoolExecutor(len(readers)) as pool:
+        asking = [pool.submit(ask, node) for node in readers]
+        try:
+            for size in range(1, 60):
+                origin.put("b/one", bytes(size))
+                writer.serving.metadata.forget(origin, "b/one")
+                writer.reading.metadata.forget(origin, "b/one")
+                assert [node.reading.metadata.stat(origin, "b/one").size for node in readers] == [size] * len(readers)
+        finally:
+            stop.set()
+        for each in asking:
+            each.result()
+
+
+def _forgets(node: Node, origin: MemoryOrigin) -> Callable[[Call], object]:
+    def forget(call: Call) -> object:
+        for cache in (node.serving, node.reading):
+            index = cache.open_disks[0].store.index
+            for key in call.body.get("keys", [call.body.get("key")]):
+                PageMap(index).change(origin.identity, key)
+        return {}
+
+    return forget
+
+
+def test_invalidation_of_many_keys_is_sent_in_batches() -> None:
+    keys = [f"b/{number:04d}" + "\N{SNOWMAN}" * 300 for number in range(1000)] + ["x" * 2000]
+    found = list(batches(keys, most_bytes=100_000))
+    assert [key for batch in found for key in batch] == keys
+    assert len(found) > 10
+    assert all(len(json.dumps(batch)) <= 100_000 for batch in found)
+    assert list(batches([])) == []
+    assert list(batches(["x" * 10], most_bytes=5)) == [["x" * 10]]
+
+
+@pytest.mark.parametrize(
+    "body", [None, [], "x", {}, {"origin": 1, "key": "b/one"}, {"origin": "memory", "keys": ["b", 1]}], ids=str
+)
+def test_invalidation_without_keys_is_refused(make_nodes: MakeNodes, body: object) -> None:
+    (node,) = make_nodes(1, "1h")
+    with pytest.raises(PeerRefusedError) as refused:
+        node.cluster.client.call(node.member, "POST", "/v1/forget", body)
+    assert refused.value.status == 400

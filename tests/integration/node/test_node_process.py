@@ -1,0 +1,343 @@
+"""Nodes in this process: shares, published facts, copies, restarts, and failed starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.waiting import wait_until
+
+import millrace
+from millrace.cli import main
+from millrace.cluster import placement
+from millrace.cluster.attach import close_all
+from millrace.cluster.folder import live_nodes
+from millrace.cluster.load_order import LoadOrder
+from millrace.cluster.membership import Member, MemberState, View
+from millrace.config import CacheOptions, resolve
+from millrace.errors import ConfigurationError, DeniedError, DiskFullError, OriginUnavailableError, UsageError
+from millrace.events import Event
+from millrace.filesystem.cluster_access import access_from_here, access_through, statuses
+from millrace.filesystem.cluster_loading import load_on_cluster
+from millrace.filesystem.loading import LoadProgress
+from millrace.node import load_jobs
+from millrace.node import process as node_process
+from millrace.node.process import NodeProcess
+from millrace.origin import open_origin
+from millrace.origin.object_store import ObjectStoreOrigin
+from millrace.testing.process import free_ports
+from millrace.testing.region import EmulatedRegion
+from millrace.testing.s3 import S3Server
+
+OBJECTS, OBJECT_BYTES = 30, 300_000
+TOTAL = OBJECTS * OBJECT_BYTES
+TOKEN = "a-token-for-tests-only"
+
+
+@pytest.fixture(scope="module")
+def region(s3: S3Server) -> Iterator[EmulatedRegion]:
+    s3.create_bucket("nodes")
+    origin = open_origin("s3", s3.target_options)
+    for number in range(OBJECTS):
+        origin.put(f"nodes/train/{number}.bin", os.urandom(OBJECT_BYTES))
+    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None) as region:
+        yield region
+
+
+@pytest.fixture
+def origin(s3: S3Server, region: EmulatedRegion) -> ObjectStoreOrigin:
+    region.reset()
+    return open_origin("s3", {**s3.target_options, "endpoint_url": region.endpoint_url})
+
+
+class Nodes:
+    """Static nodes of this process, by number; all have one cache directory, in which each takes its folder."""
+
+    def __init__(self, cache_dir: Path, origin: ObjectStoreOrigin, count: int) -> None:
+        self.ports = free_ports(count)
+        self.members = f"static://{','.join(f'127.0.0.1:{port}' for port in self.ports)}"
+        self.cache_dir = cache_dir
+        self.origin = origin
+        self.running: dict[int, NodeProcess] = {}
+
+    def options(self, **more: Any) -> CacheOptions:
+        given = {"cache_dir": str(self.cache_dir), "min_free": 0, "members": self.members, "cluster_token": TOKEN}
+        return resolve({**given, **more})
+
+    def start(self, number: int, **more: Any) -> NodeProcess:
+        node = NodeProcess(self.options(**more), port=self.ports[number], origins=[self.origin])
+        node.start()
+        self.running[number] = node
+        assert node.wait_here(30)
+        return node
+
+    def load(self, *, keys: Sequence[str] = ("nodes/train",), **more: Any) -> LoadProgress:
+        node = next(iter(self.running.values()))
+        with access_through(node.address, self.options()) as cluster:
+            settings = {"replicas": cluster.replicas, **more}
+            return load_on_cluster(cluster.views, cluster.client, self.origin.identity, keys, **settings)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, origin: ObjectStoreOrigin) -> Iterator[Nodes]:
+    found = Nodes(tmp_path / "cache", origin, 3)
+    yield found
+    close_all()
+    with ExitStack() as stack:
+        for node in found.running.values():
+            stack.callback(node.close)
+
+
+def fetched(region: EmulatedRegion) -> int:
+    return region.stats(prefix="/nodes/train/").bytes_down
+
+
+def test_nodes_of_one_machine_use_separate_folders(nodes: Nodes, region: EmulatedRegion) -> None:
+    started = [nodes.start(number) for number in range(3)]
+    assert [live.facts.address for live in live_nodes(nodes.options())] == [node.address for node in started]
+    assert sorted(node.status()["folder"] for node in started) == ["local", "node-1", "node-2"]
+    seen: list[LoadProgress] = []
+    done = nodes.load(progress=seen.append)
+    assert (done.nodes, done.done_objects, done.fetched_bytes, fetched(region)) == (3, OBJECTS, TOTAL, TOTAL)
+    assert seen[-1] == done
+    assert [node.status()["objects"] > 0 for node in started] == [True] * 3
+    assert sum(node.status()["objects"] for node in started) == OBJECTS
+    with access_from_here(nodes.options()) as cluster:  # type: ignore[union-attr]
+        assert [reported["state"] for reported in statuses(cluster)] == ["here"] * 3
+        started[1].close()
+        reported = {each["address"]: each["answers"] for each in statuses(cluster)}
+    assert reported == {started[0].address: True, started[1].address: False, started[2].address: True}
+
+
+def test_load_of_a_file_system_uses_its_cluster(nodes: Nodes, region: EmulatedRegion, s3: S3Server) -> None:
+    for number in range(2):
+        nodes.start(number)
+    options = {**s3.target_options, "endpoint_url": region.endpoint_url}
+    for cache_dir in (nodes.cache_dir, nodes.cache_dir / "elsewhere"):  # through the machine's node, and as a client
+        fs = millrace.filesystem(
+            "s3", options, cache_dir=str(cache_dir), min_free=0, members=nodes.members, cluster_token=TOKEN
+        )
+        done = fs.load(["s3://nodes/train/", "nodes/train/1.bin"])
+        assert (done.nodes, done.done_objects, done.done_bytes) == (2, OBJECTS, TOTAL)
+        with pytest.raises(FileNotFoundError, match="nothing does not exist"):
+            fs.load("s3://nodes/nothing")
+    assert fetched(region) == TOTAL
+    # Reads use the loaded blocks.
+    assert len(fs.cat_file("nodes/train/3.bin")) == OBJECT_BYTES
+    assert fetched(region) == TOTAL
+    alone = millrace.filesystem("s3", options, cache_dir=str(nodes.cache_dir / "alone"), min_free=0, members="none")
+    assert alone.load("s3://nodes/train").nodes == 1
+    assert fetched(region) == 2 * TOTAL
+
+
+def test_load_continues_when_a_node_leaves(nodes: Nodes, region: EmulatedRegion) -> None:
+    started = [nodes.start(number) for number in range(3)]
+    region.reshape(round_trip_seconds=0.0, bytes_per_second=3e6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(nodes.load)
+            wait_until(lambda: fetched(region) > TOTAL / 5)
+            started[2].drain(30)
+            region.reshape(round_trip_seconds=0.0, bytes_per_second=None)
+            done = loading.result(60)
+    finally:
+        region.reshape(round_trip_seconds=0.0, bytes_per_second=None)
+    assert (done.nodes, done.objects, done.done_objects, done.done_bytes) == (2, OBJECTS, OBJECTS, TOTAL)
+    assert sum(node.status()["objects"] for node in started[:2]) == OBJECTS
+
+
+def test_load_without_a_client_ends(nodes: Nodes, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_jobs, "_ABANDONED_SECONDS", 1.0)
+    # A separate region: requests in progress continue in it for a while.
+    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.0, bytes_per_second=1e5) as slow:
+        nodes.origin = open_origin("s3", {**s3.target_options, "endpoint_url": slow.endpoint_url})
+        node = nodes.start(0)
+        order = LoadOrder(origin_identity=nodes.origin.identity, keys=("nodes/train",), members=node.view())
+        assert node.jobs.start("job", order)["state"] == "running"
+        wait_until(lambda: node.status()["loads"] == 0)
+        assert (node.jobs.state("job") or {})["state"] == "cancelled"
+
+
+def test_load_of_a_large_object_is_divided_by_stripes(
+    nodes: Nodes, region: EmulatedRegion, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "WHOLE_BYTES", 16 << 20)
+    monkeypatch.setattr(placement, "STRIPE_BYTES", 4 << 20)
+    size = (44 << 20) + 12345
+    data = os.urandom(size)
+    nodes.origin.put("nodes/large/one.bin", data)
+    for number in range(3):
+        nodes.start(number)
+    done = nodes.load(keys=["nodes/large"])
+    assert (done.objects, done.done_objects, done.nbytes, done.done_bytes) == (1, 1, size, size)
+    assert region.stats(prefix="/nodes/large/").bytes_down == size
+    held = [node.status()["used_bytes"] for node in nodes.running.values()]
+    assert max(held) < size <= sum(held)
+    again = nodes.load(keys=["nodes/large"], verify=True)
+    assert (again.done_bytes, again.fetched_bytes) == (size, 0)
+    fs = millrace.filesystem(
+        "s3",
+        {**s3.target_options, "endpoint_url": region.endpoint_url},
+        cache_dir=str(nodes.cache_dir / "elsewhere"),
+        min_free=0,
+        members=nodes.members,
+        cluster_token=TOKEN,
+    )
+    assert fs.cat_file("nodes/large/one.bin") == data
+    assert region.stats(prefix="/nodes/large/").bytes_down == size
+
+
+def test_load_with_replicas_loads_copies(nodes: Nodes, region: EmulatedRegion) -> None:
+    for number in range(3):
+        nodes.start(number, replicas=2)
+    done = nodes.load()
+    assert (done.done_objects, done.done_bytes, done.fetched_bytes) == (OBJECTS, TOTAL, TOTAL)
+    assert sum(node.status()["objects"] for node in nodes.running.values()) == 2 * OBJECTS
+    assert fetched(region) == TOTAL
+
+
+def test_static_node_leaves_and_returns(nodes: Nodes, region: EmulatedRegion, events: list[Event]) -> None:
+    first, second, third = (nodes.start(number) for number in range(3))
+    nodes.load()
+    # The third node is dead. The drain does not wait for it.
+    third.close()
+    del nodes.running[2]
+    report = second.drain(60)
+    assert (report.took_over, report.did_not) == ((first.address,), ())
+    assert second.state == "left"
+    assert [event.subject for event in events if event.name == "cluster.left"] == [third.address, second.address]
+    states = {member.id: member.state for member in first.view().members}
+    assert states[second.address] is MemberState.LEAVING
+    second.close()
+    again = nodes.start(1)
+    assert again.member_id == second.member_id
+    assert again.status()["folder"] == second.status()["folder"]
+    wait_until(lambda: {member.id: member.state for member in first.view().members}[again.address] is MemberState.HERE)
+
+
+def test_static_node_repeats_its_state_to_unreached_members(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_process, "_ANNOUNCE_SECONDS", 0.0)
+    first, second = (nodes.start(number) for number in range(2))
+    second.drain(30)
+    second.close()
+    with monkeypatch.context() as busy:
+        refused: list[object] = []
+
+        def refuse(*reported: object) -> None:
+            refused.append(reported)
+            raise DiskFullError("not now")
+
+        busy.setattr(first, "set_member_state", refuse)
+        again = nodes.start(1)
+        wait_until(lambda: bool(refused))
+    wait_until(lambda: {member.id: member.state for member in first.view().members}[again.address] is MemberState.HERE)
+
+
+def test_published_view_is_the_newest(nodes: Nodes, events: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a thread reports an older view last, and after the disk was full for a moment."""
+    first = nodes.start(0)
+    older = first.view()
+    first.set_member_state(nodes.members.rpartition(",")[2], MemberState.LEAVING)
+    first._view_changed(older)
+    (live,) = live_nodes(nodes.options())
+    assert live.facts.view == first.view() != older
+    with monkeypatch.context() as full:
+
+        def fails(*_: object, **__: object) -> None:
+            raise DiskFullError("no room")
+
+        full.setattr(first._folder, "publish", fails)
+        first.set_member_state(nodes.members.rpartition(",")[2], MemberState.HERE)
+    wait_until(lambda: live_nodes(nodes.options())[0].facts.view == older)
+    assert [event.name for event in events].count("cluster.folder.failed") == 1
+
+
+def test_drain_without_time_ends_at_once(nodes: Nodes) -> None:
+    first, second = nodes.start(0), nodes.start(1)
+    nodes.load()
+    report = first.drain(0)
+    # The drain does not wait for the node that has never started. The other node may have been quick.
+    assert (*report.took_over, *report.did_not) == (second.address,)
+    assert first.drain(5).seconds == 0.0
+    assert first.left.is_set()
+
+
+def test_resize_changes_the_weight(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(node_process, "_WEIGHT_SECONDS", 0.0)
+    node = nodes.start(0)
+    monkeypatch.setenv("MILLRACE_CLUSTER_TOKEN", TOKEN)
+    assert main(["resize", "1GB", "--node", node.address]) == 0
+    assert capsys.readouterr().out.endswith("0 B of 1.00 GB\n")
+    wait_until(lambda: node.status()["weight"] == 1e9)
+    assert main(["resize", "much", "--node", node.address]) == 1
+    assert "is not a size" in capsys.readouterr().err
+    assert main(["resize", "--default", "--node", node.address]) == 0
+    wait_until(lambda: node.status()["weight"] > 1e9)
+
+
+def test_load_without_access_raises(nodes: Nodes, origin: ObjectStoreOrigin) -> None:
+    nodes.start(0)
+    nodes.origin = open_origin("s3", {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "s"})
+    with pytest.raises(DeniedError, match=r"node 127.0.0.1:\d+: no access to s3\+http://127.0.0.1:9: start it"):
+        nodes.load()
+
+
+def test_load_beyond_the_disks_raises(nodes: Nodes) -> None:
+    for number in range(2):
+        nodes.start(number, capacity="2MB")
+    seen: list[LoadProgress] = []
+    with pytest.raises(DiskFullError, match=r"the cache is full: \d+ of 30 objects, .* of 9\.00 MB, were loaded"):
+        nodes.load(progress=seen.append)
+    # The objects that fit are cached. The others were tried on both nodes.
+    assert seen[-1].done_objects + seen[-1].left_objects == OBJECTS
+    assert 0 < seen[-1].done_bytes < TOTAL
+
+
+def test_load_without_a_responding_node_raises(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = nodes.start(0)
+    with access_through(node.address, nodes.options()) as cluster:
+        node.close()
+        with pytest.raises(OriginUnavailableError, match="no node of the cluster answers"):
+            load_on_cluster(cluster.views, cluster.client, nodes.origin.identity, ["nodes/train"])
+
+
+def test_load_skips_a_member_of_another_version(nodes: Nodes, region: EmulatedRegion) -> None:
+    node = nodes.start(0)
+
+    class Views:
+        def view(self) -> View:
+            return View.of([Member(id=node.member_id, address=node.address), odd])
+
+    odd = Member(id="odd", address="no address")
+    with access_through(node.address, nodes.options()) as cluster:
+        done = load_on_cluster(Views(), cluster.client, nodes.origin.identity, ["nodes/train"])
+    assert (done.nodes, done.done_bytes) == (1, TOTAL)
+
+
+def test_failed_start_leaves_nothing(nodes: Nodes) -> None:
+    first = nodes.start(0)
+    with pytest.raises(ConfigurationError, match="cannot listen"):
+        NodeProcess(nodes.options(), port=nodes.ports[0]).start()
+    assert [live.facts.address for live in live_nodes(nodes.options())] == [first.address]
+    stranger = NodeProcess(nodes.options(), port=free_ports(1)[0])
+    with pytest.raises(ConfigurationError, match="not among the cluster's members"):
+        stranger.start()
+    stranger.close()
+    with pytest.raises(ConfigurationError, match="fixed port"):
+        NodeProcess(nodes.options())
+    with pytest.raises(ConfigurationError, match="cluster_token"):
+        NodeProcess(replace(nodes.options(), cluster_token=None), port=nodes.ports[1])
+    with pytest.raises(ConfigurationError, match="is not known"):
+        NodeProcess(replace(nodes.options(), members="none")).start()
+    with pytest.raises(UsageError, match="started before"):
+        first.start()
+    # Their folders are free again.
+    assert nodes.start(1).status()["folder"] == "node-1"

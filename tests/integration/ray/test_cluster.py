@@ -1,0 +1,229 @@
+"""The cluster in Ray without any set-up: `ray.data.read_parquet` with a file system, on several raylets, real S3 behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tests.support.raylets import Raylets, on, raylets, through_region, wait_until
+
+import millrace
+from millrace.cache.counters import totals
+from millrace.cache.node import store_directory
+from millrace.cluster.attach import close_all
+from millrace.cluster.folder import LocalNode, live_nodes
+from millrace.cluster.membership import MemberState
+from millrace.filesystem import MillraceFileSystem
+from millrace.testing.region import EmulatedRegion
+from millrace.testing.s3 import S3Server
+
+ray = pytest.importorskip("ray")
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+_FILES = 12
+_ROWS = 40_000
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Raylets]:
+    import ray.data
+
+    with raylets(2) as started:
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        yield started
+
+
+@pytest.fixture
+def region(s3: S3Server) -> Iterator[EmulatedRegion]:
+    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.001) as started:
+        yield started
+
+
+@pytest.fixture
+def fs(s3: S3Server, region: EmulatedRegion, tmp_path: Path) -> MillraceFileSystem:
+    return through_region(s3, region, tmp_path / "cache", capacity="2GB")
+
+
+@pytest.fixture
+def data(s3: S3Server, bucket: str, s3_options: dict[str, Any]) -> dict[str, int]:
+    """The sizes of the files of a data set, written past the cache and the region."""
+    fs = millrace.filesystem("s3", **{**s3_options, "members": "none", "cache_dir": s3_options["cache_dir"] + "-w"})
+    random = np.random.default_rng(7)
+    for number in range(_FILES):
+        values = np.arange(_ROWS) + number * _ROWS
+        with fs.open_output_stream(f"{bucket}/train/{number:02}.parquet") as out:
+            pq.write_table(pa.table({"a": values, "b": random.random(_ROWS)}), out, row_group_size=_ROWS // 4)
+    return {info["name"]: info["size"] for info in fs.ls(f"{bucket}/train", detail=True)}
+
+
+def _dataset(fs: MillraceFileSystem, bucket: str, seconds: float = 0.0) -> Any:
+    """The data set, added up by tasks of at least so many seconds each."""
+
+    def add_up(batch: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(seconds)
+        return {"a": [int(batch["a"].sum())], "node": [ray.get_runtime_context().get_node_id()]}
+
+    dataset = ray.data.read_parquet(f"s3://{bucket}/train", filesystem=fs, override_num_blocks=_FILES)
+    return dataset.map_batches(add_up, batch_size=None)
+
+
+def _epoch(fs: MillraceFileSystem, bucket: str) -> int:
+    """Read everything in tasks on all nodes; the sum of a column."""
+    return sum(row["a"] for row in _dataset(fs, bucket).take_all())
+
+
+_SUM = sum(range(_FILES * _ROWS))
+
+
+def _use(fs: MillraceFileSystem) -> None:
+    assert fs.node is not None
+
+
+def _nodes(fs: MillraceFileSystem) -> dict[str, LocalNode]:
+    """The nodes that run on this machine, by their members' ids."""
+    return {node.facts.member_id: node for node in live_nodes(fs._options)}
+
+
+def _peer_failures(fs: MillraceFileSystem) -> int:
+    """Requests that any node of this machine did not answer as it should, so far; its readers count, too."""
+    return sum(
+        totals(folder / "counters")["peer_failures"]
+        for cache_dir in fs._options.cache_dirs
+        for folder in store_directory(cache_dir).parent.iterdir()
+        if (folder / "counters").is_dir()
+    )
+
+
+def _wait_for(fs: MillraceFileSystem, count: int) -> dict[str, LocalNode]:
+    """Wait until `count` nodes run, and each has a view in which all own their share."""
+
+    def all_know_all() -> bool:
+        nodes = _nodes(fs)
+        views = [
+            {member.id for member in node.facts.view.members if member.state is MemberState.HERE}
+            for node in nodes.values()
+        ]
+        return len(nodes) == count and all(view == set(nodes) for view in views)
+
+    wait_until(all_know_all, f"{count} nodes own their share")
+    return _nodes(fs)
+
+
+def _read_in_forked_child(fs: MillraceFileSystem, first: str, second: str) -> tuple[str, str, int]:
+    """As a loader's worker does: the folders that parent and child read through, and how much the child reads."""
+    fs.cat_file(first)
+    folder = fs.node.options.folder
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return (folder, *pool.apply(_read, (fs, second)))
+
+
+def _read(fs: MillraceFileSystem, key: str) -> tuple[str, int]:
+    return fs.node.options.folder, len(fs.cat_file(key))
+
+
+def test_forked_process_in_a_task_reads_through_the_same_node(
+    cluster: Raylets, region: EmulatedRegion, fs: MillraceFileSystem, bucket: str, data: dict[str, int]
+) -> None:
+    keys = sorted(data)
+    for node in cluster.ids():
+        on(node, _use, fs)
+    _wait_for(fs, 2)
+    folders = set()
+    for number, node in enumerate(cluster.ids()):
+        parent, child, size = on(node, _read_in_forked_child, fs, keys[0], keys[1 + number])
+        assert parent == child
+        assert size == data[keys[1 + number]]
+        folders.add(child)
+    assert folders == {"local", "node-1"}
+    for node in cluster.ids():
+        for number in range(3):
+            on(node, _read, fs, keys[number])
+    assert region.stats(prefix=f"/{bucket}/").bytes_down == sum(data[key] for key in keys[:3])
+
+
+def test_new_readers_without_the_control_plane_find_the_running_node(
+    cluster: Raylets, fs: MillraceFileSystem, data: dict[str, int]
+) -> None:
+    key, size = next(iter(data.items()))
+    assert fs.node.options.folder in {node.name for node in _nodes(fs).values()}
+    close_all()
+    with cluster.silent_control_plane():
+        assert _read(fs, key) == (live_nodes(fs._options)[0].name, size)
+
+
+def test_epochs_over_joining_and_leaving_raylets_read_everything(
+    cluster: Raylets,
+    region: EmulatedRegion,
+    fs: MillraceFileSystem,
+    bucket: str,
+    data: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def origin_bytes() -> int:
+        return region.stats(prefix=f"/{bucket}/").bytes_down
+
+    def again() -> int:
+        """Bytes that may be read from the origin twice: one file for each request that a busy node failed to answer."""
+        return _peer_failures(fs) * max(data.values())
+
+    size = sum(data.values())
+    for node in cluster.ids():
+        on(node, _use, fs)
+    two = _wait_for(fs, 2)
+    assert sorted(node.name for node in two.values()) == ["local", "node-1"]
+
+    assert _epoch(fs, bucket) == _SUM
+    assert size <= origin_bytes() <= size + again()  # each byte once, for all readers
+    assert _epoch(fs, bucket) == _SUM
+    assert size <= origin_bytes() <= size + again()
+
+    # From here on with the older of Ray Data's two ways to read Parquet: the newer one lists with actors of its own, and
+    # fails with the node of any of them.
+    monkeypatch.setattr(ray.data.DataContext.get_current(), "use_datasource_v2", False)
+
+    # A third comes, and is filled by the others.
+    third = cluster.add()
+    on(third, _use, fs)
+    (joined,) = set(_wait_for(fs, 3)) - set(two)
+    assert _epoch(fs, bucket) == _SUM
+    assert size <= origin_bytes() <= size + again()
+
+    # Its actor is killed: reads continue meanwhile, and Ray brings it back as the member that it was, with what it had.
+    before = _nodes(fs)[joined].facts
+    os.kill(before.pid, signal.SIGKILL)
+    assert _epoch(fs, bucket) == _SUM
+    wait_until(lambda: joined in _nodes(fs) and _nodes(fs)[joined].facts.pid != before.pid, "the actor is back")
+    _wait_for(fs, 3)
+    read, before_epoch = origin_bytes(), again()
+    assert read < 2 * size + before_epoch
+    assert _epoch(fs, bucket) == _SUM
+    assert read <= origin_bytes() <= read + again() - before_epoch
+
+    # Its Ray node is killed in the middle of an epoch.
+    total = 0
+    for number, row in enumerate(_dataset(fs, bucket, seconds=0.5).iter_rows()):
+        total += row["a"]
+        if number == 0:
+            cluster.kill(third)
+    assert total == _SUM
+    left = _wait_for(fs, 2)
+    assert set(left) == set(two)
+    read, before_epoch = origin_bytes(), again()
+    assert read < 3 * size + before_epoch
+    assert _epoch(fs, bucket) == _SUM
+    assert read <= origin_bytes() <= read + again() - before_epoch
+    wait_until(lambda: ray.cluster_resources()["CPU"] == ray.available_resources().get("CPU"), "nothing is reserved")

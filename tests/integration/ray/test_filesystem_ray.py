@@ -1,0 +1,100 @@
+"""Ray Data over the file system, on a real local Ray."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from tests.support.azurite import AzuriteServer
+from tests.support.hub_server import HubServer
+from tests.support.ray_sessions import start_ray
+from tests.support.web_server import WebServer
+
+import millrace
+
+ray = pytest.importorskip("ray")
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    import ray.data
+
+    start_ray(num_cpus=2, _node_ip_address="127.0.0.1")
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    yield
+    ray.shutdown()
+
+
+def total(dataset: Any) -> int:
+    """The sum of column `a`. `Dataset.sum` would start processes that aggregate."""
+    return sum(int(batch["a"].sum()) for batch in dataset.iter_batches(batch_format="numpy"))
+
+
+def test_read_parquet_reads_the_origin_in_the_first_epoch_only(
+    cluster: None, bucket: str, s3_options: dict[str, Any]
+) -> None:
+    fs = millrace.filesystem("s3", consistency="immutable", **s3_options)
+    for number in range(4):
+        with fs.open_output_stream(f"{bucket}/train/{number}.parquet") as out:
+            values = np.arange(50_000) + number * 50_000
+            pq.write_table(pa.table({"a": values, "b": values * 0.5}), out, row_group_size=10_000)
+    origin_bytes = []
+    for _ in range(3):
+        dataset = ray.data.read_parquet(f"s3://{bucket}/train", filesystem=fs)
+        assert total(dataset) == sum(range(200_000))
+        origin_bytes.append(fs.cache_counters()["origin_bytes"])
+    size = sum(fs.info(f"{bucket}/train/{number}.parquet")["size"] for number in range(4))
+    assert origin_bytes == [size] * 3
+
+
+def test_read_images_returns_all_images(cluster: None, bucket: str, s3_options: dict[str, Any]) -> None:
+    fs = millrace.filesystem("s3", consistency="immutable", **s3_options)
+    for number in range(12):
+        out = io.BytesIO()
+        Image.new("RGB", (16, 16), (number * 10, 0, 0)).save(out, "PNG")
+        fs.pipe_file(f"{bucket}/images/{number:02}.png", out.getvalue())
+    for _ in range(2):
+        dataset = ray.data.read_images(f"s3://{bucket}/images", filesystem=fs)
+        reds = sorted(int(row["image"][0, 0, 0]) for row in dataset.iter_rows())
+        assert reds == [number * 10 for number in range(12)]
+        origin_requests = fs.cache_counters()["origin_requests"]
+    assert origin_requests == 12
+
+
+@pytest.mark.azurite
+def test_read_parquet_of_azure_returns_all_rows(
+    cluster: None, azurite: AzuriteServer, container: str, tmp_path: Path
+) -> None:
+    fs = millrace.filesystem("az", azurite.target_options, cache_dir=str(tmp_path / "cache"), min_free=0)
+    with fs.open_output_stream(f"{container}/train/x.parquet") as out:
+        pq.write_table(pa.table({"a": range(1000)}), out)
+    for url in (f"az://{container}/train", f"abfs://{container}/train/x.parquet"):
+        assert total(ray.data.read_parquet(url, filesystem=fs)) == sum(range(1000))
+    ray.data.range(10).write_parquet(f"az://{container}/written", filesystem=fs)
+    assert ray.data.read_parquet(f"az://{container}/written", filesystem=fs).count() == 10
+
+
+def test_read_parquet_of_the_hub_and_of_a_web_server_returns_all_rows(cluster: None, tmp_path: Path) -> None:
+    out = io.BytesIO()
+    pq.write_table(pa.table({"a": range(1000)}), out)
+    cache = {"cache_dir": str(tmp_path / "cache"), "min_free": 0}
+    with HubServer() as hub, WebServer() as web:
+        hub.commit("datasets", "user/set", {"train/x.parquet": out.getvalue()})
+        fs = millrace.filesystem("hf", {"endpoint": hub.url}, **cache)
+        assert total(ray.data.read_parquet("hf://datasets/user/set/train", filesystem=fs)) == sum(range(1000))
+        web.put("/x.parquet", out.getvalue())
+        fs = millrace.filesystem("http", **cache)
+        assert total(ray.data.read_parquet(f"{web.url}/x.parquet", filesystem=fs)) == sum(range(1000))

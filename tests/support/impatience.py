@@ -1,0 +1,28 @@
+"""Short limits for the requests to an origin, in blocks that expect a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+
+from millrace.origin import clients
+from millrace.origin.limits import decisions
+from millrace.origin.limits.decisions import Patience
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """The clients' own limits, made short enough to wait for.
+
+    Operations that must succeed stay outside the block: a busy machine may need the usual limits.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        for name, seconds in {"connect_timeout": 1, "timeout": 4, "read_timeout": 1}.items():
+            patched.setitem(clients.CLIENT, name, timedelta(seconds=seconds))
+        patched.setitem(clients.RETRY, "max_retries", 2)
+        patched.setitem(clients.RETRY, "retry_timeout", timedelta(seconds=4))
+        patched.setattr(decisions, "PATIENCE", Patience(seconds=4, tries=3))
+        yield

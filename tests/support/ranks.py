@@ -1,0 +1,74 @@
+"""Runs a test module's own programs on several ranks: real processes with a real process group.
+
+A module calls `run(__file__, ...)` in its tests, and `main(PROGRAMS)` where it is started as a script.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def run(
+    script: str,
+    program: str,
+    world: int,
+    root: pathlib.Path,
+    codes: tuple[int, ...] | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a program of `script` on so many ranks, and `meanwhile` here; all must end with 0, or with `codes`."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", script, program, str(rank), str(world), str(port), str(root)],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{_ROOT}:{_ROOT}/examples/speech"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    ended = []
+    try:
+        meanwhile()
+        for process in ranks:
+            ended.append((process.communicate(timeout=120)[1], process.returncode))
+    finally:
+        for process in ranks:
+            process.kill()
+    for (text, code), expected in zip(ended, codes or (0,) * world, strict=True):
+        assert code == expected, text
+
+
+def free_port() -> int:
+    """A free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main(programs: Mapping[str, Callable[[pathlib.Path], None]]) -> None:
+    """One rank, started by `run`."""
+    program, rank, world, port, root = sys.argv[1:]
+    os.environ.update(RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    try:
+        programs[program](pathlib.Path(root))
+    except BaseException:  # noqa: BLE001 - printed, and the process ends
+        traceback.print_exc()
+        # Not waiting for the other rank, which waits for this one.
+        os._exit(1)
+    dist.barrier()
+    dist.destroy_process_group()

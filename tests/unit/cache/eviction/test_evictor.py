@@ -1,0 +1,440 @@
+"""Eviction from a real store: the evicted units, the kept ones, and reads of evicted objects."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.support.native import open_native
+
+from millrace.cache import catalog
+from millrace.cache.eviction.usage_records import UsageRecords
+from millrace.cache.held import HeldBlocks
+from millrace.cache.node import CacheNode, cache_node
+from millrace.config import Amount, resolve
+from millrace.events import Event, add_hook
+from millrace.runtime.maintenance import run_tasks
+from millrace.store.blocks import BLOCK_BYTES, object_id
+from millrace.store.leftovers import Leftovers
+from millrace.testing.computed import ComputedOrigin
+
+SIZE = (1 << 20) + 4096  # just large enough for its own file
+
+
+@pytest.fixture
+def make_node(tmp_path: Path) -> Callable[..., CacheNode]:
+    def make(**options: object) -> CacheNode:
+        node = cache_node(
+            resolve({"cache_dir": str(tmp_path / "cache"), "min_free": 0, **options}, environ={}, file={})
+        )
+        node.open_disks[0].held = HeldBlocks(
+            0
+        )  # bytes that were not stored are read from the origin, and counted there
+        return node
+
+    return make
+
+
+def objects(count: int, folder: str = "train", size: int = SIZE) -> dict[str, int]:
+    return {f"b/{folder}/{number:04}": size for number in range(count)}
+
+
+def read(node: CacheNode, origin: ComputedOrigin, key: str) -> None:
+    """Read all of an object like the file system, and compare it."""
+    info = origin.head(key)
+    found = node.find_native(origin, info)
+    if found is not None:
+        assert found.buffer.to_pybytes() == bytes(origin.expected(key, 0, info.size))
+        return
+    reader = node.open_reader(origin, info)
+    try:
+        assert bytes(reader.read(0, info.size)) == bytes(origin.expected(key, 0, info.size))
+    finally:
+        reader.close()
+
+
+def hit_ratio(node: CacheNode, origin: ComputedOrigin, keys: list[str]) -> float:
+    """Read every key once; returns the share of the bytes that did not come from the origin."""
+    before = origin.bytes_read
+    for key in keys:
+        read(node, origin, key)
+    return 1 - (origin.bytes_read - before) / sum(origin.head(key).size for key in keys)
+
+
+def is_here(node: CacheNode, origin: ComputedOrigin, key: str) -> bool:
+    info = origin.head(key)
+    entry = node.open_disks[0].store.index.get(object_id(origin.identity, key, info.version, info.size))
+    return entry is not None and entry.complete
+
+
+def used(node: CacheNode) -> int:
+    return node.open_disks[0].store.index.used_bytes()
+
+
+def on_disk(node: CacheNode) -> int:
+    """Bytes that the store's data files take, without the footers and tables of contents that are not counted as used."""
+    directory = node.open_disks[0].store.directory
+    return sum(path.stat().st_blocks * 512 for path in directory.glob("objects/*/*")) + sum(
+        path.stat().st_size for path in directory.glob("segments/*.data")
+    )
+
+
+@pytest.mark.parametrize("size", [SIZE, 60_000])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_loop_over_twice_the_cache_hits_half(make_node: Callable[..., CacheNode], size: int, shuffled: bool) -> None:
+    origin = ComputedOrigin(objects(40, size=size))
+    node = make_node(capacity=20 * size + 20_000)
+    keys, choice = list(objects(40)), random.Random(1)
+    ratios = []
+    for _ in range(5):
+        if shuffled:
+            choice.shuffle(keys)
+        ratios.append(hit_ratio(node, origin, keys))
+    assert ratios[0] == 0
+    assert min(ratios[1:]) >= 0.95 * 0.5
+    assert used(node) <= 20 * size + 20_000
+
+
+@pytest.mark.parametrize("size", [SIZE, 60_000])
+def test_new_data_set_takes_over_within_two_epochs(
+    make_node: Callable[..., CacheNode], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # These epochs take milliseconds, so every refusal counts.
+    monkeypatch.setattr("millrace.cache.eviction.evictor._REFUSAL_FACTOR", 0.0)
+    origin = ComputedOrigin(objects(30, "old", size) | objects(30, "new", size))
+    node = make_node(capacity=16 * size)
+    for _ in range(3):
+        hit_ratio(node, origin, list(objects(30, "old")))
+    for _ in range(2):
+        hit_ratio(node, origin, list(objects(30, "new")))
+    assert hit_ratio(node, origin, list(objects(30, "new"))) >= 0.95 * 15 / 30
+    assert used(node) <= 16 * size
+
+
+def test_records_count_residents_and_ghosts(make_node: Callable[..., CacheNode]) -> None:
+    origin = ComputedOrigin(objects(12) | objects(6, "small", 1000))
+    node = make_node(capacity=8 * SIZE)
+    for key in [*objects(6, "small"), *objects(12)]:
+        read(node, origin, key)
+    disk = node.open_disks[0]
+    disk.write_down_uses()
+    records: UsageRecords = disk.records
+    assert records.counts() == (8, 5)  # a segment and seven files; five files were not kept
+    assert records.clock == 12 * SIZE + 6000
+    drawn = records.draw(100)
+    assert len(drawn.records) == 8
+    small, large = sorted(drawn.groups.values(), key=lambda group: group.bytes)
+    assert (large.bytes, large.units) == (12 * SIZE, 12)
+    assert small.units == 1
+    assert small.bytes >= 5 * 1024 + 1000
+    assert len({record.unit.key for record in records.draw(5).records}) == 5
+    [segment] = [record for record in drawn.records if record.segment]
+    for key in objects(6, "small"):
+        read(node, origin, key)
+    disk.write_down_uses()
+    again = records.get(segment.unit.key)
+    assert again is not None
+    assert again.unit.last == records.clock
+
+
+def test_deleted_ghosts_remove_the_empty_files_of_objects_never_stored(
+    make_node: Callable[..., CacheNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.cache.eviction.usage_records._LEAST_GHOSTS", 4)
+    monkeypatch.setattr("millrace.cache.eviction.usage_records.GHOSTS_PER_RESIDENT", 0)
+    origin = ComputedOrigin(objects(20))
+    node = make_node(capacity=2 * SIZE)
+    for key in objects(20):
+        read(node, origin, key)
+    disk = node.open_disks[0]
+    disk.write_down_uses()
+    assert disk.records.counts() == (2, 4)
+    [group] = disk.records.draw(9).groups.values()
+    assert (group.units, group.bytes) == (6, 6 * SIZE)
+    assert len(list(disk.store.directory.glob("objects/*/*"))) == 6
+
+
+def test_cached_listing_has_the_last_use_of_an_object(make_node: Callable[..., CacheNode]) -> None:
+    origin = ComputedOrigin(objects(2) | objects(2, "small", 1000))
+    node = make_node(capacity="1GB")
+    before = int(time.time())
+    for key in [*objects(2), *objects(2, "small")]:
+        read(node, origin, key)
+    node.open_disks[0].write_down_uses()
+    for found in catalog.cached_objects(node):
+        assert found.last_used is not None
+        assert before <= found.last_used <= time.time()
+
+
+def test_pinned_object_is_admitted_and_stays(make_node: Callable[..., CacheNode]) -> None:
+    origin = ComputedOrigin(objects(4, "kept") | objects(30, "old") | objects(30, "new") | objects(9, "tiny", 500))
+    node = make_node(capacity=12 * SIZE)
+    for folder in ("kept", "tiny"):
+        catalog.pin(node, (origin.identity, f"b/{folder}"))
+    for _ in range(2):
+        hit_ratio(node, origin, list(objects(30, "old")))
+    assert (
+        hit_ratio(node, origin, list(objects(4, "kept"))) == 0
+    )  # pinned before its first read: others are evicted for it
+    hit_ratio(node, origin, list(objects(9, "tiny")))
+    for _ in range(3):
+        hit_ratio(node, origin, list(objects(30, "new")))
+    assert hit_ratio(node, origin, [*objects(4, "kept"), *objects(9, "tiny")]) == 1
+    catalog.resize(node, Amount(nbytes=SIZE))
+    assert hit_ratio(node, origin, [*objects(4, "kept"), *objects(9, "tiny")]) == 1
+    assert not any(is_here(node, origin, key) for key in objects(30, "new"))
+
+
+def test_resize_to_less_evicts_at_once(make_node: Callable[..., CacheNode]) -> None:
+    origin = ComputedOrigin(objects(20) | objects(50, "small", 30_000))
+    node = make_node(capacity="1GB")
+    for key in [*objects(20), *objects(50, "small")]:
+        read(node, origin, key)
+    assert used(node) > 20 * SIZE
+    catalog.resize(node, Amount(nbytes=5 * SIZE))
+    assert 2 * SIZE <= used(node) <= 5 * SIZE
+    # A page at the end of each file is its footer.
+    assert abs(on_disk(node) - used(node)) <= 20 * 8192
+    catalog.resize(node, Amount(nbytes=0))
+    assert used(node) == on_disk(node) == 0
+    for key in [*objects(20), *objects(50, "small")]:
+        read(node, origin, key)
+    assert used(node) == 0
+
+
+def test_capacity_of_another_process_is_enforced_by_maintenance(make_node: Callable[..., CacheNode]) -> None:
+    origin = ComputedOrigin(objects(10))
+    node = make_node(capacity="1GB")
+    for key in objects(10):
+        read(node, origin, key)
+    disk = node.open_disks[0]
+    disk.rules.change(lambda rules: rules.with_capacity(Amount(nbytes=3 * SIZE)))
+    run_tasks()
+    assert used(node) == 3 * SIZE
+
+
+def test_object_beyond_its_ttl_is_removed(make_node: Callable[..., CacheNode], monkeypatch: pytest.MonkeyPatch) -> None:
+    origin = ComputedOrigin(objects(3) | objects(3, "logs") | objects(3, "logs/small", 900))
+    node = make_node(capacity="1GB")
+    for key in [*objects(3), *objects(3, "logs"), *objects(3, "logs/small")]:
+        read(node, origin, key)
+    node.open_disks[0].write_down_uses()
+    catalog.limit(node, (origin.identity, "b/logs"), quota=None, ttl_seconds=3600.0)
+    node.open_disks[0].enforce_limits()
+    assert all(is_here(node, origin, key) for key in objects(3, "logs"))
+    now = time.time()
+    monkeypatch.setattr("millrace.cache.eviction.holdings.time.time", lambda: now + 3500)
+    read(node, origin, "b/logs/0001")
+    node.open_disks[0].write_down_uses()
+    monkeypatch.setattr("millrace.cache.eviction.holdings.time.time", lambda: now + 4000)
+    node.open_disks[0].evictor.forget_survey()
+    node.open_disks[0].enforce_limits()
+    assert [is_here(node, origin, key) for key in objects(3, "logs")] == [False, True, False]
+    assert not any(is_here(node, origin, key) for key in objects(3, "logs/small"))
+    assert all(is_here(node, origin, key) for key in objects(3))
+
+
+@pytest.mark.parametrize("size", [SIZE, 50_000])
+def test_quota_holds_and_prefix_replaces_only_its_own_units(make_node: Callable[..., CacheNode], size: int) -> None:
+    origin = ComputedOrigin(objects(10) | objects(20, "logs", size) | objects(20, "logs/new", size))
+    node = make_node(capacity=10 * SIZE + 8 * size)
+    catalog.limit(node, (origin.identity, "b/logs"), quota=Amount(nbytes=4 * size), ttl_seconds=None)
+    for key in [*objects(10), *objects(20, "logs")]:
+        read(node, origin, key)
+    assert sum(is_here(node, origin, key) for key in objects(20, "logs")) in (3, 4)
+    for _ in range(4):
+        for key in objects(20, "logs/new"):
+            read(node, origin, key)
+    assert all(is_here(node, origin, key) for key in objects(10))
+    assert used(node) <= 10 * SIZE + 4 * size + 4096
+    if size == SIZE:  # the old ones are evicted for the new ones; there is space for one of them
+        assert any(is_here(node, origin, key) for key in objects(20, "logs/new"))
+    catalog.limit(node, (origin.identity, "b/logs"), quota=Amount(nbytes=2 * size), ttl_seconds=None)
+    node.open_disks[0].write_down_uses()
+    node.open_disks[0].enforce_limits()
+    assert used(node) <= 10 * SIZE + 2 * size + 4096
+    assert all(is_here(node, origin, key) for key in objects(10))
+
+
+def test_reader_of_evicted_object_continues(make_node: Callable[..., CacheNode]) -> None:
+    size = 3 * BLOCK_BYTES
+    origin = ComputedOrigin({"b/whole": size, "b/part": size, "b/tiny": 5000})
+    node = make_node(capacity="1GB")
+    for key in ("b/whole", "b/tiny", "b/tiny"):
+        read(node, origin, key)
+    native = [open_native(node, origin, origin.head(key)) for key in ("b/whole", "b/tiny")]
+    reader = node.open_reader(origin, origin.head("b/part"))
+    assert bytes(reader.read(0, BLOCK_BYTES)) == bytes(origin.expected("b/part", 0, BLOCK_BYTES))
+    catalog.resize(node, Amount(nbytes=0))
+    assert used(node) == on_disk(node) == 0
+    for key, file in zip(("b/whole", "b/tiny"), native, strict=True):
+        assert file is not None
+        assert file.read() == bytes(origin.expected(key, 0, origin.head(key).size))
+    catalog.resize(node, None)
+    before = origin.bytes_read
+    for _ in range(2):
+        for start in range(0, size, 100_000):
+            stop = min(start + 100_000, size)
+            assert bytes(reader.read(start, stop)) == bytes(origin.expected("b/part", start, stop))
+    # The first block once more for the reader that found its object gone, then each block once.
+    assert origin.bytes_read - before <= size + 4 * BLOCK_BYTES
+    reader.close()
+    read(node, origin, "b/part")
+    assert is_here(node, origin, "b/part")
+
+
+def test_segment_with_writer_in_another_process_is_not_evicted(make_node: Callable[..., CacheNode]) -> None:
+    origin = ComputedOrigin(objects(3, "small", 1000))
+    node = make_node(capacity="1GB")
+    for key in objects(3, "small"):
+        read(node, origin, key)
+    disk = node.open_disks[0]
+    [segment] = disk.store.index.segment_records()
+    disk.segments.close()
+    from millrace.store.segments import Segments
+
+    other = Segments(disk.segments.directory, disk.store.index)
+    other.append(segment.group, b"o" * 16, disk.store.index.entries_in(segment.generation)[0].name, b"data")
+    catalog.resize(node, Amount(nbytes=0))
+    assert disk.store.index.segment(segment.generation) is not None
+    other.close()
+    run_tasks()
+    assert disk.store.index.segment_records() == []
+    assert on_disk(node) == 0
+
+
+def test_units_of_killed_processes_and_of_a_rebuilt_index_are_evicted(make_node: Callable[..., CacheNode]) -> None:
+    origin = ComputedOrigin(objects(6) | objects(6, "small", 2000))
+    node = make_node(capacity="1GB")
+    for key in [*objects(6), *objects(6, "small")]:
+        read(node, origin, key)
+    disk = node.open_disks[0]
+    disk.usage.drain()  # as if the process had been killed
+    assert disk.records.counts()[0] < 7
+    catalog.resize(node, Amount(nbytes=0))
+    assert used(node) == on_disk(node) == 0
+
+
+def test_files_that_a_killed_process_left_are_removed_and_no_others(make_node: Callable[..., CacheNode]) -> None:
+    origin = ComputedOrigin(objects(30) | objects(6, "small", 2000) | objects(3, "other", 2000))
+    node = make_node(capacity="1GB")
+    for key in [*objects(30), *objects(6, "small"), *objects(3, "other")]:
+        read(node, origin, key)
+    disk = node.open_disks[0]
+    left = []
+    for key in list(objects(30))[:10]:
+        info = origin.head(key)
+        entry = disk.store.index.remove(object_id(origin.identity, key, info.version, info.size))
+        assert entry is not None
+        left.append(Path(disk.store.path(entry)))
+        if key.endswith("5"):  # it was fetched again since
+            read(node, origin, key)
+    disk.segments.close()
+    segment, other = disk.store.index.segment_records()
+    disk.store.index.remove_segment(segment.generation)
+    left += disk.segments.directory.glob(f"{segment.generation}.*")
+    assert len(left) == 12
+    kept = set(disk.store.directory.glob("[os]*/**/*")) - set(left)
+    leftovers = Leftovers(disk.store, disk.segments)
+    for _ in range(257):
+        leftovers.look()
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in kept)
+    assert disk.store.index.segment(other.generation) is not None
+    assert hit_ratio(node, origin, [*list(objects(30))[10:], *objects(3, "other")]) == 1
+
+
+def test_leftovers_in_replaced_directory_are_ignored(
+    make_node: Callable[..., CacheNode],
+) -> None:
+    disk = make_node(capacity="1GB").open_disks[0]
+    leftovers = Leftovers(disk.store, disk.segments)
+    directory = disk.store.directory
+    directory.rename(directory.with_name("moved"))
+    directory.write_bytes(b"precious")
+    for _ in range(257):
+        leftovers.look()
+    assert directory.read_bytes() == b"precious"
+
+
+def test_periodic_eviction_runs_in_one_process_at_a_time(make_node: Callable[..., CacheNode]) -> None:
+    records = make_node(capacity="1GB").open_disks[0].records
+    assert records.claim(b"this", 60)
+    assert not records.claim(b"this", 60)
+    assert records.claim(b"that", 60)
+    assert records.claim(b"this", 0)
+
+
+def test_refused_candidate_is_not_considered_again_for_a_while(
+    make_node: Callable[..., CacheNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = ComputedOrigin(objects(40, size=2000) | objects(4))
+    node = make_node(capacity=4 * SIZE)
+    for key in objects(4):
+        read(node, origin, key)
+    evictor = node.open_disks[0].evictor
+    asked = []
+    replace = evictor._replace
+    monkeypatch.setattr(evictor, "_replace", lambda *a: asked.append(a) or replace(*a))
+    monkeypatch.setattr("millrace.cache.eviction.evictor._REFUSAL_FACTOR", 1e9)
+    for key in objects(40, size=2000):
+        if origin.head(key).size == 2000:
+            read(node, origin, key)
+    for key in list(objects(40))[4:]:
+        read(node, origin, key)
+    assert len(asked) == 1
+
+
+def test_processes_reserve_space_together(make_node: Callable[..., CacheNode]) -> None:
+    node = make_node(capacity=10 * SIZE)
+    store = node.open_disks[0].store
+    other = store.index  # as another process would
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert other.reserve(b"another process!", 8 * SIZE, now=now, until=now + 60, fits=lambda *_: True)
+    assert not store.space.reserve(3 * SIZE)
+    assert store.space.reserve(2 * SIZE)
+    assert not store.space.reserve(1)
+    store.space.release(2 * SIZE)
+    other.release(b"another process!", 0)
+    assert store.space.reserve(10 * SIZE)
+    store.space.release(10 * SIZE)
+    # The reservation of a dead process ends.
+    assert other.reserve(b"another process!", 8 * SIZE, now=now, until=now - 1, fits=lambda *_: True)
+    assert store.space.reserve(10 * SIZE)
+    store.space.release(10 * SIZE)
+    assert other.reserved_bytes(but=b"", now=now) == 0
+
+
+def test_many_threads_stay_inside_the_capacity_and_read_right_bytes(make_node: Callable[..., CacheNode]) -> None:
+    origin = ComputedOrigin(objects(30) | objects(60, "small", 90_000))
+    capacity = 8 * SIZE
+    node = make_node(capacity=capacity)
+    keys = [*objects(30), *objects(60, "small")]
+    highest: list[int] = []
+    evicted: list[Event] = []
+    errors: list[BaseException] = []
+    remove = add_hook(lambda event: evicted.append(event) if event.name == "cache.evicted" else None)
+
+    def work(seed: int) -> None:
+        choice = random.Random(seed)
+        try:
+            for _ in range(60):
+                read(node, origin, choice.choice(keys))
+                highest.append(used(node))
+        except BaseException as error:  # noqa: BLE001 - shown by the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for number in range(10):
+        catalog.resize(node, Amount(nbytes=capacity if number % 2 else capacity // 2))
+    for thread in threads:
+        thread.join()
+    remove()
+    assert not errors
+    assert evicted
+    assert max(highest) <= capacity
+    assert abs(on_disk(node) - used(node)) <= 200 * 8192

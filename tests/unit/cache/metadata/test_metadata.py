@@ -1,0 +1,674 @@
+import math
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tests.support.clocks import Clock
+from tests.support.origins import MemoryOrigin
+
+from millrace.cache.metadata.metadata import MetadataCache
+from millrace.cache.metadata.page_map import PageMap
+from millrace.errors import DeniedError, ObjectNotFoundError, StorageError
+from millrace.origin import ListingPage, ObjectInfo, Origin
+from millrace.runtime.locks import NamedLocks
+from millrace.store.index import Index
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    (tmp_path / "index").mkdir()
+    index = Index(tmp_path / "index")
+    yield index
+    index.close()
+
+
+def fail_on(error: StorageError) -> None:
+    raise error
+
+
+@pytest.fixture
+def make(index: Index, tmp_path: Path) -> Iterator[Callable[..., tuple[MetadataCache, Clock, list[ObjectInfo]]]]:
+    locks = NamedLocks(tmp_path / "locks")
+
+    def build(max_age: float) -> tuple[MetadataCache, Clock, list[ObjectInfo]]:
+        clock, changed = Clock(), []
+        cache = MetadataCache(
+            PageMap(index),
+            locks,
+            max_age_seconds=max_age,
+            on_changed=lambda _, info: changed.append(info),
+            report=fail_on,
+            clock=clock,
+        )
+        return cache, clock, changed
+
+    yield build
+    locks.close()
+
+
+Make = Callable[..., tuple[MetadataCache, Clock, list[ObjectInfo]]]
+
+
+def test_clock_set_back_makes_metadata_stale(make: Make) -> None:
+    origin = MemoryOrigin()
+    origin.put("b/d/k", b"1")
+    cache, clock, _ = make(60.0)
+    clock.now = 1e6
+    assert cache.stat(origin, "b/d/k").size == 1
+    list(cache.list_all(origin, "b/d"))
+    clock.now -= 50_000
+    origin.put("b/d/k", b"22")
+    assert cache.stat(origin, "b/d/k").size == 2
+    assert [info.size for page in cache.list_all(origin, "b/d") for info in page] == [2]
+    # The new result is cached, although the cached one has a later request time.
+    requests = origin.count("head") + origin.count("list")
+    assert cache.stat(origin, "b/d/k").size == 2
+    assert [info.size for page in cache.list_all(origin, "b/d") for info in page] == [2]
+    assert origin.count("head") + origin.count("list") == requests
+    clock.now += 50_000
+    origin.put("b/d/k", b"333")
+    assert cache.stat(origin, "b/d/k").size == 3
+
+
+def test_listing_of_very_long_names_is_requested_by_page(make: Make) -> None:
+    """A page cannot begin at such a position: it is too long for LMDB."""
+    origin = MemoryOrigin()
+    for number in range(1500):
+        origin.put(f"b/b{'l' * 900}{number:05}", b"x")
+    cache, clock, _ = make(60.0)
+    for start in range(4):
+        names = [info.key for page in cache.list_all(origin, "b") for info in page]
+        assert len(names) == 1500 + 30 * start
+        assert cache.stat(origin, names[7]).size == 1
+        for number in range(30):
+            origin.put(f"b/a{start}{number:05}", b"x")
+        clock.now += 100
+
+
+def test_immutable_metadata_is_requested_once(make: Make) -> None:
+    origin = MemoryOrigin()
+    origin.put("b/k", b"1")
+    cache, clock, _ = make(math.inf)
+    first = cache.stat(origin, "b/k")
+    clock.now += 1e9
+    assert cache.stat(origin, "b/k") == first
+    assert origin.count("head") == 1
+
+
+def test_stat_with_always_requests_every_time(make: Make) -> None:
+    origin = MemoryOrigin()
+    origin.put("b/k", b"1")
+    cache, _, changed = make(0)
+    old = cache.stat(origin, "b/k")
+    origin.put("b/k", b"22")
+    assert cache.stat(origin, "b/k").size == 2
+    assert changed == [old]
+    assert origin.count("head") == 2
+
+
+def test_metadata_after_its_ttl_is_requested_again(make: Make) -> None:
+    origin = MemoryOrigin()
+    origin.put("b/k", b"1")
+    cache, clock, changed = make(60)
+    cache.stat(origin, "b/k")
+    origin.put("b/k", b"22")
+    clock.now += 59
+    assert cache.stat(origin, "b/k").size == 1
+    clock.now += 2
+    assert cache.stat(origin, "b/k").size == 2
+    assert len(changed) == 1
+
+
+def test_removed_object_drops_its_metadata(make: Make) -> None:
+    origin = MemoryOrigin()
+    origin.put("b/k", b"1")
+    cache, clock, changed = make(60)
+    cache.stat(origin, "b/k")
+    origin.delete(["b/k"])
+    clock.now += 61
+    with pytest.raises(ObjectNotFoundError):
+        cache.stat(origin, "b/k")
+    assert [info.key for info in changed] == ["b/k"]
+
+
+def test_listing_is_cached_and_describes_its_objects(make: Make) -> None:
+    origin = MemoryOrigin()
+    for number in range(2500):
+        origin.put(f"b/d/{number:05}", b"x" * (number % 7))
+    origin.put("b/d/sub/x", b"1")
+    cache, clock, _ = make(60)
+    pages = list(cache.list_all(origin, "b/d"))
+    assert [info for page in cache.list_all(origin, "b/d") for info in page] == [
+        info for page in pages for info in page
+    ]
+    assert max(len(page) for page in pages) <= 1000
+    assert cache.stat(origin, "b/d/00006").size == 6
+    assert cache.remembered_directory(origin, "b/d")
+    level = cache.list_level(origin, "b/d")
+    assert cache.list_level(origin, "b/d") == level
+    assert level.prefixes == ["b/d/sub"]
+    assert len(level.objects) == 2500
+    assert origin.count("list") == 3  # pages; the level needed none of its own
+    assert origin.count("head") == 0
+    clock.now += 61
+    assert sum(len(page) for page in cache.list_all(origin, "b/d")) == 2501
+    assert origin.count("list") == 6
+
+
+def test_interrupted_listing_is_continued(make: Make) -> None:
+    origin = MemoryOrigin()
+    for number in range(2500):
+        origin.put(f"b/d/{number:05}", b"")
+    cache, _, _ = make(60)
+    next(cache.list_all(origin, "b/d"))
+    assert cache.remembered_directory(origin, "b/d")
+    assert origin.count("list") == 1
+    assert sum(len(page) for page in cache.list_all(origin, "b/d")) == 2500
+    assert origin.count("list") == 3
+
+
+def test_write_drops_the_object_and_the_listings_above(make: Make) -> None:
+    origin = MemoryOrigin()
+    origin.put("b/d/k", b"1")
+    cache, _, _ = make(math.inf)
+    list(cache.list_all(origin, "b"))
+    cache.list_level(origin, "b/d")
+    cache.forget(origin, "b/d/k")
+    assert cache.known(origin, "b/d/k") is None
+    assert not cache.remembered_directory(origin, "b")
+    assert not cache.remembered_directory(origin, "b/d")
+
+
+def test_reader_continues_a_listing_that_another_reader_requests_again(make: Make) -> None:
+    origin = MemoryOrigin()
+    for number in range(2500):
+        origin.put(f"b/d/{number:05}", b"")
+    cache, clock, _ = make(60)
+    list(cache.list_all(origin, "b/d"))
+    reading = cache.list_all(origin, "b/d")
+    found = list(next(reading))
+    for _ in range(2):
+        clock.now += 61
+        list(cache.list_all(origin, "b/d"))
+    found += [info for page in reading for info in page]
+    assert [info.key for info in found] == [f"b/d/{number:05}" for number in range(2500)]
+
+
+def test_memory_origin_is_an_origin() -> None:
+    assert isinstance(MemoryOrigin(), Origin)
+
+
+def test_answer_from_before_a_write_is_not_cached(make: Make) -> None:
+    origin = MemoryOrigin()
+    origin.put("b/d/k", b"old")
+    cache, _, _ = make(math.inf)
+    real_head = origin.head
+
+    def slow_head(key: str) -> ObjectInfo:
+        info = real_head(key)
+        origin.put("b/d/k", b"newer")  # another thread writes while the answer is on its way
+        cache.forget(origin, "b/d/k")
+        return info
+
+    origin.head = slow_head  # type: ignore[method-assign]
+    assert cache.stat(origin, "b/d/k").size == 3
+    origin.head = real_head  # type: ignore[method-assign]
+    assert cache.stat(origin, "b/d/k").size == 5
+
+
+def test_listing_from_before_a_write_is_not_cached(make: Make) -> None:
+    origin = MemoryOrigin()
+    for number in range(1500):
+        origin.put(f"b/d/{number:05}", b"")
+    cache, _, _ = make(math.inf)
+    pages = cache.list_all(origin, "b/d")
+    next(pages)
+    origin.put("b/d/zz", b"new")
+    cache.forget(origin, "b/d/zz")
+    list(pages)
+    assert sum(len(page) for page in cache.list_all(origin, "b/d")) == 1501
+
+
+def test_forget_all_removes_all_metadata(make: Make) -> None:
+    origin = MemoryOrigin()
+    origin.put("b/d/k", b"1")
+    cache, _, _ = make(math.inf)
+    cache.stat(origin, "b/d/k")
+    cache.list_level(origin, "b/d")
+    cache.forget_all()
+    assert cache.known(origin, "b/d/k") is None
+    assert not cache.remembered_directory(origin, "b/d")
+    origin.put("b/d/k", b"22")
+    assert cache.stat(origin, "b/d/k").size == 2
+
+
+def test_forget_removes_the_old_version(make: Make) -> None:
+    origin = MemoryOrigin()
+    origin.put("b/k", b"1")
+    cache, _, changed = make(math.inf)
+    old = cache.stat(origin, "b/k")
+    cache.forget(origin, "b/k")
+    assert changed == [old]
+
+
+def test_repeated_listings_do_not_accumulate(make: Make, index: Index) -> None:
+    origin = MemoryOrigin()
+    for number in range(2500):
+        origin.put(f"b/d/{number:05}", b"")
+    cache, clock, _ = make(60)
+
+    def records() -> int:
+        return sum(1 for _ in all_meta(index))
+
+    def changes() -> int:
+        return sum(1 for key in all_meta(index) if key.startswith(b"T"))  # of which some thousands are kept
+
+    counts = []
+    for _ in range(5):
+        clock.now += 1
+        cache.forget(origin, "b/d/00000")
+        list(cache.list_all(origin, "b/d"))
+        cache.stat(origin, "b/d/00000")
+        counts.append(records() - changes())
+    assert counts == [counts[0]] * 5
+
+
+def all_meta(index: Index) -> Iterator[bytes]:
+    with index.meta_reading() as txn:
+        for key, _ in txn.cursor():
+            yield bytes(key)
+
+
+# --- what has expired is requested again by the page ----------------------------------------------
+
+
+def fill(origin: MemoryOrigin, count: int, prefix: str = "b/d/") -> list[str]:
+    keys = [f"{prefix}{number:05}" for number in range(count)]
+    for key in keys:
+        origin.put(key, b"x")
+    return keys
+
+
+def listed(cache: MetadataCache, origin: MemoryOrigin, prefix: str) -> list[str]:
+    return [info.key for page in cache.list_all(origin, prefix) for info in page]
+
+
+@pytest.mark.parametrize("count", [1, 999, 1000, 1001, 2000, 3500])
+def test_expired_epoch_costs_one_request_per_thousand_keys(make: Make, count: int) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, count)
+    cache, clock, changed = make(60)
+    assert listed(cache, origin, "b/d") == keys
+    for epoch in range(3):
+        clock.now += 61
+        origin.requests.clear()
+        for key in random.Random(epoch).sample(keys, count):
+            assert cache.stat(origin, key).size == 1
+        assert origin.requests == [("list", "b/d", 0, 0)] * -(-count // 1000)
+        assert cache.remembered_directory(origin, "b/d")
+        assert listed(cache, origin, "b/d") == keys
+        assert cache.below(origin, "b/d") == "something"
+        assert origin.count("head") == 0
+        assert origin.count("list") == -(-count // 1000)
+    assert changed == []
+
+
+def test_many_threads_request_each_page_once(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, 3000)
+    cache, clock, _ = make(60)
+    listed(cache, origin, "b/d")
+    clock.now += 61
+    origin.requests.clear()
+    all_in = threading.Barrier(16)
+
+    def epoch(seed: int) -> None:
+        all_in.wait()
+        for key in random.Random(seed).sample(keys, 300):
+            cache.stat(origin, key)
+        assert listed(cache, origin, "b/d") == keys
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(epoch, range(16)))
+    assert origin.count("list") == 3
+    assert origin.count("head") == 0
+
+
+def test_listing_again_reports_changed_drops_removed_adds_new_objects(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, 2500)
+    cache, clock, changed = make(60)
+    old = {info.key: info for page in cache.list_all(origin, "b/d") for info in page}
+    origin.put("b/d/00100", b"other")
+    origin.delete(["b/d/00200", "b/d/01700"])
+    origin.put("b/d/00300x", b"new")
+    clock.now += 61
+    origin.requests.clear()
+    assert cache.stat(origin, "b/d/00001") == old["b/d/00001"]
+    assert changed == [old["b/d/00100"], old["b/d/00200"]]
+    assert cache.stat(origin, "b/d/00100").size == 5
+    assert cache.known(origin, "b/d/00300x") is not None
+    with pytest.raises(ObjectNotFoundError):
+        cache.stat(origin, "b/d/01700")
+    assert changed == [old["b/d/00100"], old["b/d/00200"], old["b/d/01700"]]
+    assert listed(cache, origin, "b/d") == sorted({*keys, "b/d/00300x"} - {"b/d/00200", "b/d/01700"})
+    assert origin.count("list") == 3
+    assert origin.count("head") == 1  # for the one that was gone
+
+
+def test_pages_after_many_changes_are_not_fragmented(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = set(fill(origin, 4990))
+    cache, clock, _ = make(60)
+    rng = random.Random(1)
+    listed(cache, origin, "b/d")
+    for _ in range(5):
+        for key in rng.sample(sorted(keys), 50):
+            origin.delete([key])
+            keys.remove(key)
+        for _ in range(50):
+            key = f"b/d/{rng.randrange(5000):05}+{rng.randrange(1000)}"
+            origin.put(key, b"new")
+            keys.add(key)
+        clock.now += 61
+        for key in rng.sample(sorted(keys), 200):
+            cache.stat(origin, key)
+    for most in (12, -(-len(keys) // 1000)):  # a listing makes whole pages again
+        clock.now += 61
+        origin.requests.clear()
+        for key in rng.sample(sorted(keys), len(keys)):
+            cache.stat(origin, key)
+        assert origin.count("list") + origin.count("head") <= most
+        clock.now += 61
+        assert listed(cache, origin, "b/d") == sorted(keys)
+
+
+def test_keys_outside_listings_are_requested_alone(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, 5)
+    cache, clock, _ = make(60)
+    for _ in range(2):
+        clock.now += 61
+        for key in keys:
+            cache.stat(origin, key)
+            cache.stat(origin, key)
+    assert origin.count("head") == 10
+    assert origin.count("list") == 0
+
+
+def test_local_origin_is_requested_for_each_object(make: Make) -> None:
+    origin = MemoryOrigin(head_is_local=True)
+    keys = fill(origin, 5)
+    cache, clock, _ = make(60)
+    listed(cache, origin, "b/d")
+    clock.now += 61
+    for key in keys:
+        cache.stat(origin, key)
+    assert origin.count("head") == 5
+    assert origin.count("list") == 1
+
+
+def test_always_requests_each_object_and_listing(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, 3)
+    cache, _, _ = make(0)
+    for _ in range(2):
+        assert listed(cache, origin, "b/d") == keys
+        cache.stat(origin, keys[0])
+        assert not cache.remembered_directory(origin, "b/d")
+    assert origin.count("head") == 2
+    assert origin.count("list") == 2
+
+
+def test_expired_level_is_requested_again(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, 1500)
+    origin.put("b/d/sub/x", b"1")
+    cache, clock, _ = make(60)
+    for _ in range(3):
+        clock.now += 61
+        origin.requests.clear()
+        for _ in range(2):
+            level = cache.list_level(origin, "b/d")
+            assert [info.key for info in level.objects] == keys
+            assert level.prefixes == ["b/d/sub"]
+        clock.now += 61
+        for key in keys[::100]:
+            assert cache.stat(origin, key).size == 1
+        assert origin.requests == [("list", "b/d", 0, 0)] * 2
+
+
+def test_denied_listing_is_replaced_by_requests_for_objects(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, 3)
+    cache, clock, _ = make(60)
+    listed(cache, origin, "b/d")
+    clock.now += 61
+
+    def refuse(prefix: str, after: str) -> None:
+        raise DeniedError("no listing for you")
+
+    origin.before_list = refuse
+    assert cache.stat(origin, keys[0]).size == 1
+    assert origin.count("head") == 1
+
+
+def test_object_with_long_name_is_found_and_invalidated(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = sorted(f"b/d/{'l' * 900}{number:05}" for number in range(1500))
+    for key in keys:
+        origin.put(key, b"x")
+    cache, _, _ = make(math.inf)
+    for _ in range(2):
+        assert listed(cache, origin, "b/d") == keys
+    for key in (keys[0], keys[999], keys[1000], keys[-1]):
+        assert cache.stat(origin, key).size == 1
+    cache.forget(origin, keys[1000])
+    origin.put(keys[1000], b"yy")
+    assert cache.stat(origin, keys[1000]).size == 2
+
+
+def test_write_of_other_key_keeps_answers_in_flight(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, 10)
+    cache, _, _ = make(math.inf)
+    origin.before_list = lambda prefix, after: cache.forget(origin, "b/elsewhere")
+    assert listed(cache, origin, "b/d") == keys
+    origin.before_list = None
+    assert cache.known(origin, keys[3]) is not None
+    assert listed(cache, origin, "b/d") == keys
+    assert origin.count("list") == 1
+
+
+def test_answer_from_before_forget_all_is_not_cached(make: Make) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, 10)
+    cache, _, _ = make(math.inf)
+    origin.before_list = lambda prefix, after: cache.forget_all()
+    listed(cache, origin, "b/d")
+    assert cache.known(origin, keys[0]) is None
+    assert not cache.remembered_directory(origin, "b/d")
+
+
+def test_description_from_a_later_request_wins_over_a_listing(make: Make) -> None:
+    class Slow(MemoryOrigin):
+        """Its listings are on their way for so long that the object is overwritten and described meanwhile."""
+
+        def list_pages(self, prefix: str, *, after: str = "", settled: object = None) -> Iterator[ListingPage]:
+            for page in list(super().list_pages(prefix, after=after)):
+                self.put("b/d/00001", b"newer")
+                clock.now += 1
+                asking.stat(self, "b/d/00001")
+                yield page
+
+    origin = Slow()
+    fill(origin, 3)
+    cache, clock, _ = make(60)
+    asking, its_clock, _ = make(0)
+    its_clock.now = clock.now + 1
+    assert len(listed(cache, origin, "b/d")) == 3
+    known = cache.known(origin, "b/d/00001")
+    assert known is not None
+    assert known.size == 5
+    assert cache.known(origin, "b/d/00002") is not None
+
+
+class FolderOrigin(MemoryOrigin):
+    """Lists folder by folder, as servers with real directories do: `a/x` before `a-b`."""
+
+    def list_pages(self, prefix: str, *, after: str = "", settled: object = None) -> Iterator[ListingPage]:
+        def place(key: str) -> str:
+            return key.replace("/", "\0")
+
+        below = sorted((key for key in self._objects if key.startswith(f"{prefix.rstrip('/')}/")), key=place)
+        below = [key for key in below if place(key) > place(after)]
+        for start in range(0, max(len(below), 1), 1000):
+            self.requests.append(("list", prefix, 0, 0))
+            yield ListingPage([self._info(key) for key in below[start : start + 1000]], start + 1000 >= len(below))
+
+
+class ShuffledOrigin(MemoryOrigin):
+    """Lists in no order that could be kept."""
+
+    def list_pages(self, prefix: str, *, after: str = "", settled: object = None) -> Iterator[ListingPage]:
+        pages = list(super().list_pages(prefix))
+        infos = [info for page in pages for info in page.objects]
+        random.Random(0).shuffle(infos)
+        skipped = next((number + 1 for number, info in enumerate(infos) if info.key == after), 0)
+        yield ListingPage(infos[skipped:], True)
+
+
+def test_origin_in_folder_order_is_cached_in_its_order(make: Make) -> None:
+    origin = FolderOrigin()
+    keys = [*fill(origin, 1500, "b/train/"), *fill(origin, 1500, "b/train-clean/"), "b/train.txt", "b/zz"]
+    for key in keys[-2:]:
+        origin.put(key, b"1")
+    cache, clock, changed = make(60)
+    listed(cache, origin, "b")  # which shows the order, so earlier pages are dropped
+    for _ in range(3):
+        clock.now += 61
+        origin.requests.clear()
+        for _ in range(2):
+            assert sorted(listed(cache, origin, "b")) == sorted(keys)
+            for key in random.Random(1).sample(keys, 100):
+                assert cache.stat(origin, key).size == 1
+        assert origin.count("list") == 4
+        assert origin.count("head") == 0
+    assert sorted(listed(cache, origin, "b/train")) == keys[:1500]
+    assert origin.count("list") == 4
+    assert changed == []
+
+
+def test_listing_of_name_with_zero_byte_ends(make: Make) -> None:
+    """In this order a position has a zero byte for each slash, so such a name is that of another directory."""
+    origin = FolderOrigin()
+    for key in ("b/d/a/x", "b/d/a-b", "b/d/b"):  # folder by folder
+        origin.put(key, b"1")
+    cache, _, _ = make(math.inf)
+    assert sum(len(page) for page in cache.list_all(origin, "b/d")) == 3
+    assert cache.below(origin, "b/d/a\0") == "nothing"
+    assert list(cache.list_all(origin, "b/d/a\0")) == []
+    assert cache.list_level(origin, "b/d/a\0").objects == []
+
+
+def test_listing_without_order_is_returned_and_not_cached(make: Make) -> None:
+    origin = ShuffledOrigin()
+    keys = fill(origin, 50)
+    cache, _, _ = make(math.inf)
+    for _ in range(2):
+        assert sorted(listed(cache, origin, "b/d")) == keys
+    assert cache.known(origin, keys[0]) is None
+    assert cache.stat(origin, keys[0]).size == 1
+
+
+@pytest.mark.parametrize("kind", [MemoryOrigin, FolderOrigin, ShuffledOrigin])
+@pytest.mark.parametrize("seed", range(6))
+def test_answers_after_random_changes_are_right(make: Make, kind: type[MemoryOrigin], seed: int) -> None:
+    """After any listings, and every change that is invalidated or old enough, all answers are right."""
+    rng = random.Random(seed)
+    origin = kind()
+    cache, clock, _ = make(60)
+    names = ["a", "a-b", "a.txt", "a0", "b", "ä", "%41", "a b", "日"]
+
+    def some_key() -> str:
+        return "/".join(["b", *(rng.choice(names) for _ in range(rng.randrange(1, 4)))])
+
+    def is_free(key: str) -> bool:
+        """Whether no object is below another one, which a directory tree cannot contain."""
+        above = ("/".join(key.split("/")[:depth]) for depth in range(2, key.count("/") + 1))
+        return not any(name in origin._objects for name in above) and not any(
+            other.startswith(f"{key}/") for other in origin._objects
+        )
+
+    def some_prefix() -> str:
+        return rng.choice(["b", some_key().rpartition("/")[0], some_key()])
+
+    for step in range(300):
+        if rng.random() < 0.5:
+            reported = rng.random() < 0.6
+            for _ in range(rng.randrange(1, 4)):
+                key = some_key()
+                if rng.random() < 0.6 and is_free(key):
+                    origin.put(key, b"x" * rng.randrange(1, 9))
+                else:
+                    origin.delete([key])
+                if reported:
+                    cache.forget(origin, key)
+            if not reported:
+                clock.now += 61
+        action, prefix = rng.randrange(5), some_prefix()
+        below = sorted(key for key in origin._objects if key.startswith(f"{prefix}/"))
+        if action == 0:
+            assert sorted(listed(cache, origin, prefix)) == below, (step, prefix)
+        elif action == 1:
+            level, truth = cache.list_level(origin, prefix), origin.list_level(prefix)
+            assert sorted(info.key for info in level.objects) == sorted(info.key for info in truth.objects)
+            assert sorted(level.prefixes) == sorted(truth.prefixes), (step, prefix)
+        elif action == 2:
+            assert (cache.below(origin, prefix) == "something") == bool(below), (step, prefix)
+        elif action == 3:
+            assert cache.remembered_directory(origin, prefix) <= bool(below), (step, prefix)
+        for key in rng.sample(sorted(origin._objects), min(3, len(origin._objects))):
+            assert cache.stat(origin, key) == origin._info(key), (step, key)
+        missing = some_key()
+        if missing not in origin._objects:
+            with pytest.raises(ObjectNotFoundError):
+                cache.stat(origin, missing)
+
+
+@pytest.mark.parametrize("max_age", [0.0, 60.0])
+def test_immutable_object_is_never_requested_again(make: Make, max_age: float) -> None:
+    origin = MemoryOrigin(immutable_below="repo@commit/")
+    for key in ("repo@commit/data/a", "repo@commit/data/b", "repo/data/a"):
+        origin.put(key, b"data")
+    cache, clock, _ = make(max_age)
+    clock.now = 1e6
+
+    def ask(root: str) -> tuple[str, int, int, int]:
+        clock.now += 3600
+        version = cache.stat(origin, f"{root}/data/a").version
+        listed = sum(len(page) for page in cache.list_all(origin, f"{root}/data"))
+        return version, listed, len(cache.list_level(origin, f"{root}/data").objects), origin.count("list")
+
+    first = ask("repo@commit")
+    asked = len(origin.requests)
+    assert [ask("repo@commit") for _ in range(3)] == [first] * 3
+    assert len(origin.requests) == asked
+    _, until = cache.stat_until(origin, "repo@commit/data/a")
+    assert until == float("inf")
+    ask("repo")
+    asked = len(origin.requests)
+    ask("repo")
+    assert len(origin.requests) > asked  # the branch next to it
+
+
+def test_immutable_object_that_was_missing_is_requested_again(make: Make) -> None:
+    origin = MemoryOrigin(immutable_below="repo@commit/")
+    cache, _, _ = make(0.0)
+    with pytest.raises(ObjectNotFoundError):
+        cache.stat(origin, "repo@commit/late")
+    origin.put("repo@commit/late", b"x")
+    assert cache.stat(origin, "repo@commit/late").size == 1

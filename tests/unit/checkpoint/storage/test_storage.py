@@ -1,0 +1,243 @@
+"""Both kinds of storage for checkpoints have the same guarantees."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+
+import pytest
+
+from millrace.checkpoint.codec.chunks import CHUNK_BYTES, OPAQUE, Kind
+from millrace.checkpoint.format.layout import PACK_BELOW_BYTES, Packer
+from millrace.checkpoint.storage import storage as storage_module
+from millrace.checkpoint.storage.storage import LocalStorage, ObjectStorage, open_storage
+from millrace.errors import (
+    ConfigurationError,
+    DeniedError,
+    DiskFullError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageError,
+)
+from millrace.origin import Readable, open_origin
+from millrace.runtime.pipeline import run_in_order
+
+
+@pytest.fixture(params=["local", "local without sync", "object store"])
+def storage(request, tmp_path):
+    place = tmp_path / "run" / "step-1"
+    if request.param == "object store":
+        made = ObjectStorage(f"file://{place}", open_origin("file"), str(place))
+    else:
+        made = LocalStorage(str(place), sync=request.param == "local")
+    made.prepare()
+    return made
+
+
+def test_written_file_is_read_back(storage):
+    with storage.open_writer("data") as writer:
+        for _ in range(5):
+            writer.write(b"mill")
+        writer.write(memoryview(b"race"))
+        assert "data" not in storage.names()
+    file = storage.stat("data")
+    assert (file.name, file.size) == ("data", 24)
+    assert bytes(storage.read(file, 18, 24)) == b"llrace"
+    assert list(storage.names()) == ["data"]
+
+
+def write(storage, pieces):
+    with storage.open_writer("data") as writer:
+        for piece in pieces:
+            writer.write(piece)
+
+
+def test_aborted_file_is_removed(storage):
+    def pieces():
+        yield b"x" * 100
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write(storage, pieces())
+    writer = storage.open_writer("data")
+    writer.abort()
+    writer.abort()
+    assert list(storage.names()) == []
+
+
+def test_publish_replaces_only_with_overwrite(storage):
+    storage.publish("manifest", b"one", replace=False)
+    with pytest.raises(ObjectExistsError):
+        storage.publish("manifest", b"two", replace=False)
+    assert bytes(storage.read(storage.stat("manifest"), 0, 3)) == b"one"
+    storage.publish("manifest", b"three", replace=True)
+    assert storage.stat("manifest").size == 5
+    assert list(storage.names()) == ["manifest"]
+
+
+def test_delete_twice_does_not_raise(storage):
+    storage.publish("a", b"1", replace=True)
+    storage.delete(["a", "b"])
+    storage.delete(["a"])
+    with pytest.raises(ObjectNotFoundError):
+        storage.stat("a")
+    assert list(storage.names()) == []
+
+
+def test_sibling_storage_is_reachable(storage, tmp_path):
+    sibling = tmp_path / "run" / "step-0"
+    sibling.mkdir(parents=True)
+    (sibling / "data").write_bytes(b"older")
+    file = storage.stat("../step-0/data")
+    assert bytes(storage.read(file, 1, 4)) == b"lde"
+
+
+def test_open_storage_chooses_by_url(tmp_path):
+    assert isinstance(open_storage(tmp_path), LocalStorage)
+    assert isinstance(open_storage(f"file://{tmp_path}"), LocalStorage)
+    assert isinstance(open_storage("s3://bucket/run/", {"endpoint_url": "http://127.0.0.1:1"}), ObjectStorage)
+    assert isinstance(open_storage(tmp_path, origin=open_origin("file")), ObjectStorage)
+    for wrong in ("", "s3://", "nope://bucket/x"):
+        with pytest.raises(ConfigurationError):
+            open_storage(wrong)
+    with pytest.raises(ConfigurationError):
+        open_storage(tmp_path, {"key": "x"})
+
+
+class ReadOnly:
+    """An origin that can only be read, as a cache is."""
+
+    def __init__(self):
+        self._origin = open_origin("file")
+        self.identity, self.head_is_local = "read-only", True
+        self.head, self.read = self._origin.head, self._origin.read
+        self.is_immutable = self._origin.is_immutable
+
+
+def test_storage_over_readable_origin_reads(tmp_path):
+    (tmp_path / "x").write_bytes(b"abc")
+    origin = ReadOnly()
+    assert isinstance(origin, Readable)
+    storage = open_storage(tmp_path, origin=origin)
+    assert bytes(storage.read(storage.stat("x"), 0, 3)) == b"abc"
+    for act in (storage.prepare, storage.names, lambda: storage.open_writer("y"), lambda: storage.delete(["x"])):
+        with pytest.raises(ConfigurationError, match="only be read"):
+            act()
+
+
+def test_system_errors_are_translated(tmp_path, monkeypatch):
+    storage = LocalStorage(str(tmp_path / "file" / "below"))
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises((StorageError, ObjectExistsError)):
+        storage.prepare()
+    assert list(storage.names()) == []
+    storage = LocalStorage(str(tmp_path))
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError(13, "no")))
+    with pytest.raises(DeniedError):
+        storage.publish("x", b"1", replace=True)
+    assert list(storage.names()) == ["file"]
+
+
+def test_full_disk_raises_disk_full_error(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    storage = LocalStorage(str(tmp_path))
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+        with pytest.raises(DiskFullError):
+            write(storage, [bytes(200_000)] * 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(storage.names()) == []
+
+
+def test_error_of_earlier_flush_is_raised(tmp_path, monkeypatch):
+    failed = threading.Event()
+
+    def broken(fd):
+        failed.set()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", broken)
+    storage = LocalStorage(str(tmp_path))
+    with pytest.raises(StorageError), storage.open_writer("file") as writer:  # noqa: PT012 - closing it may raise, too
+        for _ in range(40):
+            writer.write(bytes(1 << 20))
+        assert failed.wait(60)
+    assert list(storage.names()) == []
+
+
+# --- what goes into which chunk, and in which order -----------------------------------------------
+
+
+def chunks(*items):
+    packer = Packer()
+    made = [chunk for number, (nbytes, kind) in enumerate(items) for chunk in packer.add(number, nbytes, kind)]
+    return [[(part.item, part.start, part.stop) for part in chunk.parts] for chunk in [*made, *packer.flush()]]
+
+
+def test_large_items_are_cut_and_small_ones_packed():
+    fp32 = Kind(4, True)
+    assert chunks((CHUNK_BYTES + 4, fp32)) == [[(0, 0, CHUNK_BYTES)], [(0, CHUNK_BYTES, CHUNK_BYTES + 4)]]
+    assert chunks((8, fp32), (0, fp32), (4, fp32)) == [[(0, 0, 8), (2, 0, 4)]]
+    assert chunks((8, fp32), (8, OPAQUE), (8, fp32)) == [[(0, 0, 8), (2, 0, 8)], [(1, 0, 8)]]
+    assert chunks((8, fp32), (PACK_BELOW_BYTES, fp32)) == [[(1, 0, PACK_BELOW_BYTES)], [(0, 0, 8)]]
+    many = chunks(*[(PACK_BELOW_BYTES - 4, fp32)] * 20)
+    assert [len(chunk) for chunk in many] == [8, 8, 4]
+
+
+def test_storage_work_is_ordered_and_bounded():
+    begun: list[int] = []
+
+    def jobs():
+        for number in range(100):
+            begun.append(number)
+            yield number
+
+    for done, result in enumerate(run_in_order(jobs(), lambda number: number * 2, threads=3)):
+        assert result == 2 * done
+        assert len(begun) - done <= 2 * 3 + 2
+    assert len(begun) == 100
+
+
+def test_storage_work_after_an_error_ends():
+    def work(number):
+        if number == 5:
+            raise KeyError(number)
+        return number
+
+    seen = []
+    with pytest.raises(KeyError):
+        seen.extend(run_in_order(range(1000), work, threads=2))
+    assert seen == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_publish_without_hard_links_has_one_winner(tmp_path, monkeypatch, number):
+    def no_links(source, target):
+        raise OSError(number, "no links here")
+
+    monkeypatch.setattr(os, "link", no_links)
+    storage = LocalStorage(str(tmp_path))
+    storage.publish("manifest", b"one", replace=False)
+    with pytest.raises(ObjectExistsError):
+        storage.publish("manifest", b"two", replace=False)
+    assert (tmp_path / "manifest").read_bytes() == b"one"
+    assert os.listdir(tmp_path) == ["manifest"]
+    with pytest.raises(StorageError):
+        LocalStorage(str(tmp_path)).publish("x" * 250, b"", replace=False)
+
+
+def test_new_directories_are_synced(tmp_path, monkeypatch):
+    synced = []
+    sync_directory = storage_module._sync_directory
+    monkeypatch.setattr(storage_module, "_sync_directory", lambda path: (synced.append(path), sync_directory(path)))
+    place = tmp_path / "run" / "step-1"
+    LocalStorage(str(place), sync=False).prepare()
+    assert synced == []
+    LocalStorage(str(tmp_path / "other" / "step-1")).prepare()
+    assert set(synced) == {str(tmp_path), str(tmp_path / "other")}
+    synced.clear()
+    LocalStorage(str(tmp_path / "other" / "step-1")).prepare()
+    assert synced == []

@@ -1,0 +1,88 @@
+"""The thread of a membership in Ray continues after any failure of the control plane."""
+
+from __future__ import annotations
+
+import pytest
+
+from millrace.cluster.membership import Member, ray_actor
+from millrace.cluster.membership.ray_members import RayMembers
+from millrace.testing.conformance.members import eventually
+
+
+class Control:
+    """A control plane in memory, which fails with unexpected errors while `broken`."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes] = {}
+        self.broken = False
+        self.failures = 0
+
+    def _fail(self) -> None:
+        if self.broken:
+            self.failures += 1
+            raise KeyError("no such status")
+
+    def put(self, key: str, value: bytes) -> None:
+        self._fail()
+        self.kept[key] = value
+
+    def scan(self, prefix: str) -> dict[str, bytes]:
+        self._fail()
+        return {key: value for key, value in self.kept.items() if key.startswith(prefix)}
+
+    def delete(self, key: str) -> None:
+        self.kept.pop(key, None)
+
+    def living_nodes(self) -> set[str]:
+        return {"r1"}
+
+
+def test_members_after_an_unexpected_error_still_beat(caplog: pytest.LogCaptureFixture) -> None:
+    control = Control()
+    members = RayMembers(control, cluster="c", ray_node="r1", seconds=0.05)  # type: ignore[arg-type]
+    try:
+        members.join(Member(id="a", address="127.0.0.1:1"))
+        control.broken = True
+        eventually(lambda: control.failures > 2)
+        assert members.view().member("a") is not None
+        before = dict(control.kept)
+        control.broken = False
+        eventually(lambda: control.kept != before)
+    finally:
+        members.close()
+    assert len([record for record in caplog.records if record.exc_info and record.name == "millrace.cluster"]) == 1
+
+
+class RayNodes:
+    """The state of Ray's nodes; the first request fails with an unexpected error."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def seconds_to_drain(self, node_id: str) -> float | None:
+        self.asked += 1
+        if self.asked == 1:
+            raise KeyError("no such field")
+        return 30.0
+
+    def is_spare(self, node_id: str) -> bool:
+        raise ImportError("no such message in this Ray")
+
+
+class Running:
+    """A node that can be drained."""
+
+    def __init__(self) -> None:
+        self.drained: list[float] = []
+
+    def drain(self, seconds: float) -> None:
+        self.drained.append(seconds)
+
+
+def test_actor_with_other_errors_of_ray_still_leaves_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_actor, "_LOOK_SECONDS", 0.01)
+    actor = ray_actor.NodeActor.__new__(ray_actor.NodeActor)
+    actor._ray_node, actor._idle_seconds = "r1", 120.0
+    node = Running()
+    actor._follow_ray(RayNodes(), node)  # type: ignore[arg-type]
+    assert node.drained == [25.0]

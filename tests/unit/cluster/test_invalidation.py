@@ -1,0 +1,48 @@
+"""Pending invalidations of unreachable members, over a stand-in for the cluster whose responses the test times."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from millrace.cluster import invalidation
+from millrace.cluster.invalidation import Invalidations
+from millrace.cluster.membership import Member
+from millrace.errors import PeerSilentError
+from millrace.testing.conformance.members import eventually
+
+
+def test_invalidation_during_a_late_one_is_sent_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invalidation, "_PAUSE_SECONDS", 0.01)
+    member = Member(id="m", address="127.0.0.1:1")
+    answers = threading.Event()
+    is_away, is_asked, may_answer = threading.Event(), threading.Event(), threading.Event()
+    reported: list[Any] = []
+
+    def call(_member: Member, _verb: str, _path: str, body: Any, *, deadline: float) -> None:
+        if not answers.is_set():
+            raise PeerSilentError("away", next_step="wait")
+        is_asked.set()
+        assert may_answer.wait(30)
+        reported.append(body)
+
+    cluster: Any = SimpleNamespace(
+        placement=lambda: SimpleNamespace(view=SimpleNamespace(members=[member])),
+        may_ask=lambda _: not is_away.is_set(),
+        client=SimpleNamespace(call=call),
+        breakers=SimpleNamespace(failed=lambda _: None, worked=lambda _: None),
+    )
+    invalidations = Invalidations(cluster)
+    assert invalidations.send("origin", ["bucket/key"], []) == {"m"}
+    answers.set()
+    assert is_asked.wait(30)  # the first invalidation is being sent
+    is_away.set()
+    assert invalidations.send("origin", ["bucket/key"], []) == {"m"}
+    may_answer.set()
+    eventually(lambda: len(reported) == 1)
+    is_away.clear()
+    eventually(lambda: len(reported) == 2)
+    eventually(lambda: invalidations.pending() == 0)

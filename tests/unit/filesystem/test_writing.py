@@ -1,0 +1,244 @@
+"""When a write is published, when it is not, and the effects of removals, copies and moves."""
+
+import gc
+import gzip
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+import pytest
+
+import millrace
+from millrace.errors import DeniedError, IsDirectoryError, ObjectExistsError, OriginUnavailableError, UsageError
+
+
+@pytest.fixture
+def fs(tmp_path: Path) -> millrace.MillraceFileSystem:
+    return millrace.filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0, consistency="immutable")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "d").mkdir()
+    return tmp_path / "d"
+
+
+class StopError(Exception):
+    pass
+
+
+def chained(fs: millrace.MillraceFileSystem, path: str, mode: str, **options: Any) -> Any:
+    cache_dir = str(fs.node.options.cache_dirs[0])
+    return fsspec.open(f"millrace::file://{path}", mode, millrace={"cache_dir": cache_dir, "min_free": 0}, **options)
+
+
+DOORS: dict[str, Callable[[millrace.MillraceFileSystem, str], Any]] = {
+    "binary": lambda fs, path: fs.open(path, "wb"),
+    "text": lambda fs, path: fs.open(path, "w"),
+    "gzip": lambda fs, path: fs.open(path, "wb", compression="gzip"),
+    "gzip text": lambda fs, path: fs.open(path, "wt", compression="gzip"),
+    "xz": lambda fs, path: fs.open(path, "wb", compression="xz"),
+    "pyarrow": lambda fs, path: fs.open_output_stream(path),
+    "pyarrow gzip": lambda fs, path: fs.open_output_stream(path, compression="gzip"),
+    "fsspec.open": lambda fs, path: chained(fs, path, "wb"),
+    "fsspec.open text": lambda fs, path: chained(fs, path, "w"),
+    "fsspec.open gzip": lambda fs, path: chained(fs, path, "wb", compression="gzip"),
+}
+
+
+def fill(file: Any, door: str) -> None:
+    file.write("x" * 100_000 if "text" in door else b"x" * 100_000)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_write_is_published_at_the_end_of_its_block(door: str, fs: millrace.MillraceFileSystem, data: Path) -> None:
+    path = f"{data}/x.bin"
+    try:
+        raise StopError
+    except StopError:  # an exception that was handled before does not concern the write
+        with DOORS[door](fs, path) as file:
+            fill(file, door)
+    assert len((data / "x.bin").read_bytes()) > 0
+    if "gzip" in door:
+        assert gzip.decompress((data / "x.bin").read_bytes()) == b"x" * 100_000
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_write_with_exception_in_the_block_publishes_nothing(
+    door: str, fs: millrace.MillraceFileSystem, data: Path
+) -> None:
+    def write_half() -> None:
+        with DOORS[door](fs, f"{data}/x.bin") as file:
+            fill(file, door)
+            raise StopError
+
+    with pytest.raises(StopError):
+        write_half()
+    gc.collect()
+    assert list(data.iterdir()) == []
+
+
+def test_failed_parquet_writer_publishes_nothing(fs: millrace.MillraceFileSystem, data: Path) -> None:
+    table = pa.table({"a": [1, 2, 3]})
+    with pq.ParquetWriter(f"{data}/whole.parquet", table.schema, filesystem=fs) as writer:
+        writer.write_table(table)
+
+    def write_half() -> None:
+        with pq.ParquetWriter(f"{data}/half.parquet", table.schema, filesystem=fs) as writer:
+            writer.write_table(table)
+            raise StopError
+
+    with pytest.raises(StopError):
+        write_half()
+    assert [path.name for path in data.iterdir()] == ["whole.parquet"]
+
+
+@pytest.mark.parametrize("door", ["binary", "text", "gzip", "gzip text", "pyarrow"])
+def test_unclosed_write_is_discarded_with_a_warning(
+    door: str, fs: millrace.MillraceFileSystem, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "millrace")
+
+    def forget_to_close() -> None:
+        file = DOORS[door](fs, f"{data}/x.bin")
+        file.write("x" * 3_000_000 if "text" in door else b"x" * 3_000_000)
+        del file
+        gc.collect()
+
+    with pytest.warns(ResourceWarning, match=r"x\.bin was not written"):
+        forget_to_close()
+    assert "was not written: its file was never closed" in caplog.text
+    assert list(data.iterdir()) == []
+
+
+def test_close_inside_except_block_logs_a_warning(
+    fs: millrace.MillraceFileSystem, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = fs.open(f"{data}/x.bin", "wb")
+    try:
+        file.write(b"half")
+        raise StopError
+    except StopError:
+        file.close()
+    assert "closed while StopError was being handled" in caplog.text
+    assert list(data.iterdir()) == []
+
+
+def test_exclusive_creation_succeeds_once(fs: millrace.MillraceFileSystem, data: Path) -> None:
+    with fs.open(f"{data}/x", "xb") as file:
+        file.write(b"1")
+    with pytest.raises(FileExistsError):
+        fs.open(f"{data}/x", "xb")
+    with pytest.raises(ObjectExistsError):
+        fs.pipe_file(f"{data}/x", b"2", mode="create")
+    assert (data / "x").read_bytes() == b"1"
+
+
+def test_transaction_is_refused_before_any_write(fs: millrace.MillraceFileSystem, data: Path) -> None:
+    with pytest.raises(UsageError, match="transaction"):
+        fs.open(f"{data}/x", "wb", autocommit=False)
+    with pytest.raises(UsageError, match="transaction"), fs.transaction:
+        pass
+    with pytest.raises(UsageError, match="transaction"):
+        fs.start_transaction()
+    assert list(data.iterdir()) == []
+
+
+def test_copied_and_moved_files_have_the_same_bytes(fs: millrace.MillraceFileSystem, data: Path) -> None:
+    fs.pipe({f"{data}/a/x": b"1", f"{data}/a/b/y": b"2"})
+    fs.cp_file(f"{data}/a/x", f"{data}/copy")
+    assert fs.cat_file(f"{data}/copy") == b"1"
+    fs.mv(f"{data}/copy", f"{data}/moved")
+    assert not fs.exists(f"{data}/copy")
+    assert fs.cat_file(f"{data}/moved") == b"1"
+    fs.cp(f"{data}/a", f"{data}/c", recursive=True)
+    assert fs.find(f"{data}/c") == [f"{data}/c/b/y", f"{data}/c/x"]
+    pafs.FileSystem.copy_file(fs, f"{data}/moved", f"{data}/again")
+    assert (data / "again").read_bytes() == b"1"
+
+
+def test_recursive_removal_removes_unlisted_files_and_follows_no_link(
+    fs: millrace.MillraceFileSystem, data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").write_bytes(b"kept")
+    for door in ("rm", "delete_dir", "delete_dir_contents"):
+        fs.pipe({f"{data}/t/x": b"1", f"{data}/t/s/y": b"2", f"{data}/tx": b"3"})
+        (data / "t" / "link").symlink_to(tmp_path / "elsewhere")
+        (data / "t" / "empty").mkdir()
+        assert fs.cat_file(f"{data}/t/s/y") == b"2"
+        assert len(fs.ls(f"{data}/t")) > 0
+        (data / "t" / "late").write_bytes(b"not in the listing that is remembered")
+        with pytest.raises(IsADirectoryError):
+            fs.rm(f"{data}/t")
+        if door == "rm":
+            fs.rm(f"{data}/t", recursive=True)
+        else:
+            getattr(fs, door)(f"{data}/t")
+        assert not fs.exists(f"{data}/t/s/y")
+        assert (data / "t").exists() == (door == "delete_dir_contents")
+        assert fs.find(f"{data}/t") == []
+        assert (data / "tx").exists()
+    assert (tmp_path / "elsewhere" / "kept").exists()
+    with pytest.raises(FileNotFoundError):
+        fs.rm(f"{data}/nothing", recursive=True)
+    with pytest.raises(FileNotFoundError):
+        fs.delete_dir(f"{data}/nothing")
+    fs.delete_dir_contents(f"{data}/nothing", missing_dir_ok=True)
+    with pytest.raises(NotADirectoryError):
+        fs.delete_dir(f"{data}/tx")
+    with pytest.raises(IsDirectoryError):
+        fs.delete_file(f"{data}/t")
+    fs.rm([f"{data}/t*x"])
+    assert not (data / "tx").exists()
+
+
+def test_exists_is_false_only_for_missing_objects(
+    fs: millrace.MillraceFileSystem, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(key: str) -> None:
+        raise DeniedError(f"access to {key} was denied")
+
+    monkeypatch.setattr(fs._origin, "head", refuse)
+    monkeypatch.setattr(fs._origin, "list_level", refuse)
+    for ask in (fs.exists, fs.isfile, fs.isdir, lambda path: list(fs.walk(path)), lambda path: fs.glob(path + "/*")):
+        with pytest.raises(DeniedError):
+            ask(f"{data}/x")
+
+
+def test_write_creates_local_directories(fs: millrace.MillraceFileSystem, data: Path) -> None:
+    fs.makedirs(f"{data}/a/b")
+    assert fs.isdir(f"{data}/a/b")
+    with pytest.raises(FileExistsError):
+        fs.mkdir(f"{data}/a")
+    with pytest.raises(FileNotFoundError):
+        fs.mkdir(f"{data}/c/d", create_parents=False)
+    fs.create_dir(f"{data}/a")
+    fs.create_dir(f"{data}/c/d", recursive=True)
+    assert (data / "c" / "d").is_dir()
+
+
+def test_write_with_lost_answer_invalidates_metadata(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs = millrace.filesystem("file", cache_dir=str(tmp_path / "own"), min_free=0, consistency="immutable")
+    path = str(data / "lost")
+    fs.pipe_file(path, b"old")
+    assert fs.cat_file(path) == b"old"
+    origin = type(fs._origin)
+    real = origin.put
+
+    def unanswered(self: Any, *arguments: Any, **options: Any) -> None:
+        real(self, *arguments, **options)
+        raise OriginUnavailableError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(origin, "put", unanswered)
+        with pytest.raises(OriginUnavailableError):
+            fs.pipe_file(path, b"newer")
+    assert fs.cat_file(path) == b"newer"

@@ -1,0 +1,84 @@
+"""Ctrl-C while an origin stalls: a real process, a real socket that sends no response."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from millrace.origin.interruptible import interruptible
+
+_PROGRAM = """
+import sys
+import millrace
+options = {"endpoint_url": sys.argv[1], "key": "k", "secret": "s"}
+fs = millrace.filesystem("s3", options, cache_dir=sys.argv[2], members="none")
+try:
+    fs.cat("s3://bucket/key") if sys.argv[3] == "cat" else fs.find("s3://bucket/")
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+# A try of a request ends by itself after 17 to 20 seconds, and is made again after that.
+_DEADLINE_SECONDS = 15
+
+
+@pytest.mark.parametrize("what", ["cat", "find"])
+def test_ctrl_c_during_a_stalled_request_interrupts_it(what: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        command = [sys.executable, "-c", _PROGRAM, url, str(tmp_path), what]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            try:
+                connection, _ = server.accept()
+                with connection:
+                    connection.settimeout(60)
+                    assert connection.recv(1)  # it has sent its request, and waits
+                    child.send_signal(signal.SIGINT)
+                    output, _ = child.communicate(timeout=_DEADLINE_SECONDS)
+            finally:
+                child.kill()
+    assert output == "interrupted\n"
+    assert child.returncode == 0
+
+
+def test_interruptible_call_returns_results_and_raises_errors() -> None:
+    assert interruptible(lambda: 5) == 5
+    with pytest.raises(ValueError, match="no"):
+        interruptible(lambda: int("no"))
+    assert interruptible(threading.get_ident) != threading.get_ident()
+
+
+def test_signal_handler_with_its_own_call_gets_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[int] = []
+    entered, left = threading.Event(), threading.Event()
+
+    def handler(*_: object) -> None:
+        received.append(interruptible(lambda: 1))
+        left.set()
+
+    def action() -> bool:
+        entered.set()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return left.wait(30)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        assert interruptible(action)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert received == [1]
+
+
+def test_interruptible_call_in_forked_child_succeeds() -> None:
+    assert interruptible(lambda: 1) == 1
+    child = os.fork()
+    if child == 0:
+        os._exit(interruptible(lambda: 7))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -1,0 +1,83 @@
+"""Several requests at once: their order, the first error, and an interrupt during requests of other threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from tests.support.interrupts import interrupts
+from tests.support.waiting import wait_until
+
+from millrace.errors import DeniedError
+from millrace.origin.side_by_side import side_by_side
+
+
+def test_side_by_side_results_are_in_the_order_of_the_items() -> None:
+    lock, at_once, most, names = threading.Lock(), 0, 0, set[str]()
+
+    def action(item: int) -> int:
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+            names.add(threading.current_thread().name)
+        time.sleep(0.002 if item % 3 else 0.01)
+        with lock:
+            at_once -= 1
+        return item * item
+
+    assert side_by_side(action, range(40), 4, "test-side") == [item * item for item in range(40)]
+    assert most <= 4
+    assert names <= {f"test-side_{number}" for number in range(4)}
+    assert side_by_side(action, [], 4, "test-side") == []
+
+
+def test_side_by_side_of_one_item_starts_no_thread() -> None:
+    assert side_by_side(lambda _: threading.get_ident(), ["only"], 4, "test-side") == [threading.get_ident()]
+
+
+def test_side_by_side_raises_the_first_error_at_once() -> None:
+    go_on, begun = threading.Event(), list[int]()
+
+    def action(item: int) -> None:
+        begun.append(item)
+        if item == 1:
+            raise DeniedError("no")
+        go_on.wait(60)
+
+    try:
+        with pytest.raises(DeniedError):
+            side_by_side(action, range(100), 3, "test-side")
+    finally:
+        go_on.set()
+    wait_until(lambda: not any(thread.name.startswith("test-side") for thread in threading.enumerate()))
+    assert set(begun) <= {0, 1, 2, 3}  # three at once, and those after the failed one
+
+
+def test_interrupt_while_all_items_hang_ends_the_wait() -> None:
+    go_on, begun = threading.Event(), list[int]()
+
+    def action(item: int) -> None:
+        begun.append(item)
+        go_on.wait(60)
+
+    with interrupts() as interrupt_after:
+        interrupt_after(0.1)
+        with pytest.raises(KeyboardInterrupt):
+            side_by_side(action, range(100), 3, "test-side")
+    assert not go_on.is_set()
+    go_on.set()
+    wait_until(lambda: not any(thread.name.startswith("test-side") for thread in threading.enumerate()))
+    assert set(begun) <= {0, 1, 2}
+
+
+def test_items_without_threads_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert side_by_side(lambda item: (item, threading.get_ident()), "ab", 4, "test-side") == [
+        ("a", threading.get_ident()),
+        ("b", threading.get_ident()),
+    ]

@@ -1,0 +1,28 @@
+"""A process that reads through pyarrow ends after pyarrow's threads have released what they hold."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+# A thread of C, as pyarrow's are, asks for the interpreter's lock while the script's last line holds it.
+SCRIPT = """
+import ctypes, os, sys, time
+import millrace
+
+fs = millrace.filesystem("file", cache_dir=sys.argv[1])
+release = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: os.write(1, b"released") and None)
+thread = ctypes.c_ulong()
+sys.setswitchinterval(1000)
+ctypes.PyDLL(None).pthread_create(ctypes.byref(thread), None, release, None)
+until = time.monotonic() + 0.3
+while time.monotonic() < until:
+    pass
+"""
+
+
+def test_native_thread_that_waits_for_the_interpreter_at_exit_releases_first(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=120)
+    assert done.stdout == b"released"

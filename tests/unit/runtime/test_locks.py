@@ -1,0 +1,240 @@
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import StorageError
+from millrace.runtime.locks import FileLock, NamedLocks, locked_directory
+
+HOLD = (
+    "import pathlib, sys; from millrace.runtime.locks import FileLock;"
+    "lock = FileLock(pathlib.Path(sys.argv[1]), 'a process'); lock.__enter__(); print('held', flush=True); sys.stdin.read()"
+)
+
+
+@contextmanager
+def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock until it is killed, which happens at the end."""
+    command = [sys.executable, "-c", HOLD, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.runtime.locks.SILENCE_SECONDS", 0.3)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_file_lock_whose_holder_is_stopped_raises(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    lock = FileLock(path, f"the holder of {path}")
+    with holder(path) as other:
+        other.send_signal(signal.SIGSTOP)
+        for _ in range(2):
+            with pytest.raises(StorageError, match="does not continue: continue or end") as raised, lock:
+                pytest.fail("two hold the lock")
+        assert str(tmp_path) in str(raised.value)
+        other.kill()
+        other.wait()
+        with lock:
+            pass
+        with lock:  # it was released
+            pass
+    lock.close()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_file_lock_whose_holder_is_stopped_raises_at_once_the_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    sleep = pauses.append
+    path = tmp_path / "lock"
+    lock = FileLock(path, f"the holder of {path}")
+    with holder(path) as other:
+        other.send_signal(signal.SIGSTOP)
+        with pytest.raises(StorageError), lock:
+            pass
+        monkeypatch.setattr("millrace.runtime.locks.time.sleep", sleep)
+        with pytest.raises(StorageError), lock:
+            pass
+        assert pauses == []
+        other.kill()
+        other.wait()
+    with lock:
+        pass
+    lock.close()
+
+
+def test_file_lock_taken_again_after_another_process_has_the_sign_of_its_holder(tmp_path: Path) -> None:
+    """With the sign of a process that runs, a stopped holder would be waited for each time until `WORKING_SECONDS`."""
+    path = tmp_path / "lock"
+    lock = FileLock(path, "a process")
+    code = (
+        "import pathlib, sys; from millrace.runtime import locks; locks.TICK_SECONDS = 1000;"
+        "lock = locks.FileLock(pathlib.Path(sys.argv[1]), 'a process'); lock.__enter__(); lock.__exit__();"
+        "print('released', flush=True); sys.stdin.readline(); lock.__enter__(); print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        try:
+            assert other.stdout.readline() == "released\n"
+            with lock:
+                assert lock._locks.sign_of(0)[1] == os.getpid()
+            other.stdin.write("\n")
+            other.stdin.flush()
+            assert other.stdout.readline() == "held\n"
+            assert lock._locks.sign_of(0)[1] == other.pid
+        finally:
+            other.kill()
+    lock.close()
+
+
+def test_file_lock_is_not_released_in_the_middle_of_a_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The beat would replace the sign of the next holder."""
+    lock = FileLock(tmp_path / "lock", "a process")
+    lock.__enter__()
+    writing, proceed = threading.Event(), threading.Event()
+
+    def write_sign(place: int, now: int) -> None:
+        writing.set()
+        assert proceed.wait(60)
+
+    monkeypatch.setattr(lock._locks, "_write_sign", write_sign)
+    beat = threading.Thread(target=lock._locks.beat)
+    beat.start()
+    assert writing.wait(60)
+    release = threading.Thread(target=lock.__exit__)
+    release.start()
+    release.join(0.2)
+    assert release.is_alive()
+    proceed.set()
+    release.join()
+    beat.join()
+    lock.close()
+
+
+def test_file_lock_held_by_another_thread_raises_after_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.runtime.locks.WORKING_SECONDS", 0.3)
+    lock = FileLock(tmp_path / "lock", "a thread")
+    inside, proceed, refused = threading.Event(), threading.Event(), []
+
+    def hold() -> None:
+        with lock:
+            inside.set()
+            proceed.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert inside.wait(30)
+    try:
+        with lock:
+            pytest.fail("two hold the lock")
+    except StorageError as error:
+        refused.append(error)
+    proceed.set()
+    thread.join()
+    assert refused
+    with lock:
+        pass
+    lock.close()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_file_lock_of_a_killed_parent_is_free_while_its_child_runs(tmp_path: Path) -> None:
+    """A process is killed while it holds the lock; a child that it had forked before still runs."""
+    path = tmp_path / "lock"
+    code = (
+        "import os, pathlib, sys, time; from millrace.runtime.locks import FileLock;"
+        "lock = FileLock(pathlib.Path(sys.argv[1]), 'a process'); lock.__enter__();"
+        "child = os.fork(); print(child, flush=True) if child else None; time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        child = int(other.stdout.readline())
+        try:
+            other.kill()
+            other.wait()
+            with FileLock(path, "a process"):
+                os.kill(child, 0)  # it lives
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_named_lock_held_by_another_thread_is_taken_after_its_release(tmp_path: Path) -> None:
+    locks = NamedLocks(tmp_path / "locks")
+    order: list[str] = []
+    inside, proceed = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with locks.hold(b"a"):
+            inside.set()
+            proceed.wait(30)
+            order.append("first")
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert inside.wait(30)
+    with locks.hold(b"b"):  # another name is free
+        proceed.set()
+    with locks.hold(b"a"):
+        order.append("second")
+    thread.join()
+    assert order == ["first", "second"]
+    assert locks._threads == {}
+    locks.close()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_named_lock_whose_holder_is_stopped_is_entered_without_it(tmp_path: Path) -> None:
+    path = tmp_path / "locks"
+    code = (
+        "import pathlib, sys; from millrace.runtime.locks import NamedLocks;"
+        "locks = NamedLocks(pathlib.Path(sys.argv[1])); held = locks.hold(b'a'); held.__enter__();"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    locks = NamedLocks(path)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        other.send_signal(signal.SIGSTOP)
+        with locks.hold(b"a"):
+            assert other.poll() is None
+        other.kill()
+    locks.close()
+
+
+def test_directory_lock_is_free_while_a_child_forked_under_it_runs(tmp_path: Path) -> None:
+    waiting, ending = os.pipe()
+    with locked_directory(tmp_path, fcntl.LOCK_EX):
+        child = os.fork()
+        if child == 0:
+            os.close(ending)
+            os.read(waiting, 1)  # until the parent closes its end
+            os._exit(0)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(descriptor)
+        os.close(ending)
+        os.waitpid(child, 0)
+        os.close(waiting)
