@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from millrace.checkpoint.tools.diffing import diff_checkpoints
     from millrace.checkpoint.tools.exports import export_checkpoint
     from millrace.checkpoint.tools.verifying import verify_checkpoint
+    from millrace.checkpoint.tools.weights import load_weights
     from millrace.checkpoint.writing.rank_data import SaveStats
     from millrace.checkpoint.writing.save_planner import CheckpointSavePlanner
     from millrace.checkpoint.writing.writer import CheckpointWriter
@@ -66,6 +67,7 @@ __all__ = [
     "diff_checkpoints",
     "export_checkpoint",
     "extension_registry",
+    "load_weights",
     "verify_checkpoint",
 ]
 
@@ -95,6 +97,7 @@ _LAZY = {
     "diff_checkpoints": "tools.diffing",
     "export_checkpoint": "tools.exports",
     "extension_registry": "codec.extension",
+    "load_weights": "tools.weights",
     "verify_checkpoint": "tools.verifying",
 }
 

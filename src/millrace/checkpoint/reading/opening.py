@@ -1,4 +1,7 @@
-"""Opens the contents of a checkpoint of Millrace or of torch's own writer. Torch is needed only for the latter."""
+"""Opens the contents of a checkpoint of Millrace, of torch's own writer, or of a Hugging Face directory.
+
+Torch is needed only for torch's own.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,14 @@ from millrace.checkpoint.arguments import thread_number
 from millrace.checkpoint.format.inventory import StoredValue, inventory
 from millrace.checkpoint.format.manifest import DTYPES, Manifest, TensorEntry, WrappedEntry
 from millrace.checkpoint.format.slices import box_runs
-from millrace.checkpoint.format.transforms import Transforms, transforms_for
+from millrace.checkpoint.format.transforms import transforms_for
 from millrace.checkpoint.reading.contents import Box, Bytes, Contents, shard_boxes
+from millrace.checkpoint.reading.hugging_face import SafetensorsFetcher, SafetensorsFiles, read_hugging_face
 from millrace.checkpoint.storage.fetching import ChunkFetcher, ItemRequest, whole_item
 from millrace.checkpoint.storage.manifests import read_newest, read_stock_metadata
 from millrace.checkpoint.storage.storage import CheckpointStorage, open_storage
 from millrace.errors import CheckpointNotFoundError
+from millrace.origin import Readable
 from millrace.runtime.pipeline import default_threads
 
 
@@ -30,19 +35,22 @@ def open_contents(
     trusted_types: Sequence[type] = (),
     extension_registry: Any = None,
     keys: Sequence[str] = (),
+    origin: Readable | None = None,
 ) -> Contents:
-    """Open a checkpoint of Millrace or of torch's own writer. `keys` selects the values to read, as in `select_keys`.
+    """Open a checkpoint of Millrace or of torch's own writer, or a Hugging Face directory (safetensors files).
 
-    Raises as `read_manifest`, and the errors of the storage. Raises `UnsupportedObjectError` when torch's own writer saved a
+    `keys` selects the values to read, as in `select_keys`. `origin` is as in `open_storage`. Raises as `read_manifest` and
+    `read_hugging_face`, and the errors of the storage. Raises `UnsupportedObjectError` when torch's own writer saved a
     wrapper tensor of a class that is not trusted.
     """
     threads = thread_number("threads", threads) or default_threads()
-    storage = open_storage(url, target_options)
+    storage = open_storage(url, target_options, origin=origin)
     try:
         manifest = read_newest(storage).manifest
-    except CheckpointNotFoundError:
+    except CheckpointNotFoundError as missing:
         if not _is_stock(storage):
-            raise
+            opened = _hugging_face(storage, threads, keys, missing)
+            return ManifestContents(storage, opened.manifest, SafetensorsFetcher(storage, opened, threads))
         from millrace.checkpoint.reading.stock import StockContents
 
         return StockContents(storage, extension_registry, trusted_types).with_wrappers(threads, keys)
@@ -51,7 +59,7 @@ def open_contents(
 
         extension_registry = known_extensions()
     transforms = transforms_for(manifest.transforms, extension_registry)
-    return ManifestContents(storage, manifest, threads, transforms)
+    return ManifestContents(storage, manifest, ChunkFetcher(storage, manifest, threads, transforms))
 
 
 def stored_values(url: str, target_options: Mapping[str, Any] | None = None) -> list[StoredValue]:
@@ -59,9 +67,9 @@ def stored_values(url: str, target_options: Mapping[str, Any] | None = None) -> 
     storage = open_storage(url, target_options)
     try:
         return inventory(read_newest(storage).manifest)
-    except CheckpointNotFoundError:
+    except CheckpointNotFoundError as missing:
         if not _is_stock(storage):
-            raise
+            return inventory(_hugging_face(storage, default_threads(), (), missing).manifest)
         from millrace.checkpoint.reading.stock import StockContents
 
         return StockContents(storage, None, ()).inventory()
@@ -72,18 +80,28 @@ def _is_stock(storage: CheckpointStorage) -> bool:
     return importlib.util.find_spec("torch") is not None and read_stock_metadata(storage) is not None
 
 
+def _hugging_face(
+    storage: CheckpointStorage, threads: int, keys: Sequence[str], missing: CheckpointNotFoundError
+) -> SafetensorsFiles:
+    """The safetensors files of a directory. Raises `missing` if there are none."""
+    try:
+        return read_hugging_face(storage, threads, keys)
+    except CheckpointNotFoundError:
+        raise missing from missing.__cause__
+
+
 class ManifestContents:
-    """A checkpoint of Millrace. Every read byte is verified."""
+    """A checkpoint of Millrace, or a Hugging Face directory. The fetcher verifies what it reads."""
 
     in_pieces = True
 
-    def __init__(self, storage: CheckpointStorage, manifest: Manifest, threads: int, transforms: Transforms) -> None:
+    def __init__(self, storage: CheckpointStorage, manifest: Manifest, fetcher: ChunkFetcher) -> None:
         self.url = storage.url
         self.manifest = manifest
         self.tensors: Mapping[str, TensorEntry] = {entry.key: entry for entry in manifest.tensors}
         self.planner_data = manifest.planner_data
         self.wrapped: Mapping[str, WrappedEntry] = {each.tensor.key: each for each in manifest.wrapped}
-        self._fetcher = ChunkFetcher(storage, manifest, threads, transforms)
+        self._fetcher = fetcher
         self._numbers: dict[str, int] = {}
         number = 0
         for entry in manifest.tensors:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from millrace.checkpoint.arguments import classes, mapping, path_text, thread_number
 from millrace.checkpoint.codec.extension import extension_registry
 from millrace.checkpoint.format.transforms import transforms_for
+from millrace.checkpoint.reading.hugging_face import SafetensorsFetcher, SafetensorsFiles, read_hugging_face
 from millrace.checkpoint.reading.loads import load_items
 from millrace.checkpoint.reading.stock import StockReader
 from millrace.checkpoint.state.tensors import metadata_of
@@ -42,8 +43,8 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
     """Reads a checkpoint from a URL or local path: `dcp.load(state, storage_reader=CheckpointReader(url))`.
 
     Reads checkpoints of `CheckpointWriter`, verifies every byte, and raises `CorruptCheckpointError` for damage. Also reads
-    checkpoints of torch's own writer, which have no checksums. `_extension_registry` is as in `FileSystemReader`. Without
-    it, torch's `ZStandard` and `ZstdPlanes` are registered.
+    checkpoints of torch's own writer and Hugging Face directories (safetensors files), which have no checksums.
+    `_extension_registry` is as in `FileSystemReader`. Without it, torch's `ZStandard` and `ZstdPlanes` are registered.
 
     - `target_options`: for the storage, as in s3fs.
     - `origin`: read from this origin (a cache) instead. `path` is then the key in it.
@@ -84,7 +85,14 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         return f"CheckpointReader({self._path!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_loaded": None, "_stock": None, "_failure": None}
+        return {
+            **self.__dict__,
+            "_opened": None,
+            "_loaded": None,
+            "_stock": None,
+            "_safetensors": None,
+            "_failure": None,
+        }
 
     @property
     def checkpoint_id(self) -> str:
@@ -120,6 +128,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         self._opened: CheckpointStorage | None = None
         self._loaded: LoadedManifest | None = None
         self._stock: StockReader | None = None
+        self._safetensors: SafetensorsFiles | None = None
         self._failure: MillraceError | None = None
 
     # Torch passes a rank only when a parameter has the name `kwargs`.
@@ -163,8 +172,12 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         if self._loaded is None:
             raise UsageError("read_data before read_metadata", next_step="use torch.distributed.checkpoint.load")
         manifest = self._loaded.manifest
-        transforms = transforms_for(manifest.transforms, self._extension_registry)
-        fetcher = ChunkFetcher(self._storage(), manifest, self._threads, transforms)
+        fetcher: ChunkFetcher
+        if self._safetensors is not None:
+            fetcher = SafetensorsFetcher(self._storage(), self._safetensors, self._threads)
+        else:
+            transforms = transforms_for(manifest.transforms, self._extension_registry)
+            fetcher = ChunkFetcher(self._storage(), manifest, self._threads, transforms)
         load_items(plan.items, planner, manifest, fetcher, self._trusted_types)
         future: Any = torch.futures.Future()
         future.set_result(None)
@@ -179,7 +192,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
 
     def _read_metadata(self, rank: int | None) -> Any:
         storage = self._storage()
-        self._stock = None
+        self._stock = self._safetensors = None
         try:
             self._loaded = read_newest(storage, rank)
         except CheckpointNotFoundError as missing:
@@ -187,11 +200,24 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
             try:
                 metadata = stock.read_metadata(rank=rank)
             except CheckpointNotFoundError:
-                raise missing from missing.__cause__
-            self._stock = stock
-            return metadata
+                self._loaded = self._read_safetensors(storage, rank, missing)
+            else:
+                self._stock = stock
+                return metadata
         with collection_paused():
             return metadata_of(self._loaded.manifest)
+
+    def _read_safetensors(
+        self, storage: CheckpointStorage, rank: int | None, missing: CheckpointNotFoundError
+    ) -> LoadedManifest:
+        """The description of a Hugging Face directory. Raises `missing` if it is none."""
+        if rank is not None:
+            raise missing from missing.__cause__
+        try:
+            self._safetensors = read_hugging_face(storage, self._threads)
+        except CheckpointNotFoundError:
+            raise missing from missing.__cause__
+        return LoadedManifest(self._safetensors.manifest, 0, "")
 
 
 class _Unreadable:

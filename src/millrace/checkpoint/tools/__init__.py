@@ -16,10 +16,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.checkpoint.storage.manifests import CheckpointSummary, read_newest, read_stock_metadata, summarize
+from millrace.checkpoint.reading.hugging_face import read_hugging_face
+from millrace.checkpoint.storage.manifests import (
+    CheckpointSummary,
+    LoadedManifest,
+    read_newest,
+    read_stock_metadata,
+    summarize,
+)
 from millrace.checkpoint.storage.storage import open_storage
 from millrace.errors import CheckpointNotFoundError
 from millrace.origin import Readable
+from millrace.runtime.pipeline import default_threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +47,20 @@ def describe(
 ) -> CheckpointSummary:
     """Summarise a checkpoint from its manifest; its data is not read.
 
-    Checkpoints of torch's own writer are supported if torch is installed. Raises errors of `read_manifest` and of origins.
+    Also a Hugging Face directory, and, if torch is installed, a checkpoint of torch's own writer. Raises errors of
+    `read_manifest` and of origins.
     """
     storage = open_storage(url, target_options, origin=origin)
     try:
         return summarize(storage, read_newest(storage))
-    except CheckpointNotFoundError:
-        if importlib.util.find_spec("torch") is None or read_stock_metadata(storage) is None:
-            raise
-        # Torch takes a second to load, so it is imported only here.
-        from millrace.checkpoint.storage.stock_metadata import summarize_stock
+    except CheckpointNotFoundError as missing:
+        if importlib.util.find_spec("torch") is not None and read_stock_metadata(storage) is not None:
+            # Torch takes a second to load, so it is imported only here.
+            from millrace.checkpoint.storage.stock_metadata import summarize_stock
 
-        return summarize_stock(storage)
+            return summarize_stock(storage)
+        try:
+            opened = read_hugging_face(storage, default_threads())
+        except CheckpointNotFoundError:
+            raise missing from missing.__cause__
+        return summarize(storage, LoadedManifest(opened.manifest, 0, ""))

@@ -150,16 +150,16 @@ class FileStream(AbstractContextManager["FileStream"]):
 
 
 class DirectoryTarget:
-    """A directory for a checkpoint in torch's own format."""
+    """A directory for a checkpoint in torch's own format, or for a model in several files."""
 
     def __init__(self, location: str, options: Mapping[str, Any] | None, *, overwrite: bool) -> None:
         self._run = open_run(location, options)
         self.storage: CheckpointStorage = self._run.storage
-        self._overwrite = overwrite
+        self.overwrite = overwrite
         self._is_new = False
 
-    def prepare(self) -> None:
-        """Create the directory. Raises `ObjectExistsError` if it is not empty.
+    def prepare(self, *, others_allowed: bool = False) -> None:
+        """Create the directory. Raises `ObjectExistsError` if it is not empty, unless other files are allowed in it.
 
         Never overwrites a checkpoint or a run of Millrace: a checkpoint in the directory of a run would hide the run.
         """
@@ -170,7 +170,7 @@ class DirectoryTarget:
             )
         if fnmatch.filter(names, "writer-*.json") or self._has_checkpoints():
             raise ObjectExistsError(f"{self.storage.url} is a run of Millrace", next_step="choose another directory")
-        if names and not self._overwrite:
+        if names and not (self.overwrite or others_allowed):
             raise ObjectExistsError(
                 f"{self.storage.url} is not empty", next_step="choose another directory, or overwrite it"
             )

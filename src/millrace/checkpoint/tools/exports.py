@@ -1,13 +1,12 @@
 """Exports a checkpoint, bit for bit, to a file or directory that other programs read: `export_checkpoint`.
 
 - `torch`: one file for `torch.load(weights_only=True)`, with the state dict nested as it was saved. Needs memory for all.
-- `safetensors`: the tensors under their flat keys in one file, which is streamed.
+- `safetensors`: the tensors under their flat keys in one file, or in several with an index, which are streamed.
 - `dcp`: a checkpoint in torch's own format, written tensor by tensor.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,37 +14,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from millrace.checkpoint.format.inventory import select_keys
-from millrace.checkpoint.format.manifest import DTYPES, WrappedEntry
-from millrace.checkpoint.reading.contents import Box, Contents, pieces, stream, whole
+from millrace.checkpoint.format.manifest import WrappedEntry
+from millrace.checkpoint.reading.contents import whole
 from millrace.checkpoint.reading.opening import open_contents
 from millrace.checkpoint.tools import WorkProgress
+from millrace.checkpoint.tools.export_safetensors import names_of, write_safetensors
 from millrace.checkpoint.tools.export_targets import DirectoryTarget, FileTarget
-from millrace.errors import MissingDependencyError, UnsupportedObjectError, UsageError
+from millrace.errors import MissingDependencyError, UsageError
 
 ExportFormat = Literal["torch", "safetensors", "dcp"]
 EXPORT_FORMATS: tuple[ExportFormat, ...] = ("torch", "safetensors", "dcp")
-
-_SAFETENSORS_DTYPES = {
-    "bool": "BOOL",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    "complex64": "C64",
-}
-# Readers of safetensors reject longer headers.
-_MAX_HEADER_BYTES = 100_000_000
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +51,9 @@ def export_checkpoint(
     *,
     keys: Sequence[str] = (),
     strip_prefix: str = "",
+    rename: Sequence[str] = (),
+    dtype: str | None = None,
+    shard_bytes: int | None = None,
     overwrite: bool = False,
     target_options: Mapping[str, Any] | None = None,
     output_options: Mapping[str, Any] | None = None,
@@ -80,10 +62,16 @@ def export_checkpoint(
     extension_registry: Any = None,
     progress: Callable[[WorkProgress], None] | None = None,
 ) -> ExportReport:
-    """Export the checkpoint at `url`, of Millrace or of torch's own writer, to `target`: a file, or for `dcp` a directory.
+    """Export the checkpoint at `url` to `target`: a file, or for `dcp` a directory.
 
-    `keys` are patterns (`select_keys`). `strip_prefix`, for safetensors, selects the keys that begin with it, and removes
-    it. `target_options` are for the storage of the checkpoint, `output_options` for that of the target. The target
+    Reads checkpoints of Millrace and of torch's own writer, and Hugging Face directories. `keys`: as in `select_keys`.
+
+    For safetensors: `strip_prefix` selects the keys that begin with it, and removes it. `rename` changes names, as
+    `PATTERN=REPLACEMENT` with a regular expression (`names_of`). `dtype` ("bfloat16") converts floating-point tensors; it
+    needs torch. With `shard_bytes`, `target` is a directory: it gets files of at most that size (or one tensor each) and
+    `model.safetensors.index.json`, which is written last. A model that is overwritten there is removed first.
+
+    `target_options` are for the storage of the checkpoint, `output_options` for that of the target. The target
     becomes visible when all of it is durable. An existing one is an `ObjectExistsError` without `overwrite`.
 
     Raises errors of a load, `UsageError`, `UnsupportedObjectError` for values that the format cannot hold, and
@@ -91,8 +79,14 @@ def export_checkpoint(
     """
     if to not in EXPORT_FORMATS:
         raise UsageError(f"{to!r} is not an export format", next_step=f"choose one of {', '.join(EXPORT_FORMATS)}")
-    if strip_prefix and to != "safetensors":
-        raise UsageError("a prefix can only be stripped for safetensors", next_step="leave it out")
+    if to != "safetensors" and (strip_prefix or rename or dtype or shard_bytes):
+        raise UsageError(
+            "only an export to safetensors can strip a prefix, rename, convert or split", next_step="leave it out"
+        )
+    if dtype is not None and dtype not in _FLOATS:
+        raise UsageError(f"dtype={dtype!r:.100}", next_step=f"choose one of {', '.join(_FLOATS)}")
+    if shard_bytes is not None and (type(shard_bytes) is not int or shard_bytes < 1):
+        raise UsageError(f"shard_bytes={shard_bytes!r:.100}", next_step="give a number of bytes, at least 1")
     began = time.monotonic()
     place = os.fspath(target)
     contents = open_contents(
@@ -116,12 +110,18 @@ def export_checkpoint(
     leaves = [key for each in wrapped for _, keys in each.parts for key in keys]
     counter = _Counter(sum(whole(contents.tensors[key]).nbytes for key in (*tensors, *leaves)), progress)
     if to == "safetensors":
-        left_out = objects + [key for key in tensors if not key.startswith(strip_prefix)]
-        tensors, objects = [key for key in tensors if key.startswith(strip_prefix)], []
+        names = names_of(tensors, strip_prefix, rename)
+        left_out = objects + [key for key in tensors if key not in names]
+        tensors, objects = list(names), []
+        if not tensors:
+            raise UsageError(
+                f"no tensor of {contents.url} " + (f"is below {strip_prefix!r}" if strip_prefix else "was selected"),
+                next_step="'millrace checkpoints show' lists the keys",
+            )
         counter = _Counter(sum(whole(contents.tensors[key]).nbytes for key in tensors), progress)
-        _write_safetensors(
-            contents, tensors, strip_prefix, FileTarget(place, output_options, overwrite=overwrite), counter
-        )
+        kind = FileTarget if shard_bytes is None else DirectoryTarget
+        model = kind(place, output_options, overwrite=overwrite)
+        write_safetensors(contents, names, dtype, shard_bytes or 0, model, counter.add)
     else:
         try:
             from millrace.checkpoint.tools.export_torch import write_dcp, write_torch
@@ -164,66 +164,3 @@ class _Counter:
             # Files contain more bytes than the values.
             done_bytes = min(self._done_bytes // 2, self.total_bytes)
             self._progress(WorkProgress(done_bytes=done_bytes, total_bytes=self.total_bytes))
-
-
-# --- safetensors ------------------------------------------------------------------------------------------
-
-
-def safetensors_header(parts: Sequence[tuple[str, Box]]) -> bytes:
-    """The header of a safetensors file with `parts` under these names, one after the other. Pure.
-
-    Raises `UnsupportedObjectError` for element types that the format does not have.
-    """
-    unknown = [f"{name!r} ({part.dtype})" for name, part in parts if part.dtype not in _SAFETENSORS_DTYPES]
-    if unknown:
-        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-        raise UnsupportedObjectError(
-            f"safetensors cannot hold {', '.join(unknown[:3])}{more}",
-            next_step="leave them out by naming the others, or export to torch",
-        )
-    # Transformers requires the format "pt".
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name, part in parts:
-        if name in header:
-            raise UnsupportedObjectError(
-                f"safetensors cannot hold a second {name!r}", next_step="choose other keys, or another prefix"
-            )
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise UnsupportedObjectError(
-                f"safetensors cannot hold the key {name!r}, which is not valid Unicode",
-                next_step="leave it out by naming the others, or export to torch",
-            ) from error
-        header[name] = {
-            "dtype": _SAFETENSORS_DTYPES[part.dtype],
-            "shape": part.lengths,
-            "data_offsets": [position, position + part.nbytes],
-        }
-        position += part.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER_BYTES:
-        raise UnsupportedObjectError("safetensors cannot hold so many keys", next_step="name fewer keys")
-    return len(text).to_bytes(8, "little") + text
-
-
-def _write_safetensors(
-    contents: Contents, keys: Sequence[str], prefix: str, target: FileTarget, counter: _Counter
-) -> None:
-    if not keys:
-        raise UsageError(
-            f"no tensor of {contents.url} " + (f"is below {prefix!r}" if prefix else "was selected"),
-            next_step="'millrace checkpoints show' lists the keys",
-        )
-    # Tensors with the widest elements first, so that each is aligned; then in the order of the checkpoint.
-    ordered = sorted(keys, key=lambda key: (-DTYPES[contents.tensors[key].dtype][0], contents.place(key)))
-    wholes = [whole(contents.tensors[key]) for key in ordered]
-    header = safetensors_header([(part.key[len(prefix) :], part) for part in wholes])
-    with target.open(counter.add) as file:
-        file.write(header)
-        for _, data in stream(
-            contents, (piece for part in wholes for piece in pieces(contents, part)), count=counter.add
-        ):
-            file.write(data.data)

@@ -17,6 +17,7 @@ from millrace.figures import size_text
 
 if TYPE_CHECKING:
     from millrace.checkpoint.run.run_layout import ListedCheckpoint
+    from millrace.checkpoint.storage.storage import CheckpointStorage
     from millrace.checkpoint.tools import WorkProgress
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -97,12 +98,17 @@ def is_checkpoint(url: str, options: dict[str, Any] | None) -> bool:
     from millrace.checkpoint.run.run_layout import parse_name
     from millrace.checkpoint.storage.manifests import STOCK_METADATA_NAME, manifest_name
     from millrace.checkpoint.storage.storage import open_storage
-    from millrace.errors import MissingError
 
     storage = open_storage(url, options)
     if parse_name(url.rstrip("/").rpartition("/")[2]):
         return True
-    for name in (manifest_name(), manifest_name(0), STOCK_METADATA_NAME):
+    return _has_file(storage, manifest_name(), manifest_name(0), STOCK_METADATA_NAME)
+
+
+def _has_file(storage: CheckpointStorage, *names: str) -> bool:
+    from millrace.errors import MissingError
+
+    for name in names:
         with contextlib.suppress(MissingError):
             storage.stat(name)
             return True
@@ -110,12 +116,14 @@ def is_checkpoint(url: str, options: dict[str, Any] | None) -> bool:
 
 
 def checkpoint_url(url: str, step: int | None, endpoint_url: str | None) -> str:
-    """The URL of the checkpoint that `url` and `step` select.
+    """The URL of the checkpoint that `url` and `step` select. A Hugging Face directory counts as a checkpoint.
 
     Raises `CheckpointNotFoundError` with the nearest steps, and `UsageError` for a step if `url` is not a run.
     """
+    from millrace.checkpoint.format.safetensors import INDEX_NAME, SINGLE_NAME
     from millrace.checkpoint.run.run_layout import open_run
     from millrace.checkpoint.run.timeline import newest_first
+    from millrace.checkpoint.storage.storage import open_storage
     from millrace.errors import CheckpointNotFoundError, MissingError, UsageError
 
     options = options_of(url, endpoint_url)
@@ -129,6 +137,8 @@ def checkpoint_url(url: str, step: int | None, endpoint_url: str | None) -> str:
     except MissingError:
         found = []
     if not found:
+        if step is None and _has_file(open_storage(url, options), INDEX_NAME, SINGLE_NAME):
+            return url
         raise CheckpointNotFoundError(
             f"{url}: not a complete checkpoint, nor a run with one",
             next_step="check the name; 'millrace checkpoints ls' lists the checkpoints of a run",

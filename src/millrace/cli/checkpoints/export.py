@@ -20,10 +20,18 @@ from millrace.cli.checkpoints.common import (
 )
 from millrace.cli.commands import LibraryCommand
 from millrace.cli.common import counted, endpoint_option, json_option, print_json
-from millrace.errors import printable
+from millrace.config import parse_amount
+from millrace.errors import ConfigurationError, printable
 from millrace.figures import size_text
 
 _KEYS = 5
+
+
+def _bytes_of(size: str) -> int:
+    nbytes = parse_amount(size, option="--shard-size").nbytes
+    if not nbytes:
+        raise ConfigurationError(f"--shard-size {size}", next_step="give a size such as 5GB")
+    return nbytes
 
 
 @click.command(cls=LibraryCommand)
@@ -43,6 +51,22 @@ _KEYS = 5
     metavar="TEXT",
     help="For safetensors: only keys with this prefix, which is removed.",
 )
+@click.option(
+    "--rename",
+    multiple=True,
+    metavar="PATTERN=NAME",
+    help=r"For safetensors: rename keys that match a regular expression, as in 'model\.(.*)=\1'. Can be repeated.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float64", "float32", "float16", "bfloat16"]),
+    help="For safetensors: convert floating-point tensors. Needs torch.",
+)
+@click.option(
+    "--shard-size",
+    metavar="SIZE",
+    help="For safetensors: TARGET is a directory of files of this size, such as 5GB, with an index for transformers.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace what is at TARGET.")
 @trust_option
 @threads_option
@@ -55,6 +79,9 @@ def export(
     step: int | None,
     keys: tuple[str, ...],
     strip_prefix: str,
+    rename: tuple[str, ...],
+    dtype: str | None,
+    shard_size: str | None,
     overwrite: bool,
     trust: tuple[str, ...],
     threads: int | None,
@@ -63,8 +90,9 @@ def export(
 ) -> None:
     """Export a checkpoint to TARGET, bit for bit, in a format that other programs read.
 
-    TARGET is a file, or with --to dcp a directory; a local path or a URL. It appears when it is complete. An export to
-    torch needs memory for all values, the other formats for the largest tensor.
+    URL may also be a Hugging Face directory. TARGET is a file, or with --to dcp or --shard-size a directory; a local path or
+    a URL. It appears when it is complete. An export to torch needs memory for all values, the other formats for the largest
+    tensor.
     """
     from millrace.checkpoint.tools.exports import EXPORT_FORMATS, export_checkpoint
 
@@ -77,6 +105,9 @@ def export(
             next(name for name in EXPORT_FORMATS if name == to),
             keys=keys,
             strip_prefix=strip_prefix,
+            rename=rename,
+            dtype=dtype,
+            shard_bytes=None if shard_size is None else _bytes_of(shard_size),
             overwrite=overwrite,
             target_options=options_of(place, endpoint_url),
             output_options=options_of(target, endpoint_url),

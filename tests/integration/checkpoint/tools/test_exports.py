@@ -412,7 +412,7 @@ def test_export_to_invalid_target_raises(saved: tuple[str, dict], tmp_path: Path
             export_checkpoint(saved[0], name, "safetensors", overwrite=True)
     with pytest.raises(UsageError, match="choose one of torch, safetensors, dcp"):
         export_checkpoint(saved[0], tmp_path / "x", "onnx")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="only be stripped for safetensors"):
+    with pytest.raises(UsageError, match="only an export to safetensors can strip a prefix"):
         export_checkpoint(saved[0], tmp_path / "x", "torch", strip_prefix="model.")
     dcp.save({"w": torch.ones(2)}, storage_writer=CheckpointWriter(tmp_path / "ours", sync_files=False))
     with pytest.raises(ObjectExistsError, match="a checkpoint of Millrace"):
