@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 from fsspec.core import get_compression, has_magic
@@ -26,6 +28,10 @@ from millrace.runtime.importing import importing
 _PIPE_BYTES = 16 << 20
 _COPY_BYTES = 16 << 20
 _DELETE_KEYS = 1000
+
+
+_planned_copies: ContextVar[list[tuple[str, str]] | None] = ContextVar("planned_copies", default=None)
+"""Set while `mv` plans: `cp_file` then only appends the keys of its source and target."""
 
 
 class WritingFileSystem(ListingFileSystem):
@@ -133,12 +139,69 @@ class WritingFileSystem(ListingFileSystem):
     def cp_file(self, path1: str, path2: str, **_: Any) -> None:
         """Copy one object through this machine and its cache. A directory is not copied: it exists through its files."""
         source, target = self.key_of(path1), self.key_of(path2)
+        planned = _planned_copies.get()
+        if planned is not None:
+            planned.append((source, target))
+            return
         if source == target or self.isdir(source):
             return
         self.require_new_file_name(path2)
         with self.open(path1) as file, self.open(target, "wb") as copy:
             while data := file.read(_COPY_BYTES):
                 copy.write(data)
+
+    # --- moving -----------------------------------------------------------------------------------
+
+    def mv(self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
+        """Copy files as `copy` does, and then remove those that were copied. A file onto itself stays as it is.
+
+        Raises `IsDirectoryError` for a directory without `recursive`, and `UsageError` for a directory into itself.
+        """
+        if isinstance(path1, str) and not recursive and not has_magic(path1) and self.isdir(path1):
+            raise IsDirectoryError(f"{self.unstrip_protocol(path1)} is a directory", next_step="pass recursive=True")
+        planned: list[tuple[str, str]] = []
+        token = _planned_copies.set(planned)
+        try:
+            self.copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error="raise")
+        finally:
+            _planned_copies.reset(token)
+        moves = [(source, target) for source, target in planned if self._identity(source) != self._identity(target)]
+        directories = {source for source, _ in moves if self.isdir(source)}
+        sources = {self._identity(source) for source, _ in moves}
+        for source, target in moves:
+            if source in directories and self._identity(target).startswith(f"{self._identity(source)}/"):
+                raise UsageError(
+                    f"{self.unstrip_protocol(source)} cannot be moved into itself", next_step="choose another target"
+                )
+            if source not in directories and self._identity(target) in sources:
+                raise UsageError(
+                    f"{self.unstrip_protocol(target)} would be overwritten before it is moved",
+                    next_step="move it first, in a call of its own",
+                )
+        for source, target in moves:
+            if source not in directories:
+                self.cp_file(source, target)
+            elif self._rooted:
+                self.makedirs(target, exist_ok=True)
+        self._delete([source for source, _ in moves if source not in directories])
+        self._remove_empty(sorted(directories, reverse=True))
+
+    def _identity(self, key: str) -> str:
+        """What two names of one file have in common: for local files, the name in the real directory."""
+        if not self._rooted:
+            return key
+        directory, name = os.path.split(os.path.normpath(key))
+        return os.path.join(os.path.realpath(directory), name)
+
+    def _remove_empty(self, directories: Sequence[str]) -> None:
+        """Remove directories that are empty, the deepest first. Object stores have them only by their objects."""
+        for key in directories:
+            if self._rooted:
+                with contextlib.suppress(OSError):  # not empty: a file was added meanwhile
+                    os.rmdir(key)
+                self._changed(f"{key}/")
+            elif all(info.key.endswith("/") for page in self._origin.list_all(key) for info in page):
+                self._delete([key] if "/" in key else [])  # a server with real directories keeps them
 
     # --- removing ---------------------------------------------------------------------------------
 
@@ -168,8 +231,13 @@ class WritingFileSystem(ListingFileSystem):
                     self._delete(self.find(key, maxdepth=maxdepth))
 
     def rm_below(self, path: str) -> None:
-        """Remove everything below a directory. Raises `ObjectNotFoundError` if it does not exist."""
+        """Remove everything below a directory. Raises `ObjectNotFoundError` if it does not exist.
+
+        Nothing below a symbolic link is removed, as in pyarrow's local file system.
+        """
         key = self.key_of(path)
+        if self._rooted and os.path.islink(key):
+            return
         entry = self.info(key)
         if entry["type"] == "file":
             raise NotDirectoryError(f"{self.unstrip_protocol(key)} is not a directory", next_step="name a directory")

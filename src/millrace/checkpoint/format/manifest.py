@@ -33,6 +33,7 @@ MAX_BLOB_BYTES = 1 << 30
 MAX_RECIPE_BYTES = 1 << 20
 """The maximum length of the recipe of a wrapper tensor. A reader reads all recipes of a load at once."""
 
+_LATEST = 253402300799.0  # the last second of the year 9999
 _MAGIC = b"\x89MILLRC\n"
 _HEADER = struct.Struct("<8sIIQQ")
 _SECTION = struct.Struct("<4sQ")
@@ -248,7 +249,7 @@ def _decode_body(body: memoryview) -> Manifest:
         )
     properties = [_read_properties(*row) for row in meta["properties"]]
     manifest = Manifest(
-        created=float(meta["created"]),
+        created=_time(meta["created"]),
         writer=str(meta["writer"]),
         files=tuple(DataFile(str(name), _natural(size)) for name, size in meta["files"]),
         tensors=tuple(_read_tensors(meta["tensors"], meta["dtypes"], properties)),
@@ -275,6 +276,13 @@ def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise CorruptCheckpointError(f"{value!r:.40} is not a size")
     return value
+
+
+def _time(value: Any) -> float:
+    """A time in Unix seconds that a date can be made of."""
+    if type(value) not in (int, float) or not 0 <= value <= _LATEST:
+        raise CorruptCheckpointError(f"{value!r:.40} is not a time")
+    return float(value)
 
 
 def _text(value: Any) -> str:

@@ -31,6 +31,7 @@ from millrace.checkpoint.state.wrappers import WrapperSlot
 from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.errors import (
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     DamagedError,
     DiskFullError,
     MillraceError,
@@ -316,7 +317,13 @@ def _complete(
         else:
             empty = torch.empty(described.size, dtype=described.properties.dtype)
         path = list(paths.get(key, key.split(".")))[1:]
-        place = _put(template, path, empty, numbered=isinstance(value, torch.optim.Optimizer))
+        try:
+            place = _put(template, path, empty, numbered=isinstance(value, torch.optim.Optimizer))
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise CorruptCheckpointError(
+                f"the checkpoint has {key!r} at {path!r:.200}, which leads through a value of {name!r}",
+                next_step="build the object with the settings of the saved one, or restore another step",
+            ) from error
         if isinstance(empty, WrapperSlot):
             yield *place, empty
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
@@ -153,9 +154,9 @@ class Uploader:
 
         def upload_files() -> None:
             if self._handles_node:
-                before.extend(
-                    upload for upload in pending_uploads(self.local, self.tiers.origin) if upload.name != newest
-                )
+                pending = pending_uploads(self.local, self.tiers.origin)
+                # What was saved after `newest` has its own upload.
+                before.extend(itertools.takewhile(lambda upload: upload.name != newest, pending))
             for upload in before:
                 source, target = self.local.checkpoint(upload.name), self.tiers.origin.checkpoint(upload.name)
                 try:

@@ -5,10 +5,12 @@ The metadata is a pickle. Unpickling accepts only the classes that torch writes.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pathlib
 import pickle
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +22,17 @@ from millrace.errors import CorruptCheckpointError, MillraceError, UnsupportedOb
 
 # The data files of torch's writer. Other files in the metadata must not be removed.
 _FILE_NAME = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
+
+
+def _layout(name: Any) -> torch.layout:
+    """The layout of this name. A pickle may call what it gets, so nothing else of torch is returned."""
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise UnsupportedObjectError(
+            f"the metadata of the checkpoint names {name!s:.100} as a layout", next_step="load another checkpoint"
+        )
+    return found
+
 
 _CLASSES: dict[tuple[str, str], Any] = {
     **{
@@ -43,7 +56,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
         for module in ("pathlib", "pathlib._local")
         for name in ("Path", "PosixPath", "PurePosixPath")
     },
-    ("torch.serialization", "_get_layout"): lambda name: getattr(torch, str(name).removeprefix("torch.")),
+    ("torch.serialization", "_get_layout"): _layout,
     ("collections", "OrderedDict"): dict,
 }
 
@@ -62,13 +75,32 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
+@contextlib.contextmanager
+def _unchanged_classes() -> Iterator[None]:
+    """Undo what a pickle does to attributes of the classes that it names, and raise `CorruptCheckpointError`."""
+    before = {kind: dict(vars(kind)) for kind in _CLASSES.values() if isinstance(kind, type) and kind is not dict}
+    try:
+        yield
+    finally:
+        changed = [(kind, known) for kind, known in before.items() if dict(vars(kind)) != known]
+        for kind, known in changed:
+            for name in {*vars(kind)} - {*known}:
+                delattr(kind, name)
+            for name, value in known.items():
+                if vars(kind).get(name) is not value:
+                    setattr(kind, name, value)
+    if changed:
+        raise CorruptCheckpointError("the metadata of the checkpoint changes classes of torch")
+
+
 def unpickle_metadata(data: bytes, url: str) -> Any:
     """Unpickle torch's `Metadata` without executing other code.
 
     Raises `CorruptCheckpointError`, or `UnsupportedObjectError` for metadata with foreign classes.
     """
     try:
-        read = _MetadataUnpickler(io.BytesIO(data)).load()
+        with _unchanged_classes():
+            read = _MetadataUnpickler(io.BytesIO(data)).load()
     except MillraceError:
         raise
     except Exception as error:

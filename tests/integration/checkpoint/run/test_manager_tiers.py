@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from tests.integration.checkpoint.run.test_manager import assert_same, change, damage, empty_like, events, make_state
 
 from millrace.checkpoint import CheckpointManager, SaveProgress
-from millrace.checkpoint.run.run_layout import open_run
-from millrace.checkpoint.run.tiers import open_tiers
+from millrace.checkpoint.run import uploading
+from millrace.checkpoint.run.run_layout import Run, open_run
+from millrace.checkpoint.run.tiers import Upload, open_tiers
 from millrace.errors import CorruptCheckpointError, MillraceError
 from millrace.testing.process import free_ports
 from millrace.testing.s3 import S3Server
@@ -240,3 +242,27 @@ def test_kill_9_between_the_places_loses_nothing(tmp_path: Path, bucket: S3Serve
         for step in run.steps():
             found: dict[str, Any] = {"x": torch.ones(1_000_000), "step": -2}
             assert run.restore(found, step) == step == found["step"]
+
+
+def test_first_upload_leaves_later_saves_to_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catching up of a new manager begins when a second save is complete on the local disk."""
+    look = uploading.pending_uploads
+
+    def after_the_second(local: Run, origin: Run) -> tuple[Upload, ...]:
+        deadline = time.monotonic() + 120
+        while len([found for found in local.scan() if found.complete]) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return look(local, origin)
+
+    monkeypatch.setattr(uploading, "pending_uploads", after_the_second)
+    state = make_state()
+    with (
+        events() as seen,
+        CheckpointManager(tmp_path / "run", local=tmp_path / "near", independent=False) as run,
+    ):
+        for step in (1, 2):
+            run.save_async(step, state)
+            change(state)
+    assert "checkpoint.tier.left" not in {event.name for event in seen}
+    assert steps_at(open_run(tmp_path / "run")) == [1, 2]

@@ -378,3 +378,12 @@ def test_wrapper_tensors_with_shared_parts_raise():
     other = one._replace(tensor=one.tensor._replace(key="other"))
     with pytest.raises(CorruptCheckpointError, match="twice"):
         decode_manifest(encode_manifest(sample(wrapped=(one, other))))
+
+
+@pytest.mark.parametrize("created", [float("inf"), float("nan"), -1.0, 1e308, 2.0**63])
+def test_manifest_with_an_impossible_time_is_corrupt(created):
+    manifest = Manifest(
+        created=created, writer="", files=(), tensors=(), blobs=(), items=item_table(), chunks=chunk_table()
+    )
+    with pytest.raises(CorruptCheckpointError):
+        decode_manifest(encode_manifest(manifest))

@@ -1,0 +1,108 @@
+"""A move never loses a file, whatever the names of its source and target."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.errors import IsDirectoryError, UsageError
+from millrace.filesystem import filesystem
+from millrace.testing.s3 import S3Server
+
+FILES = {"d/a": b"A", "d/b": b"B", "d/e/x": b"X", "d/e/y/z": b"Z"}
+STAYS = FILES
+
+# The move, and the files below the root afterwards; an exception where there is one.
+MOVES: dict[str, tuple[Callable[[Any, str], object], Any]] = {
+    "into its directory": (lambda fs, r: fs.mv(f"{r}/d/a", f"{r}/d"), STAYS),
+    "into its directory with slash": (lambda fs, r: fs.mv(f"{r}/d/a", f"{r}/d/"), STAYS),
+    "rename to its directory": (lambda fs, r: fs.rename(f"{r}/d/a", f"{r}/d"), STAYS),
+    "list into its directory": (lambda fs, r: fs.mv([f"{r}/d/a", f"{r}/d/b"], f"{r}/d"), STAYS),
+    "same name with scheme": (lambda fs, r: fs.mv(f"{r}/d/a", fs.unstrip_protocol(f"{r}/d/a")), STAYS),
+    "directory into its parent": (lambda fs, r: fs.mv(f"{r}/d/e", f"{r}/d", recursive=True), STAYS),
+    "directory onto itself": (lambda fs, r: fs.mv(f"{r}/d/e/", f"{r}/d/e", recursive=True), STAYS),
+    "pattern into its directory": (lambda fs, r: fs.mv(f"{r}/d/*", f"{r}/d", recursive=True), STAYS),
+    "files of a pattern into their directory": (lambda fs, r: fs.mv(f"{r}/d/*", f"{r}/d/"), STAYS),
+    "directory into itself": (lambda fs, r: fs.mv(f"{r}/d/e", f"{r}/d/e/f", recursive=True), UsageError),
+    "directory without recursive": (lambda fs, r: fs.mv(f"{r}/d/e", f"{r}/d/f"), IsDirectoryError),
+    "file to another name": (
+        lambda fs, r: fs.mv(f"{r}/d/a", f"{r}/d/c"),
+        {"d/c": b"A", **{name: value for name, value in FILES.items() if name != "d/a"}},
+    ),
+    "file over another": (
+        lambda fs, r: fs.mv(f"{r}/d/a", f"{r}/d/b"),
+        {"d/b": b"A", "d/e/x": b"X", "d/e/y/z": b"Z"},
+    ),
+    "directory to another name": (
+        lambda fs, r: fs.mv(f"{r}/d/e", f"{r}/d/ex", recursive=True),
+        {"d/a": b"A", "d/b": b"B", "d/ex/x": b"X", "d/ex/y/z": b"Z"},
+    ),
+    "over a file that is moved later": (
+        lambda fs, r: fs.mv([f"{r}/d/a", f"{r}/d/b"], [f"{r}/d/b", f"{r}/d/c"]),
+        UsageError,
+    ),
+}
+
+
+@pytest.fixture(params=["file", "s3"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, str]:
+    if request.param == "file":
+        fs = filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0)
+        place = str(tmp_path / "data")
+    else:
+        server: S3Server = request.getfixturevalue("s3")
+        place = request.getfixturevalue("bucket")
+        fs = filesystem("s3", server.target_options, cache_dir=str(tmp_path / "cache"), min_free=0)
+    for name, value in FILES.items():
+        fs.makedirs(f"{place}/{name}".rpartition("/")[0], exist_ok=True)
+        fs.pipe_file(f"{place}/{name}", value)
+    return fs, place
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_move_keeps_every_byte(name: str, root: tuple[Any, str]) -> None:
+    fs, place = root
+    move, expected = MOVES[name]
+    if isinstance(expected, type):
+        with pytest.raises(expected):
+            move(fs, place)
+        expected = STAYS
+    else:
+        move(fs, place)
+    fs.invalidate_cache()
+    assert {path[len(place) + 1 :]: fs.cat_file(path) for path in fs.find(place)} == expected
+    if name == "directory to another name":
+        assert not fs.exists(f"{place}/d/e")
+
+
+@pytest.mark.parametrize("target", ["d/./a", "d//a", "link/a"])
+def test_move_of_local_file_onto_another_of_its_names_keeps_it(target: str, tmp_path: Path) -> None:
+    fs = filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a").write_bytes(b"A")
+    os.symlink(tmp_path / "d", tmp_path / "link")
+    fs.mv(f"{tmp_path}/d/a", f"{tmp_path}/{target}")
+    assert (tmp_path / "d" / "a").read_bytes() == b"A"
+
+
+def test_move_of_local_directory_takes_empty_ones_along(tmp_path: Path) -> None:
+    fs = filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0)
+    (tmp_path / "d" / "empty").mkdir(parents=True)
+    (tmp_path / "d" / "a").write_bytes(b"A")
+    fs.mv(f"{tmp_path}/d", f"{tmp_path}/new", recursive=True)
+    assert not (tmp_path / "d").exists()
+    assert (tmp_path / "new" / "empty").is_dir()
+    assert (tmp_path / "new" / "a").read_bytes() == b"A"
+
+
+def test_contents_of_a_link_are_not_removed(tmp_path: Path) -> None:
+    fs = filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0)
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "keep").write_bytes(b"A")
+    os.symlink(tmp_path / "target", tmp_path / "link")
+    fs.delete_dir_contents(str(tmp_path / "link"))
+    assert (tmp_path / "target" / "keep").read_bytes() == b"A"

@@ -1,0 +1,63 @@
+"""The metadata of torch's own writer is a pickle: reading it runs no code and changes nothing."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter, metadata
+
+from millrace.checkpoint import describe
+from millrace.checkpoint.storage.stock_metadata import unpickle_metadata
+from millrace.errors import CorruptCheckpointError, MillraceError, UnsupportedObjectError
+
+
+def text(value: str) -> bytes:
+    encoded = value.encode()
+    return b"X" + len(encoded).to_bytes(4, "little") + encoded
+
+
+LAYOUT = b"\x80\x02ctorch.serialization\n_get_layout\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.save", "torch.load", "torch.compile", "torch.nn", "torch.float32", "missing", "os"]
+)
+def test_layout_that_is_something_else_of_torch_is_refused(name: str, tmp_path: Path) -> None:
+    victim = tmp_path / "victim.txt"
+    victim.write_text("precious")
+    call = text("owned") + text(str(victim)) + b"\x86R."
+    with pytest.raises((UnsupportedObjectError, CorruptCheckpointError)):
+        unpickle_metadata(LAYOUT + text(name) + b"\x85R" + call, "x")
+    assert victim.read_text() == "precious"
+    (tmp_path / ".metadata").write_bytes(LAYOUT + text(name) + b"\x85R" + call)
+    with pytest.raises(MillraceError):
+        describe(tmp_path)
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"])
+def test_pickle_that_changes_a_class_is_refused_and_undone(name: str) -> None:
+    kind = getattr(metadata, name)
+    before = dict(vars(kind))
+    # The class, then BUILD with (None, {attribute: value}), which sets attributes of the class.
+    state = b"N}(" + text("__eq__") + text("x") + text("planted") + b"K\x01u\x86b"
+    hostile = b"\x80\x02ctorch.distributed.checkpoint.metadata\n" + name.encode() + b"\n" + state + b"."
+    with pytest.raises(CorruptCheckpointError):
+        unpickle_metadata(hostile, "x")
+    assert dict(vars(kind)) == before
+    assert not hasattr(kind, "planted")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_metadata_of_every_layout_that_torch_writes_is_read(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(3), "b": [1, "x"]}, storage_writer=FileSystemWriter(tmp_path))
+    read = unpickle_metadata((tmp_path / ".metadata").read_bytes(), "x")
+    assert read.state_dict_metadata["a"].properties.layout == torch.strided
+    assert (
+        pickle.loads((tmp_path / ".metadata").read_bytes()).state_dict_metadata.keys()
+        == read.state_dict_metadata.keys()
+    )
