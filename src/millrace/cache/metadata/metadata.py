@@ -382,8 +382,9 @@ class MetadataCache:
             return None
         start = len(base)
         objects = [info for info in infos if info.key.find("/", start) < 0]
-        deeper = (info.key for info in infos if "/" in info.key[start:]) if len(objects) < len(infos) else ()
-        prefixes = dict.fromkeys(key[: key.index("/", start)] for key in deeper)
+        prefixes: dict[str, None] = {}
+        if len(objects) < len(infos):
+            prefixes = dict.fromkeys(info.key[:slash] for info in infos if (slash := info.key.find("/", start)) >= 0)
         return Listing(objects=objects, prefixes=list(prefixes))
 
     def _flat_level(self, origin: Origin, prefix: str) -> Listing | None:
