@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from millrace.cache.metadata.page_map import PageMap, Stretch
-from millrace.cache.metadata.page_rows import Transaction
-from millrace.cache.metadata.pages import Description, Page, Space, encode, level_space
+from millrace.cache.metadata.pages import Description, Page, Space, Transaction, encode, level_space
 from millrace.cache.metadata.sources import (
     ALWAYS_FRESH,
     ORIGIN_METADATA,

@@ -17,15 +17,14 @@ from millrace.cache.eviction.copies import Keep
 from millrace.cache.eviction.evictor import Candidate
 from millrace.cache.eviction.usage import FindGroup
 from millrace.cache.held import HELD_BYTES
-from millrace.cache.reading.fetching import Fetcher, log_wait
+from millrace.cache.reading.fetching import Fetcher, Source, log_wait
 from millrace.cache.reading.locations import FileLocation, Location, SegmentLocation
-from millrace.cache.reading.source import Source
 from millrace.cache.reading.threads import Threads
 from millrace.errors import StorageError, shown_key
 from millrace.events import fetch_id
 from millrace.origin import ObjectInfo
 from millrace.runtime import forks
-from millrace.runtime.flight import in_fetch, new_fetch_id
+from millrace.runtime.locks import in_fetch, new_fetch_id
 from millrace.store.blocks import BLOCK_BYTES, RUN_BLOCKS, ReadAhead, blocks_of, span_of
 
 _log = logging.getLogger("millrace.cache")

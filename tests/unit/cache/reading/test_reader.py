@@ -23,7 +23,7 @@ from millrace.errors import ObjectChangedError, OriginUnavailableError
 from millrace.events import Event, add_hook
 from millrace.filesystem.files import CachedFile
 from millrace.origin import ObjectInfo
-from millrace.runtime.flight import Flights
+from millrace.runtime.locks import Flights
 from millrace.store.blocks import BLOCK_BYTES, RUN_BLOCKS, object_id
 
 
