@@ -12,7 +12,7 @@ from pathlib import Path
 from millrace.cache.attribution import Attribution, Part, Reads, job_of
 from millrace.cache.counters import NO_MEASURES, Counters, Measures, without_dip
 from millrace.cache.eviction import keep_policy
-from millrace.cache.eviction.audit import Audit
+from millrace.cache.eviction.audit import Audit, Leftovers
 from millrace.cache.eviction.copies import Copies, Keep, StillACopy
 from millrace.cache.eviction.evictor import Candidate, Evictor
 from millrace.cache.eviction.holdings import held_bytes, rule_of
@@ -32,7 +32,6 @@ from millrace.runtime.locks import Flights, NamedLocks
 from millrace.runtime.maintenance import register_periodic, unregister
 from millrace.store.environment import DamagedIndexError
 from millrace.store.index import Index
-from millrace.store.leftovers import Leftovers
 from millrace.store.maps import MapCache, Sweeper
 from millrace.store.records import Entry, ObjectName, segment_unit
 from millrace.store.seals import Sealer, SegmentSealer

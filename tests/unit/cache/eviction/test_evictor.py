@@ -10,6 +10,7 @@ import pytest
 from tests.support.native import open_native
 
 from millrace.cache import catalog
+from millrace.cache.eviction.audit import Leftovers
 from millrace.cache.eviction.evictor import Candidate
 from millrace.cache.eviction.usage_records import UsageRecords
 from millrace.cache.held import HeldBlocks
@@ -18,7 +19,6 @@ from millrace.config import Amount, resolve
 from millrace.events import Event, add_hook
 from millrace.runtime.maintenance import run_tasks
 from millrace.store.blocks import BLOCK_BYTES, object_id
-from millrace.store.leftovers import Leftovers
 from millrace.store.records import ObjectName
 from millrace.testing.computed import ComputedOrigin
 
