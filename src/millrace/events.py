@@ -88,4 +88,4 @@ def emit(event: Event) -> None:
 
 fetch_id: ContextVar[str] = ContextVar("millrace-fetch", default="")
 """The id of the fetch in progress in this thread; empty outside of one. It is in the log lines of the read that waits,
-of the fetch, and of its requests to peers and to the origin. Hooks can read it. `runtime/flight.py` sets it."""
+of the fetch, and of its requests to peers and to the origin. Hooks can read it. `runtime/locks.py` sets it."""

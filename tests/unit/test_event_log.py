@@ -14,7 +14,7 @@ from tools.reference import PAGES, REFERENCE
 
 from millrace.event_log import EVENTS, REPEAT_SECONDS, EventLog
 from millrace.events import Event, emit
-from millrace.runtime.flight import in_fetch
+from millrace.runtime.locks import in_fetch
 
 SOURCE = Path(__file__).parents[2] / "src" / "millrace"
 # Names that the code composes.

@@ -12,7 +12,7 @@ from pathlib import Path
 from millrace.cache.attribution import Attribution, Part, Reads, job_of
 from millrace.cache.counters import NO_MEASURES, Counters, Measures, without_dip
 from millrace.cache.eviction import keep_policy
-from millrace.cache.eviction.audit import Audit
+from millrace.cache.eviction.audit import Audit, Leftovers
 from millrace.cache.eviction.copies import Copies, Keep, StillACopy
 from millrace.cache.eviction.evictor import Candidate, Evictor
 from millrace.cache.eviction.holdings import held_bytes, rule_of
@@ -20,29 +20,26 @@ from millrace.cache.eviction.policy import EvictionPolicy
 from millrace.cache.eviction.retention import Place, RulesFile
 from millrace.cache.eviction.usage import FindGroup, UsageLog, copies_of
 from millrace.cache.eviction.usage_records import UsageRecords
-from millrace.cache.held import HeldBlocks
-from millrace.cache.metadata.footers import Footers
+from millrace.cache.held import Footers, HeldBlocks
 from millrace.cache.metadata.page_map import PageMap
 from millrace.config import DEFAULT_CAPACITY, CacheOptions, parse_amount
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.figures import size_text
 from millrace.runtime.failures import FailingDiskError
-from millrace.runtime.flight import Flights
 from millrace.runtime.importing import importing
-from millrace.runtime.locks import NamedLocks
+from millrace.runtime.locks import Flights, NamedLocks
 from millrace.runtime.maintenance import register_periodic, unregister
 from millrace.store.environment import DamagedIndexError
 from millrace.store.index import Index
-from millrace.store.leftovers import Leftovers
 from millrace.store.maps import MapCache, Sweeper
 from millrace.store.records import Entry, ObjectName, segment_unit
-from millrace.store.seals import Sealer, SegmentSealer, VerifiedBlocks
+from millrace.store.seals import Sealer, SegmentSealer
 from millrace.store.segment_files import data_path
 from millrace.store.segment_maps import SegmentMaps
 from millrace.store.segments import SEGMENT_BYTES, Segments
 from millrace.store.signals import Signals
-from millrace.store.store import Store
+from millrace.store.store import Store, VerifiedBlocks
 
 _log = logging.getLogger("millrace.cache")
 

@@ -21,10 +21,18 @@ from millrace.cache.eviction.usage import AccessRecord, group_of
 from millrace.cache.metadata.metadata import MetadataCache
 from millrace.cache.metadata.page_map import PageMap
 from millrace.cache.metadata.sources import ORIGIN_METADATA, MetadataSource, UncachedMetadata
-from millrace.cache.reading.locations import FileLocation, Location, SegmentLocation, belongs_in_segment
-from millrace.cache.reading.lookup import LookupResult, NativeObject, look_up, open_entry
+from millrace.cache.reading.fetching import MakeSource, direct
+from millrace.cache.reading.locations import (
+    FileLocation,
+    Location,
+    LookupResult,
+    NativeObject,
+    SegmentLocation,
+    belongs_in_segment,
+    look_up,
+    open_entry,
+)
 from millrace.cache.reading.reader import CachedReader, ObjectReader, OriginReader
-from millrace.cache.reading.source import MakeSource, direct
 from millrace.cache.reading.threads import Pools, Threads
 from millrace.config import LOCAL_FOLDER, CacheOptions, resolve
 from millrace.errors import DiskFullError, StorageError

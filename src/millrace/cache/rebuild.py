@@ -20,7 +20,7 @@ from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.figures import size_text
 from millrace.runtime.failures import disk_errors
-from millrace.store import trailer
+from millrace.store import records
 from millrace.store.blocks import span_of
 from millrace.store.index import Index
 from millrace.store.records import Entry, SegmentRecord
@@ -90,7 +90,7 @@ def _enter_files(objects: Path, index: Index, found: Found, reporter: _Reporter)
         if older is not None:
             found.dropped += 1
             index.remove(entry.object_id)
-            _remove(objects / trailer.file_name(older))
+            _remove(objects / records.file_name(older))
         batch[entry.object_id] = (entry, blocks)
         if len(batch) == _BATCH_OBJECTS:
             _enter(index, batch, found)
@@ -210,10 +210,10 @@ def _read_file(path: Path) -> tuple[Entry, list[tuple[int, int]]] | None:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 entry = _read_footer(descriptor)
-                if entry is None or f"{path.parent.name}/{path.name}" != trailer.file_name(entry):
+                if entry is None or f"{path.parent.name}/{path.name}" != records.file_name(entry):
                     return None
-                start = trailer.entries_offset(entry)
-                blocks = trailer.parse_blocks(entry, os.pread(descriptor, trailer.footer_offset(entry) - start, start))
+                start = records.entries_offset(entry)
+                blocks = records.parse_blocks(entry, os.pread(descriptor, records.footer_offset(entry) - start, start))
             finally:
                 os.close(descriptor)
     except StorageError as error:
@@ -227,9 +227,9 @@ def _read_footer(descriptor: int) -> Entry | None:
     if not stat.S_ISREG(status.st_mode):
         return None
     wanted = min(_TAIL_BYTES, status.st_size)
-    parsed = trailer.parse_footer(os.pread(descriptor, wanted, status.st_size - wanted), status.st_size)
+    parsed = records.parse_footer(os.pread(descriptor, wanted, status.st_size - wanted), status.st_size)
     if isinstance(parsed, int):
-        parsed = trailer.parse_footer(os.pread(descriptor, parsed, status.st_size - parsed), status.st_size)
+        parsed = records.parse_footer(os.pread(descriptor, parsed, status.st_size - parsed), status.st_size)
     return parsed if isinstance(parsed, Entry) else None
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.cache.node import CacheNode, cache_node, store_directory
-from millrace.cache.reading.source import direct
+from millrace.cache.reading.fetching import direct
 from millrace.cluster.node_starter import node_starter
 from millrace.config import LOCAL_FOLDER, CacheOptions
 from millrace.errors import ConfigurationError, MillraceError, MissingDependencyError, OriginUnavailableError

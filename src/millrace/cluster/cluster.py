@@ -8,7 +8,7 @@ import time
 from typing import NamedTuple
 
 from millrace.cache.counters import Counters
-from millrace.cache.reading.source import DirectSource, Source
+from millrace.cache.reading.fetching import DirectSource, Source
 from millrace.cluster.breakers import Breakers
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.dataplane.wire import ObjectDescription

@@ -14,8 +14,8 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing_extensions import Buffer
 
 from millrace.cache.node import CacheNode
+from millrace.cache.reading.fetching import MakeSource
 from millrace.cache.reading.reader import CachedReader, ObjectReader
-from millrace.cache.reading.source import MakeSource
 from millrace.cache.reading.threads import CALLERS_THREAD
 from millrace.cluster.dataplane import wire
 from millrace.cluster.dataplane.answers import Answer, Done, Exchange, Refusal
@@ -37,7 +37,7 @@ from millrace.errors import (
 )
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
-from millrace.runtime.flight import BlockKey
+from millrace.runtime.locks import BlockKey
 from millrace.store.blocks import BLOCK_BYTES, RUN_BLOCKS, coalesce, span_of
 
 _log = logging.getLogger("millrace.cluster")

@@ -9,8 +9,8 @@ from typing_extensions import Buffer
 from millrace.cache.disk import Disk
 from millrace.cache.eviction.copies import Keep
 from millrace.cache.node import CacheNode
+from millrace.cache.reading.fetching import Fetched
 from millrace.cache.reading.reader import CachedReader
-from millrace.cache.reading.source import Fetched
 from millrace.cache.reading.threads import CALLERS_THREAD
 from millrace.cluster.dataplane.wire import ObjectDescription
 from millrace.cluster.origins import NamedOrigin

@@ -2,7 +2,7 @@
 
 Whole blocks are sent as stored, with the checksum from the index: one check by the receiver covers disk and wire. Parts of
 blocks are verified at their first use, as local readers do, and get a checksum of their own. A missing block is fetched at
-most once, by its owner in this node's view, however many requests wait for it (`runtime/flight.py`).
+most once, by its owner in this node's view, however many requests wait for it (`runtime/locks.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from millrace.cluster.origins import Origins
 from millrace.cluster.owning import OwnedBlocks
 from millrace.errors import StorageError, WireError
 from millrace.runtime.failures import LostDataError
-from millrace.runtime.flight import BlockKey
+from millrace.runtime.locks import BlockKey
 from millrace.store.blocks import BLOCK_BYTES, blocks_of
 
 _ATTEMPTS = 3  # a wrong block is fetched again, and may be evicted before it is read

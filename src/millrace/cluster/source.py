@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from millrace.cache.counters import Counters
 from millrace.cache.eviction.copies import Keep
-from millrace.cache.reading.source import DirectSource, Fetched, log_fetch
+from millrace.cache.reading.fetching import DirectSource, Fetched, log_fetch
 from millrace.cluster.dataplane.client import PeerBytes, Reading
 from millrace.cluster.dataplane.wire import Ask, ObjectDescription
 from millrace.cluster.handover import widened

@@ -317,7 +317,8 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         Kept for the next open. Raises `ObjectNotFoundError`, and `IsDirectoryError` or `NotDirectoryError` for a path that
         is not a file's.
         """
-        self.require_file_name(path)
+        if names_directory(path):
+            self.require_file_name(path)
         node = self.node
         key = self.key_of(path)
         began = time.time()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pyarrow as pa
 
 from millrace.cache.eviction.usage import AccessRecord
-from millrace.cache.reading.lookup import NativeObject
+from millrace.cache.reading.locations import NativeObject
 from millrace.errors import StorageError, shown_key
 from millrace.events import Hooks
 from millrace.runtime import forks

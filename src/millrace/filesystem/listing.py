@@ -104,14 +104,14 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
         if refresh:
             self.invalidate_cache(key)
         listing = self.list_level(key)
-        if not detail and (names := [info.key for info in listing.objects if not info.key.endswith("/")]):
-            return sorted(names + list(listing.prefixes))
-        entries = [_directory_entry(prefix) for prefix in listing.prefixes]
-        entries += [file_entry(info) for info in listing.objects if not info.key.endswith("/")]
-        if not entries:
+        files = [info for info in listing.objects if not info.key.endswith("/")]
+        if not files and not listing.prefixes:
             entry = self.info(path)  # raises FileNotFoundError, NotADirectoryError
-            entries = [entry] if entry["type"] == "file" else []
-        return entries if detail else sorted(entry["name"] for entry in entries)
+            found = [entry] if entry["type"] == "file" else []
+            return found if detail else [entry["name"] for entry in found]
+        if not detail:
+            return sorted([*listing.prefixes, *(info.key for info in files)])
+        return [*map(_directory_entry, listing.prefixes), *map(file_entry, files)]
 
     def walk(
         self,

@@ -8,5 +8,5 @@ Key terms:
 - single flight: of several concurrent requests for one block, one fetches and the others wait for its result.
 - named lock: a lock that all processes of a node share; the kernel releases it when its owner ends.
 
-Start reading in `locks.py`, then `maintenance.py` and `flight.py`.
+Start reading in `locks.py`, then `maintenance.py`.
 """

@@ -7,8 +7,8 @@ cached if and only if its checksum is in `blocks` under the object's current gen
 name or size of a file proves nothing.
 
 The index is never flushed and belongs to one boot of the machine; after another it is rebuilt from the files (`rebuild.py`).
-Records have checksums (`tables.py`). How damaged records are handled: `index_transactions.py`. How LMDB is opened, and its
-traps: `environment.py`. How the records look: `records.py`.
+How records are verified, and damaged ones handled: `transactions.py`. How LMDB is opened, and its traps: `environment.py`.
+How the records look: `records.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import TypeVar
 import lmdb
 
 from millrace.store.environment import INDEX_ERRORS
-from millrace.store.index_transactions import IndexTransactions
 from millrace.store.records import (
     BLOCK_PREFIX_BYTES,
     Entry,
@@ -37,7 +36,7 @@ from millrace.store.records import (
     pack_number,
 )
 from millrace.store.signals import Stamp
-from millrace.store.tables import Cursor, Reading, Writing
+from millrace.store.transactions import Cursor, IndexTransactions, Reading, Writing
 
 _T = TypeVar("_T")
 
@@ -416,7 +415,7 @@ class Index(IndexTransactions):
         """Remove every metadata record, inside a transaction that writes."""
         txn.clear(self._meta)
 
-    # --- ends of objects (their records: `footers.py`) ----------------------------------------------
+    # --- ends of objects (their records: `cache/held.py`) -------------------------------------------
 
     def tail(self, object_id: bytes) -> bytes | None:
         """The record of an object's end, or None."""

@@ -1,6 +1,6 @@
 """Records of verified bytes: a reader does not verify again what this process, or another one, has verified.
 
-- `VerifiedBlocks`: the blocks of data files that this process has verified. Kept in memory.
+- `VerifiedBlocks` (`store.py`): the blocks of data files that this process has verified. Kept in memory.
 - The seal of a data file: all of its blocks were read and found right while the file had this inode and change time. Stored
   in the index record of the object.
 - The seal of a segment: the same for all objects that the index had in a segment at that moment. Stored in a table.
@@ -40,7 +40,6 @@ from millrace.store.store import Store
 INLINE_BYTES = 64 << 20
 """An object up to this size is sealed while its open waits; larger ones in the background, and read through blocks."""
 
-_MAX_OBJECTS = 4096
 _ATTEMPTS = 3
 _THREADS = 2
 
@@ -48,27 +47,6 @@ _SEAL = struct.Struct("<QqQ")
 _SWEPT = 8  # seals of removed segments that are deleted when another one is recorded
 _PAUSE_SECONDS = 10.0
 _REMEMBERED = 4096
-
-
-class VerifiedBlocks:
-    """The verified blocks of objects, by the generation of their file. Thread-safe.
-
-    Beyond `max_objects` the least recently opened objects are removed; their next reader verifies them again.
-    """
-
-    def __init__(self, max_objects: int = _MAX_OBJECTS) -> None:
-        self._blocks: OrderedDict[int, set[int]] = OrderedDict()
-        self._max_objects = max_objects
-        self._lock = threading.Lock()
-
-    def of(self, generation: int) -> set[int]:
-        """The set that all readers of this file share. Readers add the blocks that they verify."""
-        with self._lock:
-            blocks = self._blocks.setdefault(generation, set())
-            self._blocks.move_to_end(generation)
-            while len(self._blocks) > self._max_objects:
-                self._blocks.popitem(last=False)
-        return blocks
 
 
 def seal_holds(entry: Entry, status: os.stat_result) -> bool:

@@ -36,9 +36,8 @@ from millrace.runtime.private_files import (
 )
 from millrace.store.environment import DAMAGED_NAME, DATA_NAME, DamagedIndexError
 from millrace.store.index import Index
-from millrace.store.index_guard import died_inside, is_worth_a_check, note_check, retire
-from millrace.store.index_transactions import SIGNALS_NAME
-from millrace.store.signals import Signals
+from millrace.store.signals import Signals, died_inside, is_worth_a_check, note_check, retire
+from millrace.store.transactions import SIGNALS_NAME
 
 _log = logging.getLogger("millrace.store")
 

@@ -7,19 +7,38 @@ Each number is the id of the last LMDB transaction that removed or changed somet
 commits, so no process uses its results after the commit. If the process dies in between, the next transaction has the same
 id, and the only cost is one lookup. Results that are read while a number is raised and its transaction not yet visible must
 not be kept; `Index.stamp` ensures this.
+
+The page also contains a word for each process, by which the next process finds those that died in a transaction (see
+`transactions.py`). A check of the index that passes is accepted `_MOST_CHECKS` times in a row: it cannot find all damage.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 from millrace.runtime.failures import disk_errors
+from millrace.runtime.locks import is_byte_locked
 
 _PAGE_BYTES = 4096
 _REMOVALS, _CHANGES = 0, 1
+
+_CHECKED_AT, _PASSED = 2, 3
+"""The words with the time of the last passed check of the index, in seconds since the boot, and the number of checks that
+passed in a row.
+"""
+UNUSED, RETIRED = 4, 5
+"""The word of processes that have none of their own, and the word that shows whether the index is retired."""
+FIRST, WORDS = 8, 504
+"""The words of processes. That of a process is not 0 while it has a transaction open."""
+RETIRED_MARK = int.from_bytes(b"gave up", "little")  # not a value that a damaged page is likely to hold
+
+_AGAIN_SECONDS = 60.0
+_MOST_CHECKS = 1
+_MOST_CHECKS_IN_USE = 8  # while other processes use the index: they would lose the cache
 
 
 class Stamp(NamedTuple):
@@ -46,7 +65,7 @@ class Signals:
             finally:
                 os.close(descriptor)
         self.numbers = memoryview(page).cast("Q")
-        """The page itself, for the fastest test: removals at 0, changes at 1; `index_guard.py` uses the rest.
+        """The page itself, for the fastest test: removals at 0, changes at 1; then the words below.
 
         Valid as long as it is referenced.
         """
@@ -77,3 +96,68 @@ class Signals:
         """Reset numbers of transactions that were never committed. Only under the lock of writers."""
         for slot in (_REMOVALS, _CHANGES):
             self.numbers[slot] = min(self.numbers[slot], transaction)
+
+
+# --- processes that died in a transaction ---------------------------------------------------------
+
+
+def died_inside(signals: Signals) -> list[int]:
+    """The words of processes that died in a transaction. Under the lock of the set-up."""
+    left = [slot for slot in range(FIRST, FIRST + WORDS) if signals.numbers[slot]]
+    if not left:
+        return []
+    with disk_errors(signals.path):
+        descriptor = os.open(signals.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            return [slot for slot in left if not is_byte_locked(descriptor, slot)]
+        finally:
+            os.close(descriptor)
+
+
+def is_worth_a_check(signals: Signals) -> bool:
+    """Whether to check the index. When deaths follow one check after another, the checks miss the damage.
+
+    Many processes that end at once, without closing the store, also leave many marks. So many users allow as many checks.
+    """
+    users = _users(signals)
+    return _passed_in_a_row(signals) < (max(_MOST_CHECKS_IN_USE, users) if users else _MOST_CHECKS)
+
+
+def _users(signals: Signals) -> int:
+    """The number of processes that have the index open."""
+    with disk_errors(signals.path):
+        descriptor = os.open(signals.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            return sum(is_byte_locked(descriptor, slot) for slot in range(FIRST, FIRST + WORDS))
+        finally:
+            os.close(descriptor)
+
+
+def retire(signals: Signals) -> None:
+    """Make every process that has the index open stop using it, before it is removed.
+
+    Otherwise they would continue with the removed index and miss the writes of other processes. Their hot opens also become
+    invalid.
+    """
+    signals.numbers[RETIRED] = RETIRED_MARK
+    stamp = signals.read()
+    signals.removed(stamp.removals + 1)
+    signals.changed(stamp.changes + 1)
+
+
+def _passed_in_a_row(signals: Signals) -> int:
+    """The number of checks that the index has passed in a row, each less than a minute after the one before."""
+    last = signals.numbers[_CHECKED_AT]
+    return signals.numbers[_PASSED] if last and 0 <= _now() - last < _AGAIN_SECONDS else 0
+
+
+def note_check(signals: Signals, slots: list[int]) -> None:
+    """Record a passed check, and clear the marks in these words."""
+    passed = _passed_in_a_row(signals) + 1
+    signals.numbers[_CHECKED_AT], signals.numbers[_PASSED] = _now(), passed
+    for slot in slots:
+        signals.numbers[slot] = 0
+
+
+def _now() -> int:
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME))

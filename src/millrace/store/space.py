@@ -44,8 +44,7 @@ class _Slack(NamedTuple):
     """The bytes that may be reserved without another look, under these limits, until then (`time.monotonic`)."""
 
     nbytes: int = 0
-    limit: Amount | None = None
-    min_free: Amount | None = None
+    limits: tuple[Amount, Amount] | None = None
     until: float = 0.0
 
 
@@ -81,6 +80,11 @@ class Space:
     def set_limits(self, *, capacity: Amount, min_free: Amount) -> None:
         """Change the limits of future writes. Stored bytes stay."""
         self._capacity, self._min_free = capacity, min_free
+
+    @property
+    def limits(self) -> tuple[Amount, Amount]:
+        """The present capacity and `min_free`."""
+        return self._limit(), self._min_free
 
     def shortage(self, nbytes: int) -> int:
         """The bytes to remove before `nbytes` more keep the store inside its capacity and the disk above `min_free`.
@@ -134,7 +138,8 @@ class Space:
 
     def capacity_bytes(self) -> int:
         """The capacity on this disk."""
-        return self._limit().of(self.disk_bytes())
+        limit = self._limit()
+        return limit.of(self.disk_bytes()) if limit.nbytes is None else limit.nbytes  # the first takes a system call
 
     def free_bytes(self) -> int:
         """Free bytes of the disk."""
@@ -157,7 +162,7 @@ class Space:
         if shortage > 0:
             return False
         if not self._announced and -shortage >= max(self.capacity_bytes() // 8, _EXACT_BYTES):
-            self._slack = _Slack(-shortage // 8, self._limit(), self._min_free, time.monotonic() + _SLACK_SECONDS)
+            self._slack = _Slack(-shortage // 8, self.limits, time.monotonic() + _SLACK_SECONDS)
             return True
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         granted = self._index.reserve(
@@ -173,12 +178,7 @@ class Space:
     def _takes_from_slack(self, nbytes: int) -> bool:
         """Reserve from the space that was free a moment ago: a look costs more than the write of a small object."""
         slack = self._slack
-        if (
-            slack.nbytes < nbytes
-            or self._announced
-            or time.monotonic() >= slack.until
-            or (slack.limit, slack.min_free) != (self._limit(), self._min_free)
-        ):
+        if slack.nbytes < nbytes or self._announced or time.monotonic() >= slack.until or slack.limits != self.limits:
             return False
         self._slack = slack._replace(nbytes=slack.nbytes - nbytes)
         return True

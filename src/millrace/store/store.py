@@ -4,7 +4,7 @@ Layout of a store directory (format 3)::
 
     FORMAT               "millrace-store 3", then the boot id of the machine that wrote the index
     index/               LMDB, see `index.py`, and the page of signals
-    objects/ab/abcd...-7 one sparse file an object version: 32 hex digits of its id, a dash, its generation; see `trailer.py`
+    objects/ab/abcd...-7 one sparse file an object version: 32 hex digits of its id, a dash, its generation; see `records.py`
     segments/            small objects, many in a file, see `segments.py`
     counters/            see `counters.py`
     locks                byte-range locks of fetches, see `locks.py`
@@ -24,6 +24,8 @@ import contextlib
 import errno
 import os
 import stat
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -34,11 +36,13 @@ from millrace.config import Amount
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.runtime.failures import LostDataError, disk_errors
-from millrace.store import trailer
+from millrace.store import records
 from millrace.store.blocks import span_of
 from millrace.store.records import Entry
 from millrace.store.setup import Rebuild, open_directory
 from millrace.store.space import Space
+
+_MAX_VERIFIED_OBJECTS = 4096
 
 
 def checksum(data: Buffer) -> int:
@@ -63,6 +67,27 @@ def _write(descriptor: int, data: Buffer, offset: int) -> None:
     position = 0
     while position < len(view):
         position += os.pwrite(descriptor, view[position:], offset + position)
+
+
+class VerifiedBlocks:
+    """The verified blocks of objects, by the generation of their file. Thread-safe.
+
+    Beyond `max_objects` the least recently opened objects are removed; their next reader verifies them again.
+    """
+
+    def __init__(self, max_objects: int = _MAX_VERIFIED_OBJECTS) -> None:
+        self._blocks: OrderedDict[int, set[int]] = OrderedDict()
+        self._max_objects = max_objects
+        self._lock = threading.Lock()
+
+    def of(self, generation: int) -> set[int]:
+        """The set that all readers of this file share. Readers add the blocks that they verify."""
+        with self._lock:
+            blocks = self._blocks.setdefault(generation, set())
+            self._blocks.move_to_end(generation)
+            while len(self._blocks) > self._max_objects:
+                self._blocks.popitem(last=False)
+        return blocks
 
 
 class Store:
@@ -101,7 +126,7 @@ class Store:
 
     def path(self, entry: Entry) -> str:
         """The data file of an object version."""
-        return f"{self.directory}/objects/{trailer.file_name(entry)}"
+        return f"{self.directory}/objects/{records.file_name(entry)}"
 
     def open_data(self, entry: Entry) -> int:
         """Open the data file for reading and writing blocks; returns a descriptor to close.
@@ -143,7 +168,7 @@ class Store:
             raise
 
     def _check_size(self, entry: Entry, descriptor: int) -> None:
-        expected = trailer.file_bytes(entry)
+        expected = records.file_bytes(entry)
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise LostDataError(f"{self.path(entry)}: is not a file any more", next_step="open the object again")
@@ -151,7 +176,7 @@ class Store:
             self._require_no_blocks(entry, "has another size")
             if found.st_size > expected:
                 os.ftruncate(descriptor, expected)
-            _write(descriptor, trailer.pack_footer(entry), trailer.footer_offset(entry))
+            _write(descriptor, records.pack_footer(entry), records.footer_offset(entry))
 
     def _require_no_blocks(self, entry: Entry, what: str) -> None:
         now = self.index.get(entry.object_id)
@@ -174,7 +199,7 @@ class Store:
             return None
         with disk_errors(self.path(entry)):
             _write(descriptor, view, start)
-            _write(descriptor, trailer.pack_block(entry, block, value), trailer.block_offset(entry, block))
+            _write(descriptor, records.pack_block(entry, block, value), records.block_offset(entry, block))
         return self.index.add_block(entry, block, len(view), value)
 
     def read_block(self, entry: Entry, descriptor: int, block: int) -> bytes | None:
@@ -220,7 +245,7 @@ class Store:
         try:
             # First the file and then the index: a new fetch of the block happens after both.
             with disk_errors(path):
-                _write(descriptor, bytes(trailer.BLOCK_ENTRY_BYTES), trailer.block_offset(entry, block))
+                _write(descriptor, bytes(records.BLOCK_ENTRY_BYTES), records.block_offset(entry, block))
         finally:
             if self.index.drop_block(entry, block, stop - start):
                 emit(Event(name="cache.block.corrupt", subject=path, nbytes=stop - start, detail=f"block {block}"))
@@ -233,7 +258,7 @@ class Store:
         """
         path = self.path(entry)
         with disk_errors(path):
-            if os.fstat(descriptor).st_size == trailer.file_bytes(entry):
+            if os.fstat(descriptor).st_size == records.file_bytes(entry):
                 return False
         now = self.index.get(entry.object_id)
         if now is not None and now.generation == entry.generation:

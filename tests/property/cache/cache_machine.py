@@ -44,7 +44,7 @@ import millrace
 from millrace.cache import node
 from millrace.cache.eviction.copies import Keep
 from millrace.cache.node import close_nodes
-from millrace.cache.reading import locations, lookup, reader, source
+from millrace.cache.reading import fetching, locations, reader
 from millrace.errors import ObjectChangedError
 from millrace.store import seals, segments, store
 
@@ -72,7 +72,7 @@ def small_blocks() -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "BLOCK_BYTES", BLOCK))
         for module in (segments, locations):
             stack.enter_context(mock.patch.object(module, "SMALL_OBJECT_BYTES", 32 << 10))
-        stack.enter_context(mock.patch.object(lookup, "SMALL_FILE_BYTES", 128 << 10))
+        stack.enter_context(mock.patch.object(locations, "SMALL_FILE_BYTES", 128 << 10))
         yield
 
 
@@ -549,23 +549,23 @@ def _no_checksums(stack: ExitStack) -> None:
 
 
 def _no_seals(stack: ExitStack) -> None:
-    for module in (seals, lookup, locations):
+    for module in (seals, locations):
         stack.enter_context(mock.patch.object(module, "seal_holds", lambda entry, status: entry.sealed))
-    stack.enter_context(mock.patch.object(lookup, "slot_holds", return_value=True))
+    stack.enter_context(mock.patch.object(locations, "slot_holds", return_value=True))
 
 
 def _versions_ignored(stack: ExitStack) -> None:
     real = node.object_id
-    for module in (node, lookup):
+    for module in (node, locations):
         stack.enter_context(mock.patch.object(module, "object_id", lambda o, k, v, size: real(o, k, "", size)))
     stack.enter_context(mock.patch.object(node.CacheNode, "discard"))
 
 
 def _no_condition(stack: ExitStack) -> None:
-    def read(self: Any, start: int, stop: int) -> source.Fetched:
-        return source.Fetched(self._origin.read(self._info.key, start, stop), Keep.OWNED)
+    def read(self: Any, start: int, stop: int) -> fetching.Fetched:
+        return fetching.Fetched(self._origin.read(self._info.key, start, stop), Keep.OWNED)
 
-    stack.enter_context(mock.patch.object(source.DirectSource, "read", read))
+    stack.enter_context(mock.patch.object(fetching.DirectSource, "read", read))
 
 
 MUTANTS: dict[str, Callable[[ExitStack], None]] = {

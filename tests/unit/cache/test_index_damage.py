@@ -17,10 +17,10 @@ from millrace.cache.rebuild import rebuild
 from millrace.events import Event
 from millrace.store.environment import DAMAGED_NAME, DamagedIndexError
 from millrace.store.index import Index
-from millrace.store.index_guard import IndexGuard, died_inside
 from millrace.store.records import ObjectName, block_key, generation_key
 from millrace.store.setup import is_intact, open_directory
-from millrace.store.signals import Signals
+from millrace.store.signals import Signals, died_inside
+from millrace.store.transactions import IndexGuard
 
 NAME = ObjectName("file://", "a key", "a version")
 ID, OTHER = bytes(range(16)), bytes(range(16, 32))
@@ -165,7 +165,7 @@ _DIES_INSIDE = """
 import os, pathlib, signal, sys
 from millrace.cache.rebuild import rebuild
 from millrace.store.setup import open_directory
-from millrace.store.signals import Signals
+from millrace.store.signals import Signals, died_inside
 index = open_directory(pathlib.Path(sys.argv[1]), rebuild)
 index.look(lambda txn: os.kill(os.getpid(), signal.SIGKILL))
 """

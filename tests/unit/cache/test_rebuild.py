@@ -10,7 +10,7 @@ import pytest
 from millrace.cache import rebuild as rebuilding
 from millrace.config import Amount
 from millrace.events import Event
-from millrace.store import trailer
+from millrace.store import records
 from millrace.store.index import Index
 from millrace.store.records import Entry, ObjectName
 from millrace.store.store import Store
@@ -212,7 +212,7 @@ def test_blocks_with_torn_trailer_are_fetched_again(tmp_path: Path) -> None:
     path = Path(store.path(entry))
     store.close()
     whole = path.read_bytes()
-    start, stop = trailer.entries_offset(entry), trailer.footer_offset(entry)
+    start, stop = records.entries_offset(entry), records.footer_offset(entry)
     for position in range(start, stop + 1):
         for torn in (
             whole[:position] + bytes(stop - position) + whole[stop:],

@@ -15,7 +15,7 @@ from tests.support.origins import MemoryOrigin
 
 from millrace.cache.metadata.sources import ORIGIN_METADATA
 from millrace.cache.node import cache_node, close_nodes
-from millrace.cache.reading.source import direct
+from millrace.cache.reading.fetching import direct
 from millrace.cluster import attach
 from millrace.cluster.attach import Attached, close_all, link_for, node_for
 from millrace.cluster.cluster import Cluster

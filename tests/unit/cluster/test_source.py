@@ -17,7 +17,7 @@ from tests.support.scripted_peer import DATA, SIZE, TOKEN, Handle, Peer, Visit, 
 
 from millrace.cache.counters import Counters
 from millrace.cache.eviction.copies import Keep
-from millrace.cache.reading.source import DirectSource, Fetched
+from millrace.cache.reading.fetching import DirectSource, Fetched
 from millrace.cluster import cluster as cluster_module
 from millrace.cluster import handover, hedging
 from millrace.cluster import source as source_module

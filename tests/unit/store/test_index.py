@@ -12,8 +12,8 @@ from tests.support.forked import in_child
 
 from millrace.errors import StorageError
 from millrace.store.index import Index
-from millrace.store.index_transactions import WRITE_LOCK_NAME
 from millrace.store.records import Entry, ObjectName, SegmentRecord
+from millrace.store.transactions import WRITE_LOCK_NAME
 
 NAME = ObjectName("s3://?region=eu", "bucket/a key with ü and \udc80", "etag")
 ID = bytes(range(16))

@@ -15,8 +15,7 @@ from tests.support.origins import MemoryOrigin
 
 from millrace.cache.disk import Disk
 from millrace.cache.node import CacheNode, cache_node, close_nodes
-from millrace.cache.reading.locations import stored_object
-from millrace.cache.reading.lookup import open_entry
+from millrace.cache.reading.locations import open_entry, stored_object
 from millrace.config import resolve
 from millrace.events import Event
 from millrace.runtime.failures import LostDataError

@@ -1,19 +1,32 @@
-"""Finds leftovers of processes that were killed between two steps: units without a usage record, files without a unit."""
+"""Finds leftovers of processes that were killed between two steps: units without a usage record, files without a unit.
+
+A record of the index is created before its file, and removed before its file, so a file without a record is unused. (The
+files of a segment are created first, but locked until the record exists.)
+"""
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterator
 
 from millrace.cache.eviction.usage import group_of
 from millrace.cache.eviction.usage_records import UsageRecords
+from millrace.events import Event, emit
+from millrace.runtime.failures import disk_errors
+from millrace.store.environment import DATA_NAME
 from millrace.store.index import Index
-from millrace.store.leftovers import Leftovers
 from millrace.store.records import segment_unit
+from millrace.store.segment_files import generations
+from millrace.store.segments import Segments
+from millrace.store.store import Store, unlink
 
 _ADOPTED = b"adopted"
 _PAGE = 1000
 _SMALL_PAGE = 200
 _LEFTOVERS_SECONDS = 2.0
+_FOLDERS = 256
+_ID_DIGITS = 32
 
 
 class Audit:
@@ -58,3 +71,49 @@ class Audit:
         if None in self._records.used_at([key for key, *_ in large]):
             self._records.enter_unknown(large, now=time.time())
         return page[-1].object_id if len(page) == limit else b""
+
+
+class Leftovers:
+    """Checks the files of a store, one directory per call of `look`. One process of a node at a time."""
+
+    def __init__(self, store: Store, segments: Segments) -> None:
+        self._directory = store.directory
+        self._index: Index = store.index
+        self._segments = segments
+        self._next = 0
+        self._inode = self._index_inode()
+
+    def look(self) -> None:
+        """Check the next directory of data files; after the last one, the segments."""
+        if self._index_inode() != self._inode:
+            return  # the index was removed; the files belong to another one now
+        folder, self._next = self._next, (self._next + 1) % (_FOLDERS + 1)
+        if folder < _FOLDERS:
+            for path in self._unrecorded(f"{self._directory}/objects/{folder:02x}"):
+                unlink(path)
+                emit(Event(name="cache.leftover.removed", subject=path))
+            return
+        for generation in generations(self._segments.directory):
+            if self._index.segment(generation) is None and self._segments.remove(generation, lambda: None):
+                emit(Event(name="cache.leftover.removed", subject=f"{self._segments.directory}/{generation}.data"))
+
+    def _index_inode(self) -> int:
+        with disk_errors(self._directory):
+            try:
+                return os.stat(self._directory / "index" / DATA_NAME).st_ino
+            except (FileNotFoundError, NotADirectoryError):
+                return 0
+
+    def _unrecorded(self, folder: str) -> Iterator[str]:
+        with disk_errors(folder):
+            try:
+                names = os.listdir(folder)
+            except FileNotFoundError:
+                return
+        for name in names:
+            digits, _, generation = name.partition("-")
+            if len(digits) != _ID_DIGITS or not generation.isdecimal():
+                continue  # another file: a rebuild decides
+            entry = self._index.get(bytes.fromhex(digits))
+            if entry is None or entry.place or entry.generation != int(generation):
+                yield f"{folder}/{name}"

@@ -5,8 +5,9 @@ is served without being kept. And maintenance brings a store inside its limits a
 when another program fills the disk, when a time to live is over or a prefix exceeds its quota. In both cases copies that
 other nodes own are evicted first (`copies.py`), and nothing is evicted for a copy.
 
-A refusal is remembered for thirty times as long as its decision took: reads that may not be kept cost a thread at most 3 %
-of its time, whatever their number.
+A refusal is remembered for a second for its object, and for thirty times as long as its decision took for every other one:
+reads that may not be kept cost a thread at most 3 % of its time, whatever their number. Free space is checked again as soon
+as any process removes something, or the limits or rules change.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from millrace.cache.eviction.audit import Audit
 from millrace.cache.eviction.copies import Copies, Keep
@@ -25,6 +27,7 @@ from millrace.cache.eviction.policy import SAMPLE_SIZE, SHRINK_SAMPLE_SIZE, Evic
 from millrace.cache.eviction.retention import AppliedRule, Place, Rules, RulesFile
 from millrace.cache.eviction.usage import FindGroup
 from millrace.cache.eviction.usage_records import Draw, UnitRecord, UsageRecords, group_number
+from millrace.config import Amount
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.runtime.failures import FailingDiskError
@@ -40,6 +43,8 @@ _CHORES = b"chores"
 _CHORES_SECONDS = 0.45  # a little less than between two ticks
 _PAGE = 1000
 _REFUSAL_FACTOR = 30.0
+_REFUSED_SECONDS = 1.0
+_MOST_REFUSALS = 4096
 _TURN_SECONDS = 0.05
 _LONG_TURN_SECONDS = 10.0
 _DRAWS = 8  # consecutive draws that may contain nothing to evict
@@ -74,6 +79,26 @@ class _Resident:
     segment: int
     nbytes: int
     rule: AppliedRule
+
+
+class _State(NamedTuple):
+    """What the free space depends on, except for other programs: as long as it is equal, a refusal holds."""
+
+    removals: int
+    rules: Rules
+    limits: tuple[Amount, Amount]
+
+
+class _Refusal(NamedTuple):
+    """A request for `nbytes` that was refused in a state; None: because of a quota, so there may be free space."""
+
+    nbytes: int = 0
+    state: _State | None = None
+    until: float = 0.0
+
+    def holds(self, nbytes: int, state: _State) -> bool:
+        """Whether a request for `nbytes` has the same result."""
+        return nbytes >= self.nbytes and time.monotonic() < self.until and state == self.state
 
 
 class Evictor:
@@ -111,7 +136,8 @@ class Evictor:
         self._surveyor = Surveyor(records, self._holdings)
         self._turn = threading.Lock()
         self._quota_lock = threading.Lock()
-        self._refused_until = 0.0
+        self._refused = _Refusal()
+        self._refused_objects: dict[tuple[bytes, Keep], _Refusal] = {}
         self._pins_refused_until = 0.0
         self._space = FreeSpace(store.space, store.index)
         self._over_reported = False
@@ -126,6 +152,10 @@ class Evictor:
         try:
             rules = self._rules.current()
             rule = rule_of(rules, candidate.name()) if rules.by_place else None
+            # Before the decision: a removal during the decision ends a refusal.
+            state = _State(self._store.index.signals.removals, rules, self._store.space.limits)
+            if self._is_refused(nbytes, candidate, state, pinned=rule is not None and rule.pinned):
+                return False
             place = None if rule is None else rule.quota_place
             if place is None or rule is None:
                 excess = 0
@@ -143,21 +173,35 @@ class Evictor:
                 return True
             self.give_back(nbytes, candidate)
         if candidate.keep is Keep.COPY and self._copies.are_told_apart:
+            self._refuse(nbytes, candidate, state)
             return False
         over = place if excess > 0 else None
         if rule is not None and rule.pinned and time.monotonic() >= self._pins_refused_until:
             # Others may take the space that is freed, and a block counts twice shortly after it was written.
             for _ in range(_PIN_ATTEMPTS):
-                if self._make_room(nbytes, candidate, over, excess) and self._reserve(nbytes):
+                if self._make_room(nbytes, candidate, over, excess, state) and self._reserve(nbytes):
                     return self._count(place, nbytes, candidate)
                 time.sleep(_PIN_PAUSE_SECONDS)
             self._pins_refused_until = time.monotonic() + _PINS_REFUSED_SECONDS
             return False
-        if time.monotonic() < self._refused_until:
+        if time.monotonic() < self._refused.until:
             return False
-        if self._make_room(nbytes, candidate, over, excess) and self._reserve(nbytes):
+        if self._make_room(nbytes, candidate, over, excess, state) and self._reserve(nbytes):
             return self._count(place, nbytes, candidate)
         return False
+
+    def _is_refused(self, nbytes: int, candidate: Candidate, state: _State, *, pinned: bool) -> bool:
+        """Whether an equal request was refused a moment ago. A pin is not refused because of another object."""
+        if not pinned and self._refused.holds(nbytes, state):
+            return True
+        mine = self._refused_objects.get((candidate.key, candidate.keep))
+        return mine is not None and mine.holds(nbytes, state)
+
+    def _refuse(self, nbytes: int, candidate: Candidate, state: _State) -> None:
+        if len(self._refused_objects) >= _MOST_REFUSALS:
+            self._refused_objects.clear()
+        refusal = _Refusal(nbytes, state, time.monotonic() + _REFUSED_SECONDS)
+        self._refused_objects[candidate.key, candidate.keep] = refusal
 
     def give_back(self, nbytes: int, candidate: Candidate) -> None:
         """Remove bytes from the quota that `reserve` granted and that were not written."""
@@ -185,7 +229,7 @@ class Evictor:
                 self._surveyor.current(self._rules.current()).add(place, candidate.key, nbytes)
         return True
 
-    def _make_room(self, nbytes: int, candidate: Candidate, over: Place | None, excess: int) -> bool:
+    def _make_room(self, nbytes: int, candidate: Candidate, over: Place | None, excess: int, state: _State) -> bool:
         try:
             with self._my_turn(_TURN_SECONDS) as mine:
                 if not mine:
@@ -194,8 +238,9 @@ class Evictor:
                 shortage = max(excess, self._store.space.shortage(nbytes), self._space.short_of_headroom(nbytes))
                 made = shortage <= 0 or self._replace(shortage, candidate, over)
                 if not made:
-                    cost = time.thread_time() - started
-                    self._refused_until = time.monotonic() + _REFUSAL_FACTOR * cost
+                    pause = _REFUSAL_FACTOR * (time.thread_time() - started)
+                    self._refused = _Refusal(nbytes, state if over is None else None, time.monotonic() + pause)
+                    self._refuse(nbytes, candidate, state)
                 return made
         except StorageError as error:
             self._report(error)

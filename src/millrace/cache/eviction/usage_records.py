@@ -23,7 +23,7 @@ from millrace.cache.eviction.policy import GHOSTS_PER_RESIDENT, SAMPLE_SIZE, Evi
 from millrace.cache.eviction.usage import Tally, group_of, holds_copies
 from millrace.store.index import Index
 from millrace.store.records import ObjectName, number, pack_number
-from millrace.store.tables import Cursor, Reading, Table, Writing
+from millrace.store.transactions import Cursor, Reading, Table, Writing
 
 _UNIT = struct.Struct("<QQQQQIf")  # bytes, last, gap, group, segment, time of the last use, uses
 _GROUP = struct.Struct("<QQQQddd")  # last, bytes, units, longest gap, gap, hits, recent

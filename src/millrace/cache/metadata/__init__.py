@@ -1,4 +1,4 @@
-"""Cached metadata of the origin: object versions, listings and footers.
+"""Cached metadata of the origin: object versions and listings.
 
 Key terms:
 - page: a sorted run of keys of one listing, as one index entry.

@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from millrace.cache.metadata.page_map import PageMap, Stretch
-from millrace.cache.metadata.page_rows import Transaction
-from millrace.cache.metadata.pages import Description, Page, Space, encode, level_space
+from millrace.cache.metadata.pages import Description, Page, Space, Transaction, encode, level_space
 from millrace.cache.metadata.sources import (
     ALWAYS_FRESH,
     ORIGIN_METADATA,
@@ -382,8 +381,9 @@ class MetadataCache:
             return None
         start = len(base)
         objects = [info for info in infos if info.key.find("/", start) < 0]
-        deeper = (info.key for info in infos if "/" in info.key[start:]) if len(objects) < len(infos) else ()
-        prefixes = dict.fromkeys(key[: key.index("/", start)] for key in deeper)
+        prefixes: dict[str, None] = {}
+        if len(objects) < len(infos):
+            prefixes = dict.fromkeys(info.key[:slash] for info in infos if (slash := info.key.find("/", start)) >= 0)
         return Listing(objects=objects, prefixes=list(prefixes))
 
     def _flat_level(self, origin: Origin, prefix: str) -> Listing | None:

@@ -19,21 +19,32 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
-from millrace.cache.metadata.page_rows import (
+from millrace.cache.metadata.pages import (
     CHANGES_KEPT,
+    END,
+    MOST_OBJECTS,
     MOST_POSITION_BYTES,
     ORDER,
     PAGE,
     RECORD,
+    Description,
+    Page,
+    Space,
     Transaction,
     ascending,
     change_key,
     changes_since,
     concerns,
+    decode,
+    description_in,
     description_in_record,
+    digest_of,
+    encode,
     later,
+    level_space,
     make_incomplete,
     overlapping,
+    pack_page,
     pack_record,
     page_naming,
     read_number,
@@ -41,23 +52,10 @@ from millrace.cache.metadata.page_rows import (
     replace_pages,
     settle_named,
     settle_records,
+    storable,
     struck_by,
     unpack_record,
     write_number,
-)
-from millrace.cache.metadata.pages import (
-    END,
-    MOST_OBJECTS,
-    Description,
-    Page,
-    Space,
-    decode,
-    description_in,
-    digest_of,
-    encode,
-    level_space,
-    pack_page,
-    storable,
 )
 from millrace.cache.metadata.sources import Moment
 from millrace.origin import ObjectInfo

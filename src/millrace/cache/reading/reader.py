@@ -17,15 +17,14 @@ from millrace.cache.eviction.copies import Keep
 from millrace.cache.eviction.evictor import Candidate
 from millrace.cache.eviction.usage import FindGroup
 from millrace.cache.held import HELD_BYTES
-from millrace.cache.reading.fetching import Fetcher, log_wait
+from millrace.cache.reading.fetching import Fetcher, Source, log_wait
 from millrace.cache.reading.locations import FileLocation, Location, SegmentLocation
-from millrace.cache.reading.source import Source
 from millrace.cache.reading.threads import Threads
 from millrace.errors import StorageError, shown_key
 from millrace.events import fetch_id
 from millrace.origin import ObjectInfo
 from millrace.runtime import forks
-from millrace.runtime.flight import in_fetch, new_fetch_id
+from millrace.runtime.locks import in_fetch, new_fetch_id
 from millrace.store.blocks import BLOCK_BYTES, RUN_BLOCKS, ReadAhead, blocks_of, span_of
 
 _log = logging.getLogger("millrace.cache")
@@ -185,7 +184,7 @@ class CachedReader:
     def read(self, start: int, stop: int) -> Buffer:
         if self._closed:
             raise ValueError(f"the reader of {self._info.key} is closed")
-        if (self._location.removed or not self._owner.is_this_process) and self._whole is None:
+        if self._is_stale and self._whole is None:
             return self._reopen_once().read(start, stop)
         start, stop = max(0, start), min(stop, self._info.size)
         if stop <= start:
@@ -217,7 +216,7 @@ class CachedReader:
     def prefetch(self, blocks: range) -> None:
         if self._closed or not blocks or self._whole is not None:
             return
-        if self._location.removed or not self._owner.is_this_process:
+        if self._is_stale:
             self._reopen_once().prefetch(blocks)
             return
         if not self.has_room(len(blocks) * self._block_bytes):
@@ -243,11 +242,20 @@ class CachedReader:
             )
         return self._fetcher_made
 
+    @property
+    def _is_stale(self) -> bool:
+        """Whether the object was removed from the store, or this process is a fork of the one that made this reader."""
+        return self._location.removed or not self._owner.is_this_process
+
     def _reopen_once(self) -> ObjectReader:
-        """The same object version, opened again."""
-        if self._reopened is None:
-            self._reopened = self._reopen()
-        return self._reopened
+        """The same object version, opened again; again when it was removed since.
+
+        Another thread may use the reader that is replaced, which is closed by its last user.
+        """
+        reopened = self._reopened
+        if reopened is None or (isinstance(reopened, CachedReader) and reopened._is_stale):
+            reopened = self._reopened = self._reopen()
+        return reopened
 
     def _measure_disk_read(self, start: int, stop: int, began: float) -> None:
         seconds = time.perf_counter() - began

@@ -17,7 +17,7 @@ from millrace.cache.eviction.usage import UsageLog
 from millrace.cache.eviction.usage_records import UsageRecords
 from millrace.cache.held import HeldBlocks
 from millrace.cache.node import CacheNode, cache_node
-from millrace.cache.reading.source import DirectSource, Fetched
+from millrace.cache.reading.fetching import DirectSource, Fetched
 from millrace.config import Amount, resolve
 from millrace.origin import ObjectInfo, Origin
 from millrace.store.blocks import object_id

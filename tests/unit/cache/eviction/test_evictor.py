@@ -10,6 +10,8 @@ import pytest
 from tests.support.native import open_native
 
 from millrace.cache import catalog
+from millrace.cache.eviction.audit import Leftovers
+from millrace.cache.eviction.evictor import Candidate
 from millrace.cache.eviction.usage_records import UsageRecords
 from millrace.cache.held import HeldBlocks
 from millrace.cache.node import CacheNode, cache_node
@@ -17,7 +19,7 @@ from millrace.config import Amount, resolve
 from millrace.events import Event, add_hook
 from millrace.runtime.maintenance import run_tasks
 from millrace.store.blocks import BLOCK_BYTES, object_id
-from millrace.store.leftovers import Leftovers
+from millrace.store.records import ObjectName
 from millrace.testing.computed import ComputedOrigin
 
 SIZE = (1 << 20) + 4096  # just large enough for its own file
@@ -385,6 +387,63 @@ def test_refused_candidate_is_not_considered_again_for_a_while(
     for key in list(objects(40))[4:]:
         read(node, origin, key)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("change", ["free", "resize", "option", "quota", "smaller"])
+def test_refused_object_is_considered_again_after_a_change(
+    make_node: Callable[..., CacheNode], monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    origin = ComputedOrigin(objects(4))
+    node = make_node(capacity=4 * SIZE + 1000)
+    for key in objects(4):
+        read(node, origin, key)
+    disk = node.open_disks[0]
+    looks = []
+    shortage = disk.store.space.shortage
+    monkeypatch.setattr(disk.store.space, "shortage", lambda nbytes: looks.append(nbytes) or shortage(nbytes))
+    monkeypatch.setattr("millrace.cache.eviction.evictor._REFUSAL_FACTOR", 0.0)
+    monkeypatch.setattr("millrace.cache.eviction.evictor._REFUSED_SECONDS", 1e9)
+    name = ObjectName(origin.identity, "b/other/0", "1")
+    candidate = Candidate(b"other".ljust(16), SIZE, lambda: name, lambda: "b/other")
+
+    assert not disk.evictor.reserve(SIZE, candidate)
+    asked = len(looks)
+    assert asked
+    for _ in range(10):
+        assert not disk.evictor.reserve(SIZE, candidate)
+    assert len(looks) == asked
+
+    nbytes = 1000 if change == "smaller" else SIZE
+    if change == "free":
+        catalog.free(node, (origin.identity, "b/train/0000"))
+    elif change == "resize":
+        catalog.resize(node, Amount(nbytes=6 * SIZE))
+    elif change == "option":
+        disk.store.space.set_limits(capacity=Amount(nbytes=6 * SIZE), min_free=Amount(nbytes=0))
+    elif change == "quota":  # what exceeds it is removed, and other data gets the space
+        catalog.limit(node, (origin.identity, "b/train"), quota=Amount(nbytes=2 * SIZE), ttl_seconds=None)
+        disk.enforce_limits()
+    assert disk.evictor.reserve(nbytes, candidate)
+
+
+def test_refusal_of_an_object_ends_with_its_time(
+    make_node: Callable[..., CacheNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = ComputedOrigin(objects(4))
+    node = make_node(capacity=4 * SIZE + 1000)
+    for key in objects(4):
+        read(node, origin, key)
+    evictor = node.open_disks[0].evictor
+    asked = []
+    replace = evictor._replace
+    monkeypatch.setattr(evictor, "_replace", lambda *a: asked.append(a) or replace(*a))
+    monkeypatch.setattr("millrace.cache.eviction.evictor._REFUSAL_FACTOR", 0.0)
+    monkeypatch.setattr("millrace.cache.eviction.evictor._REFUSED_SECONDS", 0.0)
+    name = ObjectName(origin.identity, "b/other/0", "1")
+    candidate = Candidate(b"other".ljust(16), SIZE, lambda: name, lambda: "b/other")
+    for _ in range(3):
+        assert not evictor.reserve(SIZE, candidate)
+    assert len(asked) == 3
 
 
 def test_processes_reserve_space_together(make_node: Callable[..., CacheNode]) -> None:

@@ -13,8 +13,15 @@ from tests.support.origins import MemoryOrigin
 
 from millrace.cache.metadata.metadata import MetadataCache
 from millrace.cache.metadata.page_map import PageMap, PageMemory
-from millrace.cache.metadata.page_rows import description_in_record, pack_record, unpack_record
-from millrace.cache.metadata.pages import Page, description_in, encode, pack_page
+from millrace.cache.metadata.pages import (
+    Page,
+    description_in,
+    description_in_record,
+    encode,
+    pack_page,
+    pack_record,
+    unpack_record,
+)
 from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.config import resolve
 from millrace.origin import ObjectInfo

@@ -23,7 +23,7 @@ from millrace.errors import ObjectChangedError, OriginUnavailableError
 from millrace.events import Event, add_hook
 from millrace.filesystem.files import CachedFile
 from millrace.origin import ObjectInfo
-from millrace.runtime.flight import Flights
+from millrace.runtime.locks import Flights
 from millrace.store.blocks import BLOCK_BYTES, RUN_BLOCKS, object_id
 
 
@@ -454,6 +454,22 @@ def test_open_reader_in_forked_child_reads(make_node: Callable[..., CacheNode], 
     reader.close()
     with pytest.raises(ValueError, match="closed"):
         reader.read(0, 1)
+
+
+def test_reader_of_an_object_that_is_removed_many_times_holds_one_other_reader(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin
+) -> None:
+    node = make_node()
+    info = origin.head("b/large")
+    reader = node.open_reader(origin, info)
+    for number in range(6):
+        start = number * BLOCK_BYTES
+        assert bytes(reader.read(start, start + 10)) == content(origin, "b/large")[start : start + 10]
+        catalog.free(node, (origin.identity, "b/large"))
+    assert bytes(reader.read(0, info.size)) == content(origin, "b/large")
+    assert reader._reopened is not None
+    assert reader._reopened._reopened is None
+    reader.close()
 
 
 def test_open_reader_of_removed_object_continues(make_node: Callable[..., CacheNode], origin: MemoryOrigin) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.support.clocks import Clock
 from tests.support.origins import MemoryOrigin
 
-from millrace.cache.metadata.footers import MOST_TAIL_BYTES, TAIL_BYTES, Footers, parquet_tail
+from millrace.cache.held import MOST_TAIL_BYTES, TAIL_BYTES, Footers, parquet_tail
 from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.config import resolve
 from millrace.errors import StorageError
