@@ -13,7 +13,6 @@ from millrace.cluster.breakers import Breakers
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.dataplane.wire import ObjectDescription
 from millrace.cluster.handover import Handover
-from millrace.cluster.hedging import Paces
 from millrace.cluster.membership import Member, NodeLink, View
 from millrace.cluster.placement import Placement
 from millrace.cluster.source import ClusterSource
@@ -49,7 +48,6 @@ class Cluster:
         self.link = link
         self.breakers = breakers
         self.client = PeerClient(token=link.token, tls=link.tls) if client is None else client
-        self.paces = Paces()
         self.handover = Handover(self.client, breakers)
         self._current: _Current | None = None
         self._unauthorized: set[str] = set()
