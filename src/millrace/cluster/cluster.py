@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from millrace.cache.counters import Counters
 from millrace.cache.reading.source import DirectSource, Source
@@ -20,6 +20,9 @@ from millrace.config import SILENCE_SECONDS
 from millrace.errors import PeerError, PeerRefusedError
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
+
+if TYPE_CHECKING:
+    from millrace.cache.node import CacheNode
 
 _log = logging.getLogger("millrace.cluster")
 
@@ -127,6 +130,19 @@ class Cluster:
             # Local files: on another machine the same name may be another file, and peers are not faster.
             return DirectSource(origin, info, counters)
         return ClusterSource(self, origin, info, counters, serving=serving)
+
+    def distinguish_copies(self, node: CacheNode) -> None:
+        """Make the disks of `node` evict first the data that other members hold by the newest view.
+
+        A client owns nothing; on its disks all data competes as in a single node.
+        """
+        me = self.link.member_id
+
+        def still_a_copy(object_id: bytes, size: int) -> bool:
+            return me is not None and not self.placement().stripes_of(me, object_id, size)
+
+        for disk in node.open_disks:
+            disk.still_a_copy = None if me is None else still_a_copy
 
     def close(self) -> None:
         """Close all connections; later reads open new ones."""

@@ -170,7 +170,7 @@ class LimitedOrigin:
 
     @property
     def head_is_local(self) -> bool:
-        return self.inner.head_is_local
+        return False  # see `limited`
 
     def is_immutable(self, key: str) -> bool:
         return self.inner.is_immutable(key)

@@ -23,10 +23,10 @@ from millrace.errors import (
     shown_key,
 )
 from millrace.events import Event, emit, fetch_id
+from millrace.origin.base import note_failure, refuse_if_ended
 from millrace.origin.limits import decisions
 from millrace.origin.limits.decisions import Verdict, backoff, is_unsure, patience_with, verdict_on
 from millrace.origin.limits.slots import JITTER, GateClosed, NodeLimiter, Slot
-from millrace.origin.operation import note_failure, refuse_if_ended
 
 _log = logging.getLogger("millrace.origin")
 
