@@ -47,6 +47,11 @@ class RequestLimiter(Protocol):
         ...
 
 
+def request_seconds(timeout: float) -> float:
+    """The longest time of a single request with the option `timeout`, both in seconds."""
+    return timeout / 3
+
+
 class _Unlimited:
     request_seconds = math.inf
 

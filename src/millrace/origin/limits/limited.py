@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from typing_extensions import Buffer
 
 from millrace.config import LIMIT_NAMES, resolve_limits
-from millrace.origin.base import BaseOrigin, resumed
-from millrace.origin.limits.decisions import request_seconds
+from millrace.origin.base import BaseOrigin, request_seconds, resumed
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo, ObjectWriter, Origin
 from millrace.origin.upload import ObjectUpload
 from millrace.runtime.importing import imported
