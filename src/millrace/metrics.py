@@ -87,9 +87,6 @@ SERVED_BYTES = Metric("millrace_served_bytes_total", "counter", "Bytes that this
 PEER_FAILURES = Metric(
     "millrace_peer_failures_total", "counter", "Requests that a peer did not answer, or not correctly."
 )
-HEDGED_REQUESTS = Metric(
-    "millrace_hedged_requests_total", "counter", "Second requests, sent because the first one was slow."
-)
 MOVED_BYTES = Metric(
     "millrace_moved_bytes_total", "counter", "Bytes that moved to this node because nodes joined or left."
 )
@@ -198,7 +195,6 @@ COUNTERS = (
     Series("served_requests", SERVED_REQUESTS),
     Series("served_bytes", SERVED_BYTES),
     Series("peer_failures", PEER_FAILURES),
-    Series("hedged_requests", HEDGED_REQUESTS),
     Series("moved_bytes", MOVED_BYTES),
     Series("evictions", EVICTIONS),
     Series("evicted_bytes", EVICTED_BYTES),

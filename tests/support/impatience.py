@@ -8,9 +8,9 @@ from datetime import timedelta
 
 import pytest
 
-from millrace.origin import clients
-from millrace.origin.limits import decisions
-from millrace.origin.limits.decisions import Patience
+from millrace.origin import store_access
+from millrace.origin.limits import retrying
+from millrace.origin.limits.retrying import Patience
 
 
 @contextmanager
@@ -21,8 +21,8 @@ def impatient() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patched:
         for name, seconds in {"connect_timeout": 1, "timeout": 4, "read_timeout": 1}.items():
-            patched.setitem(clients.CLIENT, name, timedelta(seconds=seconds))
-        patched.setitem(clients.RETRY, "max_retries", 2)
-        patched.setitem(clients.RETRY, "retry_timeout", timedelta(seconds=4))
-        patched.setattr(decisions, "PATIENCE", Patience(seconds=4, tries=3))
+            patched.setitem(store_access.CLIENT, name, timedelta(seconds=seconds))
+        patched.setitem(store_access.RETRY, "max_retries", 2)
+        patched.setitem(store_access.RETRY, "retry_timeout", timedelta(seconds=4))
+        patched.setattr(retrying, "PATIENCE", Patience(seconds=4, tries=3))
         yield

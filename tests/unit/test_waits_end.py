@@ -22,9 +22,9 @@ from millrace.cache.reading.threads import Pools
 from millrace.errors import MillraceError, OriginUnavailableError
 from millrace.filesystem import MillraceFileSystem
 from millrace.origin import open_origin
-from millrace.origin.clients import Clients
 from millrace.origin.object_store import ObjectStoreOrigin
 from millrace.origin.obstore_library import is_panic, obstore_library
+from millrace.origin.store_access import Clients
 from millrace.origin.web.connections import Response
 from millrace.runtime.locks import NamedLocks
 

@@ -47,7 +47,6 @@ NAMES = (
     "served_requests",
     "served_bytes",
     "peer_failures",
-    "hedged_requests",
     "moved_bytes",
     "corrupt_records",
     "mapped_bytes",
@@ -62,11 +61,11 @@ NAMES = (
 
 `origin_bytes` left the origin; `cache_bytes` were served from this disk (a natively opened file counts once, with its
 size, whatever part of it is read); `uncached_bytes` were fetched and not stored, for lack of space. In a cluster
-`peer_bytes` came from other nodes and `served_bytes` went to them; `peer_failures` are requests to a peer that failed,
-and `hedged_requests` second requests, sent because the first was slow. `moved_bytes` came from other nodes
-because members joined or left; they count as neither `peer_bytes` nor `cache_bytes`. `corrupt_records` of the index did
-not verify and were removed. `mapped_bytes` is the part of `cache_bytes` that was mapped. `evictions` removed
-`evicted_bytes`. The others count checkpoints that processes of this machine saved, from `save_raw_bytes`.
+`peer_bytes` came from other nodes and `served_bytes` went to them; `peer_failures` are requests to a peer that failed.
+`moved_bytes` came from other nodes because members joined or left; they count as neither `peer_bytes` nor `cache_bytes`.
+`corrupt_records` of the index did not verify and were removed. `mapped_bytes` is the part of `cache_bytes` that was
+mapped. `evictions` removed `evicted_bytes`. The others count checkpoints that processes of this machine saved, from
+`save_raw_bytes`.
 
 `metrics.COUNTERS` declares what each is exported as.
 """
@@ -86,8 +85,8 @@ _SETTLED = _FILE_BYTES // _U64.size - 1
 
 # The word before it marks a file of counters; in the sums of ended processes it is their checksum.
 _MARK = _SETTLED - 1
-_VERSION = 2  # 1 had sums in nanoseconds
-_LIVE_MARK = int.from_bytes(b"MLRCcnt2", "little")
+_VERSION = 3  # 2 had one more counter
+_LIVE_MARK = int.from_bytes(b"MLRCcnt3", "little")
 
 # The places of the histograms, each with a count for every bucket, one for what is above, and the sum; then of live values.
 _FIRST_BUCKET, _FIRST_LIVE, _AFTER_LIVE = 64, 448, 480

@@ -228,7 +228,6 @@ class _Attachment:
             node.connect(source=direct, reopen=lambda: node_for(self.options))
         else:
             with importing():
-                from millrace.cluster.copies import know_copies
                 from millrace.cluster.listings import ClusterListings
 
             cluster = self.process.cluster(self.options, link)
@@ -237,7 +236,7 @@ class _Attachment:
             node = cache_node(replace(self.options, folder=link.folder, capacity=capacity, min_free=min_free))
             listings = ClusterListings(cluster, self.options.max_age_seconds)
             node.connect(source=cluster.source, metadata_source=listings, reopen=lambda: node_for(self.options))
-            know_copies(node, cluster)
+            cluster.distinguish_copies(node)
         self._link = link
         self.views = _folder_views(link)
         self.node = node

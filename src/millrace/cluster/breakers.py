@@ -3,8 +3,9 @@
 A failure opens it. While it is open, one request is let through at intervals, after 2 s at first, after more failures up to
 15 s; a response closes it. `Cluster.may_ask` probes in the background, so readers wait for the first deadline only.
 
-The rules are pure functions. `Breakers` stores the states in a small file of fixed slots, read and written by `pread` and
-`pwrite`. A truncated, damaged, full or missing file only ends the sharing, never a read or the process.
+The rules are pure functions. `Breakers` stores the states in a small file with one slot for each hash of a peer's id, read
+and written by `pread` and `pwrite`. A truncated, damaged or missing file only ends the sharing, never a read or the process;
+so does a slot that another open breaker uses.
 """
 
 from __future__ import annotations
@@ -79,14 +80,9 @@ def after_failure(state: OpenBreaker | None, now: float) -> OpenBreaker:
 
 # --- the shared file ------------------------------------------------------------------------------
 
-_SLOT_BYTES = 320
-_BUCKET_SLOTS = 4
-_BUCKET_BYTES = _BUCKET_SLOTS * _SLOT_BYTES
-_BUCKETS = 256
-_FIELDS = struct.Struct("<Qdd?H")  # checksum of all that follows, retry_at, pause, probing, length of the id
-_ID_BYTES = _SLOT_BYTES - _FIELDS.size
-_EMPTY = bytes(_SLOT_BYTES)
-_EMPTY_BUCKET = bytes(_BUCKET_BYTES)
+_SLOTS = 4096
+_SLOT = struct.Struct("<QQdd?7x")  # checksum of all that follows, hash of the peer's id, retry_at, pause, probing
+_EMPTY = bytes(_SLOT.size)
 
 # A process that is stopped while it holds the lock must not block the reads of others. Therefore the wait is short.
 _LOCK_TRIES = 10
@@ -147,57 +143,47 @@ class Breakers:
         if before is not None:
             emit(Event(name="peer.breaker.closed", subject=member_id))
 
-    def open_ids(self) -> list[str]:
-        """The ids of the peers with open breakers, sorted."""
-        now = self._clock()
-        found = {member_id for member_id, state in list(self._own.items()) if valid(state, now)}
-        data = self._data(0, _BUCKETS) if self._descriptor >= 0 else b""
-        for start in range(0, len(data), _BUCKET_BYTES):
-            slots = _slots_in(data[start : start + _BUCKET_BYTES])
-            found.update(member_id for member_id, state in slots if member_id and valid(state, now))
-        return sorted(found)
-
     # --- inside -----------------------------------------------------------------------------------
 
     def _read(self, member_id: str, now: float) -> OpenBreaker | None:
         own = valid(self._own.get(member_id), now) if self._own else None
         if own is not None or self._descriptor < 0:
             return own
-        slots = self._slots(_bucket_of(member_id))
-        return next((valid(state, now) for found, state in slots if found == member_id), None)
+        key = _key_of(member_id)
+        found, state = self._slot(key)
+        return valid(state, now) if found == key else None
 
     def _write(self, member_id: str, state: OpenBreaker | None, now: float) -> None:
         """Store a state, in this process if the file has no space for it."""
         self._own.pop(member_id, None)
-        if not self._write_shared(member_id, state, now) and state is not None:
+        if not self._write_shared(_key_of(member_id), state, now) and state is not None:
             self._own[member_id] = state
 
-    def _write_shared(self, member_id: str, state: OpenBreaker | None, now: float) -> bool:
+    def _write_shared(self, key: int, state: OpenBreaker | None, now: float) -> bool:
         if self._descriptor < 0:
             return False
-        bucket = _bucket_of(member_id)
-        slots = self._slots(bucket)
-        mine = [place for place, (found, _) in enumerate(slots) if found == member_id]
-        free = [place for place, (_, held) in enumerate(slots) if valid(held, now) is None]
-        packed = _EMPTY if state is None else _packed(member_id, state)
-        if packed is None or not (mine or free):
-            return state is None
+        found, held = self._slot(key)
+        if found != key and valid(held, now) is not None:
+            return False
         try:
-            place = bucket * _BUCKET_BYTES + (mine or free)[0] * _SLOT_BYTES
-            return os.pwrite(self._descriptor, packed, place) == _SLOT_BYTES
+            packed = _EMPTY if state is None else _packed(key, state)
+            return os.pwrite(self._descriptor, packed, key % _SLOTS * _SLOT.size) == _SLOT.size
         except OSError:  # a full or failing disk: the state is not shared
             return False
 
-    def _slots(self, bucket: int) -> list[tuple[str, OpenBreaker | None]]:
-        """The ids and states of a bucket; ("", None) for an empty or damaged slot."""
-        return _slots_in(self._data(bucket, 1))
-
-    def _data(self, bucket: int, count: int) -> bytes:
-        """The bytes of some buckets; fewer when the file is shorter or cannot be read."""
+    def _slot(self, key: int) -> tuple[int, OpenBreaker | None]:
+        """The key and the state in the slot of a key; (0, None) for an empty, damaged or unreadable one."""
         try:
-            return os.pread(self._descriptor, count * _BUCKET_BYTES, bucket * _BUCKET_BYTES)
+            data = os.pread(self._descriptor, _SLOT.size, key % _SLOTS * _SLOT.size)
         except OSError:
-            return b""
+            return 0, None
+        if data == _EMPTY or len(data) < _SLOT.size:
+            return 0, None
+        checksum, found, retry_at, pause, probing = _SLOT.unpack(data)
+        # While another process writes the slot it reads as empty, which costs one useless request.
+        if checksum != xxhash.xxh3_64_intdigest(data[8:]):
+            return 0, None
+        return found, OpenBreaker(retry_at, pause, probing)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -231,35 +217,13 @@ def _try_lock(descriptor: int) -> bool:
     return False
 
 
-def _bucket_of(member_id: str) -> int:
-    return xxhash.xxh3_64_intdigest(member_id.encode("utf-8", "surrogatepass")) % _BUCKETS
+def _key_of(member_id: str) -> int:
+    return xxhash.xxh3_64_intdigest(member_id.encode("utf-8", "surrogatepass"))
 
 
-def _packed(member_id: str, state: OpenBreaker) -> bytes | None:
-    """The bytes of a slot; None if the id is too long."""
-    name = member_id.encode("utf-8", "surrogatepass")
-    if len(name) > _ID_BYTES:
-        return None
-    fields = _FIELDS.pack(0, state.retry_at, state.pause, state.probing, len(name))[8:]
-    rest = (fields + name).ljust(_SLOT_BYTES - 8, b"\0")
+def _packed(key: int, state: OpenBreaker) -> bytes:
+    rest = _SLOT.pack(0, key, state.retry_at, state.pause, state.probing)[8:]
     return xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest
-
-
-def _slots_in(data: bytes) -> list[tuple[str, OpenBreaker | None]]:
-    """The ids and states of the bucket `data`, which may be too short; see `_slots`."""
-    if data == _EMPTY_BUCKET[: len(data)]:
-        return [("", None)] * _BUCKET_SLOTS
-    data = data.ljust(_BUCKET_BYTES, b"\0")
-    return [_unpacked(data[start : start + _SLOT_BYTES]) for start in range(0, _BUCKET_BYTES, _SLOT_BYTES)]
-
-
-def _unpacked(slot: bytes) -> tuple[str, OpenBreaker | None]:
-    checksum, retry_at, pause, probing, length = _FIELDS.unpack_from(slot)
-    # While another process writes the slot it reads as empty, which costs one useless request.
-    if not length or length > _ID_BYTES or checksum != xxhash.xxh3_64_intdigest(slot[8:]):
-        return "", None
-    name = slot[_FIELDS.size : _FIELDS.size + length].decode("utf-8", "surrogatepass")
-    return name, OpenBreaker(retry_at, pause, probing)
 
 
 def _boot_seconds() -> float:

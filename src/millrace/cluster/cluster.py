@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from millrace.cache.counters import Counters
 from millrace.cache.reading.fetching import DirectSource, Source
@@ -13,7 +13,6 @@ from millrace.cluster.breakers import Breakers
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.dataplane.wire import ObjectDescription
 from millrace.cluster.handover import Handover
-from millrace.cluster.hedging import Paces
 from millrace.cluster.membership import Member, NodeLink, View
 from millrace.cluster.placement import Placement
 from millrace.cluster.source import ClusterSource
@@ -21,6 +20,9 @@ from millrace.config import SILENCE_SECONDS
 from millrace.errors import PeerError, PeerRefusedError
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
+
+if TYPE_CHECKING:
+    from millrace.cache.node import CacheNode
 
 _log = logging.getLogger("millrace.cluster")
 
@@ -49,7 +51,6 @@ class Cluster:
         self.link = link
         self.breakers = breakers
         self.client = PeerClient(token=link.token, tls=link.tls) if client is None else client
-        self.paces = Paces()
         self.handover = Handover(self.client, breakers)
         self._current: _Current | None = None
         self._unauthorized: set[str] = set()
@@ -129,6 +130,19 @@ class Cluster:
             # Local files: on another machine the same name may be another file, and peers are not faster.
             return DirectSource(origin, info, counters)
         return ClusterSource(self, origin, info, counters, serving=serving)
+
+    def distinguish_copies(self, node: CacheNode) -> None:
+        """Make the disks of `node` evict first the data that other members hold by the newest view.
+
+        A client owns nothing; on its disks all data competes as in a single node.
+        """
+        me = self.link.member_id
+
+        def still_a_copy(object_id: bytes, size: int) -> bool:
+            return me is not None and not self.placement().stripes_of(me, object_id, size)
+
+        for disk in node.open_disks:
+            disk.still_a_copy = None if me is None else still_a_copy
 
     def close(self) -> None:
         """Close all connections; later reads open new ones."""

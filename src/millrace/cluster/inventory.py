@@ -13,7 +13,6 @@ from typing import Any
 
 from millrace.cache.disk import Disk
 from millrace.cache.node import CacheNode
-from millrace.cluster.copies import stripes_of
 from millrace.cluster.dataplane.server import Call, PlaneServer
 from millrace.cluster.dataplane.wire import ObjectDescription
 from millrace.cluster.membership import MemberState, View, ViewSource
@@ -131,7 +130,7 @@ def inventory_page(
         after = entry.object_id
         if not entry.present or not (entry.place or entry.block_bytes == BLOCK_BYTES):
             continue
-        stripes = stripes_of(placement, member_id, entry.object_id, entry.size)
+        stripes = placement.stripes_of(member_id, entry.object_id, entry.size)
         blocks = _cached_runs(disk, entry, stripes) if stripes else ()
         if blocks:
             runs += len(blocks)

@@ -20,7 +20,6 @@ from typing_extensions import Buffer
 
 from millrace.cache.node import CacheNode
 from millrace.cluster.cluster import Cluster
-from millrace.cluster.copies import know_copies, stripes_of
 from millrace.cluster.dataplane.wire import Ask, ObjectDescription
 from millrace.cluster.inventory import InventoryPage, Offer, as_seen, givers
 from millrace.cluster.membership import Member, MemberState, View
@@ -93,7 +92,7 @@ class Mover:
         self.parallel = parallel
         self.rate = Rate(bytes_per_second)
         self.stopped = threading.Event()
-        know_copies(node, cluster)
+        cluster.distinguish_copies(node)
 
     def fill(self, me: str) -> MoveReport:
         """Copy the future share of `me`, which is joining, from the members that have it."""
@@ -170,7 +169,7 @@ def runs_to_pull(
     """
     object_id = what.object_id()
     runs: list[Run] = []
-    for stripe in stripes_of(placement, me, object_id, what.size):
+    for stripe in placement.stripes_of(me, object_id, what.size):
         inside = blocks_of(*stripe_span(stripe, what.size), BLOCK_BYTES)
         orders: dict[frozenset[str], tuple[str, ...]] = {}
         for block, names in sorted(_offered_blocks(offers, inside).items()):

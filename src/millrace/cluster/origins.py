@@ -72,10 +72,6 @@ class Origins:
         with self._lock:
             self._found.pop(identity, None)
 
-    def identities(self) -> list[str]:
-        """The identities of all origins that are open now."""
-        return sorted({*self._known, *self._found})
-
     def _look_up(self, identity: str) -> Origin | None:
         if self.lookup is not None and (origin := self.lookup(identity)) is not None:
             return origin

@@ -88,6 +88,10 @@ class Placement:
         """Whether a member is a holder of a stripe."""
         return any(member.id == member_id for member in self.holders(object_id, stripe))
 
+    def stripes_of(self, member_id: str, object_id: bytes, size: int) -> list[int]:
+        """The stripes of an object of `size` bytes whose holders include a member."""
+        return [stripe for stripe in range(stripe_count(size)) if self.is_holder(member_id, object_id, stripe)]
+
 
 _Order = Callable[[bytes, int], tuple[Member, ...]]
 

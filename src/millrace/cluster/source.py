@@ -6,7 +6,6 @@ the next peer is tried, three at most, and then the origin. Only the origin dete
 
 from __future__ import annotations
 
-import select
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from millrace.cache.counters import Counters
 from millrace.cache.eviction.copies import Keep
 from millrace.cache.reading.fetching import DirectSource, Fetched, log_fetch
-from millrace.cluster.dataplane.client import PeerBytes, Reading
+from millrace.cluster.dataplane.client import PeerBytes
 from millrace.cluster.dataplane.wire import Ask, ObjectDescription
 from millrace.cluster.handover import widened
 from millrace.cluster.membership import Member
@@ -26,7 +25,6 @@ from millrace.errors import (
     MissingError,
     PeerError,
     PeerRefusedError,
-    PeerSilentError,
     WireError,
 )
 from millrace.events import Event, emit
@@ -200,14 +198,14 @@ class _Visit:
     def request(self, steps: list[Step]) -> PeerBytes | None:
         """The bytes from the first peer that has them; None if the origin must be read."""
         fetches = 0
-        for place, step in enumerate(steps):
+        for step in steps:
             if self._failures == MOST_PEERS or (step.ask is Ask.FETCH and fetches == MOST_PEERS):
                 return None
             if not self._cluster.may_ask(step.member, self._what):
                 continue
             fetches += step.ask is Ask.FETCH
             try:
-                return self._send(step, self._second_for(step, steps[place + 1 :]))
+                return self._send(step)
             except PeerRefusedError as error:
                 if error.status == _NO_ACCESS and error.has_lease:
                     self.lease = step.member
@@ -219,66 +217,11 @@ class _Visit:
                 pass  # already reported and counted
         return None
 
-    def _second_for(self, step: Step, rest: list[Step]) -> Member | None:
-        """The member for a second request if this one is slow: the next holder of the same blocks."""
-        if self._placement.replicas < 2:
-            return None
-        holders = {member.id for member in self.other_holders()}
-        if step.member.id not in holders:
-            return None
-        following = (each.member for each in rest if each.member.id in holders)
-        return next((member for member in following if not self._cluster.is_skipped(member)), None)
-
-    def _send(self, step: Step, second: Member | None) -> PeerBytes:
-        began = time.perf_counter()
-        first = self._begin(step)
-        patience = self._cluster.paces.patience(step.member.id)
-        if second is None or patience >= SILENCE_SECONDS or first.wait(patience):
-            return self._finish(first, began)
-        self._source.count("hedged_requests")
-        try:
-            other = self._begin(Step(second, Ask.CACHED))
-        except PeerError:
-            return self._finish(first, began)
-        return self._race(first, other, patience, began)
-
-    def _race(self, first: Reading, other: Reading, waited: float, began: float) -> PeerBytes:
-        """The first good response of the two; the other connection is closed. The read began at `began`."""
-        begun = time.monotonic() - waited
-        poll = select.poll()
-        poll.register(first, select.POLLIN)
-        poll.register(other, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll((SILENCE_SECONDS - waited) * 1000)}
-        if other.fileno() in ready and first.fileno() not in ready:
-            try:
-                found = self._finish(other, began)
-            except MillraceError:
-                return self._finish(first, began)  # it does not have what the first one still fetches
-            self._lost_race(first, begun)
-            return found
-        # Its deadline began when it was sent: if neither has responded, it is over now.
-        try:
-            found = self._finish(first, began)
-        except PeerSilentError:
-            return self._finish(other, began)
-        except MillraceError:
-            other.drop()
-            raise
-        other.drop()
-        return found
-
-    def _lost_race(self, reading: Reading, begun: float) -> None:
-        reading.drop()
-        now = time.monotonic()
-        if self._cluster.paces.overtaken(reading.member.id, now - begun, now, SILENCE_SECONDS):
-            self._failed(reading.member, PeerSilentError(f"{reading.member.address}: silent for too long"))
-
-    # --- one request ------------------------------------------------------------------------------
-
-    def _begin(self, step: Step) -> Reading:
+    def _send(self, step: Step) -> PeerBytes:
+        cluster, began = self._cluster, time.perf_counter()
         self._source.count("peer_requests")
         try:
-            return self._cluster.client.begin(
+            found = cluster.client.read(
                 step.member,
                 self._what,
                 [self._range],
@@ -289,23 +232,14 @@ class _Visit:
             )
         except WireError:  # the request cannot be built: not a failure of the peer
             raise
-        except PeerError as error:
+        except (PeerError, ChangedError, MissingError) as error:
             self._record(step.member, error)
             raise
-
-    def _finish(self, reading: Reading, began: float) -> PeerBytes:
-        """Receive a response. Its duration counts from `began`, when the first request for these bytes was sent."""
-        try:
-            found = reading.finish()
-        except (PeerError, ChangedError, MissingError) as error:
-            self._record(reading.member, error)
-            raise
-        self._cluster.breakers.worked(reading.member.id)
-        self._cluster.paces.answered(reading.member.id, reading.seconds_to_response)
+        cluster.breakers.worked(step.member.id)
         self._source.count("peer_bytes", len(found.data))
         seconds = time.perf_counter() - began
         self._source.observe("peer_seconds", seconds)
-        log_fetch(self._what.key, *self._range, f"peer {reading.member.id}", seconds)
+        log_fetch(self._what.key, *self._range, f"peer {step.member.id}", seconds)
         return found
 
     def _record(self, member: Member, error: MillraceError) -> None:

@@ -376,7 +376,7 @@ class NodeProcess:
 
     def open_breakers(self) -> list[str]:
         """The ids of the members that this machine skips."""
-        return sorted(self._cluster.breakers.open_ids())
+        return sorted(member.id for member in self.view().members if self._cluster.is_skipped(member))
 
     def view(self) -> View:
         """This node's view of the members."""

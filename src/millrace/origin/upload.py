@@ -11,7 +11,7 @@ from typing import Self
 
 from typing_extensions import Buffer
 
-from millrace.origin.operation import note_failure
+from millrace.origin.base import note_failure
 
 PART_BYTES = 16 << 20
 """One part of a streamed upload. S3 allows 10,000 parts, so a file may have 160 GB. S3's limit of 5 TB would need growing

@@ -21,8 +21,8 @@ from millrace.errors import (
     OriginUnavailableError,
     OutcomeUnknownError,
 )
-from millrace.origin.limits import decisions
-from millrace.origin.limits.decisions import Patience
+from millrace.origin.limits import retrying
+from millrace.origin.limits.retrying import Patience
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -214,7 +214,7 @@ def test_unknown_outcome_is_reported_and_keeps_all_files(region, options, monkey
     region.fail("status", method="HEAD", path=MANIFEST, skip=1, count=None)
     writer = CheckpointWriter(url, target_options=options)
     with monkeypatch.context() as impatiently:
-        impatiently.setattr(decisions, "PATIENCE", Patience(seconds=1, tries=2))
+        impatiently.setattr(retrying, "PATIENCE", Patience(seconds=1, tries=2))
         with pytest.raises(CheckpointException) as caught:
             dcp.save(state(2), storage_writer=writer)
     assert isinstance(caught.value.failures[0][0], OutcomeUnknownError)

@@ -31,9 +31,9 @@ from millrace.errors import (
     OriginBusyError,
     OriginUnavailableError,
 )
-from millrace.origin import ObjectInfo, clients, open_origin
-from millrace.origin.limits import decisions, retrying
-from millrace.origin.limits.decisions import Patience
+from millrace.origin import ObjectInfo, open_origin, store_access
+from millrace.origin.limits import retrying
+from millrace.origin.limits.retrying import Patience
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -279,7 +279,7 @@ def served(request: pytest.FixtureRequest, serving: Callable[[str], Served]) -> 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten patience and backoff. The decisions are the same."""
-    monkeypatch.setattr(decisions, "PATIENCE", Patience(seconds=0.8, tries=3))
+    monkeypatch.setattr(retrying, "PATIENCE", Patience(seconds=0.8, tries=3))
     monkeypatch.setattr(retrying, "backoff", lambda failures, draw: 0.01 * draw)
 
 
@@ -318,9 +318,9 @@ def test_read_during_passing_failure_succeeds(
 ) -> None:
     trouble = TROUBLES[name]
     with monkeypatch.context() as changed:
-        changed.setitem(clients.CLIENT, "read_timeout", timedelta(seconds=trouble.read_timeout))
+        changed.setitem(store_access.CLIENT, "read_timeout", timedelta(seconds=trouble.read_timeout))
         # A gate that has closed four times since the last success is closed for longer than is patient here.
-        changed.setattr(decisions, "PATIENCE", Patience(seconds=30.0, tries=10))
+        changed.setattr(retrying, "PATIENCE", Patience(seconds=30.0, tries=10))
         fs = make()
         for phase in served.phases(trouble):
             served.break_(phase, trouble, count=1)
@@ -344,7 +344,7 @@ def test_read_during_permanent_failure_raises(
     trouble = TROUBLES[name]
     busy = trouble.error is OriginBusyError
     with monkeypatch.context() as changed:
-        changed.setitem(clients.CLIENT, "read_timeout", timedelta(seconds=trouble.read_timeout))
+        changed.setitem(store_access.CLIENT, "read_timeout", timedelta(seconds=trouble.read_timeout))
         for phase in [phase for phase in served.phases(trouble) if not busy or phase in _FEW]:
             # A gate that is closed because of one phase would be closed for the next.
             fs = make(name=f"cache-{phase}" if busy else "cache")
@@ -394,7 +394,7 @@ def test_write_during_failures_is_atomic(
     name: str,
 ) -> None:
     """In one request and in parts, with one fault for each kind of request, at the first and at later requests."""
-    monkeypatch.setattr(decisions, "PATIENCE", Patience(seconds=30.0, tries=10))
+    monkeypatch.setattr(retrying, "PATIENCE", Patience(seconds=30.0, tries=10))
     trouble, key = TROUBLES[name], f"{served.root}/written.bin"
     fs = make()
     version = 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,30 @@ def test_web_server_is_read_for_others_only_if_configured(tmp_path: Path, given:
     # If no node may read for others, each reader reads the origin; uploaded blocks can still be shared.
     assert (reported["origin_bytes"] == len(DATA)) or not given
     assert len(DATA) <= reported["origin_bytes"] <= 2 * len(DATA)
+
+
+def test_clients_of_nodes_without_access_share_what_one_of_them_reads(tmp_path: Path) -> None:
+    with WebServer() as web:
+        keys = [f"/{number}.bin" for number in range(4)]
+        for key in keys:
+            web.put(key, DATA)
+        with LocalCluster(tmp_path, 2, target_options=NOWHERE) as cluster:
+            clients = [
+                millrace.filesystem(
+                    "http",
+                    skip_instance_cache=True,
+                    **cluster.arguments(
+                        cluster.nodes[0], target_options=None, cache_dir=str(tmp_path / f"client-{number}")
+                    ),
+                )
+                for number in range(4)
+            ]
+            with ThreadPoolExecutor(4) as threads:
+                for key in keys:  # all clients request it at the same time
+                    read = list(threads.map(lambda fs, url=f"{web.url}{key}": fs.cat_file(url), clients))
+                    assert read == [DATA] * 4
+            counts = [fs.cache_counters() for fs in clients]
+    nbytes = len(keys) * len(DATA)
+    from_origin, from_peers = (sum(count[name] for count in counts) for name in ("origin_bytes", "peer_bytes"))
+    assert from_origin + from_peers == 4 * nbytes
+    assert from_origin < 2 * nbytes  # `nbytes` on a quiet machine; 4 times as much without upload leases

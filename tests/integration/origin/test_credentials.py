@@ -112,7 +112,9 @@ def test_denied_listing_with_ever_new_keys_ends(
     (tmp_path / "config").write_text(f"[profile team]\ncredential_process = {command}\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setattr("millrace.origin.clients._RENEW_SECONDS", 0.0)  # as for a program that takes longer than that
+    monkeypatch.setattr(
+        "millrace.origin.store_access._RENEW_SECONDS", 0.0
+    )  # as for a program that takes longer than that
     origin = open_origin("s3", {"profile": "team", "endpoint_url": s3.endpoint_url})
     with pytest.raises(DeniedError):
         list(origin.list_all(bucket))

@@ -13,8 +13,8 @@ import pytest
 from millrace.errors import ObjectNotFoundError, OriginBusyError, OutcomeUnknownError
 from millrace.events import Event
 from millrace.origin import Origin, open_origin
-from millrace.origin.limits import decisions
-from millrace.origin.limits.decisions import Patience
+from millrace.origin.limits import retrying
+from millrace.origin.limits.retrying import Patience
 from millrace.testing.process import free_ports
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
@@ -127,7 +127,7 @@ def test_retry_after_of_an_s3_server_is_kept(
 def test_retry_after_beyond_the_patience_fails_at_once(
     origin: Origin, region: EmulatedRegion, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decisions, "PATIENCE", Patience(seconds=60.0))
+    monkeypatch.setattr(retrying, "PATIENCE", Patience(seconds=60.0))
     region.fail("status", status=503, count=None, retry_after=600)
     before = time.monotonic()
     with pytest.raises(OriginBusyError, match=f"s3://{bucket}/a: the origin asks for fewer requests") as caught:

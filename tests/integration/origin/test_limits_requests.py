@@ -25,8 +25,9 @@ from tests.support.web_server import WebServer
 
 from millrace.errors import DeniedError, ObjectNotFoundError, OriginBusyError, OriginUnavailableError, UsageError
 from millrace.origin import Origin, open_origin
-from millrace.origin.limits import LimitedOrigin, decisions
-from millrace.origin.limits.decisions import BURST_SECONDS, Patience
+from millrace.origin.limits import LimitedOrigin, retrying
+from millrace.origin.limits.node_state import BURST_SECONDS
+from millrace.origin.limits.retrying import Patience
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -224,7 +225,7 @@ def test_download_of_a_whole_object_holds_its_slot_until_the_end(tmp_path: Path)
 
 
 def test_download_that_breaks_off_releases_its_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "PATIENCE", Patience(tries=2))
+    monkeypatch.setattr(retrying, "PATIENCE", Patience(tries=2))
 
     def cut(request: Request, reply: Reply) -> Reply | None:
         return Reply(headers=reply.headers, body=reply.body, stop_after=1000) if request.path == "/x.bin" else None

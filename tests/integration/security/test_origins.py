@@ -32,7 +32,7 @@ from millrace.cluster.attach import close_all
 from millrace.config import resolve
 from millrace.errors import ConfigurationError, MillraceError
 from millrace.origin import Origin, open_origin
-from millrace.origin.limits.decisions import Patience
+from millrace.origin.limits.retrying import Patience
 
 STATUSES = (403, 400, None)
 """The status that the server returns; None: no server at that address."""
@@ -319,7 +319,7 @@ def planted() -> Iterator[Planted]:
 
 @pytest.fixture
 def server(status: int | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[RefusingServer]:
-    monkeypatch.setattr("millrace.origin.limits.decisions.PATIENCE", Patience(seconds=0.05, tries=1))
+    monkeypatch.setattr("millrace.origin.limits.retrying.PATIENCE", Patience(seconds=0.05, tries=1))
     with RefusingServer(status or 500) as server:
         if status is None:
             server.close()
@@ -577,7 +577,7 @@ def test_failed_prefetch_of_a_signed_url_logs_no_signature(
     planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither an event nor a log line shows the query of the address, with or without its scheme."""
-    monkeypatch.setattr("millrace.origin.limits.decisions.PATIENCE", Patience(seconds=0.05, tries=1))
+    monkeypatch.setattr("millrace.origin.limits.retrying.PATIENCE", Patience(seconds=0.05, tries=1))
     address = f"large.bin?X-Amz-Signature={planted.secret('signature')}"
     failed: list[str] = []
     with WebServer() as server:

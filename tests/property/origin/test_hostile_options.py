@@ -20,7 +20,7 @@ import millrace
 from millrace.errors import ConfigurationError, MillraceError
 from millrace.filesystem import MillraceFileSystem
 from millrace.origin import open_origin
-from millrace.origin.limits import decisions
+from millrace.origin.limits import retrying
 from millrace.testing.s3 import S3Server
 
 DEADLINE_SECONDS = 60.0
@@ -91,7 +91,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails by the wrong protocol would be tried for a minute."""
-    monkeypatch.setattr(decisions, "PATIENCE", decisions.Patience(seconds=2.0, tries=2))
+    monkeypatch.setattr(retrying, "PATIENCE", retrying.Patience(seconds=2.0, tries=2))
 
 
 def ended(action: Callable[[], Any]) -> BaseException | None:

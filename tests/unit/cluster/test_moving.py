@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.cluster.copies import stripes_of
 from millrace.cluster.dataplane.wire import ObjectDescription
 from millrace.cluster.inventory import as_seen
 from millrace.cluster.membership import Member, MemberState, View
@@ -38,7 +37,7 @@ def blocks_in(what: ObjectDescription, stripes: list[int]) -> set[int]:
 
 def held(placement: Placement, name: str, every: list[ObjectDescription]) -> Blocks:
     """The share of a member if all members have their complete shares."""
-    found = {what: blocks_in(what, stripes_of(placement, name, what.object_id(), what.size)) for what in every}
+    found = {what: blocks_in(what, placement.stripes_of(name, what.object_id(), what.size)) for what in every}
     return {what: blocks for what, blocks in found.items() if blocks}
 
 

@@ -18,7 +18,6 @@ def test_origins_find_registered_ones_only() -> None:
     other = MemoryOrigin(identity="memory-1")
     origins.register(other)
     assert origins.find("memory-1") is other
-    assert origins.identities() == ["memory-1"]
 
 
 def test_origins_find_the_endpoint_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

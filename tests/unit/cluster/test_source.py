@@ -19,12 +19,11 @@ from millrace.cache.counters import Counters
 from millrace.cache.eviction.copies import Keep
 from millrace.cache.reading.fetching import DirectSource, Fetched
 from millrace.cluster import cluster as cluster_module
-from millrace.cluster import handover, hedging
+from millrace.cluster import handover
 from millrace.cluster import source as source_module
 from millrace.cluster.breakers import Breakers
 from millrace.cluster.cluster import Cluster
-from millrace.cluster.dataplane.wire import PROCESSING, ObjectDescription, build_response
-from millrace.cluster.hedging import Pace, Paces
+from millrace.cluster.dataplane.wire import ObjectDescription, build_response
 from millrace.cluster.membership import Member, MemberState, NodeLink, View
 from millrace.cluster.placement import STRIPE_BYTES, WHOLE_BYTES, Placement
 from millrace.cluster.source import route
@@ -107,27 +106,6 @@ def test_route_of_a_serving_node_has_no_fetch_requests() -> None:
             steps = route(placement, member.id, NAME, 0, changed_lately=True, serving=True)
             assert all(step.ask == "cached" for step in steps)
             assert member.id not in [step.member.id for step in steps]
-
-
-def test_pace_follows_the_responses() -> None:
-    pace = Pace()
-    for _ in range(50):
-        pace = pace.answered(0.001)
-    assert pace.patience == 0.02
-    for _ in range(50):
-        pace = pace.answered(0.1)
-    assert pace.patience == pytest.approx(0.4, rel=0.01)
-    slow = pace.overtaken(0.4, now=10.0).overtaken(0.4, now=10.5)
-    assert not slow.is_silent(11.0, 1.0)
-    assert slow.overtaken(0.4, now=11.0).is_silent(11.0, 1.0)
-    assert not slow.overtaken(0.2, now=10.55).is_silent(10.55, 1.0)
-    assert slow.answered(0.1).lost == 0
-
-
-def test_pace_of_a_silent_peer_starts_again() -> None:
-    paces = Paces()
-    reported = [paces.overtaken("a", 0.5, now=now, deadline=1.0) for now in (1.0, 1.5, 2.0, 2.5, 3.0, 3.5)]
-    assert reported == [False, False, True, False, False, True]
 
 
 # --- against peers --------------------------------------------------------------------------------
@@ -668,52 +646,6 @@ def test_read_in_a_forked_child_succeeds(place: Place) -> None:
     assert [visit.requests for visit in place.peers[0].visits] == [2, 1]
 
 
-# --- slow peers -----------------------------------------------------------------------------------
-
-
-def test_hedged_read_uses_the_faster_holder(place: Place, events: list[Event]) -> None:
-    place.start(silent, honest, honest, replicas=2)
-    assert data_of(place.read()) == DATA
-    totals = place.totals()
-    assert totals == {"peer_requests": 2, "hedged_requests": 1, "peer_bytes": SIZE}
-    # The duration includes the wait for the first peer.
-    assert place.counters.measures().histograms["peer_seconds"].sum >= hedging.LEAST_PATIENCE_SECONDS
-    assert place.asked() == [1, 1, 0]
-    assert [event for event in events if event.name.startswith("peer.")] == []
-
-
-def test_hedged_reads_open_the_breaker_of_a_silent_peer(
-    place: Place, events: list[Event], deadline: Callable[[float], None]
-) -> None:
-    deadline(2.0)
-    place.start(silent, honest, replicas=2)
-    until = time.monotonic() + 60
-    while not place.totals().get("peer_failures") and time.monotonic() < until:
-        assert data_of(place.read()) == DATA
-    assert [(event.name, event.subject) for event in events][:2] == [
-        ("peer.failed", place.members[0].id),
-        ("peer.breaker.opened", place.members[0].id),
-    ]
-    assert place.totals()["hedged_requests"] >= 1
-
-
-def test_hedged_read_waits_for_a_peer_in_progress(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hedging, "LEAST_PATIENCE_SECONDS", 1.5)
-    release = threading.Event()
-
-    def working(visit: Visit) -> None:
-        body = framed(visit.request())
-        while not release.wait(0.1):
-            visit.send(PROCESSING)
-        visit.send(head_of(body), body)
-        visit.wait_for_end()
-
-    place.start(working, honest, replicas=2)
-    threading.Timer(2.0, release.set).start()
-    assert data_of(place.read()) == DATA
-    assert place.totals() == {"peer_requests": 1, "peer_bytes": SIZE}
-
-
 def slow(visit: Visit) -> None:
     request = visit.request()
     threading.Event().wait(0.25)
@@ -722,44 +654,23 @@ def slow(visit: Visit) -> None:
     visit.wait_for_end()
 
 
-@pytest.mark.parametrize("second", [answers(404), answers(503), dead])
-def test_hedged_read_with_a_useless_second_succeeds(place: Place, second: Handle) -> None:
-    place.start(slow, second, replicas=2)
-    assert data_of(place.read()) == DATA
-    assert place.totals()["peer_bytes"] == SIZE
-    assert place.totals()["hedged_requests"] == 1
-    assert place.origin.requests == []
-
-
-def test_hedged_read_without_any_response_uses_the_origin(place: Place, deadline: Callable[[float], None]) -> None:
-    deadline(1.5)
-    place.start(silent, silent, replicas=2)
-    assert data_of(place.read()) == DATA
-    assert place.totals() == {
-        "peer_requests": 2,
-        "hedged_requests": 1,
-        "peer_failures": 2,
-        "origin_requests": 1,
-        "origin_bytes": SIZE,
-    }
-
-
-def test_read_without_replicas_is_not_hedged(place: Place) -> None:
-    place.start(slow, honest)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_slow_peer_within_its_deadline_is_waited_for(place: Place, replicas: int) -> None:
+    place.start(slow, honest, replicas=replicas)
     assert data_of(place.read()) == DATA
     assert place.totals() == {"peer_requests": 1, "peer_bytes": SIZE}
     assert place.asked() == [1, 0]
 
 
-def test_hedged_read_requests_cached_blocks_from_the_second(place: Place) -> None:
-    asks: list[str] = []
-
-    def handle(visit: Visit) -> None:
-        request = visit.request()
-        asks.extend(re.findall(r"Millrace-Ask: (\w+)", request))
-        body = framed(request)
-        visit.send(head_of(body), body)
-
-    place.start(silent, handle, replicas=2)
-    place.read()
-    assert asks == ["cached"]  # two would fetch it twice
+def test_silent_holder_costs_one_deadline_and_the_next_serves(
+    place: Place, events: list[Event], deadline: Callable[[float], None]
+) -> None:
+    deadline(1.5)
+    place.start(silent, honest, replicas=2)
+    for _ in range(3):
+        assert data_of(place.read()) == DATA
+    assert place.totals() == {"peer_requests": 4, "peer_failures": 1, "peer_bytes": 3 * SIZE}
+    assert [(event.name, event.subject) for event in events] == [
+        ("peer.failed", place.members[0].id),
+        ("peer.breaker.opened", place.members[0].id),
+    ]

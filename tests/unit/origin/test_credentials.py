@@ -19,11 +19,11 @@ import pytest
 
 from millrace.errors import ConfigurationError, DeniedError
 from millrace.origin import open_origin
-from millrace.origin.clients import Clients
 from millrace.origin.credentials import Found, Provider, find_credentials
 from millrace.origin.object_store import ObjectStoreOrigin
 from millrace.origin.obstore_library import obstore_library
 from millrace.origin.options import azure_options, gcs_options
+from millrace.origin.store_access import Clients
 from millrace.runtime.importing import is_installed
 
 
@@ -174,7 +174,7 @@ def _clients(monkeypatch: pytest.MonkeyPatch, given: list[str], asked: Callable[
         return lambda: {"access_key_id": key, "secret_access_key": "s", "token": None, "expires_at": None}
 
     provider = Provider(look_up)
-    monkeypatch.setattr("millrace.origin.clients.find_credentials", lambda *_: Found(provider=provider))
+    monkeypatch.setattr("millrace.origin.store_access.find_credentials", lambda *_: Found(provider=provider))
     return Clients("s3", {"endpoint_url": "http://127.0.0.1:1"})
 
 
@@ -203,7 +203,7 @@ def test_credentials_are_not_looked_up_again_immediately(monkeypatch: pytest.Mon
         given.append(f"of-{now[0]}")
 
     clients = _clients(monkeypatch, given, asked)
-    monkeypatch.setattr("millrace.origin.clients.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("millrace.origin.store_access.time", SimpleNamespace(monotonic=lambda: now[0]))
     assert clients.renew(clients.get("bucket"))
     assert not clients.renew(clients.get("bucket"))
     now[0] += 2

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.origin.interruptible import interruptible
+from millrace.origin.obstore_library import interruptible
 
 _PROGRAM = """
 import sys

@@ -20,24 +20,19 @@ from millrace.errors import (
     OutcomeUnknownError,
     UsageError,
 )
-from millrace.origin.limits.decisions import (
+from millrace.origin.base import request_seconds
+from millrace.origin.limits.node_state import (
     FEW_REQUESTS,
     LONGEST_CLOSED_SECONDS,
-    PATIENCE,
     SilentSlots,
-    Verdict,
     Window,
     after_busy,
     after_success,
-    backoff,
-    is_unsure,
     next_start,
-    patience_within,
     pause_of_gate,
-    request_seconds,
-    verdict_on,
 )
 from millrace.origin.limits.retry_after import parse_retry_after
+from millrace.origin.limits.retrying import PATIENCE, Verdict, backoff, is_unsure, patience_within, verdict_on
 from millrace.runtime.locks import GRACE_SECONDS
 
 REFUSED = OriginUnavailableError("400")

@@ -24,8 +24,8 @@ from millrace.errors import (
 from millrace.events import Event
 from millrace.origin import ObjectInfo
 from millrace.origin.fsspec_origin import FsspecOrigin
-from millrace.origin.limits import LimitedOrigin, Limits, decisions
-from millrace.origin.limits.decisions import Patience
+from millrace.origin.limits import LimitedOrigin, Limits, retrying
+from millrace.origin.limits.retrying import Patience
 
 
 class Failing:
@@ -102,7 +102,7 @@ def test_read_after_a_final_refusal_is_not_retried(inner: MemoryOrigin, origin: 
 def test_error_after_the_last_try_has_the_number_of_tries(
     inner: MemoryOrigin, origin: LimitedOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decisions, "PATIENCE", Patience(tries=3))
+    monkeypatch.setattr(retrying, "PATIENCE", Patience(tries=3))
     failing = inner.before_read = Failing(*[reset() for _ in range(9)])
     with pytest.raises(OriginUnavailableError, match=r"connection reset \(tried 3 times in .* s\)") as caught:
         origin.read("b/k", 0, 1)
@@ -115,7 +115,7 @@ def test_error_after_the_last_try_has_the_number_of_tries(
 def test_read_from_a_busy_origin_fails_after_the_patience(
     inner: MemoryOrigin, origin: LimitedOrigin, monkeypatch: pytest.MonkeyPatch, retry_after: float | None
 ) -> None:
-    monkeypatch.setattr(decisions, "PATIENCE", Patience(seconds=0.5, tries=1))
+    monkeypatch.setattr(retrying, "PATIENCE", Patience(seconds=0.5, tries=1))
     failing = inner.before_read = Failing(*[slow_down(retry_after) for _ in range(99)])
     with pytest.raises(OriginBusyError, match=r"tried \d+ times"):
         origin.read("b/k", 0, 1)

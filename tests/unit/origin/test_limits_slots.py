@@ -26,8 +26,7 @@ from millrace.errors import ConfigurationError, StorageError
 from millrace.events import Event
 from millrace.origin import open_origin
 from millrace.origin.limits import LimitedOrigin, Limits, limited, node_state
-from millrace.origin.limits.decisions import FEW_REQUESTS, SilentSlots
-from millrace.origin.limits.node_state import NodeState, Number
+from millrace.origin.limits.node_state import FEW_REQUESTS, NodeState, Number, SilentSlots
 from millrace.origin.limits.retrying import in_slot
 from millrace.origin.limits.slots import GateClosed, NodeLimiter, Slot, node_limiter
 

@@ -18,8 +18,8 @@ import pytest
 from millrace.cli import main
 from millrace.errors import MillraceError, ObjectNotFoundError, OriginUnavailableError
 from millrace.origin import open_origin
-from millrace.origin.limits import decisions
-from millrace.origin.limits.decisions import patience_with
+from millrace.origin.limits import retrying
+from millrace.origin.limits.retrying import patience_with
 from millrace.origin.reachability import BRIEF_SECONDS, cause_of, probe
 
 KEYS = {"key": "name", "secret": "word"}
@@ -199,7 +199,7 @@ def test_endpoint_that_answered_before_is_waited_for() -> None:
 
 
 def test_error_after_the_usual_patience_names_the_last_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "PATIENCE", decisions.Patience(seconds=60.0, tries=2))
+    monkeypatch.setattr(retrying, "PATIENCE", retrying.Patience(seconds=60.0, tries=2))
     server = started()
     origin, key = origin_at("s3", f"http://127.0.0.1:{server.server_port}")
     with pytest.raises(ObjectNotFoundError):
@@ -211,7 +211,7 @@ def test_error_after_the_usual_patience_names_the_last_cause(monkeypatch: pytest
 
 
 def test_error_of_a_reset_connection_names_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "PATIENCE", decisions.Patience(seconds=60.0, tries=2))
+    monkeypatch.setattr(retrying, "PATIENCE", retrying.Patience(seconds=60.0, tries=2))
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def hang_up() -> None:

@@ -17,7 +17,7 @@ from millrace.errors import MillraceError
 from millrace.filesystem import MillraceFileSystem
 from millrace.origin import open_origin
 from millrace.origin.hub.options import HUB_OPTIONS
-from millrace.origin.limits import decisions
+from millrace.origin.limits import retrying
 from millrace.origin.options.azure import AZURE_OPTIONS
 from millrace.origin.options.gcs import GCS_OPTIONS
 from millrace.origin.options.public import without_secrets
@@ -38,7 +38,7 @@ def planted() -> Iterator[Planted]:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "PATIENCE", decisions.Patience(seconds=0.5, tries=2))
+    monkeypatch.setattr(retrying, "PATIENCE", retrying.Patience(seconds=0.5, tries=2))
 
 
 # By protocol: options with a secret in each place that can have one.

@@ -40,7 +40,7 @@ from millrace.checkpoint.writing.encoder_process import EncoderProcess
 from millrace.config import parse_timeout, shown
 from millrace.errors import ConfigurationError, MillraceError, RetryableError, UsageError
 from millrace.events import Event, emit
-from millrace.origin.operation import Operation, part_of
+from millrace.origin.base import Operation, part_of
 
 _NICENESS = 10
 """Of the saving threads while the training runs."""

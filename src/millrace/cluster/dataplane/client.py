@@ -92,31 +92,18 @@ class PeerClient:
         disk first. Raises `ObjectChangedError` or `ObjectNotFoundError` if the origin returned that to the peer, and
         `PeerError` for bytes that are wrong twice.
         """
-        return self.begin(
-            member, what, ranges, ask=ask, rank=rank, view_version=view_version, verify=verify, deadline=deadline
-        ).finish()
-
-    def begin(
-        self,
-        member: Member,
-        what: ObjectDescription,
-        ranges: Sequence[Span],
-        *,
-        ask: Ask,
-        rank: int = 0,
-        view_version: str = "",
-        verify: bool = False,
-        deadline: float = SILENCE_SECONDS,
-    ) -> Reading:
-        """Send the request of `read` and return before the response arrives."""
         self.require_version(member)
 
-        def request(verify: bool) -> bytes:
-            return self._get(what, ranges, member.address, ask, rank, view_version, verify)
+        def exchange(verified: bool) -> _Exchange:
+            request = self._get(what, ranges, member.address, ask, rank, view_version, verified)
+            return _Exchange(self._pool, member.address, [request], deadline)
 
-        exchange = _Exchange(self._pool, member.address, [request(verify)], deadline)
-        again = None if verify else lambda: _Exchange(self._pool, member.address, [request(True)], deadline)
-        return Reading(member, what, ranges, exchange, again)
+        for verified in (True,) if verify else (False, True):
+            data, hot, wrong = _receive(exchange(verified), what, ranges)
+            if not wrong:
+                return PeerBytes(data, hot)
+            _report_wrong(member, what, wrong)
+        raise PeerError(f"{member.address}: sent wrong bytes of {shown_key(what.key)} twice")
 
     def has(self, member: Member, what: ObjectDescription, *, deadline: float = SILENCE_SECONDS) -> list[range]:
         """The runs of blocks of an object that a peer has cached."""
@@ -233,99 +220,6 @@ class PeerClient:
         self._pool.close()
 
 
-class Reading:
-    """A read whose response has not been received yet. For one thread; finish or drop it."""
-
-    def __init__(
-        self,
-        member: Member,
-        what: ObjectDescription,
-        ranges: Sequence[Span],
-        exchange: _Exchange,
-        again: Callable[[], _Exchange] | None,
-    ) -> None:
-        self.member = member
-        self._what = what
-        self._ranges = ranges
-        self._exchange = exchange
-        self._again = again
-
-    @property
-    def seconds_to_response(self) -> float | None:
-        """How long the peer took to begin its response; None if it had to fetch first, or has not begun."""
-        return self._exchange.seconds_to_response
-
-    def fileno(self) -> int:
-        """The descriptor for `select`."""
-        return self._exchange.fileno()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until the response begins; returns whether it has."""
-        return self._exchange.wait(seconds)
-
-    def finish(self) -> PeerBytes:
-        """Receive and verify the bytes. Raises what `PeerClient.read` does."""
-        data, hot, wrong = self._receive()
-        if wrong and self._again is not None:
-            self._report(wrong)
-            self._exchange = self._again()  # it verifies its disk before it responds again
-            data, hot, wrong = self._receive()
-        if wrong:
-            self._report(wrong)
-            raise PeerError(f"{self.member.address}: sent wrong bytes of {shown_key(self._what.key)} twice")
-        return PeerBytes(data, hot)
-
-    def drop(self) -> None:
-        """Drop the request, and close the connection."""
-        self._exchange.fail()
-
-    def _receive(self) -> tuple[memoryview, bool, list[Span]]:
-        """The bytes, whether they are hot, and the pieces that are wrong."""
-        exchange, address = self._exchange, self.member.address
-        head = exchange.head()
-        if head.status != 206:
-            body = exchange.body(head, MAX_BODY_BYTES)
-            raise _refusal(address, head.status, body, self._what, lease=head.has_lease)
-        if exchange.length(head) != framed_bytes(self._ranges):
-            exchange.fail()
-            raise PeerError(f"{address}: returned a wrong number of bytes of {shown_key(self._what.key)}")
-        if not head.is_of(self._ranges, self._what.size):
-            exchange.fail()
-            raise PeerError(f"{address}: returned a wrong range of {shown_key(self._what.key)}")
-        cut = list(_cut(self._ranges))
-        total = cut[-1][1] + cut[-1][2]
-        # Not zeroed first. The checksums are at the end; that of a single piece is received with the piece.
-        received = memoryview(np.empty(total + SUM_BYTES * len(cut), np.uint8).data)
-        data, sums = received[:total], received[total:]
-        if len(cut) == 1:
-            exchange.receive_into([received])
-        else:
-            buffers: list[memoryview] = []
-            for number, (_, place, nbytes) in enumerate(cut):
-                buffers += [data[place : place + nbytes], sums[number * SUM_BYTES : (number + 1) * SUM_BYTES]]
-            exchange.receive_into(buffers)
-        wrong = [
-            span
-            for number, (span, place, nbytes) in enumerate(cut)
-            if sum_of(data[place : place + nbytes]) != sums[number * SUM_BYTES : (number + 1) * SUM_BYTES]
-        ]
-        if wrong:
-            exchange.fail()
-        else:
-            exchange.done()
-        return data, head.is_hot, wrong
-
-    def _report(self, wrong: Sequence[Span]) -> None:
-        emit(
-            Event(
-                name="peer.corrupt",
-                subject=self.member.id,
-                nbytes=sum(stop - start for start, stop in wrong),
-                detail=f"{shown_key(self._what.key)}: wrong bytes from {wrong[0][0]} on",
-            )
-        )
-
-
 class _Exchange:
     """One request and its response on one connection. Any failure ends the connection."""
 
@@ -339,14 +233,13 @@ class _Exchange:
         fresh: bool = False,
     ) -> None:
         self._pool = pool
-        self._address = address
+        self.address = address
         self._request = request
         self._deadline = deadline
-        self.seconds_to_response: float | None = None
         self._connection = self._send(fresh)
 
     def _send(self, fresh: bool) -> Connection:
-        connection = self._pool.take(self._address, self._deadline, fresh=fresh)
+        connection = self._pool.take(self.address, self._deadline, fresh=fresh)
         self._sent = time.monotonic()
         try:
             connection.send(self._request, self._deadline)
@@ -356,12 +249,6 @@ class _Exchange:
                 raise
             return self._send(True)
         return connection
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
-    def wait(self, seconds: float) -> bool:
-        return self._connection.wait(seconds)
 
     def head(self) -> ResponseHead:
         """The head of the response, after all interim ones."""
@@ -379,12 +266,10 @@ class _Exchange:
         except BaseException:
             self.fail()
             raise
-        if not head.is_interim:
-            self.seconds_to_response = time.monotonic() - self._sent
         while head.is_interim:
             if time.monotonic() - self._sent > WORKING_SECONDS:
                 self.fail()
-                raise PeerSilentError(f"{self._address}: no response after {WORKING_SECONDS:.0f} s of work")
+                raise PeerSilentError(f"{self.address}: no response after {WORKING_SECONDS:.0f} s of work")
             head = self._guarded(connection.receive_head)
         return head
 
@@ -394,14 +279,14 @@ class _Exchange:
             return head.length
         except WireError as error:
             self.fail()
-            raise PeerError(f"{self._address}: not the response of a node: {error.message}") from error
+            raise PeerError(f"{self.address}: not the response of a node: {error.message}") from error
 
     def body(self, head: ResponseHead, most: int) -> bytes:
         """The body of a response, at most `most` bytes; ends the exchange."""
         length = self.length(head)
         if length > most:
             self.fail()
-            raise PeerError(f"{self._address}: a response of {length} bytes, more than {most}")
+            raise PeerError(f"{self.address}: a response of {length} bytes, more than {most}")
         received = bytearray(length)
         self.receive_into([memoryview(received)])
         self.done()
@@ -432,6 +317,55 @@ class _Exchange:
         except BaseException:
             self.fail()
             raise
+
+
+def _receive(
+    exchange: _Exchange, what: ObjectDescription, ranges: Sequence[Span]
+) -> tuple[memoryview, bool, list[Span]]:
+    """The bytes, whether they are hot, and the pieces that are wrong."""
+    head = exchange.head()
+    if head.status != 206:
+        body = exchange.body(head, MAX_BODY_BYTES)
+        raise _refusal(exchange.address, head.status, body, what, lease=head.has_lease)
+    if exchange.length(head) != framed_bytes(ranges):
+        exchange.fail()
+        raise PeerError(f"{exchange.address}: returned a wrong number of bytes of {shown_key(what.key)}")
+    if not head.is_of(ranges, what.size):
+        exchange.fail()
+        raise PeerError(f"{exchange.address}: returned a wrong range of {shown_key(what.key)}")
+    cut = list(_cut(ranges))
+    total = cut[-1][1] + cut[-1][2]
+    # Not zeroed first. The checksums are at the end; that of a single piece is received with the piece.
+    received = memoryview(np.empty(total + SUM_BYTES * len(cut), np.uint8).data)
+    data, sums = received[:total], received[total:]
+    if len(cut) == 1:
+        exchange.receive_into([received])
+    else:
+        buffers: list[memoryview] = []
+        for number, (_, place, nbytes) in enumerate(cut):
+            buffers += [data[place : place + nbytes], sums[number * SUM_BYTES : (number + 1) * SUM_BYTES]]
+        exchange.receive_into(buffers)
+    wrong = [
+        span
+        for number, (span, place, nbytes) in enumerate(cut)
+        if sum_of(data[place : place + nbytes]) != sums[number * SUM_BYTES : (number + 1) * SUM_BYTES]
+    ]
+    if wrong:
+        exchange.fail()
+    else:
+        exchange.done()
+    return data, head.is_hot, wrong
+
+
+def _report_wrong(member: Member, what: ObjectDescription, wrong: Sequence[Span]) -> None:
+    emit(
+        Event(
+            name="peer.corrupt",
+            subject=member.id,
+            nbytes=sum(stop - start for start, stop in wrong),
+            detail=f"{shown_key(what.key)}: wrong bytes from {wrong[0][0]} on",
+        )
+    )
 
 
 def _cut(ranges: Sequence[Span]) -> Iterator[tuple[Span, int, int]]:

@@ -68,26 +68,16 @@ class Connection:
             raise _silent(address, error) from error
         self._is_plain = context is None
 
-    def fileno(self) -> int:
-        """The descriptor for `select`; -1 after `drop`."""
-        return self._socket.fileno()
-
     def is_stale(self) -> bool:
         """Whether the peer ended it, or sent unexpected bytes, while it was idle."""
         idle = time.monotonic() - self.idle_since
         if not _FRESH_SECONDS < idle < _IDLE_SECONDS:
             return idle >= _IDLE_SECONDS
-        return self._is_plain and self.wait(0)  # TLS session tickets may arrive at any time
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until bytes have arrived; returns whether they have."""
-        if self._begin < self._end:
-            return True
-        if self._socket.fileno() < 0:
-            return True  # dropped: the next read raises
+        if not self._is_plain:
+            return False  # TLS session tickets may arrive at any time
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(seconds * 1000))
+        return bool(poll.poll(0))
 
     def send(self, request: Sequence[bytes | memoryview], deadline: float) -> None:
         """Send a request, in parts."""

@@ -10,7 +10,7 @@ import os
 import pickle
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,11 +18,10 @@ from typing import Any, Protocol
 from millrace.cluster.membership.protocol import Membership
 from millrace.cluster.membership.ray_control import ControlPlane
 from millrace.cluster.membership.ray_members import RayMembers
-from millrace.cluster.membership.ray_metrics import FEED_SECONDS, RayMetrics
 from millrace.cluster.membership.ray_records import NodeRecord, origin_key
 from millrace.config import CacheOptions
 from millrace.errors import MillraceError, OriginUnavailableError
-from millrace.metrics import Sample
+from millrace.metrics import Metric, Sample, flat_samples
 
 _log = logging.getLogger("millrace.cluster")
 
@@ -31,6 +30,9 @@ ACTOR_NAMESPACE = "millrace"
 
 IDLE_SECONDS = 120.0
 """Idle time of a Ray node after which its actor ends. An autoscaler does not remove nodes with actors."""
+
+FEED_SECONDS = 10.0
+"""The interval between two reports of metrics to Ray; that of Ray's own reports."""
 
 _LOOK_SECONDS = 2.0
 GIVE_UP_SECONDS = 60.0
@@ -166,6 +168,41 @@ class NodeActor:
         import ray
 
         ray.kill(ray.get_actor(self._name, namespace=ACTOR_NAMESPACE), no_restart=True)
+
+
+class RayMetrics:
+    """Passes this process's metrics to `ray.util.metrics`, so that Ray's own monitoring has them. For one thread.
+
+    Ray adds "ray_" to the names, and "_total" to those of counters.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+        self._last: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def feed(self, samples: Iterable[Sample]) -> None:
+        """Set the gauges, and add what the counters have grown by. A counter that was reset counts from zero."""
+        for metric, labels, value in flat_samples(samples):
+            assert isinstance(value, (int, float))
+            tags = dict(zip(metric.labels, labels, strict=True))
+            if metric.kind == "gauge":
+                self._of(metric).set(value, tags)
+                continue
+            before = self._last.get((metric.name, labels), 0.0)
+            self._last[metric.name, labels] = value
+            grown = value - before if value >= before else value
+            if grown > 0:
+                self._of(metric).inc(grown, tags)
+
+    def _of(self, metric: Metric) -> Any:
+        made = self._made.get(metric.name)
+        if made is None:
+            from ray.util import metrics
+
+            make = metrics.Counter if metric.kind == "counter" else metrics.Gauge
+            name = metric.name.removesuffix("_total")
+            made = self._made[metric.name] = make(name, description=metric.help, tag_keys=metric.labels)
+        return made
 
 
 def _feed(node: RunningNode) -> None:

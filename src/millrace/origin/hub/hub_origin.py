@@ -66,16 +66,13 @@ class HubOrigin(BaseOrigin):
             raise ConfigurationError(f"the hub does not serve {scheme}://", next_step="use hf://")
         super().__init__(scheme, target_options)
         self._options = hub_options(self._target_options, os.environ)
+        self._identity = f"hf+{self._options.endpoint}"
         self._sessions = _sessions(lambda: HubClient(self._options), Pins())
 
     def within(self, limiter: RequestLimiter) -> Self:
         twin = super().within(limiter)
         twin._sessions = _sessions(lambda: HubClient(self._options, limiter), self._sessions.get().pins)
         return twin
-
-    @property
-    def identity(self) -> str:
-        return f"hf+{self._options.endpoint}"
 
     def is_immutable(self, key: str) -> bool:
         if "@" not in key:

@@ -5,7 +5,7 @@ Key terms:
 - gate: closed for the whole node while the origin requests a pause (429, 503).
 - retry: one operation is retried until it succeeds or the patience ends.
 
-Start reading in `limited.py`, then `retrying.py` and `slots.py`; `decisions.py` has the rules.
+Start reading in `limited.py`, then `retrying.py`, `slots.py` and `node_state.py`.
 """
 
 from millrace.origin.limits.limited import LimitedOrigin, Limits, limited, requests_in_flight

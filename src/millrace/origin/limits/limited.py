@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from typing_extensions import Buffer
 
 from millrace.config import LIMIT_NAMES, resolve_limits
-from millrace.origin.base import BaseOrigin, resumed
-from millrace.origin.limits.decisions import request_seconds
+from millrace.origin.base import BaseOrigin, request_seconds, resumed
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo, ObjectWriter, Origin
 from millrace.origin.upload import ObjectUpload
 from millrace.runtime.importing import imported
@@ -170,7 +169,7 @@ class LimitedOrigin:
 
     @property
     def head_is_local(self) -> bool:
-        return self.inner.head_is_local
+        return False  # see `limited`
 
     def is_immutable(self, key: str) -> bool:
         return self.inner.is_immutable(key)

@@ -1,4 +1,4 @@
-"""The state that the processes of a node share for one origin: numbers and slots in a small mapped file.
+"""The state that the processes of a node share for one origin, in a small mapped file, and the rules by which it changes.
 
 A slot is one request in flight. The process that has it holds a kernel lock (an open file description lock) on a byte of the
 file, so the slots of a killed process become free. The numbers are doubles. A read is one load without a lock; a change
@@ -8,6 +8,9 @@ Layout of the file: one page of numbers after a line with the format and the boo
 one byte that is not 0 while the slot is taken; then the process of each slot. The marks are hints, to find a free slot
 without a system call for each: only the locks count. A process changes the marks of its slots at intervals (`beat`), which
 shows the others that it runs. The process numbers are for processes that run and are too slow to change their marks.
+
+The rules for the rate, the window, the gate and the slots of stopped processes are pure. They neither wait nor read a clock:
+times are seconds of one clock, and random numbers are arguments from [0, 1).
 """
 
 from __future__ import annotations
@@ -16,19 +19,39 @@ import contextlib
 import errno
 import fcntl
 import functools
+import math
 import mmap
 import os
 import stat
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 
 from millrace.config import MOST_REQUESTS, SILENCE_SECONDS
 from millrace.errors import StorageError
 from millrace.runtime import private_files
-from millrace.runtime.locks import this_process
+from millrace.runtime.locks import GRACE_SECONDS, this_process
+
+BURST_SECONDS = 0.1
+"""After a pause, a rate allows the requests of this time at once, and at least one."""
+
+FEW_REQUESTS = 4
+"""The size of the window when the gate opens again."""
+
+LEAST_REQUESTS = 2
+"""The smallest window. With one, a request that hangs would block all others of the node."""
+
+LONGEST_CLOSED_SECONDS = 15 * 60.0
+"""The longest time for which a response closes the gate, whatever the origin (or a proxy) requests."""
+
+_FIRST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.25, 4.0
+_SHORTEST_PAUSE_SECONDS = 0.05
+_ROUNDING_SECONDS = 1e-6
+_LOOK_AGAIN_SECONDS = SILENCE_SECONDS / 2
+_SPREAD, _MOST_SPREAD_SECONDS = 0.1, 5.0
 
 _PAGE = 4096
 _MARKS = _PAGE
@@ -284,3 +307,127 @@ def _open_file(path: Path) -> int:
 def _this_process() -> tuple[int, int]:
     process, namespace = this_process()
     return process, namespace & 0xFFFFFFFF
+
+
+# --- the rate -------------------------------------------------------------------------------------
+
+
+def next_start(booked_until: float, now: float, per_second: float) -> tuple[float, float]:
+    """When a new request may start, and the schedule after it (the virtual schedule of GCRA).
+
+    `booked_until` is the present schedule. Each request that starts books `1 / per_second` of it. A request that may not
+    start yet books nothing and must call again at its time, because its process may be killed before. So no booking is
+    further ahead than an interval and the burst. A booking that is further ahead is ignored.
+    """
+    interval = 1.0 / per_second
+    tolerance = max(BURST_SECONDS - interval, 0.0)
+    if booked_until > now + tolerance + interval + _ROUNDING_SECONDS:
+        booked_until = now
+    booked = max(booked_until, now)
+    start = max(now, booked - tolerance)
+    return start, booked + interval if start <= now else booked
+
+
+# --- slots of stopped processes -------------------------------------------------------------------
+
+
+def _none_runs(slots: Collection[int]) -> Collection[int]:
+    return ()
+
+
+class SilentSlots:
+    """Counts the slots of stopped processes. A slot's mark changes at intervals while its process runs.
+
+    Other processes use as many additional slots. Otherwise a stopped process that has all slots would stop every process of
+    the node.
+    """
+
+    def __init__(self) -> None:
+        self._marks = b""
+        self._changed: list[float] = []
+        self._looked = -math.inf
+        self._silent: frozenset[int] = frozenset()
+
+    def look(
+        self, marks: bytes, now: float, running: Callable[[Collection[int]], Collection[int]] = _none_runs
+    ) -> None:
+        """Compare the marks of all slots (0: free) at `now` with those of the last call, which must be recent to count.
+
+        `running` returns the slots whose processes run although their marks have not changed, as on a busy machine. It is
+        called for slots that would be counted from now on.
+        """
+        if now - self._looked > _LOOK_AGAIN_SECONDS:
+            self._changed = [now] * len(marks)
+        else:
+            for slot, (old, new) in enumerate(zip(self._marks, marks, strict=True)):
+                if old != new:
+                    self._changed[slot] = now
+        self._marks, self._looked = marks, now
+        silent = frozenset(
+            slot
+            for slot, (mark, since) in enumerate(zip(marks, self._changed, strict=True))
+            if mark and now - since >= SILENCE_SECONDS
+        )
+        if candidates := silent - self._silent:
+            for active in running(candidates):
+                self._changed[active] = now - SILENCE_SECONDS + GRACE_SECONDS  # checked again in a moment
+                silent -= {active}
+        self._silent = silent
+
+    def count(self, now: float) -> int:
+        """The number of these slots at the last look; 0 if that was too long ago."""
+        return len(self._silent) if now - self._looked <= _LOOK_AGAIN_SECONDS else 0
+
+
+# --- the window -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How many requests may be in flight, between `LEAST_REQUESTS` and `most`.
+
+    `size` grows by one for each success below `threshold`, and above it by one for each windowful of successes.
+    """
+
+    size: float
+    threshold: float
+    most: int
+
+    @property
+    def requests(self) -> int:
+        return max(1, min(int(self.size), self.most))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the window is at its maximum."""
+        return self.size >= self.most
+
+
+def after_success(window: Window) -> Window:
+    """The window after a successful request."""
+    if window.is_open:
+        return window  # it may be larger than the maximum of this process
+    grown = window.size + (1.0 if window.size < window.threshold else 1.0 / max(window.size, 1.0))
+    return replace(window, size=min(grown, float(window.most)))
+
+
+def after_busy(window: Window) -> Window:
+    """The window after a "slow down": a few requests, then fast growth to half of the old size, then slow growth."""
+    half = max(float(min(LEAST_REQUESTS, window.most)), min(window.size, float(window.most)) / 2)
+    return Window(size=min(half, float(FEW_REQUESTS)), threshold=half, most=window.most)
+
+
+# --- pauses ---------------------------------------------------------------------------------------
+
+
+def pause_of_gate(closings: int, retry_after: float | None, draw: float) -> float:
+    """For how many seconds the gate closes after a "slow down".
+
+    With `retry_after` (seconds), for that time and a little more, so that the nodes of a cluster do not return together.
+    Without, the time doubles with each closing since the last success (`closings`, 0 at first); half of it is random.
+    """
+    if retry_after is not None:
+        requested = max(retry_after, _SHORTEST_PAUSE_SECONDS)
+        return min(requested + draw * min(requested * _SPREAD, _MOST_SPREAD_SECONDS), LONGEST_CLOSED_SECONDS)
+    whole = min(_FIRST_PAUSE_SECONDS * 2.0 ** min(closings, 20), _MOST_PAUSE_SECONDS)
+    return whole * (0.5 + 0.5 * draw)

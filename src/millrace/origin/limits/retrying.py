@@ -10,6 +10,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from typing import TypeVar
 
 from millrace.errors import (
@@ -23,14 +25,91 @@ from millrace.errors import (
     shown_key,
 )
 from millrace.events import Event, emit, fetch_id
-from millrace.origin.limits import decisions
-from millrace.origin.limits.decisions import Verdict, backoff, is_unsure, patience_with, verdict_on
+from millrace.origin.base import note_failure, refuse_if_ended, request_seconds
 from millrace.origin.limits.slots import JITTER, GateClosed, NodeLimiter, Slot
-from millrace.origin.operation import note_failure, refuse_if_ended
 
 _log = logging.getLogger("millrace.origin")
 
 Result = TypeVar("Result")
+
+_FIRST_BACKOFF_SECONDS, _MOST_BACKOFF_SECONDS = 0.5, 5.0
+
+
+# --- what is retried, and for how long ------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """When retries end: after `seconds` of trouble (failed tries, pauses, a closed gate), or `tries` failed tries.
+
+    A response "slow down" counts by its time only. The wait for a slot is not trouble: a node with much to read waits as
+    long as necessary.
+    """
+
+    seconds: float = 60.0
+    tries: int = 12
+
+
+PATIENCE = Patience()
+"""For every request; read at each request, so that a test can change it. A server that restarts is waited for 10 to 20
+seconds. One that refuses connections for about half a minute, or does not respond for a minute, is an error."""
+
+
+def patience_within(timeout: float | None) -> Patience:
+    """The patience with the option `timeout` (seconds, None: not set).
+
+    No try starts after two thirds of the time, and none takes longer than the last third. So a request without a response
+    is sent twice.
+    """
+    if timeout is None:
+        return PATIENCE
+    return Patience(seconds=min(PATIENCE.seconds, timeout - request_seconds(timeout)), tries=PATIENCE.tries)
+
+
+def backoff(failures: int, draw: float) -> float:
+    """The wait before the next try of a request, after `failures` tries (1 at first), with full jitter.
+
+    Between 0 and a maximum that doubles up to 5 s: requests that failed together do not return together.
+    """
+    return draw * min(_FIRST_BACKOFF_SECONDS * 2.0 ** min(failures - 1, 20), _MOST_BACKOFF_SECONDS)
+
+
+class Verdict(Enum):
+    """What an error means for its request."""
+
+    RAISE = "raise"
+    RETRY = "retry"
+    WAIT_FOR_GATE = "wait"
+    """Retry when the gate is open. The origin has refused this request without any effect."""
+
+
+def verdict_on(error: MillraceError) -> Verdict:
+    """Whether a retry can help: only if the origin is busy or unavailable."""
+    if isinstance(error, OriginBusyError):
+        return Verdict.WAIT_FOR_GATE
+    passing = isinstance(error, OriginUnavailableError) and not error.is_final
+    return Verdict.RETRY if passing else Verdict.RAISE
+
+
+def patience_with(error: MillraceError, usual_seconds: float, *, answered_lately: bool) -> float:
+    """For how many seconds a request that fails with `error` is retried.
+
+    A server that restarts in the middle of a run is waited for. An address that never worked is not: an unknown host, or a
+    port without TLS, does not change.
+    """
+    brief = error.brief_seconds if isinstance(error, OriginUnavailableError) else None
+    return usual_seconds if brief is None or answered_lately else min(brief, usual_seconds)
+
+
+def is_unsure(error: MillraceError) -> bool:
+    """Whether the failed try may have had its effect.
+
+    This matters only for a PUT that must create a new object: the second try finds the object of the first.
+    """
+    return verdict_on(error) is Verdict.RETRY
+
+
+# --- requests and operations ----------------------------------------------------------------------
 
 
 def retried(url: str, operation: Callable[[], Result], *, once: bool = False, timeout: float | None = None) -> Result:
@@ -109,7 +188,7 @@ class _Trouble:
 
     def __init__(self, url: str, timeout: float | None) -> None:
         self._url = url
-        self._patience = decisions.patience_within(timeout)
+        self._patience = patience_within(timeout)
         self._last: MillraceError | None = None
         self._tries = 0
         self._counted_tries = 0

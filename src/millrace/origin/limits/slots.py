@@ -15,8 +15,10 @@ from pathlib import Path
 from millrace.config import MOST_REQUESTS
 from millrace.errors import StorageError
 from millrace.events import Event, emit
-from millrace.origin.limits.decisions import (
+from millrace.origin.limits.node_state import (
     LONGEST_CLOSED_SECONDS,
+    NodeState,
+    Number,
     SilentSlots,
     Window,
     after_busy,
@@ -24,7 +26,6 @@ from millrace.origin.limits.decisions import (
     next_start,
     pause_of_gate,
 )
-from millrace.origin.limits.node_state import NodeState, Number
 from millrace.runtime import forks
 from millrace.runtime.failures import reason_of
 from millrace.runtime.locks import Activity, start_beats

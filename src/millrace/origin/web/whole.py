@@ -21,12 +21,14 @@ from millrace.errors import DiskFullError, MillraceError, OriginUnavailableError
 from millrace.origin.web.addresses import shown
 from millrace.origin.web.connections import Response
 from millrace.origin.web.responses import content_length, modified_of, version_of
+from millrace.runtime.maintenance import register_periodic
 
 IDLE_SECONDS = 60.0
 _RESERVE_BYTES = 64 << 20
 _CHECK_BYTES = 64 << 20
 _REMEMBERED_URLS = 4096
 _MOST_COPIES = 64  # each has a descriptor
+_DOWNLOAD_LOCKS = 1024  # two URLs with the same lock are downloaded one after the other
 # A slower download is an error.
 _SLOW_SECONDS, _LEAST_BYTES = 60.0, 1 << 20
 
@@ -66,16 +68,14 @@ class WholeCopy:
 class WholeCopies:
     """The copies of one process, by URL, and the servers that need them. Thread-safe.
 
-    A thread, which runs while there are copies, drops those that were not used for `idle_seconds`. The least recently used
-    ones are dropped when there are too many.
+    Drops copies that were not used for `idle_seconds`, and the least recently used ones when there are too many.
     """
 
     def __init__(self, idle_seconds: float = IDLE_SECONDS) -> None:
         self._idle_seconds = idle_seconds
         self._lock = threading.Lock()
         self._copies: OrderedDict[str, WholeCopy] = OrderedDict()
-        self._expires = False
-        self._downloads: weakref.WeakValueDictionary[str, _Download] = weakref.WeakValueDictionary()
+        self._downloads = tuple(threading.Lock() for _ in range(_DOWNLOAD_LOCKS))
         self._with_ranges: set[str] = set()
         self._without_ranges: OrderedDict[str, None] = OrderedDict()
 
@@ -101,9 +101,7 @@ class WholeCopies:
             self._copies[url] = made
             while len(self._copies) > _MOST_COPIES:
                 self._copies.popitem(last=False)
-            start, self._expires = not self._expires, True
-        if start:
-            threading.Thread(target=self._expire, name="millrace-whole-copies", daemon=True).start()
+        register_periodic(self._expire)
         return made
 
     def drop(self, url: str) -> None:
@@ -111,16 +109,13 @@ class WholeCopies:
         with self._lock:
             self._copies.pop(url, None)
 
-    def _expire(self) -> None:
-        while True:
-            time.sleep(self._idle_seconds / 4)
-            with self._lock:
-                oldest = time.monotonic() - self._idle_seconds
-                for url in [url for url, each in self._copies.items() if each.used < oldest]:
-                    del self._copies[url]
-                if not self._copies:
-                    self._expires = False
-                    return
+    def _expire(self) -> float | bool:
+        """The periodic task that drops idle copies, for as long as there are any."""
+        with self._lock:
+            oldest = time.monotonic() - self._idle_seconds
+            for url in [url for url, each in self._copies.items() if each.used < oldest]:
+                del self._copies[url]
+            return bool(self._copies) and self._idle_seconds / 4
 
     def has_ranges(self, url: str) -> None:
         """Record that the server of `url` supports ranges."""
@@ -134,17 +129,8 @@ class WholeCopies:
         if urlsplit(url).netloc in self._with_ranges and url not in self._without_ranges:
             yield
             return
-        with self._lock:
-            download = self._downloads.setdefault(url, _Download())
-        with download.lock:
+        with self._downloads[hash(url) % _DOWNLOAD_LOCKS]:
             yield
-
-
-class _Download:
-    """The lock of a URL. It exists as long as a thread has it or waits for it."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
 
 
 def _download(url: str, response: Response, descriptor: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import re
@@ -11,6 +10,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -139,9 +139,18 @@ def test_connections_of_many_threads_are_separate(client: PeerClient, peer: Call
 
 
 def test_connections_above_the_limit_are_closed(client: PeerClient, peer: Callable[..., Peer]) -> None:
-    one = peer(honest)
-    readings = [client.begin(one.member(), WHAT, [(0, 100)], ask=Ask.CACHED) for _ in range(40)]
-    assert all(bytes(reading.finish().data) == DATA[:100] for reading in readings)
+    all_connected = threading.Barrier(40)
+
+    def handle(visit: Visit) -> None:
+        body = framed(visit.request())
+        all_connected.wait(60)
+        visit.send(head_of(body), body)
+        honest(visit)
+
+    one = peer(handle)
+    with ThreadPoolExecutor(40) as threads:
+        readings = list(threads.map(lambda _: client.read(one.member(), WHAT, [(0, 100)], ask=Ask.CACHED), range(40)))
+    assert all(bytes(reading.data) == DATA[:100] for reading in readings)
     assert len(one.visits) == 40
     assert client.idle_connections() == 32
 
@@ -516,29 +525,14 @@ def test_client_in_forked_child_opens_new_connections(client: PeerClient, peer: 
 
 def test_client_close_ends_requests_in_progress(client: PeerClient, peer: Callable[..., Peer]) -> None:
     one = peer(_silent)
-    reading = client.begin(one.member(), WHAT, [(0, 1)], ask=Ask.CACHED, deadline=60)
     threading.Timer(0.05, client.close).start()
     with pytest.raises(PeerSilentError):
-        reading.finish()
-
-
-def test_request_that_is_dropped_closes_its_connection(client: PeerClient, peer: Callable[..., Peer]) -> None:
-    ended = threading.Event()
-
-    def handle(visit: Visit) -> None:
-        _silent(visit)
-        ended.set()
-
-    reading = client.begin(peer(handle).member(), WHAT, [(0, 1)], ask=Ask.CACHED)
-    del reading
-    gc.collect()
-    assert ended.wait(20)
+        client.read(one.member(), WHAT, [(0, 1)], ask=Ask.CACHED, deadline=60)
 
 
 def test_client_never_shows_its_token(client: PeerClient, peer: Callable[..., Peer]) -> None:
-    reading = client.begin(peer(honest).member(), WHAT, [(0, 1)], ask=Ask.CACHED)
-    assert TOKEN not in f"{client!r} {client!s} {reading!r}"
-    reading.drop()
+    found = client.read(peer(honest).member(), WHAT, [(0, 1)], ask=Ask.CACHED)
+    assert TOKEN not in f"{client!r} {client!s} {found!r}"
 
 
 @pytest.fixture(scope="session")
