@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.local_cluster import TOKEN, LocalCluster, LocalNode
+from tests.support.local_cluster import LocalCluster, LocalNode
 from tests.support.waiting import wait_until
 
 from millrace.cluster.membership import Member
@@ -172,7 +172,9 @@ def test_nodes_of_two_versions_read_from_each_other_and_are_updated_one_at_a_tim
     assert versions_of(cluster, first) == {first.address: newer.number}
     assert read(newer, cluster, first, names)[1:] == sums[1:]
     assert read(newer, cluster, second, names)[1:] == sums[1:]
-    assert cluster.counters()["origin_bytes"] == before  # the directory of N is continued, and the nodes know each other
+    assert (
+        cluster.counters()["origin_bytes"] == before
+    )  # the directory of N is continued, and the nodes know each other
 
 
 def test_caches_of_the_older_version_keep_their_data_and_rules(
