@@ -4,8 +4,8 @@
     python3 tools/check_wheel.py [--base] [--python /path/to/python ...] [--require 3.14 ...] [--with 'click==8.1.0' ...]
 
 For each Python: a new virtual environment, `pip install` of the wheel without extras, `import millrace`, the first lines of
-README.md with their output, `millrace --help`, `doctor`. Pythons are looked for on PATH, among pyenv's and with uv. An absent
-version is listed; it is an error with --require. Then, unless --base, the same on one Python with
+README.md with their output, `millrace --help`, `doctor`. Pythons are looked for on PATH, among pyenv's and with uv. An
+absent version is listed; it is an error with --require. Then, unless --base, the same on one Python with
   - the lower bound of each dependency,
   - the lower bounds of torch and Ray: a checkpoint is saved and restored, alone and in a Ray Train job, and Ray Data reads,
   - the torch and Ray of constraints.txt: the same.
