@@ -91,7 +91,7 @@ def libraries() -> dict[str, list[str]]:
 
 def first_lines(readme: str) -> tuple[str, str]:
     """The first Python program of the README, and the output that the block after it shows."""
-    found = re.search(r"```python\n(.*?)```.*?```\n(.*?)```", readme, re.DOTALL)
+    found = re.search(r'```python\n(.*?)```.*?```text title="Output"\n(.*?)```', readme, re.DOTALL)
     if found is None:
         raise SystemExit("README.md has no Python block with its output after it")
     return found[1], found[2]
