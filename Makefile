@@ -7,7 +7,7 @@ help:
 	@echo "make demo    speech data from S3 through the cache into training, and checkpoints back: the whole way"
 	@echo "make test    all checks and all tests but the thorough ones"
 	@echo "make test-all   and those too: whole jobs on machines of namespaces, every fault with every storage"
-	@echo "make test-wheel   build the wheel, and test the base install on every Python 3.11 to 3.14 that there is"
+	@echo "make test-wheel   build the wheel; test it on every Python 3.11 to 3.14 that there is, and with the oldest and newest libraries"
 	@echo "make check   only the quick checks: ruff, mypy, import-linter, the documentation site"
 	@echo "make docs    the documentation site, in site/"
 	@echo "make bench   all benchmarks; results in benchmarks/results"

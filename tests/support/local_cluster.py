@@ -131,7 +131,7 @@ class LocalCluster:
         self.directory = directory
         self.target_options = dict(target_options)
         self._options = list(options)
-        self._prefixes = dict(prefixes or {})
+        self.prefixes = dict(prefixes or {})
         names = list(hosts or (f"127.0.0.{number + 2}" for number in range(count + later)))
         self.nodes = []
         for number, name in enumerate(names):
@@ -237,7 +237,7 @@ class LocalCluster:
         run = ["node", "run", "--listen", node.address, "--members", self.members, "--cache-dir", str(node.cache_dir)]
         run += ["--min-free", "0"]  # whatever else fills this machine's disk
         command = [
-            *self._prefixes.get(node.number, ()),
+            *self.prefixes.get(node.number, ()),
             sys.executable,
             "-c",
             _MAIN,

