@@ -292,7 +292,7 @@ def test_load_after_interrupt_continues(
 
     def read(self: ObjectStoreOrigin, key: str, *args: Any, **kwargs: Any) -> Any:
         if key.endswith("b.bin"):
-            hold.wait(20)
+            hold.wait(120)
         return real(self, key, *args, **kwargs)
 
     def interrupt(state: LoadProgress) -> None:
