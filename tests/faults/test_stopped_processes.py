@@ -19,10 +19,10 @@ from millrace.config import SILENCE_SECONDS
 from millrace.runtime.locks import GRACE_SECONDS, LockWait, SharedLocks, silent_from
 
 MOST_SECONDS = 8 * SILENCE_SECONDS
-"""All that a reader waits for a stopped process here, in addition to what it takes without one. It was 30 s for one fetch."""
+"""The longest wait of a reader for a stopped process, in addition to its time without one. It was 30 s for one fetch."""
 
 ROUNDS = 5
-"""Attempts to read within that time: anything else may have stopped the machine during one. A wait for a process is in all."""
+"""Attempts to read within that time. Other work on the machine may delay one; a wait for the process delays all."""
 
 STOPPING = """
 import importlib, os, signal, sys, time

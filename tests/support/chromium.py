@@ -23,7 +23,7 @@ from millrace.testing.process import ChildProcess, log_tail
 
 _DEBIAN = Path(__file__).parents[2] / ".deps" / "debian"
 _NAMES = ("chromium-headless-shell", "chromium", "google-chrome")
-_ANSWER_SECONDS = 60.0
+_ANSWER_SECONDS = 120.0
 _LOOK_SECONDS = 0.1
 
 # The browser reads requests from descriptor 3 and writes responses to 4.
@@ -182,7 +182,7 @@ class Tab:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def until(self, expression: str, *, seconds: float = 60.0) -> Any:
+    def until(self, expression: str, *, seconds: float = 120.0) -> Any:
         """The value of an expression as soon as it is true."""
         deadline = time.monotonic() + seconds
         while not (value := self.evaluate(expression)):
