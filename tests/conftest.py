@@ -30,6 +30,7 @@ from millrace.testing.s3 import S3Server
 
 _MANY_OBJECTS = 50_000
 _number_of_bucket = itertools.count()
+_number_of_home = itertools.count()
 
 # No test is timed: the duration of an example depends on the load of the machine.
 settings.register_profile("untimed", deadline=None)
@@ -44,17 +45,24 @@ def _signals_count() -> None:
             signal.signal(number, handler)
 
 
+@pytest.fixture(scope="session")
+def _homes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the home of each test that writes to it."""
+    return tmp_path_factory.mktemp("homes")
+
+
 @pytest.fixture(autouse=True)
-def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _own_environment(monkeypatch: pytest.MonkeyPatch, _homes: Path) -> Iterator[None]:
     """No test sees the user's configuration, or writes to the user's cache."""
     for name in list(os.environ):
         if name.startswith(("MILLRACE_", "AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST")):
             monkeypatch.delenv(name)
-    home = tmp_path_factory.mktemp("home")
+    home = _homes / str(next(_number_of_home))  # most tests leave it without a folder
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "config"))
     yield
-    shutil.rmtree(home, ignore_errors=True)
+    if home.exists():
+        shutil.rmtree(home, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -67,8 +75,10 @@ def _little_garbage() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _closed_caches(tmp_path: Path) -> Iterator[None]:
+def _closed_caches(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test opens its caches itself. They are closed before the test's directory is removed."""
+    if "tmp_path" in request.fixturenames:
+        request.getfixturevalue("tmp_path")
     yield
     close_all()
     if nodes_are_open():

@@ -13,6 +13,7 @@ import select
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,7 +23,7 @@ from millrace.testing.process import ChildProcess, log_tail
 
 _DEBIAN = Path(__file__).parents[2] / ".deps" / "debian"
 _NAMES = ("chromium-headless-shell", "chromium", "google-chrome")
-_ANSWER_SECONDS = 60.0
+_ANSWER_SECONDS = 120.0
 _LOOK_SECONDS = 0.1
 
 # The browser reads requests from descriptor 3 and writes responses to 4.
@@ -91,10 +92,10 @@ class Chromium:
         """Open a page in a new tab."""
         target = self.call("Target.createTarget", {"url": "about:blank"})["targetId"]
         session = self.call("Target.attachToTarget", {"targetId": target, "flatten": True})["sessionId"]
-        tab = Tab(self, session, width)
+        tab = Tab(self, target, session, width)
         answer = tab.call("Page.navigate", url=url)
         assert "errorText" not in answer, (url, answer)
-        tab.until("location.href !== 'about:blank' && document.readyState === 'complete'")
+        self._until_loaded(session, 0, lambda loader: loader == answer["loaderId"])
         return tab
 
     def call(self, method: str, parameters: dict[str, Any], *, session: str | None = None) -> dict[str, Any]:
@@ -113,6 +114,23 @@ class Chromium:
                 return result
             self.events.append(answer)
 
+    def _until_loaded(self, session: str, first: int, is_wanted: Callable[[str], bool]) -> None:
+        """Wait until a document is loaded, by the events from number `first` on.
+
+        A command for a page can fail while a document replaces another, so none is sent meanwhile.
+        """
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        place = first
+        while True:
+            while place == len(self.events):
+                self.events.append(self._next(deadline))
+            event = self.events[place]
+            place += 1
+            if event.get("sessionId") == session and event["method"] == "Page.lifecycleEvent":
+                loader: str = event["params"]["loaderId"]
+                if event["params"]["name"] == "load" and is_wanted(loader):
+                    return
+
     def _next(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self._received:
             ready, _, _ = select.select([self._in], [], [], max(0.0, deadline - time.monotonic()))
@@ -127,13 +145,26 @@ class Chromium:
 class Tab:
     """One open page."""
 
-    def __init__(self, browser: Chromium, session: str, width: int) -> None:
+    def __init__(self, browser: Chromium, target: str, session: str, width: int) -> None:
         self._browser = browser
+        self._target = target
         self._session = session
         self._width = width
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
+        self.call("Page.setLifecycleEventsEnabled", enabled=True)
         self.resize(800)
+
+    def close(self) -> None:
+        """Close it, in whatever state it is: the browser does it, not the page."""
+        self._browser.call("Target.closeTarget", {"targetId": self._target})
+
+    def reload(self) -> None:
+        """Load the page again; returns when it is loaded."""
+        first = len(self._browser.events)
+        present = self.call("Page.getFrameTree")["frameTree"]["frame"]["loaderId"]
+        self.call("Page.reload")
+        self._browser._until_loaded(self._session, first, lambda loader: loader != present)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """The result of a command for this page."""
@@ -151,7 +182,7 @@ class Tab:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def until(self, expression: str, *, seconds: float = 60.0) -> Any:
+    def until(self, expression: str, *, seconds: float = 120.0) -> Any:
         """The value of an expression as soon as it is true."""
         deadline = time.monotonic() + seconds
         while not (value := self.evaluate(expression)):

@@ -133,7 +133,7 @@ class HttpService:
         for connection in connections:
             with contextlib.suppress(OSError):  # the client was faster
                 connection.shutdown(socket.SHUT_RDWR)
-        self._thread.join(5)
+        self._thread.join(120)
         deadline = time.monotonic() + 5
         while self._connections and time.monotonic() < deadline:
             time.sleep(0.01)

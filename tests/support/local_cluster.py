@@ -24,7 +24,7 @@ from millrace.testing.process import ChildProcess, log_tail
 
 TOKEN = "a-token-for-tests-only"
 
-_START_SECONDS = 60.0
+_START_SECONDS = 180.0
 _ROOT = Path(__file__).parents[2]
 _MAIN = "import sys; from millrace.cli import main; sys.exit(main())"
 

@@ -5,6 +5,7 @@ A module calls `run(__file__, ...)` in its tests, and `main(PROGRAMS)` where it 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import pathlib
@@ -30,23 +31,21 @@ def run(
 ) -> None:
     """Run a program of `script` on so many ranks, and `meanwhile` here; all must end with 0, or with `codes`."""
     port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", script, program, str(rank), str(world), str(port), str(root)],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{_ROOT}:{_ROOT}/examples/speech"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
     ended = []
-    try:
+    with contextlib.ExitStack() as running:
+        ranks = []
+        for rank in range(world):
+            process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", script, program, str(rank), str(world), str(port), str(root)],
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{_ROOT}:{_ROOT}/examples/speech"},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            ranks.append(running.enter_context(process))
+            running.callback(process.kill)
         meanwhile()
         for process in ranks:
-            ended.append((process.communicate(timeout=120)[1], process.returncode))
-    finally:
-        for process in ranks:
-            process.kill()
+            ended.append((process.communicate(timeout=500)[1], process.returncode))
     for (text, code), expected in zip(ended, codes or (0,) * world, strict=True):
         assert code == expected, text
 
@@ -63,7 +62,7 @@ def main(programs: Mapping[str, Callable[[pathlib.Path], None]]) -> None:
     program, rank, world, port, root = sys.argv[1:]
     os.environ.update(RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=400))
     try:
         programs[program](pathlib.Path(root))
     except BaseException:  # noqa: BLE001 - printed, and the process ends

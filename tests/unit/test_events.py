@@ -41,7 +41,7 @@ def test_hooks_added_by_many_threads_are_all_kept_and_removed() -> None:
     removers: list[Callable[[], None]] = []
 
     def add_many() -> None:
-        start.wait(30)
+        start.wait(120)
         removers.extend(add_hook(lambda event: None) for _ in range(100))
 
     threads = [threading.Thread(target=add_many) for _ in range(16)]

@@ -98,7 +98,7 @@ class Reader:
         assert self._process.stdout is not None
         self._kill_child()
         self._process.stdin.close()
-        self._process.wait(timeout=60)
+        self._process.wait(timeout=120)
         self._process.stdout.close()
 
     def _kill_child(self) -> None:

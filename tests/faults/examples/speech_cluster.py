@@ -223,4 +223,4 @@ def kill(pid: int) -> None:
     with suppress(ProcessLookupError, psutil.NoSuchProcess):
         process = psutil.Process(pid)
         os.kill(pid, signal.SIGKILL)
-        process.wait(30)
+        process.wait(120)

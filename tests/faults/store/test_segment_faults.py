@@ -219,7 +219,7 @@ def test_killed_readers_of_small_objects_leave_a_working_store(tmp_path: Path) -
         for process in pair:
             process.kill()
             with process:
-                process.wait(30)
+                process.wait(120)
     for native in (False, True):
         fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, native=native)
         for number in range(300):

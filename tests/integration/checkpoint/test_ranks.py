@@ -294,7 +294,7 @@ def test_failed_upload_on_one_rank_fails_the_save_on_both(tmp_path):
         (tmp_path / "options.json").write_text(json.dumps(options))
 
         def refuse_rank_one() -> None:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while len(list(tmp_path.glob("saved *"))) < 2 and time.monotonic() < deadline:
                 time.sleep(0.02)
             # Data files are called data-ID-RANK-NUMBER.

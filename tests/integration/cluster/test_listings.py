@@ -367,7 +367,7 @@ def test_invalidation_of_an_unreachable_member_is_sent_later(make_nodes: MakeNod
     assert reader.reading.metadata.stat(origin, "b/one").size == 1  # from the owner that was not invalidated
     reader.serving.metadata.stat(origin, "b/one")
     writer.cluster.breakers.worked(away.member.id)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while asking.pending() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert away.serving.metadata.stat(origin, "b/one").size == 2

@@ -41,7 +41,7 @@ class Monitored:
 
     def until(self, expression: str, holds: Callable[[list[Any]], bool]) -> list[Any]:
         """The result of an expression as soon as it holds."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not holds(found := self.prometheus.query(expression)):
             assert time.monotonic() < deadline, (expression, found)
             time.sleep(0.2)
@@ -115,7 +115,7 @@ def test_promtool_accepts_the_rules_and_the_metrics(monitored: Monitored) -> Non
     tool = find_prometheus("promtool")
     rules = subprocess.run([tool, "check", "rules", ALERTS], capture_output=True, text=True)
     assert rules.returncode == 0, rules.stdout + rules.stderr
-    connection = HTTPConnection(monitored.cluster.nodes[0].address, timeout=30)
+    connection = HTTPConnection(monitored.cluster.nodes[0].address, timeout=120)
     connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
     page = connection.getresponse().read()
     connection.close()

@@ -129,13 +129,13 @@ def test_prefetch_window_holds_and_reads_send_no_request(
 ) -> None:
     window, opened = 6_000_000, 0
     with fs.prefetch(shards, window=window) as prefetch:
-        assert prefetch.wait(30)
+        assert prefetch.wait(120)
         for path in shards:
             ready = region.stats(prefix="/prefetch/train/")
             assert ready.bytes_down <= opened + window
             assert zlib.crc32(fs.cat_file(path)) == shards[path]
             opened += SHARD_BYTES
-            assert prefetch.wait(30)
+            assert prefetch.wait(120)
     assert_whole_epoch(region, shards, list(shards.values()))
 
 

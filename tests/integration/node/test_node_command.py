@@ -184,7 +184,7 @@ def test_interrupt_ends_a_load_on_all_nodes(
     ) as load:
         wait_until(lambda: region.stats(prefix="/cluster-loads/train/").bytes_down > TOTAL / 8)
         load.send_signal(2)
-        out, err = load.communicate(timeout=60)
+        out, err = load.communicate(timeout=120)
     assert (load.returncode, out) == (130, "")
     assert "run the same command again to continue" in err
     wait_until(lambda: not any(status["loads"] for status in statuses(cluster)))
@@ -209,10 +209,10 @@ def test_node_after_sigterm_leaves_as_planned(
     # Any machine with the token can drain a node. The last node waits for no other.
     reported = millrace("node", "drain", second.address, "--json")
     assert (reported["address"], reported["left"]) == (second.address, True)
-    assert second.wait(30) == 0
+    assert second.wait(120) == 0
     text = millrace("node", "drain", "--cache-dir", str(first.cache_dir))
     assert text.startswith(f"{first.address} has left after ")
-    assert first.wait(30) == 0
+    assert first.wait(120) == 0
 
 
 def test_second_signal_ends_the_node_at_once(options: dict[str, str], tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_second_signal_ends_the_node_at_once(options: dict[str, str], tmp_path: 
         first.terminate()
         wait_until(lambda: any(line["event"] == "cluster.leaving" for line in lines_of(first)))
         first.terminate()
-        assert first.wait(40) == 143  # the drain would take 60 s
+        assert first.wait(120) == 143  # 0 after a drain
         assert [line for line in lines_of(first) if line["event"] == "ready"] == [
             {"schema_version": 1, "event": "ready", "address": first.address, "member": first.address}
         ]
@@ -244,7 +244,7 @@ def test_node_with_an_unread_log_continues(options: dict[str, str], tmp_path: Pa
         try:
             wait_until(lambda: answers(client, f"127.0.0.1:{port}"))
             process.terminate()
-            assert process.wait(30) == 0
+            assert process.wait(120) == 0
         finally:
             process.kill()
             client.close()

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -99,7 +99,7 @@ def page(browser: Chromium, cluster: LocalCluster) -> Iterator[Tab]:
     tab = browser.open(link_of(cluster.nodes[0]))
     tab.until("!document.querySelector('main').hidden")
     yield tab
-    tab.call("Page.close")
+    tab.close()
 
 
 def link_of(node: LocalNode) -> str:
@@ -132,7 +132,7 @@ def test_status_page_of_an_idle_cluster_shows_nodes_and_no_reads(page: Tab, clus
     first, second = sorted(node.address for node in cluster.nodes)
     page.until("!document.querySelector('#nodes').innerText.includes('joining')")
     assert [row[:2] for row in rows(page, "#nodes")] == [[first, "● here"], [second, "● here"]]
-    assert "all respond" in page.text("#totals")
+    until_text(page, "#totals", "all respond")
     assert page.text("#datasets") == "Nothing is cached."
     assert page.text("#runs") == "No process reported a save."
 
@@ -231,8 +231,8 @@ def test_status_page_removes_the_token_from_the_address_and_loads_nothing_else(
     assert TOKEN not in page.evaluate("document.documentElement.outerHTML")
     loaded = page.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)")
     assert set(loaded) == {f"{address}status.json"}
-    page.evaluate("location.reload()")
-    page.until("document.readyState === 'complete' && !document.querySelector('main').hidden")  # the token is kept
+    page.reload()
+    page.until("!document.querySelector('main').hidden")  # the token is kept
     assert not page.problems()
 
 
@@ -244,7 +244,7 @@ def test_status_page_without_a_token_requests_it(browser: Chromium, cluster: Loc
     until_text(tab, "#problem", "The node refused the token.")
     enter(tab, TOKEN)
     tab.until("!document.querySelector('main').hidden && !document.querySelector('#problem').innerText")
-    tab.call("Page.close")
+    tab.close()
 
 
 def enter(tab: Tab, token: str) -> None:
@@ -272,10 +272,8 @@ def test_status_page_that_is_paused_sends_no_requests(page: Tab) -> None:
     page.evaluate("document.querySelector('#pause').focus()")
     page.press("Enter")
     assert page.evaluate("document.querySelector('#pause').getAttribute('aria-pressed')") == "true"
-    time.sleep(1.0)  # a request in progress
-    sent: Callable[[], int] = lambda: page.evaluate("performance.getEntriesByType('resource').length")  # noqa: E731
-    before = sent()
-    time.sleep(3.0)
-    assert sent() == before
+    page.evaluate("window.sent = 0, fetch = (original => (...of) => (window.sent++, original(...of)))(fetch), 0")
+    page.evaluate("new Promise(done => setTimeout(done, 2 * POLL_MS))")
+    assert page.evaluate("window.sent") == 0
     page.press("Enter")
-    page.until(f"performance.getEntriesByType('resource').length > {before}")
+    page.until("window.sent > 0")

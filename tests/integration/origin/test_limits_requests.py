@@ -162,9 +162,9 @@ except KeyboardInterrupt:
     command = [sys.executable, "-c", program, server.host, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         try:
-            assert stalled.acquire(timeout=60)
+            assert stalled.acquire(timeout=120)
             child.send_signal(signal.SIGINT)
-            output, _ = child.communicate(timeout=60)  # a HEAD that stalls is given up later
+            output, _ = child.communicate(timeout=120)  # a HEAD that stalls is given up later
         finally:
             child.kill()
     assert output == "interrupted\n"

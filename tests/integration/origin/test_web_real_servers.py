@@ -27,10 +27,10 @@ def python_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     folder.mkdir()
     command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(folder)]
     with ChildProcess(command, log=tmp_path / "log"):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while True:
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).close()
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=120).close()
                 break
             except URLError:
                 assert time.monotonic() < deadline

@@ -584,7 +584,7 @@ def test_failed_prefetch_of_a_signed_url_logs_no_signature(
         fs = millrace.filesystem("http", cache_dir=str(tmp_path / "cache"), min_free=0)
         server.service.interfere(lambda request, reply: Reply(status=500))
         with fs.prefetch([f"{server.url}/{address}"], on_error=lambda path, error: failed.append(path)) as prefetch:
-            prefetch.wait(30)
+            prefetch.wait(120)
         with pytest.raises(MillraceError):
             open_origin("http").read(f"{server.host}/{address}", 0, 10)
     assert len(failed) == 1

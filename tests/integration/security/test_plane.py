@@ -339,7 +339,7 @@ def test_token_is_not_sent_to_peer_without_certificate(speaks_tls: bool, ours: A
     with pytest.raises(PeerSilentError):
         client.read(member, ObjectDescription("memory", "b/x", "v1", 10), [(0, 5)], ask=Ask.FETCH, deadline=2)
     client.close()
-    thread.join(30)
+    thread.join(120)
     listener.close()
     assert not thread.is_alive()
     assert TOKEN.encode() not in received

@@ -118,7 +118,7 @@ def node(planted: Planted, s3: S3Server, bucket: str, tmp_path: Path) -> Iterato
     log = tmp_path / "node.log"
     command = [sys.executable, "-m", "millrace.cli", "node", "run"]
     with ChildProcess(command, log=log, env=environ) as process:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 120
         while b"READY" not in log.read_bytes():
             assert process.exit_status() is None, log.read_text()
             assert time.monotonic() < until, log.read_text()
@@ -201,7 +201,7 @@ def test_member_request_for_local_files_is_refused(node: RunningNode, tmp_path: 
         job = f"job-{number}"
         order = {"view": view, "replicas": 1, "verify": False, "copies": False}
         state = client.call(me, "POST", "/v1/load", {"job": job, "origin": identity, "keys": [path], **order})
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while state["state"] == "running":
             assert time.monotonic() < until, state
             time.sleep(0.02)

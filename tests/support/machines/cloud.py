@@ -37,7 +37,7 @@ SetEnv PATH={path}
 """
 _PROGRAMS = ("sshd", "ssh", "ssh-keygen", "rsync")
 """Debian's packages openssh-server, openssh-client, rsync."""
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 180.0
 
 
 class Cloud:

@@ -11,7 +11,7 @@ import psutil
 
 from millrace.testing.process import ChildProcess
 
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 180.0
 
 
 class Command:

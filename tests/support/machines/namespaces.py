@@ -38,7 +38,7 @@ _NETWORKS = "198.18"
 """Addresses for tests of networks (RFC 2544): no real network has them."""
 _SHARED_MEMORY_BYTES = 1 << 30
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 180.0
 
 
 def unpacked_command(name: str) -> list[str] | None:

@@ -58,7 +58,7 @@ def test_batch_requests_each_object_once_and_concurrently() -> None:
 
     def read(path: str, ranges: object) -> list[bytes]:
         asked.append((path, ranges))
-        together.wait(20)
+        together.wait(120)
         if path == "c":
             raise FileNotFoundError(path)
         return [path.encode() + str(each).encode() for each in ranges]  # type: ignore[attr-defined]
@@ -113,7 +113,7 @@ def test_first_read_of_stream_waits_only_for_its_block(node: CacheNode) -> None:
     origin = MemoryOrigin()
     origin.put("k", os.urandom(9 * BLOCK))
     go_on = threading.Event()
-    origin.before_read = lambda key, start, stop: None if stop <= BLOCK else go_on.wait(30) and None
+    origin.before_read = lambda key, start, stop: None if stop <= BLOCK else go_on.wait(120) and None
     info = origin.head("k")
     file = CachedFile(node.open_reader(origin, info), path="k", sequential=True)
     try:
@@ -141,12 +141,12 @@ def test_first_read_of_stream_is_before_read_ahead_of_others(node: CacheNode) ->
         for number in range(9):
             files.append(CachedFile(node.open_reader(origin, origin.head(f"k{number}")), path="k", sequential=True))
             with ThreadPoolExecutor(1) as pool:
-                assert len(pool.submit(files[-1].read, 100).result(30)) == 100
+                assert len(pool.submit(files[-1].read, 100).result(120)) == 100
         # Blocks that a read waits for by now are also taken out of the queue.
         origin.before_read = None
         with ThreadPoolExecutor(1) as pool:
             files[-1].seek(16 * BLOCK)
-            assert len(pool.submit(files[-1].read, 100).result(30)) == 100
+            assert len(pool.submit(files[-1].read, 100).result(120)) == 100
         assert not go_on.is_set()
     finally:
         go_on.set()

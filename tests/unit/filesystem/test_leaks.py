@@ -62,7 +62,7 @@ def test_file_system_leaks_no_descriptors_or_maps(tmp_path: Path, rounds: int, c
     assert opens == 4 * rounds * len(paths)
     [(store, _, _)] = fs.node.disks()
     large = sum(found.complete and found.size > 1 << 20 for found in fs.cached())
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while left := _left_behind(tmp_path / "data", store, mapped=large if native else 0):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -243,7 +244,9 @@ def test_load_after_origin_error_continues(
             fs.load(f"{data}/train")
     text = str(caught.value)
     assert text.startswith("the server is gone; ")
-    assert text.endswith(" of 4 objects are in the cache: start it, then load again to continue with the rest")
+    # The list of objects may end after the error.
+    rest = r" of (4|\d or more) objects are in the cache: start it, then load again to continue with the rest$"
+    assert re.search(rest, text)
     assert fs.load(f"{data}/train").done_objects == 4
     assert fs.cache_counters()["origin_bytes"] == 23 * MB + 1005
 
@@ -292,7 +295,7 @@ def test_load_after_interrupt_continues(
 
     def read(self: ObjectStoreOrigin, key: str, *args: Any, **kwargs: Any) -> Any:
         if key.endswith("b.bin"):
-            hold.wait(20)
+            hold.wait(120)
         return real(self, key, *args, **kwargs)
 
     def interrupt(state: LoadProgress) -> None:

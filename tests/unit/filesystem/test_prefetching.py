@@ -119,7 +119,7 @@ def test_prefetch_with_fast_or_jumping_reader_does_not_stall(fs: millrace.Millra
     gate = threading.Event()
 
     def slowly() -> Iterator[str]:
-        gate.wait(20)
+        gate.wait(120)
         yield from files
 
     with fs.prefetch(slowly(), window=8 * MB) as prefetch:

@@ -63,7 +63,7 @@ def test_contents_while_a_later_count_is_slow_are_the_ones_before(
     later = Contents({}, ())
 
     def slow(_: NodeFigures) -> Contents:
-        assert proceed.wait(30)
+        assert proceed.wait(120)
         return later
 
     monkeypatch.setattr(NodeFigures, "_count", slow)

@@ -101,7 +101,7 @@ def make_node(tmp_path: Path) -> Callable[[str], CacheNode]:
 
 
 def finished(jobs: LoadJobs, name: str) -> dict[str, Any]:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while (state := jobs.state(name)) is None or state["state"] == "running":
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -186,7 +186,7 @@ def test_refused_threads_retry_with_credentials_renewed_by_one(monkeypatch: pyte
     all_refused = threading.Barrier(8)
 
     def go_on(_: int) -> bool:
-        all_refused.wait(30)
+        all_refused.wait(120)
         again = clients.renew(used)
         return again and clients.get("bucket") is not used
 

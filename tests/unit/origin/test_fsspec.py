@@ -232,7 +232,7 @@ def test_clients_are_used_by_one_thread_and_reused(one_connection: FsspecOrigin,
     (tmp_path / "x").write_bytes(b"0123456789")
     key = str(tmp_path / "x")
     together = threading.Barrier(8)
-    OneConnection.gate = staticmethod(lambda: together.wait(30) and None)  # so that eight are in use at once
+    OneConnection.gate = staticmethod(lambda: together.wait(120) and None)  # so that eight are in use at once
     with ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(lambda number: bytes(one_connection.read(key, number % 5, 6)), range(64)))
     assert answers == [b"0123456789"[number % 5 : 6] for number in range(64)]
@@ -311,7 +311,7 @@ def test_file_in_progress_is_not_listed(tmp_path: Path) -> None:
     origin.put("d/there", b"x")
     writer = origin.open_writer("d/coming")
     writer.write(bytes(40 << 20))
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not [name for name in os.listdir(tmp_path / "d") if name.startswith(PART_PREFIX)]:
         assert time.monotonic() < end
         time.sleep(0.01)

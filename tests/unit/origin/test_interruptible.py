@@ -66,7 +66,7 @@ def test_signal_handler_with_its_own_call_gets_a_thread(monkeypatch: pytest.Monk
     def action() -> bool:
         entered.set()
         os.kill(os.getpid(), signal.SIGUSR1)
-        return left.wait(30)
+        return left.wait(120)
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:

@@ -789,7 +789,7 @@ sys.stdin.read()
             process.send_signal(signal.SIGSTOP)
             limiter, entered = make(path, most=2), []
             threads = [in_thread(lambda: entered.append(acquire(limiter))) for _ in range(3)]
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while len(entered) < 2:
                 assert time.monotonic() < deadline, "a stopped process holds up the others"
                 time.sleep(0.02)

@@ -314,7 +314,7 @@ def test_idle_copy_is_dropped_without_a_trace(tmp_path: Path, monkeypatch: pytes
             assert bytes(origin.read(info.key, 10, 20, version=info.version)) == DATA[10:20]
             assert server.service.count("GET") == wanted
             assert list(tmp_path.iterdir()) == []
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while _descriptors(tmp_path) and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert not _descriptors(tmp_path)

@@ -23,13 +23,13 @@ sys.meta_path.insert(0, Slow())
 assert "{module}" not in sys.modules
 thread = threading.Thread(target=use)
 thread.start()
-assert began.wait(20)
+assert began.wait(120)
 child = os.fork()
 if not child:
     use()
     os._exit(0)
 thread.join()
-deadline = time.monotonic() + 60
+deadline = time.monotonic() + 120
 while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
     time.sleep(0.02)
 if ended == (0, 0):
@@ -104,7 +104,7 @@ def use():
 )
 def test_import_in_forked_child_during_import_succeeds(module: str, prepare: str) -> None:
     program = PROGRAM.format(module=module, prepare=prepare)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
@@ -118,5 +118,5 @@ for name in ("millrace.origin.limits.retrying", "millrace.origin.limits.slots", 
 from millrace.runtime.importing import imported
 assert imported("colorsys") is sys.modules["colorsys"] is imported("colorsys")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")

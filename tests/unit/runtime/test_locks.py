@@ -139,11 +139,11 @@ def test_file_lock_held_by_another_thread_raises_after_the_limit(
     def hold() -> None:
         with lock:
             inside.set()
-            proceed.wait(30)
+            proceed.wait(120)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert inside.wait(30)
+    assert inside.wait(120)
     try:
         with lock:
             pytest.fail("two hold the lock")
@@ -186,12 +186,12 @@ def test_named_lock_held_by_another_thread_is_taken_after_its_release(tmp_path: 
     def hold() -> None:
         with locks.hold(b"a"):
             inside.set()
-            proceed.wait(30)
+            proceed.wait(120)
             order.append("first")
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert inside.wait(30)
+    assert inside.wait(120)
     with locks.hold(b"b"):  # another name is free
         proceed.set()
     with locks.hold(b"a"):

@@ -69,7 +69,7 @@ def test_run_stays_claimed_during_a_save_after_interrupted_close(tmp_path: Path)
 
     def hold(progress: SaveProgress) -> None:
         started.set()
-        go_on.wait(20)
+        go_on.wait(120)
 
     def look() -> None:
         record = json.loads(max(tmp_path.glob("writer-*.json")).read_bytes())
@@ -90,7 +90,7 @@ def test_run_stays_claimed_during_a_save_after_interrupted_close(tmp_path: Path)
     try:
         run = CheckpointManager(tmp_path, on_progress=hold)
         pending = run.save_async(1, weights(1))
-        assert started.wait(20)
+        assert started.wait(120)
         with pytest.raises(KeyboardInterrupt):
             close()
     finally:

@@ -84,7 +84,7 @@ def silent_server() -> Iterator[int]:
         thread.start()
         yield listening.getsockname()[1]
         listening.shutdown(socket.SHUT_RDWR)
-        thread.join(10)
+        thread.join(120)
     for connection in accepted:
         connection.close()
 

@@ -487,7 +487,7 @@ def test_error_of_background_save_is_raised_once_by_the_next_call(
             with pytest.raises(StorageError, match="the disk is gone"):
                 pending.result()
             unseen = run.save_async(2, state)
-            until = time.monotonic() + 60
+            until = time.monotonic() + 120
             while not unseen.done():
                 assert time.monotonic() < until
                 time.sleep(0.01)
@@ -616,7 +616,7 @@ def test_second_process_on_a_run_raises_run_taken_and_damages_nothing(
             child.stdin.flush()
             assert child.stdout.readline() == "saved\n"
             assert run.steps() == [1, 2]
-            child.communicate("\n\n", timeout=60)
+            child.communicate("\n\n", timeout=120)
             assert child.returncode == 0
             assert run.restore(state) == 3
             assert torch.equal(state["x"], torch.full((1000,), 3.0))
@@ -678,7 +678,7 @@ def test_signal_while_a_lock_of_a_hook_is_held_does_not_block_the_handler(tmp_pa
 
     def hook(event: Event) -> None:
         if event.name == "run.preempted":
-            acquired.append(lock.acquire(timeout=20))
+            acquired.append(lock.acquire(timeout=120))
             reported.set()
 
     remove = add_hook(hook)

@@ -185,7 +185,7 @@ from pathlib import Path
 from millrace.checkpoint import CheckpointManager
 with CheckpointManager("s3://runs/priorities", target_options=json.loads(sys.argv[1])) as run:
     run.save(1, {"x": torch.zeros(1000)})
-deadline = time.monotonic() + 30
+deadline = time.monotonic() + 120
 while True:
     try:
         threads = [int(thread.name) for thread in Path("/proc/self/task").iterdir()]

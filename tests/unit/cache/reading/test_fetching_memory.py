@@ -58,7 +58,7 @@ def test_fetched_bytes_are_not_kept_in_memory(tmp_path: Path, capacity: int, seq
             while file.read(1 << 20):
                 pass
         assert origin.bytes_read == _BLOCKS * BLOCK_BYTES
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while origin.alive and time.monotonic() < deadline:  # the thread that fetched the last one is ending
             time.sleep(0.01)
         assert not origin.alive

@@ -185,7 +185,7 @@ def test_encoder_process_imports_no_torch():
     code = (
         "import sys, millrace.checkpoint.writing.encoder_main; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_shared_regions_are_released_with_their_tensors():
@@ -233,7 +233,7 @@ def test_encoder_has_low_priority_and_ignores_interrupts(process):
         ignored = int(Path(f"/proc/{process.pid}/status").read_text().split("SigIgn:")[1].split()[0], 16)
         return ignored >> (signal.SIGINT - 1) & 1
 
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while os.getpriority(os.PRIO_PROCESS, process.pid) < 10 or not ignores_interrupts():
         assert time.monotonic() < deadline
         time.sleep(0.01)
