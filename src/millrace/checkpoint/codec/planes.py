@@ -2,8 +2,8 @@
 
 A float's exponent is predictable and its mantissa is noise, but in memory they share bytes. Rotating each value left by
 one bit moves the whole exponent to the top byte, and the sign next to the mantissa. Splitting the values into byte planes
-then separates the compressible bytes from the others. Each plane is stored as the smallest of: raw, constant,
-Huffman-only zstd, ordinary zstd. A trial on a sample selects the mode. Integers are split without the rotation.
+then separates the compressible bytes from the others. Each plane is stored raw, as a constant, as Huffman-only zstd with
+long or short blocks, or as ordinary zstd. A trial on a sample selects the coding. Integers are split without the rotation.
 
 With `Effort.MAX` a float is rotated by up to four bits. The top byte then contains mantissa bits in place of the first
 exponent bits, which hardly ever change. Both bytes compress, and Huffman codes, which have at least one bit, lose less on
@@ -34,7 +34,7 @@ the exponents in the base: up to 15 % smaller, but encoding and decoding take fo
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -51,8 +51,11 @@ _ROTATIONS = (1, 2, 3, 4)
 _SAMPLE_PIECES, _SAMPLE_BYTES = 4, 8192
 # A plane that shrinks by less than this on the sample is stored raw, which decodes faster.
 _WORTH = 0.99
-# Ordinary zstd takes three times as long as Huffman alone, so it has to save a little more.
-_WORTH_MATCHING = 0.97
+# Short blocks take twice the time of long ones, and ordinary zstd takes four times, so they have to save more. Short blocks
+# suit the second moments of Adam, where each row has other exponents.
+_WORTH_SHORT_BLOCKS, _WORTH_MATCHING = 0.9, 0.85
+# Short blocks have 2 KiB, like the pieces of a sample, so that a trial shows what they save.
+_SHORT_BLOCK_LOG = 11
 # Block of the bit operations. It fits the second-level cache.
 _BLOCK_BYTES = 256 << 10
 # Effort.MAX uses a larger sample, because it chooses between results of similar size.
@@ -77,6 +80,7 @@ class PlaneCodec:
 
     def __init__(self) -> None:
         self._huffman = zstd.without_matches()
+        self._short_blocks = zstd.without_matches(window_log=_SHORT_BLOCK_LOG)
         self._zstd = zstd.at_level(1)
         self._strongest: zstd.Compressor | None = None
         self._scratch: dict[str, Array] = {}
@@ -129,10 +133,13 @@ class PlaneCodec:
 
     def _encode_halved(self, data: Array, effort: Effort) -> list[Buffer]:
         words = _elements(data, _SINGLE)
-        low, high = self._array("low", np.uint16, words.size), self._array("high", np.uint16, words.size)
-        np.copyto(low, words, casting="unsafe")
-        np.right_shift(words, 16, out=high, casting="unsafe")
-        planes = self._split(high.view(np.uint8), _UPPER, 1)
+        low, planes = self._array("low", np.uint16, words.size), self._planes(words.size, 2)
+        for part in _blocks(words.size, words.itemsize):
+            block = words[part]
+            high = self._array("high", np.uint16, block.size)
+            np.copyto(low[part], block, casting="unsafe")
+            np.right_shift(block, 16, out=high, casting="unsafe")
+            self._split_block(high, planes[:, part], 1)
         coded = [self._encode_plane(plane, effort) for plane in planes]
         return _packed(_SINGLE.code | _HALVED, [(Mode.RAW, low.view(np.uint8).data), *coded])
 
@@ -143,19 +150,34 @@ class PlaneCodec:
         uniform = bool((sample == plane[0]).all())
         if uniform and (plane == plane[0]).all():
             return Mode.CONSTANT, bytes(plane[:1])
-        tries = {Mode.HUFFMAN: self._huffman.compress(sample.data), Mode.ZSTD: self._zstd.compress(sample.data)}
-        # Huffman coding takes at least a bit per byte. Matches take next to nothing where the plane is uniform.
-        if uniform or len(tries[Mode.ZSTD]) < _WORTH_MATCHING * len(tries[Mode.HUFFMAN]):
-            mode, compressor = Mode.ZSTD, self._zstd
-        else:
-            mode, compressor = Mode.HUFFMAN, self._huffman
-        if len(tries[mode]) >= _WORTH * sample.size:
+        matched = self._zstd.compress(sample.data)
+        if len(matched) >= sample.size:
+            # Noise, also for a Huffman code.
             return Mode.RAW, plane.data
-        if effort == Effort.MAX and mode is Mode.ZSTD:
-            stored = self._strong.compress(plane.data)
-        else:
-            stored = tries[mode] if sample.size == plane.size else compressor.compress(plane.data)
+        mode, compressor, tried = self._best_coding(sample, matched, uniform=uniform)
+        if len(tried) >= _WORTH * sample.size:
+            return Mode.RAW, plane.data
+        stored = tried if sample.size == plane.size else compressor.compress(plane.data)
+        if effort == Effort.MAX and compressor is not self._huffman:
+            stored, mode = min(
+                (stored, mode), (self._strong.compress(plane.data), Mode.ZSTD), key=lambda coded: len(coded[0])
+            )
         return (mode, stored) if len(stored) < plane.size else (Mode.RAW, plane.data)
+
+    def _best_coding(self, sample: Array, matched: bytes, *, uniform: bool) -> tuple[Mode, zstd.Compressor, bytes]:
+        """The coding that is worth its time for a sample, and its result. `matched`: the sample as ordinary zstd."""
+        if uniform:
+            # Huffman coding takes at least a bit per byte. Matches take next to nothing.
+            return Mode.ZSTD, self._zstd, matched
+        best = Mode.HUFFMAN, self._huffman, self._huffman.compress(sample.data)
+        if len(matched) < len(best[2]):
+            # Where matches save nothing, short blocks save nothing either.
+            short = self._short_blocks.compress(sample.data)
+            if len(short) < _WORTH_SHORT_BLOCKS * len(best[2]):
+                best = Mode.HUFFMAN, self._short_blocks, short
+            if len(matched) < _WORTH_MATCHING * len(best[2]):
+                best = Mode.ZSTD, self._zstd, matched
+        return best
 
     @property
     def _strong(self) -> zstd.Compressor:
@@ -181,31 +203,35 @@ class PlaneCodec:
 
         The plane of one-byte elements is `data` itself.
         """
-        width, bits = kind.width, 8 * kind.width
+        width = kind.width
         if width == 1:
             # Rotation does not change the entropy of a single plane.
             return [data]
-        # Blocks stay in the second-level cache. Smaller ones need more calls, and each call releases and takes the
-        # interpreter lock. Numpy narrows several times as fast as it copies with a stride.
         words = _elements(data, kind)
-        planes = self._array("planes", np.uint8, data.size).reshape(width, words.size)
-        step = _BLOCK_BYTES // width
-        for start in range(0, words.size, step):
-            block, parts = words[start : start + step], planes[:, start : start + step]
-            for number in range(1, width):
-                np.right_shift(block, 8 * number - rotation, out=parts[number], casting="unsafe")
-            lowest = parts[0]
-            np.copyto(lowest, block, casting="unsafe")
-            if rotation:
-                high = self._array("narrow", np.uint8, block.size)
-                if rotation == 1:  # adding and comparing bytes is three times as fast as shifting them
-                    np.add(lowest, lowest, out=lowest)
-                    np.less(block.view(SIGNED[width]), 0, out=high.view(np.bool_))
-                else:
-                    np.left_shift(lowest, rotation, out=lowest)
-                    np.right_shift(block, bits - rotation, out=high, casting="unsafe")
-                np.bitwise_or(lowest, high, out=lowest)
+        planes = self._planes(words.size, width)
+        for part in _blocks(words.size, width):
+            self._split_block(words[part], planes[:, part], rotation)
         return list(planes)
+
+    def _split_block(self, block: Array, parts: Array, rotation: int) -> None:
+        # Numpy narrows several times as fast as it copies with a stride.
+        width = block.itemsize
+        for number in range(1, width):
+            np.right_shift(block, 8 * number - rotation, out=parts[number], casting="unsafe")
+        lowest = parts[0]
+        np.copyto(lowest, block, casting="unsafe")
+        if rotation:
+            high = self._array("narrow", np.uint8, block.size)
+            if rotation == 1:  # adding and comparing bytes is much faster than shifting them
+                np.add(lowest, lowest, out=lowest)
+                np.less(block.view(SIGNED[width]), 0, out=high.view(np.bool_))
+            else:
+                np.left_shift(lowest, rotation, out=lowest)
+                np.right_shift(block, 8 * width - rotation, out=high, casting="unsafe")
+            np.bitwise_or(lowest, high, out=lowest)
+
+    def _planes(self, count: int, width: int) -> Array:
+        return self._array("planes", np.uint8, width * count).reshape(width, count)
 
     # --- decoding ---------------------------------------------------------------------------------
 
@@ -269,38 +295,41 @@ class PlaneCodec:
 
     def _join(self, planes: list[Array], target: Array, kind: Kind, rotation: int) -> None:
         """The inverse of `_split`, into `target`."""
-        width, bits = kind.width, 8 * kind.width
+        width = kind.width
         if width == 1:
             target[:] = planes[0]
             return
         words = _elements(target, kind)
-        step = _BLOCK_BYTES // width
-        for start in range(0, words.size, step):
-            block, parts = words[start : start + step], [plane[start : start + step] for plane in planes]
+        for part in _blocks(words.size, width):
+            parts = [plane[part] for plane in planes]
             if width == 8 and rotation:
-                self._join_wide(parts, block, rotation)
-                continue
-            np.copyto(block, parts[-1])
-            for part in reversed(parts[:-1]):
-                np.left_shift(block, 8, out=block)
-                np.bitwise_or(block, part, out=block)
-            if rotation:
-                high = self._array("wide", words.dtype, block.size)
-                np.left_shift(block, bits - rotation, out=high)
-                np.right_shift(block, rotation, out=block)
-                np.bitwise_or(block, high, out=block)
+                self._join_wide(parts, words[part], rotation)
+            else:
+                self._join_block(parts, words[part], rotation)
+
+    def _join_block(self, parts: list[Array], block: Array, rotation: int) -> None:
+        # Numpy multiplies 16-bit numbers faster than it shifts them to the left. The factors wrap: they are powers of two.
+        bits = 8 * block.itemsize
+        np.copyto(block, parts[-1])
+        for part in reversed(parts[:-1]):
+            np.multiply(block, 256, out=block)
+            np.bitwise_or(block, part, out=block)
+        if rotation:
+            high = self._array("wide", block.dtype, block.size)
+            np.multiply(block, 1 << (bits - rotation), out=high)
+            np.right_shift(block, rotation, out=block)
+            np.bitwise_or(block, high, out=block)
 
     def _join_halves(self, planes: list[Array], target: Array) -> None:
         words = _elements(target, _SINGLE)
         low = np.ascontiguousarray(planes[0]).view(np.uint16)
-        high = self._array("high", np.uint16, words.size)
-        self._join(planes[1:], high.view(np.uint8), _UPPER, 1)
-        step = _BLOCK_BYTES // words.itemsize
-        for start in range(0, words.size, step):
-            block = words[start : start + step]
-            np.copyto(block, high[start : start + step])
+        for part in _blocks(words.size, words.itemsize):
+            block = words[part]
+            high = self._array("high", np.uint16, block.size)
+            self._join_block([plane[part] for plane in planes[1:]], high, 1)
+            np.copyto(block, high)
             np.left_shift(block, 16, out=block)
-            np.bitwise_or(block, low[start : start + step], out=block)
+            np.bitwise_or(block, low[part], out=block)
 
     def _join_wide(self, planes: list[Array], words: Array, rotation: int) -> None:
         """`_join` by quarters of a word. Each quarter needs its two planes and a few bits of the next one."""
@@ -332,6 +361,15 @@ def _packed(code: int, coded: Sequence[tuple[Mode, Buffer]]) -> list[Buffer]:
 
 def _elements(data: Array, kind: Kind) -> Array:
     return data.view(_UNSIGNED[kind.width])
+
+
+def _blocks(count: int, width: int) -> Iterator[slice]:
+    """Cut `count` elements of `width` bytes into blocks that stay in the second-level cache.
+
+    Smaller blocks need more calls, and each call releases and takes the interpreter lock.
+    """
+    step = _BLOCK_BYTES // width
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
 def _sample(values: Array, count: int) -> Array:

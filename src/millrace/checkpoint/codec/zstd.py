@@ -27,9 +27,9 @@ _NO_MATCHES: dict[int, int] = {
     # A table of 64 entries for matches of at least 7 bytes finds hardly any matches.
     _Option.hash_log: 6,
     _Option.min_match: 7,
-    # A window over the whole plane saves zstd some bookkeeping.
-    _Option.window_log: 19,
 }
+# A window over the whole plane saves zstd some bookkeeping.
+_WINDOW_LOG = 19
 # The step of the search for matches. The largest one skips nearly all of the data.
 _LARGEST_STEP = 128 << 10
 # No frame of a checkpoint needs a larger window.
@@ -51,16 +51,19 @@ def at_level(level: int) -> Compressor:
     return Compressor({_Option.compression_level: level})
 
 
-def without_matches() -> Compressor:
+def without_matches(*, window_log: int = _WINDOW_LOG) -> Compressor:
     """A compressor that does Huffman coding only, in frames that every zstd decoder reads.
+
+    Each block has its own code. Blocks are as long as the window, up to 128 KiB.
 
     zstd searches for matches with the largest step and compresses the literals. A library that rejects the parameter for
     that searches with the smallest step, which takes almost twice the time for the same size.
     """
+    options = {**_NO_MATCHES, _Option.window_log: window_log}
     try:
-        return Compressor({**_NO_MATCHES, _Option.target_length: _LARGEST_STEP, _LITERAL_MODE: _ENABLED})
+        return Compressor({**options, _Option.target_length: _LARGEST_STEP, _LITERAL_MODE: _ENABLED})
     except (ValueError, zstd.ZstdError):
-        return Compressor({**_NO_MATCHES, _Option.target_length: 0})
+        return Compressor({**options, _Option.target_length: 0})
 
 
 def decompress(stored: Buffer, nbytes: int) -> bytes:
