@@ -38,7 +38,8 @@ class Handover:
         _after_fork.add(self)
 
     def _begin(self) -> None:
-        self._change = threading.Condition()
+        self._lock = threading.RLock()  # entered instead of its condition, which an interrupt could leave locked
+        self._change = threading.Condition(self._lock)
         self._queue: deque[tuple[Member, ObjectDescription, int, memoryview]] = deque()
         self._queued_bytes = 0
         self._threads = 0
@@ -55,7 +56,7 @@ class Handover:
         first, stop = whole_blocks(start, start + len(view), what.size)
         if stop <= first or self._breakers.is_known_open(member.id):
             return
-        with self._change:
+        with self._lock:
             room = self._change.wait_for(lambda: self._closed or self._has_room(stop - first), _PATIENCE_SECONDS)
             if not room or self._closed:
                 return
@@ -71,12 +72,12 @@ class Handover:
 
     def settle(self, seconds: float) -> bool:
         """Wait until everything is uploaded; returns whether it is."""
-        with self._change:
+        with self._lock:
             return self._change.wait_for(lambda: not self._queue and not self._busy, seconds)
 
     def close(self) -> None:
         """Stop uploads without waiting for those in progress."""
-        with self._change:
+        with self._lock:
             self._closed = True
             self._queue.clear()
             self._queued_bytes = 0

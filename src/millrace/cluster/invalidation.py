@@ -43,7 +43,8 @@ class Invalidations:
 
     def _begin(self) -> None:
         self._owner = forks.Owner()
-        self._change = threading.Condition()
+        self._lock = threading.RLock()  # entered instead of its condition, which an interrupt could leave locked
+        self._change = threading.Condition(self._lock)
         self._pending: dict[tuple[str, str, str], float] = {}
         """By member, origin and key: the time (monotonic) at which it is dropped. The oldest come first."""
         self._thread: threading.Thread | None = None
@@ -67,7 +68,7 @@ class Invalidations:
 
     def pending(self) -> int:
         """How many keys are pending, over all members."""
-        with self._change:
+        with self._lock:
             return len(self._pending)
 
     # --- now --------------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ class Invalidations:
     def _send_later(self, members: Iterable[str], identity: str, keys: Sequence[str]) -> None:
         until = time.monotonic() + _KEPT_SECONDS
         dropped = 0
-        with self._change:
+        with self._lock:
             for member_id in members:
                 for key in keys:
                     self._pending.pop((member_id, identity, key), None)
@@ -123,7 +124,7 @@ class Invalidations:
         try:
             self._send_pending()
         except BaseException:  # a defect: otherwise no thread would take its place
-            with self._change:
+            with self._lock:
                 self._thread = None
             raise
 
@@ -131,7 +132,7 @@ class Invalidations:
         while True:
             time.sleep(_PAUSE_SECONDS)
             now = time.monotonic()
-            with self._change:
+            with self._lock:
                 pending = {name: until for name, until in self._pending.items() if until > now}
                 for name in self._pending.keys() - pending.keys():
                     del self._pending[name]
@@ -149,7 +150,7 @@ class Invalidations:
         member = next((each for each in members if each.id == member_id), None)
         if member is None or not self._send(member, identity, keys):
             return
-        with self._change:
+        with self._lock:
             for key, until in pending.items():
                 # A write in between that missed this member as well has set a new time.
                 if self._pending.get((member_id, identity, key)) == until:

@@ -224,13 +224,14 @@ class UploadLeases:
         self._seconds = seconds
         self._clock = clock
         self._until: dict[BlockKey, float] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered instead of its condition, which an interrupt could leave locked
+        self._changed = threading.Condition(self._lock)
 
     def take(self, object_id: bytes, blocks: Iterable[int]) -> bool:
         """Whether the caller gets the lease to upload these blocks; False while another caller has one for any of them."""
         keys = [(object_id, block) for block in blocks]
         now = self._clock()
-        with self._changed:
+        with self._lock:
             if any(self._until.get(key, 0.0) > now for key in keys):
                 return False
             if len(self._until) >= _MAX_LEASES:
@@ -241,13 +242,13 @@ class UploadLeases:
 
     def end(self, object_id: bytes, block: int) -> None:
         """End the lease of a block that was uploaded."""
-        with self._changed:
+        with self._lock:
             self._until.pop((object_id, block), None)
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> None:
         """Wait until any lease ends, `seconds` at most."""
-        with self._changed:
+        with self._lock:
             self._changed.wait(seconds)
 
 
@@ -257,17 +258,18 @@ class _Budget:
     def __init__(self, nbytes: int) -> None:
         self._all = nbytes
         self._left = nbytes
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered instead of its condition, which an interrupt could leave locked
+        self._changed = threading.Condition(self._lock)
 
     def reserve(self, nbytes: int, seconds: float) -> bool:
         """Reserve bytes, waiting at most `seconds`; returns whether it succeeded."""
-        with self._changed:
+        with self._lock:
             enough = self._changed.wait_for(lambda: self._left >= min(nbytes, self._all), seconds)
             self._left -= nbytes if enough else 0
             return enough
 
     def release(self, nbytes: int) -> None:
-        with self._changed:
+        with self._lock:
             self._left += nbytes
             self._changed.notify_all()
 

@@ -205,7 +205,7 @@ class _Load:
             on_object=self._end_object,
             on_error=self._fail,
         )
-        self._changed = self._scheduler.changed
+        self._lock, self._changed = self._scheduler.lock, self._scheduler.changed
         self._error: Exception | None = None
         self._first_missing = ""
         self._full: set[str] = set()  # directories of full disks
@@ -232,11 +232,11 @@ class _Load:
 
     def _wait(self) -> bool:
         """Wait until the next report; returns whether the load has ended."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: self._scheduler.has_ended, _REPORT_SECONDS)
 
     def _progress(self) -> LoadProgress:
-        with self._changed:
+        with self._lock:
             state = LoadProgress(listed=self._listed, seconds=time.monotonic() - self._started, **self._counts)
         return replace(state, bytes_per_second=self._rate.after(state.fetched_bytes))
 
@@ -245,14 +245,14 @@ class _Load:
     def _list(self) -> None:
         scheduler = self._scheduler
         for info in self._selected():
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: scheduler.is_closed or scheduler.has_room)
                 if scheduler.is_closed:
                     return
                 if spans := self._share(info):
                     scheduler.add(self._begin, info)
                     self._add(objects=_counts(spans), nbytes=_nbytes(spans))
-        with self._changed:
+        with self._lock:
             self._listed = True
 
     def _selected(self) -> Iterator[ObjectInfo]:
@@ -283,7 +283,7 @@ class _Load:
         fill = Fill(self._node, self._fs.origin, info, verify=self._verify, spans=spans)
         loaded = _LoadedObject(fill, spans=spans, is_retry=is_retry, full=self._full)
         try:
-            with self._changed:
+            with self._lock:
                 self._count(loaded, loaded.nbytes - sum(map(fill.nbytes, fill.pieces)))
                 for piece in reversed(fill.pieces[1:]):
                     scheduler.fetch(loaded, piece, first=True)  # finish this object before the next
@@ -303,7 +303,7 @@ class _Load:
             return
         # If another process has freed the object in the meantime, only this object is left out.
         has_room = result.kept or loaded.fill.has_room(loaded.fill.nbytes(piece))
-        with self._changed:
+        with self._lock:
             self._add(fetched_bytes=result.fetched_bytes, bad_blocks=result.bad_blocks)
             if result.kept:
                 self._count(loaded, loaded.fill.nbytes(piece))
@@ -315,7 +315,7 @@ class _Load:
             if not self._scheduler.is_closed:
                 self._load_again(loaded)
             return
-        with self._changed:
+        with self._lock:
             if loaded.done_bytes == loaded.nbytes:
                 self._add(done_objects=_counts(loaded.spans))
             elif not self._scheduler.is_closed:
@@ -331,7 +331,7 @@ class _Load:
             now = None
         # The new version may belong to another node, which has not listed it: the node that noticed the change loads it.
         spans = (self._share(now) or everything(now)) if now else ()
-        with self._changed:
+        with self._lock:
             objects = _counts(spans) - _counts(loaded.spans) if now else 0
             self._add(objects=objects, nbytes=_nbytes(spans) - loaded.nbytes)
             self._count(loaded, -loaded.done_bytes)
@@ -346,7 +346,7 @@ class _Load:
             defect = MillraceError(f"a defect: {type(error).__name__}: {error}", next_step="please report it")
             defect.__cause__ = error
             error = defect
-        with self._changed:
+        with self._lock:
             self._error = self._error or error
         self._scheduler.stop()
 

@@ -127,7 +127,7 @@ class Prefetch:
             on_error=self._defect,
             on_idle=self._unfollow_if_ended,
         )
-        self._changed = self._scheduler.changed
+        self._lock, self._changed = self._scheduler.lock, self._scheduler.changed
         self._steps: deque[_Step] = deque()  # reached, and not passed by the reader
         self._by_key: dict[str, deque[_Step]] = {}
         self._passed: OrderedDict[str, int] = OrderedDict()  # where each path was passed last
@@ -148,7 +148,7 @@ class Prefetch:
         """The present progress."""
         if not self._owner.is_this_process:
             return PrefetchProgress(ended=True)
-        with self._changed:
+        with self._lock:
             return PrefetchProgress(
                 reached=self._reached,
                 opened=self._opened,
@@ -169,7 +169,7 @@ class Prefetch:
         if not self._owner.is_this_process:
             return True
         scheduler = self._scheduler
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(
                 lambda: scheduler.has_ended or (self._is_held and not scheduler.is_busy), timeout_seconds
             )
@@ -196,7 +196,7 @@ class Prefetch:
             self._pass(key)
 
     def _pass(self, key: str) -> None:
-        with self._changed:
+        with self._lock:
             is_fed = self._scheduler.is_fed
             steps = self._by_key.get(key)
             if steps:
@@ -237,7 +237,7 @@ class Prefetch:
         self._changed.notify_all()
 
     def _unfollow_if_ended(self) -> None:
-        with self._changed:
+        with self._lock:
             ended = self._scheduler.has_ended and not self._steps
         if ended:
             self._unfollow()
@@ -257,7 +257,7 @@ class Prefetch:
                 if not self._take(path, info):
                     break
         finally:
-            with self._changed:
+            with self._lock:
                 self._early.clear()
             self._lookups.shutdown(wait=False)
 
@@ -283,7 +283,7 @@ class Prefetch:
                     lookups.append((path, self._lookups.submit(self._fs.describe, path)))
                 except RuntimeError:  # closed in the meantime, or the interpreter is ending
                     return
-                with self._changed:
+                with self._lock:
                     self._coming[key] += 1
             if lookups:
                 yield lookups.popleft()
@@ -314,7 +314,7 @@ class Prefetch:
         return not self._scheduler.is_closed
 
     def _reach(self, info: ObjectInfo) -> _Step:
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._scheduler.is_closed or len(self._steps) < _STEPS_AHEAD)
             step = _Step(self._reached, info.key)
             self._coming -= Counter([info.key])
@@ -333,7 +333,7 @@ class Prefetch:
             # A cached object that is larger than the window is admitted when the window is empty.
             return self._ahead_bytes + nbytes <= self._window or (cached and not self._ahead_bytes)
 
-        with self._changed:
+        with self._lock:
             while not (self._scheduler.is_closed or step.passed or fits()):
                 self._is_held = True
                 self._changed.notify_all()
@@ -351,7 +351,7 @@ class Prefetch:
         self, fetch: _PrefetchedObject, piece: range, result: FetchedPiece | None, error: BaseException | None
     ) -> None:
         nbytes = fetch.fill.nbytes(piece)
-        with self._changed:
+        with self._lock:
             if result is not None:
                 self._fetched_bytes += result.fetched_bytes
                 self._unkept_bytes += 0 if result.kept else result.fetched_bytes
@@ -367,7 +367,7 @@ class Prefetch:
             self._report(fetch.path, error)
 
     def _report(self, path: str, error: Exception) -> None:
-        with self._changed:
+        with self._lock:
             self._failed += 1
         shown = shown_key(str(path))  # which may be of any type
         emit(Event(name="prefetch.failed", subject=shown, detail=str(error)))

@@ -54,10 +54,11 @@ class FetchScheduler(Generic[Fetch]):
         max_queued: int = 100_000,
         daemon_feed: bool = False,
     ) -> None:
-        lock = threading.RLock()
-        self.changed = threading.Condition(lock)
+        # Threads enter the lock and not its conditions: an interrupt in the Python code of those would leave it locked.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.is_closed = False
-        self._added = threading.Condition(lock)
+        self._added = threading.Condition(self.lock)
         self._feed = feed
         self._on_piece = on_piece
         self._on_object = on_object
@@ -106,7 +107,7 @@ class FetchScheduler(Generic[Fetch]):
 
         `close` runs the tasks that are left, so a task must check `is_closed` before it does anything but clean up.
         """
-        with self.changed:
+        with self.lock:
             (self._tasks.appendleft if first else self._tasks.append)((task, arguments))
             self._added.notify()
             if self._free and len(self._tasks) > self._waiting:
@@ -114,19 +115,19 @@ class FetchScheduler(Generic[Fetch]):
 
     def fetch(self, fetch: Fetch, piece: range, *, first: bool = False) -> None:
         """Queue a piece of an object."""
-        with self.changed:
+        with self.lock:
             fetch.pieces_left += 1
             self.add(self._fetch_piece, fetch, piece, first=first)
 
     def fetch_now(self, fetch: Fetch, piece: range) -> None:
         """Fetch a piece of an object in this thread."""
-        with self.changed:
+        with self.lock:
             fetch.pieces_left += 1
         self._fetch_piece(fetch, piece)
 
     def seal(self, fetch: Fetch) -> None:
         """Declare that no further piece of an object follows. Required for every `ObjectFetch`."""
-        with self.changed:
+        with self.lock:
             fetch.pieces_left -= 1
             ended = not fetch.pieces_left
         if ended:
@@ -135,7 +136,7 @@ class FetchScheduler(Generic[Fetch]):
 
     def stop(self) -> None:
         """Fetch nothing more. Does not wait; `close` must follow."""
-        with self.changed:
+        with self.lock:
             self.is_closed = True
             self.changed.notify_all()
             self._added.notify_all()
@@ -146,7 +147,7 @@ class FetchScheduler(Generic[Fetch]):
         Requests in progress end in the background.
         """
         self.stop()
-        with self.changed:
+        with self.lock:
             left = list(self._tasks)
             self._tasks.clear()
             threads = [self._feeder, *(self._threads.values() if wait_for_tasks else ())]
@@ -192,7 +193,7 @@ class FetchScheduler(Generic[Fetch]):
         except BaseException as error:  # noqa: BLE001 - of any kind: the user of the scheduler waits for this thread
             self._on_error(error)
         finally:
-            with self.changed:
+            with self.lock:
                 self._fed = True
                 self._added.notify_all()
             self._check_idle()
@@ -206,12 +207,12 @@ class FetchScheduler(Generic[Fetch]):
                 self._on_error(error)
             finally:
                 del step, task, arguments  # the next wait must not keep an object alive
-                with self.changed:
+                with self.lock:
                     self._running -= 1
                 self._check_idle()
 
     def _next(self, number: int) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
-        with self.changed:
+        with self.lock:
             self._waiting += 1
             self._added.wait_for(lambda: self._tasks or self._fed or self.is_closed, _LINGER_SECONDS)
             self._waiting -= 1
@@ -224,7 +225,7 @@ class FetchScheduler(Generic[Fetch]):
             return self._tasks.popleft()
 
     def _check_idle(self) -> None:
-        with self.changed:
+        with self.lock:
             if self.is_busy:
                 return
             self.changed.notify_all()

@@ -161,6 +161,15 @@ class SharedLocks:
             self._held.discard(number)
             fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, number, 1, 0))
 
+    def let_go(self, number: int) -> None:
+        """Release a lock if this process has it, also after an interrupt in `acquire`, and in spite of one here."""
+        try:
+            if number in self._held:
+                self.release(number)
+        except BaseException:
+            self.release(number)
+            raise
+
     def beat(self) -> bool:
         """Write a sign for every lock that is held; returns whether to call this again."""
         with self._beating:
@@ -254,12 +263,11 @@ class NamedLocks(SharedLocks):
         number = lock_number(name)
         try:
             with mine:
-                held = self.acquire(number)
                 try:
+                    self.acquire(number)
                     yield
                 finally:
-                    if held:
-                        self.release(number)
+                    self.let_go(number)
         finally:
             with self._lock:
                 mine, count = self._threads[name]
@@ -269,38 +277,38 @@ class NamedLocks(SharedLocks):
                     self._threads[name] = (mine, count - 1)
 
 
-class FileLock:
-    """One lock between all threads of all processes, by the file `path`. A context manager, not to be nested.
+class FileLock(SharedLocks):
+    """One lock between all processes, by the file `path`, and between their threads: `with lock.threads, lock: ...`.
 
-    Entering raises `StoppedHolderError` when the holder is stopped, after `SILENCE_SECONDS` and from then on at once, and
-    after `limit` seconds (default: `WORKING_SECONDS`) in any case. `holder` names the holder in that error.
+    A context manager, not to be nested. Entering raises `StoppedHolderError` when the holder is stopped, after
+    `SILENCE_SECONDS` and from then on at once, and after `limit` seconds (default: `WORKING_SECONDS`) in any case. `holder`
+    names the holder in that error.
+
+    `threads` is entered first, without Python code in between, so an interrupt (Ctrl-C) cannot leave it locked. One that
+    leaves the file locked is noticed by the next beat, which finds the file locked and no thread inside.
     """
 
     def __init__(self, path: Path, holder: str, *, limit: float | None = None) -> None:
-        self._locks = SharedLocks(path)
+        super().__init__(path)
         self._holder = holder
-        self._limit = limit
-        self._thread = threading.Lock()
+        self._limit = WORKING_SECONDS if limit is None else limit
+        self.threads = threading.Lock()
 
     def __enter__(self) -> None:
-        limit = WORKING_SECONDS if self._limit is None else self._limit
-        # Threads of this process wait for each other here, where it costs less.
-        if not self._thread.acquire(timeout=min(limit, threading.TIMEOUT_MAX)):
+        if not self.acquire(0, limit=self._limit, pauses=_FILE_LOCK_PAUSES):
             raise StoppedHolderError(self._holder)
-        try:
-            if not self._locks.acquire(0, limit=limit, pauses=_FILE_LOCK_PAUSES):
-                raise StoppedHolderError(self._holder)
-        except BaseException:
-            self._thread.release()
-            raise
 
     def __exit__(self, *_: object) -> None:
-        self._locks.release(0)
-        self._thread.release()
+        self.release(0)
 
-    def close(self) -> None:
-        """Release the lock. Idempotent."""
-        self._locks.close()
+    def beat(self) -> bool:
+        if self._held and self.threads.acquire(blocking=False):
+            try:
+                if self._held:
+                    self.release(0)
+            finally:
+                self.threads.release()
+        return super().beat()
 
 
 class Activity:

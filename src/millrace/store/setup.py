@@ -83,7 +83,7 @@ def open_directory(directory: Path, rebuild: Rebuild, *, on_dropped: Callable[[]
         require_file(directory / _LOCK, alone=True)  # signs of life are written to it
         # Without a limit: a rebuild may take long.
         lock = FileLock(directory / _LOCK, f"the process that sets up the cache in {directory}", limit=math.inf)
-        with closing(lock), lock:
+        with closing(lock), lock.threads, lock:
             _require_format(directory, _read_marker(directory))  # before anything is changed
             if close_folder(directory):
                 _discard(directory, ("index", *_DATA_FOLDERS), "every user of this machine could write there")

@@ -365,7 +365,13 @@ class IndexTransactions:
 
     def _open_tables(self) -> list[Table]:
         # With LMDB the handle of a table takes a transaction that writes.
-        with self._errors(lmdb.Error), self._write_lock, self._guard, self._env.begin(write=True) as txn:
+        with (
+            self._errors(lmdb.Error),
+            self._write_lock.threads,
+            self._write_lock,
+            self._guard,
+            self._env.begin(write=True) as txn,
+        ):
             self.signals.lower_to(txn.id() - 1)
             return [Table.named(name, self._env.open_db(name, txn=txn)) for name in _TABLES]
 
@@ -388,7 +394,13 @@ class IndexTransactions:
 
     def table(self, name: bytes) -> Table:
         """The table of this name, created if it is missing."""
-        with self._errors(lmdb.Error), self._write_lock, self._guard, self._env.begin(write=True) as txn:
+        with (
+            self._errors(lmdb.Error),
+            self._write_lock.threads,
+            self._write_lock,
+            self._guard,
+            self._env.begin(write=True) as txn,
+        ):
             return Table.named(name, self._env.open_db(name, txn=txn))
 
     @contextmanager
@@ -412,7 +424,13 @@ class IndexTransactions:
 
     @contextmanager
     def _writing(self, table: Table | None = None, *, views: bool = False) -> Iterator[Writing]:
-        with self._errors(lmdb.Error), self._write_lock, self._guard, self._env.begin(write=True, buffers=True) as raw:
+        with (
+            self._errors(lmdb.Error),
+            self._write_lock.threads,
+            self._write_lock,
+            self._guard,
+            self._env.begin(write=True, buffers=True) as raw,
+        ):
             if self._noted:
                 self._drop_noted(raw)
             yield self._wrapped(raw, table, views=views)
@@ -516,7 +534,7 @@ class IndexTransactions:
                     table.unseal(key, record)
                     if not finder.set_key(key):
                         raise self._guard.damaged("its keys are not in order")
-        with self._errors(lmdb.Error), self._write_lock, self._guard:
+        with self._errors(lmdb.Error), self._write_lock.threads, self._write_lock, self._guard:
             raw = self._env.begin(write=True)
             try:
                 # No free pages in a row are enough for this record, so LMDB reads the whole list of them.

@@ -122,7 +122,9 @@ import os, signal, sys
 from pathlib import Path
 from millrace.runtime.locks import FileLock
 
-FileLock(Path(sys.argv[1]) / "millrace/local/setup.lock", "this process").__enter__()
+lock = FileLock(Path(sys.argv[1]) / "millrace/local/setup.lock", "this process")
+lock.threads.acquire()
+lock.__enter__()
 print("setting up", flush=True)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
@@ -147,6 +149,7 @@ def test_process_waits_for_a_running_rebuild(data: Path) -> None:
     cache = data / "cache"
     assert run(READER, cache, data).stdout == "right\n"
     lock = FileLock(cache / "millrace/local/setup.lock", "this process")
+    lock.threads.acquire()
     lock.__enter__()
     command = [sys.executable, "-c", READER, str(cache), str(data)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as reader:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import StorageError
-from millrace.runtime.locks import FileLock, NamedLocks, locked_directory
+from millrace.runtime.locks import FileLock, NamedLocks, SharedLocks, lock_number, locked_directory
 
 HOLD = (
     "import pathlib, sys; from millrace.runtime.locks import FileLock;"
-    "lock = FileLock(pathlib.Path(sys.argv[1]), 'a process'); lock.__enter__(); print('held', flush=True); sys.stdin.read()"
+    "lock = FileLock(pathlib.Path(sys.argv[1]), 'a process'); lock.threads.acquire(); lock.__enter__(); print('held', flush=True); sys.stdin.read()"
 )
 
 
@@ -49,9 +49,9 @@ def test_file_lock_whose_holder_is_stopped_raises(tmp_path: Path) -> None:
         assert str(tmp_path) in str(raised.value)
         other.kill()
         other.wait()
-        with lock:
+        with lock.threads, lock:
             pass
-        with lock:  # it was released
+        with lock.threads, lock:  # it was released
             pass
     lock.close()
 
@@ -74,7 +74,7 @@ def test_file_lock_whose_holder_is_stopped_raises_at_once_the_second_time(
         assert pauses == []
         other.kill()
         other.wait()
-    with lock:
+    with lock.threads, lock:
         pass
     lock.close()
 
@@ -85,7 +85,8 @@ def test_file_lock_taken_again_after_another_process_has_the_sign_of_its_holder(
     lock = FileLock(path, "a process")
     code = (
         "import pathlib, sys; from millrace.runtime import locks; locks.TICK_SECONDS = 1000;"
-        "lock = locks.FileLock(pathlib.Path(sys.argv[1]), 'a process'); lock.__enter__(); lock.__exit__();"
+        "lock = locks.FileLock(pathlib.Path(sys.argv[1]), 'a process'); lock.threads.acquire();"
+        "lock.__enter__(); lock.__exit__();"
         "print('released', flush=True); sys.stdin.readline(); lock.__enter__(); print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(path)]
@@ -94,12 +95,12 @@ def test_file_lock_taken_again_after_another_process_has_the_sign_of_its_holder(
         assert other.stdout is not None
         try:
             assert other.stdout.readline() == "released\n"
-            with lock:
-                assert lock._locks.sign_of(0)[1] == os.getpid()
+            with lock.threads, lock:
+                assert lock.sign_of(0)[1] == os.getpid()
             other.stdin.write("\n")
             other.stdin.flush()
             assert other.stdout.readline() == "held\n"
-            assert lock._locks.sign_of(0)[1] == other.pid
+            assert lock.sign_of(0)[1] == other.pid
         finally:
             other.kill()
     lock.close()
@@ -108,6 +109,7 @@ def test_file_lock_taken_again_after_another_process_has_the_sign_of_its_holder(
 def test_file_lock_is_not_released_in_the_middle_of_a_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The beat would replace the sign of the next holder."""
     lock = FileLock(tmp_path / "lock", "a process")
+    lock.threads.acquire()
     lock.__enter__()
     writing, proceed = threading.Event(), threading.Event()
 
@@ -115,8 +117,8 @@ def test_file_lock_is_not_released_in_the_middle_of_a_beat(tmp_path: Path, monke
         writing.set()
         assert proceed.wait(60)
 
-    monkeypatch.setattr(lock._locks, "_write_sign", write_sign)
-    beat = threading.Thread(target=lock._locks.beat)
+    monkeypatch.setattr(lock, "_write_sign", write_sign)
+    beat = threading.Thread(target=lock.beat)
     beat.start()
     assert writing.wait(60)
     release = threading.Thread(target=lock.__exit__)
@@ -129,32 +131,66 @@ def test_file_lock_is_not_released_in_the_middle_of_a_beat(tmp_path: Path, monke
     lock.close()
 
 
-def test_file_lock_held_by_another_thread_raises_after_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("millrace.runtime.locks.WORKING_SECONDS", 0.3)
+def test_file_lock_held_by_another_thread_is_taken_after_its_release(tmp_path: Path) -> None:
     lock = FileLock(tmp_path / "lock", "a thread")
-    inside, proceed, refused = threading.Event(), threading.Event(), []
+    inside, proceed, order = threading.Event(), threading.Event(), []
 
     def hold() -> None:
-        with lock:
+        with lock.threads, lock:
             inside.set()
             proceed.wait(120)
+            order.append("first")
 
     thread = threading.Thread(target=hold)
     thread.start()
     assert inside.wait(120)
-    try:
-        with lock:
-            pytest.fail("two hold the lock")
-    except StorageError as error:
-        refused.append(error)
     proceed.set()
+    with lock.threads, lock:
+        order.append("second")
     thread.join()
-    assert refused
-    with lock:
-        pass
+    assert order == ["first", "second"]
     lock.close()
+
+
+def test_file_lock_that_an_interrupt_left_locked_becomes_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a Ctrl-C at the first instruction of `release`, while the process lives on and writes signs of life."""
+    path = tmp_path / "lock"
+    lock, other = FileLock(path, "a process"), FileLock(path, "another one")
+    release = SharedLocks.release
+
+    def interrupted(self: SharedLocks, number: int) -> None:
+        monkeypatch.setattr(SharedLocks, "release", release)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SharedLocks, "release", interrupted)
+    with pytest.raises(KeyboardInterrupt), lock.threads, lock:
+        pass
+    with other.threads, other:
+        pass
+    with lock.threads, lock:
+        pass
+    for each in (lock, other):
+        each.close()
+
+
+@pytest.mark.parametrize("method", ["acquire", "release"])
+def test_named_lock_is_free_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    path = tmp_path / "locks"
+    locks, other = NamedLocks(path), NamedLocks(path)
+    original = getattr(locks, method)
+
+    def interrupted(number: int) -> None:
+        monkeypatch.setattr(locks, method, original)
+        if method == "acquire":  # an interrupt right after it
+            original(number)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(locks, method, interrupted)
+    with pytest.raises(KeyboardInterrupt), locks.hold(b"a"):
+        pass
+    assert other.try_acquire(lock_number(b"a"))
+    for each in (locks, other):
+        each.close()
 
 
 @pytest.mark.usefixtures("impatient")
@@ -163,7 +199,7 @@ def test_file_lock_of_a_killed_parent_is_free_while_its_child_runs(tmp_path: Pat
     path = tmp_path / "lock"
     code = (
         "import os, pathlib, sys, time; from millrace.runtime.locks import FileLock;"
-        "lock = FileLock(pathlib.Path(sys.argv[1]), 'a process'); lock.__enter__();"
+        "lock = FileLock(pathlib.Path(sys.argv[1]), 'a process'); lock.threads.acquire(); lock.__enter__();"
         "child = os.fork(); print(child, flush=True) if child else None; time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as other:

@@ -327,7 +327,8 @@ def test_index_with_stopped_writer_is_readable_but_not_writable(
     entry = index.create(bytes(range(16)), 100, 100, NAME)
     code = (
         "import pathlib, sys; from millrace.runtime.locks import FileLock;"
-        "lock = FileLock(pathlib.Path(sys.argv[1]), 'a writer'); lock.__enter__(); print('held', flush=True);"
+        "lock = FileLock(pathlib.Path(sys.argv[1]), 'a writer'); lock.threads.acquire(); lock.__enter__();"
+        "print('held', flush=True);"
         "sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path / WRITE_LOCK_NAME)]

@@ -180,8 +180,8 @@ class Fetcher:
         locks, key = self.disk.locks, self.lock_key(0)
         wait = LockWait(locks)
         while True:
-            locked = locks.try_acquire(key)
             try:
+                locked = locks.try_acquire(key)
                 # Another process may have stored it between the caller's lookup and the lock.
                 if self.complete_stored(0, flight, self.location):
                     return
@@ -189,8 +189,7 @@ class Fetcher:
                     self.fetch_part(_ONE_BLOCK, {0: flight}, self.location)
                     return
             finally:
-                if locked:
-                    locks.release(key)
+                locks.let_go(key)
             time.sleep(wait.next_pause())
 
     def fail(self, flights: dict[int, Flight], error: BaseException) -> None:

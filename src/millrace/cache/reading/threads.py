@@ -97,13 +97,14 @@ class _Pausing:
     """Calls functions after a pause, all from one thread, which exists while calls are pending."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered instead of its condition, which an interrupt could leave locked
+        self._changed = threading.Condition(self._lock)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()  # of two that are due at once the older is called first
         self._running = False
 
     def call_after(self, seconds: float, function: Callable[[], None]) -> None:
-        with self._changed:
+        with self._lock:
             if not self._running:  # if no thread can be started this raises, and nothing was scheduled
                 threading.Thread(target=self._run, name="millrace-pausing", daemon=True).start()
                 self._running = True
@@ -112,7 +113,7 @@ class _Pausing:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 if not self._due:
                     self._running = False
                     return
