@@ -14,6 +14,7 @@ from fsspec.core import get_compression, has_magic
 from millrace.errors import (
     IsDirectoryError,
     NotDirectoryError,
+    ObjectChangedError,
     ObjectExistsError,
     ObjectNotFoundError,
     StorageError,
@@ -146,7 +147,14 @@ class WritingFileSystem(ListingFileSystem):
         if source == target or self.isdir(source):
             return
         self.require_new_file_name(path2)
-        with self.open(path1) as file, self.open(target, "wb") as copy:
+        try:
+            self._copy(source, target)
+        except ObjectChangedError:  # since its metadata was cached; nothing was published
+            self._changed(source)
+            self._copy(source, target)
+
+    def _copy(self, source: str, target: str) -> None:
+        with self.open(source) as file, self.open(target, "wb") as copy:
             while data := file.read(_COPY_BYTES):
                 copy.write(data)
 

@@ -50,5 +50,14 @@ def disk_errors(path: str | Path) -> Iterator[None]:
             ) from error
         if error.errno in _NO_DESCRIPTORS:
             raise StorageError(f"{path}: {error.strerror}", next_step="raise the limit with 'ulimit -n'") from error
+        if error.errno == errno.EFBIG:
+            raise _too_large(path) from error
         kind = FailingDiskError if error.errno in FAILING_ERRNOS else StorageError
         raise kind(f"{path}: {error.strerror}", next_step="check the disk and its permissions") from error
+    except OverflowError as error:  # a size that no file has
+        raise _too_large(path) from error
+
+
+def _too_large(path: str | Path) -> DiskFullError:
+    """The disk is healthy: only this object is not stored."""
+    return DiskFullError(f"{path}: larger than a file on this disk can be", next_step="use another file system")

@@ -15,7 +15,8 @@ from millrace.runtime.locks import FileLock, NamedLocks, SharedLocks, lock_numbe
 
 HOLD = (
     "import pathlib, sys; from millrace.runtime.locks import FileLock;"
-    "lock = FileLock(pathlib.Path(sys.argv[1]), 'a process'); lock.threads.acquire(); lock.__enter__(); print('held', flush=True); sys.stdin.read()"
+    "lock = FileLock(pathlib.Path(sys.argv[1]), 'a process'); lock.threads.acquire();"
+    "lock.__enter__(); print('held', flush=True); sys.stdin.read()"
 )
 
 

@@ -295,8 +295,9 @@ class _Run:
         except RuntimeError as error:  # the interpreter is shutting down
             if not self._waited_for:
                 emit(Event(name="cache.prefetch.refused", subject=shown_key(self._fetcher.key), detail=str(error)))
-            if self._begun.acquire(blocking=False):
-                self._refused()
+                self._begin(self._refused)
+            else:
+                self._begin(self._continue)  # in the caller's thread: a thread that outlives the main one reads on
 
     def hasten(self) -> None:
         """Begin in the other pool if a thread waits for blocks of a prefetch that has not begun."""
@@ -305,10 +306,10 @@ class _Run:
             if not self._begun.locked():
                 self.submit()
 
-    def _begin(self) -> None:
+    def _begin(self, how: Callable[[], None] | None = None) -> None:
         if self._begun.acquire(blocking=False):  # else the other pool was first
             self._wait = LockWait(self._fetcher.disk.locks)
-            self._continue()
+            (how or self._continue)()
 
     def _continue(self) -> None:
         fetcher, again = self._fetcher, True

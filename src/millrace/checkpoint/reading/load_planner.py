@@ -159,6 +159,8 @@ def _naming(keys: Iterable[str], error: StateMismatchError) -> StateMismatchErro
 def _mismatch(value: Any, described: Any) -> str | None:
     if not isinstance(described, TensorStorageMetadata):
         return None
+    if isinstance(value, torch.nn.parameter.UninitializedTensorMixin):
+        return "is a tensor in the checkpoint and a parameter without a shape in the state: initialize the module first"
     if isinstance(value, torch.Tensor):
         if value.shape == described.size:
             return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,7 +16,7 @@ from millrace.checkpoint.arguments import whole_number
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, DataFile, Manifest
 from millrace.checkpoint.storage.layered import StoredChunks, StoredManifest, files_exist
 from millrace.checkpoint.storage.manifests import stat_data_file
-from millrace.checkpoint.storage.storage import CheckpointStorage
+from millrace.checkpoint.storage.storage import CheckpointStorage, LocalStorage
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -95,7 +97,13 @@ def copy_checkpoint(
     skipped_bytes = sum(file.size for file in skipped) + (manifest_bytes if complete else 0)
     copied_bytes = sum(file.size for file in missing) + (0 if complete else manifest_bytes)
     meter = _Meter(progress, done=skipped_bytes, total=skipped_bytes + copied_bytes)
-    _copy_all(source, target, stored.manifest, missing, meter, threads)
+    try:
+        _copy_all(source, target, stored.manifest, missing, meter, threads)
+    except BaseException:
+        if isinstance(target, LocalStorage):
+            with contextlib.suppress(OSError):  # it has files
+                os.rmdir(target.url)
+        raise
     if manifest and not complete:
         own = set(wanted)
         _require(target, [file for file in dict.fromkeys(stored.manifest.files) if file not in own])

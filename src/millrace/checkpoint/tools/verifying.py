@@ -122,6 +122,8 @@ def verify_checkpoint(
                 found = len(damages) + sum(len(each.problems) for each in checks)
                 progress(WorkProgress(done_bytes=done, total_bytes=total, problems=found))
         damages += check.damages()
+    if damages:
+        _require_present(storage, manifests)
     return VerifyReport(
         url=storage.url,
         files=sum(len(manifest.files) for manifest in manifests),
@@ -131,6 +133,18 @@ def verify_checkpoint(
         decoded=all(check.decodes for check in checks),
         seconds=time.monotonic() - began,
     )
+
+
+def _require_present(storage: CheckpointStorage, before: Sequence[Manifest]) -> None:
+    """Raise `CheckpointNotFoundError` if the checkpoint was pruned or saved again meanwhile: that is not damage."""
+    try:
+        now = [manifest.save_id for manifest in _manifests(storage)[0]]
+    except CheckpointNotFoundError:
+        now = []
+    if [manifest.save_id for manifest in before] != now:
+        raise CheckpointNotFoundError(
+            f"{storage.url} was removed or replaced while it was checked", next_step="check another checkpoint"
+        )
 
 
 def _manifests(storage: CheckpointStorage) -> tuple[list[Manifest], list[Damage]]:

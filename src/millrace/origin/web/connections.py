@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import encodings.idna  # noqa: F401  # otherwise imported by the thread that looks up a host, see `runtime.importing`
 import functools
+import http.client
 import logging
+import math
 import os
 import queue
 import socket
@@ -33,6 +35,7 @@ from millrace.origin.reachability import Cause, cause_of, diagnose, note_answer,
 from millrace.origin.web.addresses import redirected, shown
 from millrace.origin.web.options import SILENCE_SECONDS
 from millrace.runtime import forks
+from millrace.runtime.maintenance import PeriodicThread
 
 Result = TypeVar("Result")
 
@@ -66,12 +69,92 @@ class _ForkSafeQueue(queue.LifoQueue[Any]):
 _queues = forks.objects_reset_in_child(_ForkSafeQueue.renew)
 
 
+class _Head:
+    """The lines of a response's head. `is_cut` when the connection ended before the empty line after them."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self.is_cut = file, False
+
+    def readline(self, limit: int = -1) -> bytes:
+        line: bytes = self._file.readline(limit)
+        self.is_cut = self.is_cut or not line
+        return line
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _WholeHead(http.client.HTTPResponse):
+    """Refuses a head that is cut, which Python's class takes for a response without a body."""
+
+    def begin(self) -> None:
+        file: Any = self.fp
+        head: Any = _Head(file)
+        self.fp = head
+        try:
+            super().begin()
+        finally:
+            if self.fp is head:
+                self.fp = file
+        if head.is_cut:
+            raise http.client.RemoteDisconnected("the connection ended in the head of the response")
+
+
+class _HttpConnection(urllib3.connection.HTTPConnection):
+    response_class = _WholeHead
+
+    def getresponse(self) -> urllib3.HTTPResponse:  # type: ignore[override]  # as in urllib3
+        with _in_time(self):
+            return super().getresponse()
+
+
+class _HttpsConnection(urllib3.connection.HTTPSConnection):
+    response_class = _WholeHead
+
+    def getresponse(self) -> urllib3.HTTPResponse:  # type: ignore[override]  # as in urllib3
+        with _in_time(self):
+            return super().getresponse()
+
+
 class _HttpPool(urllib3.HTTPConnectionPool):
     QueueCls = _ForkSafeQueue
+    ConnectionCls = _HttpConnection
 
 
 class _HttpsPool(urllib3.HTTPSConnectionPool):
     QueueCls = _ForkSafeQueue
+    ConnectionCls = _HttpsConnection
+
+
+# The sockets that wait for the head of a response, and when it must be complete, in monotonic seconds. The timeout of a
+# socket begins again with every byte.
+_heads: dict[socket.socket, float] = {}
+_watch = PeriodicThread("millrace-heads")
+
+
+def _shut_down_late_heads() -> bool:
+    now = time.monotonic()
+    for sock, deadline in list(_heads.items()):
+        if now > deadline and _heads.pop(sock, None) is not None:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                sock.shutdown(socket.SHUT_RDWR)
+    return bool(_heads)
+
+
+@contextlib.contextmanager
+def _in_time(connection: Any) -> Iterator[None]:
+    """Shut the connection down when the head of its response takes longer than the connection's timeout."""
+    sock, seconds = connection.sock, connection.timeout
+    if sock is None or not isinstance(seconds, int | float):
+        yield
+        return
+    _heads[sock] = time.monotonic() + seconds
+    try:
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending, and starts no threads
+            _watch.register(_shut_down_late_heads)
+        yield
+    finally:
+        _heads.pop(sock, None)
 
 
 class _Quiet(logging.Filter):
@@ -103,9 +186,11 @@ class Response:
     `url` is the final URL after redirects. For one thread.
     """
 
-    def __init__(self, response: urllib3.BaseHTTPResponse, url: str) -> None:
+    def __init__(self, response: urllib3.BaseHTTPResponse, url: str, seconds: float = math.inf) -> None:
+        """`seconds`: the longest time until the end of the body."""
         self._response = response
         self.url = url
+        self._deadline = time.monotonic() + seconds
 
     @property
     def status(self) -> int:
@@ -133,6 +218,11 @@ class Response:
 
     def _read_part(self, size: int) -> bytes:
         """The bytes in the socket, at most `size`, so that the caller notices a server that sends very slowly."""
+        if time.monotonic() > self._deadline:
+            raise OriginUnavailableError(
+                f"{shown(self.url)} takes longer than the option 'timeout' allows",
+                next_step="raise it, or try again later",
+            )
         with _translated(self.url):
             part: bytes = self._response.read1(size)
             return part
@@ -245,7 +335,7 @@ class Connections:
                 decode_content=False,
             )
         note_answer(url)
-        return Response(response, url)
+        return Response(response, url, limiter.request_seconds)
 
     def _manager(self, url: str) -> urllib3.PoolManager:
         if not self._owner.is_this_process:  # the parent's connections belong to the parent

@@ -64,8 +64,19 @@ def content_range(headers: Headers) -> ContentRange | None:
 
 
 def content_length(headers: Headers) -> int | None:
-    """The size of the body in bytes; None if the response does not have it (as with chunks)."""
-    return None if "Transfer-Encoding" in headers else number(headers.get("Content-Length"))
+    """The size of the body in bytes; None if the response does not have it (as with chunks).
+
+    Raises `OriginUnavailableError` for an invalid value: the end of the body is then unknown (RFC 9112, 6.3).
+    """
+    text = headers.get("Content-Length")
+    if text is None or "Transfer-Encoding" in headers:
+        return None
+    size = number(text)
+    if size is None or size >= 1 << 63:
+        raise OriginUnavailableError(
+            f"the response has the length {text!r:.40}", next_step="check the server, and proxies before it"
+        )
+    return size
 
 
 def number(text: str | None) -> int | None:

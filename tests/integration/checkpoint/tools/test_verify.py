@@ -318,3 +318,16 @@ def test_verify_of_unverifiable_checkpoint_raises_with_the_reason(tmp_path: Path
         verify_checkpoint(tmp_path / "nothing")
     with pytest.raises(ConfigurationError):
         verify_checkpoint(tmp_path / "stock", threads=0)
+
+
+def test_checkpoint_that_is_removed_during_the_check_is_not_damaged(tmp_path: Path) -> None:
+    dcp.save({"a": torch.randn(1000, 1000)}, storage_writer=CheckpointWriter(tmp_path / "c", sync_files=False))
+
+    def remove(_: object) -> None:
+        shutil.rmtree(tmp_path / "c", ignore_errors=True)
+
+    (tmp_path / "c" / "manifest.millrace").read_bytes()
+    for file in (tmp_path / "c").glob("data-*"):
+        file.write_bytes(file.read_bytes()[:100])  # and damaged before: the removal counts
+    with pytest.raises(CheckpointNotFoundError, match="removed or replaced while it was checked"):
+        verify_checkpoint(str(tmp_path / "c"), progress=remove)

@@ -1,0 +1,90 @@
+"""Servers that send correct bytes too slowly, or lie about their length."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from millrace.errors import OriginUnavailableError
+from millrace.origin import open_origin
+
+BODY = b"0123456789" * 100
+
+
+@contextmanager
+def serving(answer: Callable[[socket.socket, threading.Event], None]) -> Iterator[str]:
+    """A server whose connections are each answered by `answer`, which ends when the event is set."""
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                threading.Thread(target=respond, args=(connection,), daemon=True).start()
+
+        def respond(connection: socket.socket) -> None:
+            with connection:
+                try:
+                    connection.recv(65536)
+                    answer(connection, ended)
+                except OSError:
+                    pass  # the client closed it
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}/x"
+        finally:
+            ended.set()
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def dripping_head(connection: socket.socket, ended: threading.Event) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\nX-Long: ")
+    while not ended.wait(0.2):
+        connection.sendall(b"x")
+
+
+def endless_continue(connection: socket.socket, ended: threading.Event) -> None:
+    while not ended.wait(0.2):
+        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def dripping_body(connection: socket.socket, ended: threading.Event) -> None:
+    connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\nETag: "1"\r\n\r\n')
+    while not ended.wait(0.2):
+        connection.sendall(b"x")
+
+
+def endless_chunks(connection: socket.socket, ended: threading.Event) -> None:
+    connection.sendall(b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nETag: "1"\r\n\r\n')
+    while not ended.wait(0.01):
+        connection.sendall(b"400\r\n" + bytes(1024) + b"\r\n")
+
+
+@pytest.mark.parametrize("answer", [dripping_head, endless_continue, dripping_body, endless_chunks])
+def test_slow_response_ends_within_the_timeout(answer: Callable[[socket.socket, threading.Event], None]) -> None:
+    """The servers would send for ever. The test's own time limit is the one of all tests."""
+    with serving(answer) as url:
+        origin = open_origin("http", {}, limits={"timeout": "3s"})
+        with pytest.raises(OriginUnavailableError):
+            origin.read(url, 0, 1000, version=None)
+
+
+@pytest.mark.parametrize("length", ["abc", "-5", "10, 1000", str(1 << 63), "1000.0"])
+def test_response_with_invalid_length_is_not_taken_as_the_object(length: str) -> None:
+    def answer(connection: socket.socket, _: threading.Event) -> None:
+        connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode() + BODY)
+
+    with serving(answer) as url:
+        origin = open_origin("http", {}, limits={"timeout": "1s"})
+        with pytest.raises(OriginUnavailableError):
+            origin.head(url)
