@@ -105,7 +105,8 @@ def verify_checkpoint(
     `progress` is called in this thread from time to time. Memory: 10 MiB per thread, 40 MiB with deltas. The report
     contains all damage, including that of manifests. Raises `CheckpointNotFoundError`, `UnsupportedFormatError`,
     `UsageError` for a checkpoint of torch's own writer, and errors of a storage that denies access (`DeniedError`) or does
-    not respond (`RetryableError`).
+    not respond (`RetryableError`). A checkpoint that is removed or saved again meanwhile is not damaged: then
+    `CheckpointNotFoundError` or `ChangedError` is raised.
     """
     if threads is not None and threads < 1:
         raise ConfigurationError(f"threads={threads}", next_step="give a positive number")
@@ -122,6 +123,8 @@ def verify_checkpoint(
                 found = len(damages) + sum(len(each.problems) for each in checks)
                 progress(WorkProgress(done_bytes=done, total_bytes=total, problems=found))
         damages += check.damages()
+    if damages:
+        _require_unchanged(storage, manifests)
     return VerifyReport(
         url=storage.url,
         files=sum(len(manifest.files) for manifest in manifests),
@@ -158,6 +161,18 @@ def _manifests(storage: CheckpointStorage) -> tuple[list[Manifest], list[Damage]
         for rank in ranks:
             read(rank)
     return found, damages
+
+
+def _require_unchanged(storage: CheckpointStorage, manifests: Sequence[Manifest]) -> None:
+    """Raise `CheckpointNotFoundError` or `ChangedError` if `manifests` were removed or replaced after they were read."""
+    try:
+        now, _ = _manifests(storage)
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"{storage.url} was removed while it was checked", next_step="check another checkpoint"
+        ) from error
+    if not {each.save_id for each in now} <= {each.save_id for each in manifests}:
+        raise ChangedError(f"{storage.url} was saved again while it was checked", next_step="check it again")
 
 
 # --- groups of chunks (pure) ------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from millrace.cli.checkpoints.common import (
     threads_option,
 )
 from millrace.cli.commands import LibraryCommand
-from millrace.cli.common import counted, endpoint_option, json_option, print_json
+from millrace.cli.common import counted, endpoint_option, json_option, print_json, print_note
 from millrace.errors import printable
 from millrace.figures import size_text
 
@@ -48,6 +48,7 @@ def verify(
     Exit code 3: damage was found. 1: something could not be checked.
     """
     from millrace.checkpoint.tools.verifying import verify_checkpoint
+    from millrace.errors import CheckpointNotFoundError
 
     if every and step is not None:
         raise click.UsageError("verify takes --step or --all, not both")
@@ -55,8 +56,14 @@ def verify(
     reports = []
     for place in urls:
         display = Display("checked")
-        with shown(display):
-            report = verify_checkpoint(place, options_of(place, endpoint_url), threads=threads, progress=display)
+        try:
+            with shown(display):
+                report = verify_checkpoint(place, options_of(place, endpoint_url), threads=threads, progress=display)
+        except CheckpointNotFoundError as error:
+            if not every:
+                raise
+            print_note(f"{error.message}: not counted")  # pruned since it was listed
+            continue
         reports.append(report)
         if not as_json:
             _show(report)
