@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -112,4 +113,9 @@ def _chunk_bytes(manifest: Manifest) -> int:
 def _metrics(found: Any) -> dict[str, float]:
     if not isinstance(found, Mapping):
         return {}
-    return {str(key): float(value) for key, value in found.items() if isinstance(value, int | float)}
+    figures: dict[str, float] = {}
+    for key, value in found.items():
+        if isinstance(value, int | float):
+            with contextlib.suppress(OverflowError):  # an integer beyond all floats, which only other writers store
+                figures[str(key)] = float(value)
+    return figures
