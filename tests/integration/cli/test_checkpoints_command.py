@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemWriter
 
 from millrace.checkpoint import CheckpointManager, CheckpointWriter
+from millrace.checkpoint.tools import verifying
 from millrace.cli import main
 from millrace.origin import open_origin
 from millrace.testing.region import EmulatedRegion
@@ -282,6 +283,20 @@ def test_manifest_that_the_disk_cannot_read_is_reported_with_the_others(call, ru
     code, out, _ = call("prune", run, "--keep", 1, "--yes")
     assert code == 0
     assert f"{name_of(10)} cannot be read: it stays" in out
+
+
+def test_verify_of_all_skips_a_checkpoint_that_is_pruned_meanwhile(call, run: Path, monkeypatch) -> None:
+    def verify(url: str, *arguments, **options):
+        if url.endswith(name_of(20)):
+            (Path(url) / "manifest.millrace").unlink()
+        return original(url, *arguments, **options)
+
+    original = verifying.verify_checkpoint
+    monkeypatch.setattr(verifying, "verify_checkpoint", verify)
+    code, out, err = call("verify", run, "--all")
+    assert (code, out.splitlines()[-1]) == (0, "2 checkpoints: all good")
+    assert f"{run / name_of(20)}: not counted" in err
+    assert call("verify", run / name_of(20))[0] == 1
 
 
 def test_verify_with_missing_base_file_names_it(call, run: Path) -> None:

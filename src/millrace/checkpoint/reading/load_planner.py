@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.nn.parameter import is_lazy
 
 from millrace.checkpoint.state.flattening import (
     PLAIN_TENSORS,
@@ -159,8 +160,10 @@ def _naming(keys: Iterable[str], error: StateMismatchError) -> StateMismatchErro
 def _mismatch(value: Any, described: Any) -> str | None:
     if not isinstance(described, TensorStorageMetadata):
         return None
-    if isinstance(value, torch.nn.parameter.UninitializedTensorMixin):
-        return "is a tensor in the checkpoint and a parameter without a shape in the state: initialize the module first"
+    if is_lazy(value):
+        return (
+            f"has shape {tuple(described.size)} in the checkpoint, and none yet in the state: run its lazy module once"
+        )
     if isinstance(value, torch.Tensor):
         if value.shape == described.size:
             return None

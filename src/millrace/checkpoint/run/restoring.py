@@ -44,6 +44,7 @@ from millrace.errors import (
 from millrace.events import Event, emit
 
 _NAMED = 3
+_MAX_LIST_INDEX = 1 << 20
 
 
 # --- which checkpoint -----------------------------------------------------------------------------
@@ -225,7 +226,7 @@ class _RunLoadPlanner(CheckpointLoadPlanner):
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
         described: Mapping[str, Any] = metadata.state_dict_metadata
-        saved = self._by_member(described, metadata.planner_data or {})
+        saved = self._by_member(described, _paths_of(metadata))
         for name, value in self._members.items():
             if isinstance(value, torch.optim.Optimizer):
                 self._drop_later_state(state_dict[name], f"{name}.state.", saved.get(str(name), ()))
@@ -291,6 +292,16 @@ class _RunLoadPlanner(CheckpointLoadPlanner):
         return any(isinstance(value, OptionalKeys) and _is_below(key, name) for name, value in self._members.items())
 
 
+def _paths_of(metadata: Any) -> Mapping[str, Sequence[Any]]:
+    """The paths of the checkpoint's keys in the saved state. Raises `CorruptCheckpointError` for other planner data."""
+    paths = metadata.planner_data or {}
+    if isinstance(paths, dict) and all(path and isinstance(path, tuple) for path in paths.values()):
+        return paths
+    raise CorruptCheckpointError(
+        "the planner data of the checkpoint has an invalid path", next_step="restore another checkpoint"
+    )
+
+
 def _is_below(key: str, name: str) -> bool:
     return key == name or key.startswith(f"{name}.")
 
@@ -300,9 +311,10 @@ def _complete(
 ) -> Iterator[tuple[Any, Any, WrapperSlot]]:
     """Add the keys that only the checkpoint has to an object's `state_dict`, as empty values for the reader to fill.
 
-    Yields each container and key into which a wrapper tensor is put after it was read.
+    Yields each container and key into which a wrapper tensor is put after it was read. Raises `StateMismatchError` where the
+    object has a list or a value in place of the container in the checkpoint.
     """
-    paths: Mapping[str, Sequence[Any]] = metadata.planner_data or {}
+    paths = _paths_of(metadata)
     for key in absent:
         described = metadata.state_dict_metadata[key]
         if isinstance(described, BytesStorageMetadata):
@@ -319,11 +331,13 @@ def _complete(
         path = list(paths.get(key, key.split(".")))[1:]
         try:
             place = _put(template, path, empty, numbered=isinstance(value, torch.optim.Optimizer))
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise CorruptCheckpointError(
-                f"the checkpoint has {key!r} at {path!r:.200}, which leads through a value of {name!r}",
-                next_step="build the object with the settings of the saved one, or restore another step",
-            ) from error
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            mismatch = StateMismatchError(
+                f"{key!r} of the checkpoint has no place in {name!r}, which has values of other kinds there",
+                next_step="build it with the settings with which it was saved, or choose others with keys=",
+            )
+            mismatch.keys = (key,)
+            raise mismatch from error
         if isinstance(empty, WrapperSlot):
             yield *place, empty
 
@@ -337,6 +351,8 @@ def _put(container: Any, path: list[Any], value: Any, *, numbered: bool) -> tupl
     for depth, part in enumerate(path):
         last = depth == len(path) - 1
         if isinstance(container, list):
+            if int(part) > _MAX_LIST_INDEX:
+                raise IndexError(f"the index {part} is impossibly large")
             while len(container) <= int(part):
                 container.append({} if not last else None)
             if last:

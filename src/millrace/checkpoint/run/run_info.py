@@ -113,9 +113,9 @@ def _chunk_bytes(manifest: Manifest) -> int:
 def _metrics(found: Any) -> dict[str, float]:
     if not isinstance(found, Mapping):
         return {}
-    values: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for key, value in found.items():
         if isinstance(value, int | float):
-            with contextlib.suppress(OverflowError):  # an integer that no float holds is not a metric
-                values[str(key)] = float(value)
-    return values
+            with contextlib.suppress(OverflowError):  # an integer beyond all floats, which only other writers store
+                figures[str(key)] = float(value)
+    return figures

@@ -331,9 +331,13 @@ class _Registry:
             self._in_flight.discard(pending)
 
     def drain_and_print(self) -> None:
-        for pending in tuple(self._in_flight):
+        while (pending := self._any_in_flight()) is not None:  # the end of a near save starts its upload
             wait_for(pending._ended)
         self.print_errors()
+
+    def _any_in_flight(self) -> PendingSave | None:
+        with self._lock:
+            return next((pending for pending in self._in_flight if not pending.done()), None)
 
     def print_errors(self) -> None:
         """Print the errors that were not seen, and the saves that did not end, to stderr."""

@@ -105,7 +105,8 @@ def verify_checkpoint(
     `progress` is called in this thread from time to time. Memory: 10 MiB per thread, 40 MiB with deltas. The report
     contains all damage, including that of manifests. Raises `CheckpointNotFoundError`, `UnsupportedFormatError`,
     `UsageError` for a checkpoint of torch's own writer, and errors of a storage that denies access (`DeniedError`) or does
-    not respond (`RetryableError`).
+    not respond (`RetryableError`). A checkpoint that is removed or saved again meanwhile is not damaged: then
+    `CheckpointNotFoundError` or `ChangedError` is raised.
     """
     if threads is not None and threads < 1:
         raise ConfigurationError(f"threads={threads}", next_step="give a positive number")
@@ -123,7 +124,7 @@ def verify_checkpoint(
                 progress(WorkProgress(done_bytes=done, total_bytes=total, problems=found))
         damages += check.damages()
     if damages:
-        _require_present(storage, manifests)
+        _require_unchanged(storage, manifests)
     return VerifyReport(
         url=storage.url,
         files=sum(len(manifest.files) for manifest in manifests),
@@ -133,18 +134,6 @@ def verify_checkpoint(
         decoded=all(check.decodes for check in checks),
         seconds=time.monotonic() - began,
     )
-
-
-def _require_present(storage: CheckpointStorage, before: Sequence[Manifest]) -> None:
-    """Raise `CheckpointNotFoundError` if the checkpoint was pruned or saved again meanwhile: that is not damage."""
-    try:
-        now = [manifest.save_id for manifest in _manifests(storage)[0]]
-    except CheckpointNotFoundError:
-        now = []
-    if [manifest.save_id for manifest in before] != now:
-        raise CheckpointNotFoundError(
-            f"{storage.url} was removed or replaced while it was checked", next_step="check another checkpoint"
-        )
 
 
 def _manifests(storage: CheckpointStorage) -> tuple[list[Manifest], list[Damage]]:
@@ -172,6 +161,18 @@ def _manifests(storage: CheckpointStorage) -> tuple[list[Manifest], list[Damage]
         for rank in ranks:
             read(rank)
     return found, damages
+
+
+def _require_unchanged(storage: CheckpointStorage, manifests: Sequence[Manifest]) -> None:
+    """Raise `CheckpointNotFoundError` or `ChangedError` if `manifests` were removed or replaced after they were read."""
+    try:
+        now, _ = _manifests(storage)
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"{storage.url} was removed while it was checked", next_step="check another checkpoint"
+        ) from error
+    if not {each.save_id for each in now} <= {each.save_id for each in manifests}:
+        raise ChangedError(f"{storage.url} was saved again while it was checked", next_step="check it again")
 
 
 # --- groups of chunks (pure) ------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from millrace.cli.checkpoints.common import (
     threads_option,
 )
 from millrace.cli.commands import LibraryCommand
-from millrace.cli.common import counted, endpoint_option, json_option, print_json, print_message
+from millrace.cli.common import counted, endpoint_option, json_option, print_json, print_note
 from millrace.errors import printable
 from millrace.figures import size_text
 
@@ -62,7 +62,7 @@ def verify(
         except CheckpointNotFoundError as error:
             if not every:
                 raise
-            print_message(str(error))  # pruned meanwhile
+            print_note(f"{error.message}: not counted")  # pruned since it was listed
             continue
         reports.append(report)
         if not as_json:

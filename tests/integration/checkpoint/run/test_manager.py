@@ -19,8 +19,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from millrace.checkpoint import CheckpointManager, CheckpointReader, KeepBest, KeepEvery, KeepLast
+from millrace.checkpoint import (
+    CheckpointManager,
+    CheckpointReader,
+    CheckpointWriter,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+)
 from millrace.checkpoint.run.claims import Claim
 from millrace.checkpoint.run.saving import SaveProgress
 from millrace.checkpoint.storage.storage import LocalStorage
@@ -285,6 +293,44 @@ class Stubborn:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise self.failure
+
+
+@pytest.mark.parametrize("now", [None, 5, "text", [1], torch.ones(2)])
+def test_restore_into_object_with_a_value_in_place_of_a_container_names_the_key(tmp_path, now):
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save(1, {"object": _Holder({"inner": {"a": {"b": torch.ones(3)}}})})
+        with pytest.raises(StateMismatchError, match=r"'object\.inner\.a\.b'.* has no place in 'object'"):
+            run.restore({"object": _Holder({"inner": now})})
+
+
+def test_restore_into_lazy_parameter_names_the_key(tmp_path):
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save(1, {"model": torch.nn.Linear(3, 2)})
+        with pytest.raises(StateMismatchError, match=r"'model\.weight' has shape \(2, 3\).* none yet in the state"):
+            run.restore({"model": torch.nn.LazyLinear(2)})
+
+
+class _Holder:
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_metric_beyond_all_floats_does_not_block_the_run(tmp_path):
+    run = tmp_path / "run"
+    record = {"run": {"metrics": {"loss": 0.5, "count": 10**400}}}
+    writer = CheckpointWriter(run / "step-000000000001", sync_files=False, user_metadata=record)
+    dcp.save({"a": torch.ones(3)}, storage_writer=writer)
+    with CheckpointManager(run, keep=1) as manager:
+        assert manager.metadata(1).metrics == {"loss": 0.5}
+        manager.save(2, {"a": torch.zeros(3)})
+        assert manager.steps() == [1, 2]
 
 
 @pytest.mark.parametrize("kind", [TypeError, AttributeError, IndexError, AssertionError, KeyError, ZeroDivisionError])

@@ -36,6 +36,20 @@ def steps_at(place: Any) -> list[int]:
     return [found.step for found in place.scan() if found.complete]
 
 
+def test_process_end_waits_for_the_upload_of_the_last_save_in_silence(tmp_path: Path) -> None:
+    script = """
+        import sys, torch
+        from millrace.checkpoint import CheckpointManager
+        run = CheckpointManager(sys.argv[1], local=sys.argv[2])
+        for step in range(1, 4):
+            run.save_async(step, {"w": torch.randn(300_000)})
+        """
+    arguments = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "run"), str(tmp_path / "near")]
+    ended = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert steps_at(open_run(tmp_path / "run")) == [1, 2, 3]
+
+
 def test_save_is_stored_near_first_and_then_at_the_origin(tmp_path: Path, bucket: S3Server) -> None:
     url, options = "s3://runs/first", bucket.target_options
     state, saved = make_state(), {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +15,17 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
+from typing_extensions import Buffer
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
 from millrace.checkpoint.codec.chunks import checksum
 from millrace.checkpoint.format.manifest import decode_manifest, encode_manifest
 from millrace.checkpoint.storage.manifests import read_manifest
-from millrace.checkpoint.storage.storage import LocalStorage, open_storage
+from millrace.checkpoint.storage.storage import LocalStorage, StoredFile, open_storage
 from millrace.checkpoint.tools import verifying
 from millrace.checkpoint.tools.verifying import verify_checkpoint
 from millrace.errors import (
+    ChangedError,
     CheckpointNotFoundError,
     ConfigurationError,
     CorruptCheckpointError,
@@ -320,14 +323,34 @@ def test_verify_of_unverifiable_checkpoint_raises_with_the_reason(tmp_path: Path
         verify_checkpoint(tmp_path / "stock", threads=0)
 
 
-def test_checkpoint_that_is_removed_during_the_check_is_not_damaged(tmp_path: Path) -> None:
-    dcp.save({"a": torch.randn(1000, 1000)}, storage_writer=CheckpointWriter(tmp_path / "c", sync_files=False))
+def _act_at_the_first_data_read(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
+    """Call `action` once, when the check reads the first chunks: the manifest was read before."""
+    actions = [action]
 
-    def remove(_: object) -> None:
-        shutil.rmtree(tmp_path / "c", ignore_errors=True)
+    def read(storage: LocalStorage, file: StoredFile, start: int, stop: int) -> Buffer:
+        if "data-" in file.name and actions:
+            actions.pop()()
+        return original(storage, file, start, stop)
 
-    (tmp_path / "c" / "manifest.millrace").read_bytes()
-    for file in (tmp_path / "c").glob("data-*"):
-        file.write_bytes(file.read_bytes()[:100])  # and damaged before: the removal counts
-    with pytest.raises(CheckpointNotFoundError, match="removed or replaced while it was checked"):
-        verify_checkpoint(str(tmp_path / "c"), progress=remove)
+    original = LocalStorage.read
+    monkeypatch.setattr(LocalStorage, "read", read)
+
+
+def test_verify_of_a_checkpoint_removed_meanwhile_raises_instead_of_reporting_damage(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _act_at_the_first_data_read(monkeypatch, lambda: shutil.rmtree(run / name_of(0)))
+    with pytest.raises(CheckpointNotFoundError, match="was removed while it was checked"):
+        verify_checkpoint(str(run / name_of(0)))
+
+
+def test_verify_of_a_checkpoint_saved_again_meanwhile_raises_instead_of_reporting_damage(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_again() -> None:
+        shutil.rmtree(run / name_of(0))
+        dcp.save(state_of(0), storage_writer=CheckpointWriter(run / name_of(0), sync_files=False))
+
+    _act_at_the_first_data_read(monkeypatch, save_again)
+    with pytest.raises(ChangedError, match="was saved again while it was checked"):
+        verify_checkpoint(str(run / name_of(0)))
