@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from millrace.runtime import forks
-from millrace.runtime.importing import importing
+from millrace.runtime.forks import importing
 
 _EXTENSION = "obstore._obstore"
 

@@ -18,7 +18,7 @@ from millrace.origin.base import BaseOrigin, resumed
 from millrace.origin.limits.decisions import request_seconds
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo, ObjectWriter, Origin
 from millrace.origin.upload import ObjectUpload
-from millrace.runtime.importing import imported
+from millrace.runtime.forks import imported
 
 if TYPE_CHECKING:
     from millrace.origin.limits.slots import NodeLimiter
