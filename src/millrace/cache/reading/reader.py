@@ -25,7 +25,7 @@ from millrace.events import fetch_id
 from millrace.origin import ObjectInfo
 from millrace.runtime import forks
 from millrace.runtime.locks import in_fetch, new_fetch_id
-from millrace.store.blocks import BLOCK_BYTES, RUN_BLOCKS, ReadAhead, blocks_of, span_of
+from millrace.store.records import BLOCK_BYTES, RUN_BLOCKS, ReadAhead, blocks_of, span_of
 
 _log = logging.getLogger("millrace.cache")
 
