@@ -29,6 +29,9 @@ _BEGIN, _END = "<!-- traced -->", "<!-- end -->"
 _ENTRY = re.compile(r"^\d+\. `([\w/]+\.py)`: (.+)$", re.M)
 _NBYTES = 9 << 20
 
+MAY_RUN = frozenset({"config.py"})
+"""Files that only a slow run passes through: the limits of a disk are computed again when the last look is 50 ms old."""
+
 
 @dataclass(frozen=True)
 class HotPath:
