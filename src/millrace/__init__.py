@@ -16,7 +16,7 @@ from millrace import event_log as _event_log  # logs the events from now on
 from millrace._version import __version__
 from millrace.cluster.node_starter import set_node_starter
 from millrace.events import Event, add_hook
-from millrace.runtime.importing import imported, importing
+from millrace.runtime.forks import imported, importing
 
 del _event_log
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from millrace.cluster.dataplane.wire import ObjectDescription, build_response, pieces, sum_of
 from millrace.cluster.membership import WIRE_VERSION, Member
-from millrace.store.blocks import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES
 
 TOKEN = "a-secret-of-the-cluster"
 SIZE = 3 * BLOCK_BYTES + 1000

@@ -9,8 +9,7 @@ from typing_extensions import Buffer
 
 import millrace
 from millrace.cache.reading.locations import stored_object
-from millrace.store.blocks import BLOCK_BYTES, span_of
-from millrace.store.records import Entry
+from millrace.store.records import BLOCK_BYTES, Entry, span_of
 
 PAGE = 4096
 _WORDS = PAGE // 8

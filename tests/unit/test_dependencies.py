@@ -112,7 +112,7 @@ def test_libraries_imported_by_the_base_are_base_dependencies() -> None:
 
 
 def test_lazy_imports_of_the_read_path_wait_for_forks() -> None:
-    """A module that is half imported at a fork stays locked in the child, see `millrace.runtime.importing`."""
+    """A module that is half imported at a fork stays locked in the child, see `millrace.runtime.forks`."""
     files = [path for part in READ_PATH for path in (SOURCE / "millrace" / part).rglob("*.py")]
     assert len(files) > 100
     found = {

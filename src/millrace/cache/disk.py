@@ -27,7 +27,7 @@ from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.figures import size_text
 from millrace.runtime.failures import FailingDiskError
-from millrace.runtime.importing import importing
+from millrace.runtime.forks import importing
 from millrace.runtime.locks import Flights, NamedLocks
 from millrace.runtime.maintenance import register_periodic, unregister
 from millrace.store.environment import DamagedIndexError

@@ -9,7 +9,7 @@ from millrace.cache.node import CacheNode
 from millrace.cache.reading.reader import CachedReader
 from millrace.cache.reading.threads import CALLERS_THREAD
 from millrace.origin import ObjectInfo, Origin
-from millrace.store.blocks import block_count, blocks_of, coalesce, span_of
+from millrace.store.records import block_count, blocks_of, coalesce, span_of
 
 PIECE_BLOCKS = 2
 """Blocks of one request (8 MiB): small enough for many concurrent requests to fit into memory."""

@@ -41,8 +41,7 @@ from millrace.origin import ObjectInfo, Origin
 from millrace.runtime import forks
 from millrace.runtime.failures import LostDataError, disk_errors
 from millrace.runtime.private_files import make_folder
-from millrace.store.blocks import BLOCK_BYTES, object_id, owners
-from millrace.store.records import Entry, ObjectName
+from millrace.store.records import BLOCK_BYTES, Entry, ObjectName, object_id, owners
 from millrace.store.setup import check_directory
 from millrace.store.signals import Stamp
 

@@ -21,9 +21,8 @@ from millrace.events import Event, emit
 from millrace.figures import size_text
 from millrace.runtime.failures import disk_errors
 from millrace.store import records
-from millrace.store.blocks import span_of
 from millrace.store.index import Index
-from millrace.store.records import Entry, SegmentRecord
+from millrace.store.records import Entry, SegmentRecord, span_of
 from millrace.store.segment_files import SegmentObject, data_bytes, data_path, generations, group_in, idx_path, scan
 
 _log = logging.getLogger("millrace.cache")

@@ -23,7 +23,7 @@ from millrace.config import LOCAL_FOLDER, CacheOptions
 from millrace.errors import ConfigurationError, MillraceError, MissingDependencyError, OriginUnavailableError
 from millrace.origin import Origin
 from millrace.runtime import forks
-from millrace.runtime.importing import importing, is_installed
+from millrace.runtime.forks import importing, is_installed
 from millrace.runtime.private_files import make_folder
 
 if TYPE_CHECKING:

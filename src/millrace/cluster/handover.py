@@ -18,7 +18,7 @@ from millrace.cluster.membership import Member
 from millrace.errors import MillraceError, PeerSilentError
 from millrace.events import Event, emit
 from millrace.runtime import forks
-from millrace.store.blocks import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES
 
 QUEUE_BYTES = 64 << 20
 

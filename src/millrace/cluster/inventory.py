@@ -18,8 +18,7 @@ from millrace.cluster.dataplane.wire import ObjectDescription
 from millrace.cluster.membership import MemberState, View, ViewSource
 from millrace.cluster.placement import Placement, stripe_span
 from millrace.errors import ObjectNotFoundError, PeerError, UsageError
-from millrace.store.blocks import BLOCK_BYTES, block_count, blocks_of
-from millrace.store.records import Entry
+from millrace.store.records import BLOCK_BYTES, Entry, block_count, blocks_of
 
 PAGE_OBJECTS = 2000
 """The most objects of a page."""

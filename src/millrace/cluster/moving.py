@@ -36,7 +36,7 @@ from millrace.errors import (
     shown_key,
 )
 from millrace.events import Event, emit
-from millrace.store.blocks import BLOCK_BYTES, RUN_BLOCKS, blocks_of, span_of
+from millrace.store.records import BLOCK_BYTES, RUN_BLOCKS, blocks_of, span_of
 
 _log = logging.getLogger("millrace.cluster")
 

@@ -38,7 +38,7 @@ from millrace.errors import (
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
 from millrace.runtime.locks import BlockKey
-from millrace.store.blocks import BLOCK_BYTES, RUN_BLOCKS, coalesce, span_of
+from millrace.store.records import BLOCK_BYTES, RUN_BLOCKS, coalesce, span_of
 
 _log = logging.getLogger("millrace.cluster")
 

@@ -16,7 +16,7 @@ from millrace.cluster.dataplane.wire import ObjectDescription
 from millrace.cluster.origins import NamedOrigin
 from millrace.errors import PeerError, StorageError
 from millrace.origin import ObjectInfo
-from millrace.store.blocks import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES
 
 
 class ReceivedObject:

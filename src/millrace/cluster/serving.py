@@ -25,7 +25,7 @@ from millrace.cluster.owning import OwnedBlocks
 from millrace.errors import StorageError, WireError
 from millrace.runtime.failures import LostDataError
 from millrace.runtime.locks import BlockKey
-from millrace.store.blocks import BLOCK_BYTES, blocks_of
+from millrace.store.records import BLOCK_BYTES, blocks_of
 
 _ATTEMPTS = 3  # a wrong block is fetched again, and may be evicted before it is read
 

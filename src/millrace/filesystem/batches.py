@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from millrace.cache.reading.reader import ObjectReader
-from millrace.store.blocks import RUN_BLOCKS, blocks_of, coalesce
+from millrace.store.records import RUN_BLOCKS, blocks_of, coalesce
 
 _OBJECTS_AT_A_TIME = 16
 

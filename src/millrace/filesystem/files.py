@@ -20,7 +20,7 @@ from typing_extensions import Buffer
 
 from millrace.cache.reading.reader import ObjectReader
 from millrace.errors import ObjectChangedError, ObjectNotFoundError
-from millrace.store.blocks import READ_AHEAD_BLOCKS, ReadAhead
+from millrace.store.records import READ_AHEAD_BLOCKS, ReadAhead
 
 _BUFFER_BYTES = 256 << 10
 

@@ -19,7 +19,7 @@ from millrace.filesystem.listing import ListingFileSystem
 from millrace.filesystem.paths import is_pattern, text_of
 from millrace.origin import Readable
 from millrace.origin.keys import OBJECT_STORES, check_name
-from millrace.runtime.importing import importing
+from millrace.runtime.forks import importing
 
 if TYPE_CHECKING:
     from millrace.filesystem.loading import LoadProgress

@@ -13,7 +13,7 @@ from millrace.errors import ObjectNotFoundError, UsageError
 from millrace.origin.addresses import locate, require_same_place
 from millrace.origin.keys import UNUSABLE_CHARACTERS
 from millrace.origin.schemes import is_of_fsspec, refuse_password, service_of
-from millrace.runtime.importing import importing
+from millrace.runtime.forks import importing
 
 OWN_SCHEME = "millrace"
 

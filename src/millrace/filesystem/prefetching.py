@@ -23,7 +23,7 @@ from millrace.filesystem.hot import open_hooks
 from millrace.filesystem.scheduling import FetchScheduler, ObjectFetch
 from millrace.origin import ObjectInfo
 from millrace.runtime import forks
-from millrace.store.blocks import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from millrace.filesystem.listing import ListingFileSystem

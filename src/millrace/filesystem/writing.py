@@ -24,7 +24,7 @@ from millrace.filesystem.listing import ListingFileSystem, parents
 from millrace.filesystem.paths import names_directory
 from millrace.filesystem.uploads import CompressedUpload, UploadFile
 from millrace.runtime.failures import disk_errors
-from millrace.runtime.importing import importing
+from millrace.runtime.forks import importing
 
 _PIPE_BYTES = 16 << 20
 _COPY_BYTES = 16 << 20

@@ -20,7 +20,7 @@ from millrace.errors import DeniedError, MillraceError, RetryableError, UsageErr
 from millrace.filesystem.listing import ListingFileSystem
 from millrace.filesystem.loading import LoadProgress, Share, Spans, load
 from millrace.origin import ObjectInfo, Origin
-from millrace.store.blocks import object_id
+from millrace.store.records import object_id
 
 _ABANDONED_SECONDS = 60.0  # without a poll: the client is gone
 _KEPT_SECONDS = 600.0

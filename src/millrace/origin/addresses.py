@@ -10,7 +10,7 @@ from millrace.config import absolute_path
 from millrace.errors import UsageError
 from millrace.origin.protocol import Origin
 from millrace.origin.schemes import is_of_fsspec, open_origin, service_of, split_url
-from millrace.runtime.importing import imported
+from millrace.runtime.forks import imported
 
 
 def locate(scheme: str, rest: str) -> tuple[str, dict[str, Any]]:

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from millrace.runtime import forks
-from millrace.runtime.importing import importing
+from millrace.runtime.forks import importing
 
 Result = TypeVar("Result")
 

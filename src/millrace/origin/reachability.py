@@ -6,7 +6,7 @@ finds the cause. `millrace doctor URL` uses the same function.
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401  # otherwise imported by the thread that looks up the host, see `runtime.importing`
+import encodings.idna  # noqa: F401  # otherwise imported by the thread that looks up the host, see `runtime.forks`
 import errno
 import os
 import socket
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from millrace.errors import OriginUnavailableError
-from millrace.runtime.importing import imported
+from millrace.runtime.forks import imported
 
 BRIEF_SECONDS = 5.0
 """How long a request is retried for a temporary cause if the endpoint has not responded lately."""

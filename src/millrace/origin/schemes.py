@@ -14,7 +14,7 @@ from millrace.errors import ConfigurationError, UsageError
 from millrace.origin.limits import Limits, limited
 from millrace.origin.options.store import checked_mapping
 from millrace.origin.protocol import Origin
-from millrace.runtime.importing import imported
+from millrace.runtime.forks import imported
 
 _OBJECT_STORE = "millrace.origin.object_store:ObjectStoreOrigin"
 _WEB = "millrace.origin.web:WebOrigin"

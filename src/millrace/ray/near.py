@@ -26,7 +26,7 @@ from millrace.filesystem.cluster_loading import start_everywhere
 from millrace.filesystem.listing import describe_many
 from millrace.origin import ObjectInfo
 from millrace.ray.locations import millrace_of
-from millrace.store.blocks import object_id
+from millrace.store.records import object_id
 
 if TYPE_CHECKING:
     import ray.data

@@ -1,17 +1,31 @@
-"""The registry of state that a forked child process must reset.
+"""State and imports in processes that fork.
 
 A child gets a copy of the parent's memory, but none of its threads. A lock that another thread held stays locked in the
 child, connections and LMDB environments still belong to the parent, and work in progress never ends. A module with
 such state registers a reset here, or keeps the state in a `PerProcess`. Resets run in the child before `os.fork` returns, in
 the order of registration. They must not take locks or wait, and must not raise.
+
+For the same reason a module that is half imported at a fork stays locked in the child. So imports at the first use, by
+threads that send requests, happen under one lock, for which a fork waits (`imported`, `importing`). Plain import statements
+are for modules that are imported together with the package that uses them.
 """
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401 - see below
+import contextlib
+import importlib
+import importlib.util
+import logging  # noqa: F401 - see below
 import os
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
+
+# Some modules of Python acquire a lock before each fork and release it afterwards. One that is imported while a fork waits
+# here only releases, which prints an error. Those that our imports need are therefore imported first.
+
 
 Value = TypeVar("Value")
 Kept = TypeVar("Kept")
@@ -85,11 +99,63 @@ class PerProcess(Generic[Value]):
         return self._value
 
 
-def _after_fork() -> None:
-    global _depth
+# --- imports at the first use -----------------------------------------------------------------------
+
+# Limits the wait: the import may itself wait for the thread that forks.
+_FORK_WAITS_SECONDS = 30.0
+
+_import_lock = threading.RLock()
+_at_fork = threading.local()
+_imported: dict[str, Any] = {}
+
+
+def imported(name: str) -> Any:
+    """The module of this full name, imported at the first call. Later calls are a dictionary lookup.
+
+    Only for use inside functions: a call during the import of a module could deadlock with another thread.
+    """
+    module = _imported.get(name)
+    if module is None:
+        with importing():
+            module = _imported[name] = importlib.import_module(name)
+    return module
+
+
+def is_installed(name: str) -> bool:
+    """Whether a module of this full name can be found. Imports its parent packages, but not the module."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False
+    except ValueError:  # imported without a known location
+        return True
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """No fork of this process and no other such block happens inside. For code with its own import methods."""
+    with _import_lock:
+        yield
+
+
+# --- forks --------------------------------------------------------------------------------------------
+
+
+def _before_fork() -> None:
+    _at_fork.held = _import_lock.acquire(timeout=_FORK_WAITS_SECONDS)
+
+
+def _after_fork_in_parent() -> None:
+    if _at_fork.held:
+        _import_lock.release()
+
+
+def _after_fork_in_child() -> None:
+    global _import_lock, _depth
+    _import_lock = threading.RLock()
     _depth += 1
     for reset in _resets:
         reset()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

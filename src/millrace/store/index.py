@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 import lmdb
@@ -110,7 +110,7 @@ class Index(IndexTransactions):
         entry = self.get(object_id)  # without the writers' lock, which every process of the node shares
         if entry is not None:
             return entry
-        with self._writing() as txn:
+        with self.writing() as txn:
             entry = self._get(txn, object_id)
             if entry is None:
                 generation = self._next_generation(txn)
@@ -126,7 +126,7 @@ class Index(IndexTransactions):
         If the object has a record already, that record stays and is returned; the bytes in the segment are then waste. None
         when the segment was removed meanwhile.
         """
-        with self._writing() as txn:
+        with self.writing() as txn:
             record = self._segment(txn, segment)
             if record is None:
                 return None
@@ -154,7 +154,7 @@ class Index(IndexTransactions):
 
         False when the object was removed or has lost blocks meanwhile.
         """
-        with self._writing() as txn:
+        with self.writing() as txn:
             now = self._current(txn, entry)
             if now is None or not now.complete:
                 return False
@@ -163,7 +163,7 @@ class Index(IndexTransactions):
 
     def unseal(self, entry: Entry) -> None:
         """Record that the file must be verified again before its next map."""
-        with self._writing() as txn:
+        with self.writing() as txn:
             now = self._current(txn, entry)
             if now is not None and now.sealed:
                 self._put(txn, now._replace(seal_inode=0, seal_ctime_ns=0))
@@ -174,7 +174,7 @@ class Index(IndexTransactions):
 
         The bytes of an object in a segment count as used until the segment is removed.
         """
-        with self._writing() as txn:
+        with self.writing() as txn:
             entry = self._get(txn, object_id)
             if entry is None:
                 return None
@@ -198,7 +198,7 @@ class Index(IndexTransactions):
 
     def page(self, after: bytes, limit: int) -> list[Entry]:
         """Up to `limit` object records in the order of their ids, from the one after `after` (`b""`: the first) on."""
-        with self._reading(self._objects) as txn:
+        with self.reading(self._objects) as txn:
             cursor = txn.cursor()
             found = cursor.set_range(after + b"\0")
             rows = itertools.islice(cursor, limit) if found else ()
@@ -210,7 +210,7 @@ class Index(IndexTransactions):
 
     def reserved_bytes(self, *, but: bytes, now: float) -> int:
         """Bytes that processes other than `but` have reserved. `now` is in seconds since the start of the machine."""
-        with self._reading(self._room) as txn:
+        with self.reading(self._room) as txn:
             return sum(nbytes for owner, nbytes, until in _reservations(txn.cursor()) if owner != but and until > now)
 
     def reserve(self, owner: bytes, nbytes: int, *, now: float, until: float, fits: Callable[[int, int], bool]) -> bool:
@@ -218,7 +218,7 @@ class Index(IndexTransactions):
 
         The reservation ends at `until`, in case the process dies.
         """
-        with self._writing() as txn:
+        with self.writing() as txn:
             rows = list(_reservations(txn.cursor(self._room)))
             others = sum(other for row, other, end in rows if row != owner and end > now)
             if not fits(self._read(txn, b"used"), others):
@@ -231,7 +231,7 @@ class Index(IndexTransactions):
 
     def release(self, owner: bytes, nbytes: int) -> None:
         """Lower the reservation of the process `owner` to `nbytes`."""
-        with self._writing() as txn:
+        with self.writing() as txn:
             value = txn.get(owner, db=self._room)
             if value is not None and nbytes:
                 txn.put(owner, _RESERVATION.pack(nbytes, _RESERVATION.unpack(value)[1]), db=self._room)
@@ -254,7 +254,7 @@ class Index(IndexTransactions):
     def add_block(self, entry: Entry, block: int, nbytes: int, checksum: int) -> Entry | None:
         """Record that a block's bytes are in the file. Returns the present record; None when the object was removed."""
         key = block_key(entry.object_id, entry.generation, block)
-        with self._writing() as txn:
+        with self.writing() as txn:
             known = txn.get(key, db=self._blocks) is not None  # first: a damaged record changes the object's
             now = self._current(txn, entry)
             if now is not None and not known:
@@ -266,7 +266,7 @@ class Index(IndexTransactions):
 
     def drop_block(self, entry: Entry, block: int, nbytes: int) -> bool:
         """Remove a block with wrong bytes, and the seal of its file. False when it was not cached."""
-        with self._writing() as txn:
+        with self.writing() as txn:
             if not txn.delete(block_key(entry.object_id, entry.generation, block), db=self._blocks):
                 return False
             now = self._current(txn, entry)
@@ -280,28 +280,28 @@ class Index(IndexTransactions):
 
     def new_generation(self) -> int:
         """A number that no object or segment of this store has had."""
-        with self._writing() as txn:
+        with self.writing() as txn:
             return self._next_generation(txn)
 
     def add_segment(self, generation: int, group: str) -> None:
         """Record a new, empty segment."""
-        with self._writing() as txn:
+        with self.writing() as txn:
             self._put_segment(txn, SegmentRecord(generation, 0, 0, group))
 
     def segment(self, generation: int) -> SegmentRecord | None:
         """The record of a segment, or None."""
-        with self._reading(self._segments) as txn:
+        with self.reading(self._segments) as txn:
             return self._segment(txn, generation)
 
     def segment_records(self) -> list[SegmentRecord]:
         """Every segment, the oldest first."""
-        with self._reading(self._segments) as txn:
+        with self.reading(self._segments) as txn:
             return [SegmentRecord.unpack(key, value) for key, value in txn.cursor()]
 
     def entries_in(self, generation: int, *, limit: int | None = None) -> list[Entry]:
         """The records of all objects in a segment, or of up to `limit` whose ids are the lowest."""
         found: list[Entry] = []
-        with self._reading(self._members) as txn:
+        with self.reading(self._members) as txn:
             cursor = txn.cursor()
             cursor.set_range(member_key(generation))
             while (object_id := member_of(cursor.key(), generation)) is not None and len(found) != limit:
@@ -313,7 +313,7 @@ class Index(IndexTransactions):
 
     def remove_segment(self, generation: int) -> list[Entry] | None:
         """Remove a segment with all of its objects in one step; returns their last records. None when there is none."""
-        with self._writing() as txn:
+        with self.writing() as txn:
             record = self._segment(txn, generation)
             if record is None:
                 return None
@@ -338,7 +338,7 @@ class Index(IndexTransactions):
 
         `used_bytes` is the size of their blocks; segments are recorded separately. Existing records are replaced.
         """
-        with self._writing() as txn:
+        with self.writing() as txn:
             for entry, blocks in objects:
                 self._put(txn, entry)
                 if entry.place:
@@ -349,7 +349,7 @@ class Index(IndexTransactions):
 
     def restore_segments(self, records: Iterable[SegmentRecord]) -> None:
         """Record segments that were found in files."""
-        with self._writing() as txn:
+        with self.writing() as txn:
             for record in records:
                 self._put_segment(txn, record)
                 self._add(txn, b"used", record.written_bytes)
@@ -361,7 +361,7 @@ class Index(IndexTransactions):
 
     def raise_generation(self, least: int) -> None:
         """Make every new generation higher than `least`."""
-        with self._writing() as txn:
+        with self.writing() as txn:
             now = self._read(txn, b"generation")
             self._add(txn, b"generation", max(0, least - now))
 
@@ -372,7 +372,7 @@ class Index(IndexTransactions):
 
     def set_built(self) -> None:
         """Record that the rebuild from the files is complete."""
-        with self._writing() as txn:
+        with self.writing() as txn:
             txn.put(b"built", pack_number(1), db=self._state)
 
     # --- metadata (its records: `page_map.py`) -----------------------------------------------------
@@ -389,11 +389,9 @@ class Index(IndexTransactions):
         except INDEX_ERRORS as error:
             raise self._failed(error) from error
 
-    @contextmanager
-    def meta_reading(self) -> Iterator[Reading]:
+    def meta_reading(self) -> AbstractContextManager[Reading]:
         """A transaction that reads metadata; values are views that are valid only inside it."""
-        with self._reading(self._meta, views=True) as txn:
-            yield txn
+        return self.reading(self._meta, views=True)
 
     @contextmanager
     def meta_writing(self, *, changed: bool = False) -> Iterator[Writing]:
@@ -401,14 +399,14 @@ class Index(IndexTransactions):
 
         `changed` signals every process that cached descriptions of the origin are out of date.
         """
-        with self._writing(self._meta, views=True) as txn:
+        with self.writing(self._meta, views=True) as txn:
             yield txn
             if changed:
                 self.signals.changed(txn.id())
 
     def meta_bytes(self) -> int:
         """Bytes of the metadata in the index."""
-        with self._reading(self._meta) as txn:
+        with self.reading(self._meta) as txn:
             return txn.nbytes(self._meta)
 
     def drop_meta(self, txn: Writing) -> None:
@@ -419,19 +417,19 @@ class Index(IndexTransactions):
 
     def tail(self, object_id: bytes) -> bytes | None:
         """The record of an object's end, or None."""
-        with self._reading(self._tails) as txn:
+        with self.reading(self._tails) as txn:
             value: bytes | None = txn.get(object_id)
             return value
 
     def tail_after(self, name: bytes) -> tuple[bytes, bytes] | None:
         """The id and the tail of the first object whose id is `name` or follows it; after the last one, of the first."""
-        with self._reading(self._tails) as txn:
+        with self.reading(self._tails) as txn:
             cursor = txn.cursor()
             return cursor.item() if cursor.set_range(name) or cursor.first() else None
 
     def put_tail(self, object_id: bytes, value: bytes) -> None:
         """Store the record of an object's end, or replace it."""
-        with self._writing(self._tails) as txn:
+        with self.writing(self._tails) as txn:
             old = txn.get(object_id)
             txn.put(object_id, value)
             self._add(txn, b"tails", len(value) - len(old or b""))
@@ -440,7 +438,7 @@ class Index(IndexTransactions):
         """Remove the record of an object's end; a missing one is ignored."""
         if self.tail(object_id) is None:
             return
-        with self._writing(self._tails) as txn:
+        with self.writing(self._tails) as txn:
             self._add(txn, b"tails", -len(txn.pop(object_id) or b""))
 
     def tail_bytes(self) -> int:
@@ -485,7 +483,7 @@ class Index(IndexTransactions):
         txn.put(generation_key(record.generation), record.pack(), db=self._segments)
 
     def _number(self, name: bytes) -> int:
-        with self._reading(self._state) as txn:
+        with self.reading(self._state) as txn:
             return self._read(txn, name)
 
     def _next_generation(self, txn: Writing) -> int:

@@ -30,10 +30,9 @@ from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.runtime.failures import LostDataError
 from millrace.runtime.locks import NamedLocks, lock_number
-from millrace.store.blocks import block_count
 from millrace.store.index import Index
 from millrace.store.maps import MapSlot, lost_or_failed
-from millrace.store.records import Entry, generation_key, segment_unit
+from millrace.store.records import Entry, block_count, generation_key, segment_unit
 from millrace.store.segment_files import data_path
 from millrace.store.store import Store
 

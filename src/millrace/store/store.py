@@ -37,8 +37,7 @@ from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.runtime.failures import LostDataError, disk_errors
 from millrace.store import records
-from millrace.store.blocks import span_of
-from millrace.store.records import Entry
+from millrace.store.records import Entry, span_of
 from millrace.store.setup import Rebuild, open_directory
 from millrace.store.space import Space
 

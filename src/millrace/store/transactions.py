@@ -404,36 +404,31 @@ class IndexTransactions:
             return Table.named(name, self._env.open_db(name, txn=txn))
 
     @contextmanager
-    def reading(self) -> Iterator[Reading]:
-        """A transaction that reads, as of one moment."""
-        with self._reading(None) as txn:
-            yield txn
+    def reading(self, table: Table | None = None, *, views: bool = False) -> Iterator[Reading]:
+        """A transaction that reads, as of one moment; of `table` where its methods name none."""
+        try:  # part of every open: few context managers
+            with self._guard, self._env.begin(buffers=True) as txn:
+                yield Reading(txn, table, self._note, views=views)
+        except INDEX_ERRORS as error:
+            raise self._failed(error) from error
 
     @contextmanager
-    def writing(self) -> Iterator[Writing]:
-        """A transaction that writes, all in one step."""
-        with self._writing() as txn:
-            yield txn
+    def writing(self, table: Table | None = None, *, views: bool = False) -> Iterator[Writing]:
+        """A transaction that writes, all in one step; to `table` where its methods name none."""
+        try:
+            with (
+                self._write_lock.threads,
+                self._write_lock,
+                self._guard,
+                self._env.begin(write=True, buffers=True) as raw,
+            ):
+                if self._noted:
+                    self._drop_noted(raw)
+                yield self._wrapped(raw, table, views=views)
+        except lmdb.Error as error:
+            raise self._failed(error) from error
 
     # --- inside transactions ----------------------------------------------------------------------
-
-    @contextmanager
-    def _reading(self, table: Table | None, *, views: bool = False) -> Iterator[Reading]:
-        with self._errors(*INDEX_ERRORS), self._guard, self._env.begin(buffers=True) as txn:
-            yield Reading(txn, table, self._note, views=views)
-
-    @contextmanager
-    def _writing(self, table: Table | None = None, *, views: bool = False) -> Iterator[Writing]:
-        with (
-            self._errors(lmdb.Error),
-            self._write_lock.threads,
-            self._write_lock,
-            self._guard,
-            self._env.begin(write=True, buffers=True) as raw,
-        ):
-            if self._noted:
-                self._drop_noted(raw)
-            yield self._wrapped(raw, table, views=views)
 
     def _wrapped(self, raw: Any, table: Table | None = None, *, views: bool = False) -> Writing:
         return Writing(raw, table, note=self._note, on_damaged=partial(self._drop, raw), views=views)
@@ -461,7 +456,7 @@ class IndexTransactions:
     def drop_damaged(self) -> None:
         """Remove the records that were found damaged since the last writing transaction, and correct the totals."""
         if self._noted or self._uncounted:
-            with self._writing() as txn:
+            with self.writing() as txn:
                 if self._uncounted:
                     self._count_again(txn)
                     self._uncounted = False
@@ -542,7 +537,7 @@ class IndexTransactions:
                 raw.put(b"exercised", bytes(pages * self._env.stat()["psize"]), db=self._state.handle)
             finally:
                 raw.abort()
-        with self._writing() as writing:
+        with self.writing() as writing:
             writing.put(b"exercised", pack_number(1), db=self._state)
 
     def _get(self, txn: Reading, object_id: bytes) -> Entry | None:

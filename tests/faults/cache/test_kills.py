@@ -21,8 +21,7 @@ from millrace.cache.node import CacheNode, cache_node
 from millrace.cache.reading.locations import stored_object
 from millrace.config import resolve
 from millrace.runtime.locks import LockWait, NamedLocks
-from millrace.store.blocks import BLOCK_BYTES, blocks_of, span_of
-from millrace.store.records import Entry
+from millrace.store.records import BLOCK_BYTES, Entry, blocks_of, span_of
 from millrace.testing.computed import ComputedOrigin
 
 _LARGE, _SMALL = 5, 40

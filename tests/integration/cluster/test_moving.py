@@ -23,8 +23,7 @@ from millrace.cluster.placement import Placement
 from millrace.cluster.serving import BlockService
 from millrace.config import Amount, resolve
 from millrace.events import Event, add_hook
-from millrace.store.blocks import BLOCK_BYTES, object_id
-from millrace.store.records import Entry
+from millrace.store.records import BLOCK_BYTES, Entry, object_id
 from millrace.testing.computed import ComputedOrigin
 
 TOKEN = "secret"

@@ -25,7 +25,7 @@ from millrace.config import resolve
 from millrace.errors import ObjectChangedError
 from millrace.events import Event
 from millrace.origin import ObjectInfo
-from millrace.store.blocks import BLOCK_BYTES, object_id
+from millrace.store.records import BLOCK_BYTES, object_id
 
 TOKEN = "a-secret-of-the-cluster"
 SIZES = [3 * BLOCK_BYTES + 1000, BLOCK_BYTES, 5 * BLOCK_BYTES, 100_000, 2000, 1 << 20, 700_000, 2 * BLOCK_BYTES - 1]

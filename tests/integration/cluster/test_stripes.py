@@ -17,7 +17,7 @@ from millrace.cluster.membership import Member, View
 from millrace.config import resolve
 from millrace.filesystem import filesystem
 from millrace.node.process import NodeProcess
-from millrace.store.blocks import object_id
+from millrace.store.records import object_id
 from millrace.testing.process import free_ports
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server

@@ -25,7 +25,7 @@ from millrace.errors import PeerError
 from millrace.filesystem import cluster_loading
 from millrace.origin import ObjectInfo, open_origin
 from millrace.origin.object_store import ObjectStoreOrigin
-from millrace.store.blocks import object_id
+from millrace.store.records import object_id
 from millrace.testing.process import free_ports
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server

@@ -29,7 +29,7 @@ from millrace.cluster.dataplane.wire import Ask, ObjectDescription
 from millrace.cluster.membership import Member
 from millrace.config import Tls
 from millrace.errors import PeerError, PeerRefusedError, PeerSilentError
-from millrace.store.blocks import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES
 
 REFUSED = b"HTTP/1.1 401 Unauthorized\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 DATA = os.urandom(BLOCK_BYTES + 1000)

@@ -19,7 +19,7 @@ from millrace.cluster.dataplane import wire
 from millrace.cluster.dataplane.repeated import RepeatedRequests
 from millrace.cluster.dataplane.wire import Ask, ObjectDescription
 from millrace.errors import WireError
-from millrace.store.blocks import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES
 
 texts = st.text(st.characters(codec=None), max_size=50)
 sizes = st.integers(0, 10**15)

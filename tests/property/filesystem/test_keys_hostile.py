@@ -22,7 +22,7 @@ from millrace.cache.node import CacheNode
 from millrace.config import resolve
 from millrace.errors import MillraceError
 from millrace.origin import ObjectInfo
-from millrace.store.blocks import object_id
+from millrace.store.records import object_id
 
 PARTS = [
     *(

@@ -15,7 +15,7 @@ from millrace.cluster.membership import Member, MemberState, View
 from millrace.cluster.placement import WHOLE_BYTES, Placement, stripe_span
 from millrace.config import resolve
 from millrace.errors import ObjectNotFoundError, PeerError, UsageError
-from millrace.store.blocks import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES
 from millrace.testing.computed import ComputedOrigin
 
 A, B = Member(id="a", address="a:1"), Member(id="b", address="b:1")

@@ -12,7 +12,7 @@ from millrace.cluster.inventory import as_seen
 from millrace.cluster.membership import Member, MemberState, View
 from millrace.cluster.moving import MoveReport, Rate, Run, runs_to_pull
 from millrace.cluster.placement import WHOLE_BYTES, Placement, stripe_count, stripe_span
-from millrace.store.blocks import BLOCK_BYTES, block_count, blocks_of
+from millrace.store.records import BLOCK_BYTES, block_count, blocks_of
 
 CLUSTERS = 50
 Blocks = dict[ObjectDescription, set[int]]

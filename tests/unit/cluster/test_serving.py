@@ -22,7 +22,7 @@ from millrace.cluster.placement import Placement
 from millrace.cluster.serving import Heat
 from millrace.errors import DeniedError, ObjectChangedError, ObjectNotFoundError, OriginUnavailableError
 from millrace.runtime.maintenance import run_tasks
-from millrace.store.blocks import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES
 
 LARGE = BLOCK_BYTES * 3 + 12345
 SMALL = 300_000

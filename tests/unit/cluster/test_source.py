@@ -29,7 +29,7 @@ from millrace.cluster.placement import STRIPE_BYTES, WHOLE_BYTES, Placement
 from millrace.cluster.source import route
 from millrace.errors import ObjectChangedError, ObjectNotFoundError, OriginUnavailableError
 from millrace.events import Event
-from millrace.store.blocks import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES
 from millrace.testing.computed import ComputedOrigin
 
 NAME = bytes(16)

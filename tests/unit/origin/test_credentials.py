@@ -24,7 +24,7 @@ from millrace.origin.object_store import ObjectStoreOrigin
 from millrace.origin.obstore_library import obstore_library
 from millrace.origin.options import azure_options, gcs_options
 from millrace.origin.store_access import Clients
-from millrace.runtime.importing import is_installed
+from millrace.runtime.forks import is_installed
 
 
 def azure(given: dict[str, Any], environ: dict[str, str] | None = None) -> Found:

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from millrace.store.blocks import ReadAhead, block_count, blocks_of, coalesce, object_id, span_of
+from millrace.store.records import ReadAhead, block_count, blocks_of, coalesce, object_id, span_of
 
 
 def test_identity_depends_on_every_part_and_on_nothing_else() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from millrace.cache.node import CacheNode, cache_node
 from millrace.config import resolve
 from millrace.events import Event, add_hook
-from millrace.store.blocks import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES
 from millrace.testing.computed import ComputedOrigin
 
 SIZE = 3 * BLOCK_BYTES + 1

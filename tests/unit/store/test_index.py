@@ -217,7 +217,7 @@ def test_stamp_during_a_removal_is_none(index: Index, tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         child = Index(tmp_path)
-        with child._writing() as txn:
+        with child.writing() as txn:
             child.signals.removed(txn.id())
             os.kill(os.getpid(), signal.SIGKILL)  # before the commit
     os.waitpid(pid, 0)

@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from millrace.store.blocks import owners
+from millrace.store.records import owners
 
 _RANDOM = random.Random(7)
 KEYS = [_RANDOM.randbytes(16) for _ in range(20_000)]

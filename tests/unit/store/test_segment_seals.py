@@ -22,9 +22,8 @@ from millrace.runtime.failures import LostDataError
 from millrace.runtime.locks import NamedLocks, lock_number
 from millrace.store import segment_maps as segment_maps_module
 from millrace.store import segments as segments_module
-from millrace.store.blocks import object_id
 from millrace.store.maps import is_resident
-from millrace.store.records import Entry, ObjectName, segment_unit
+from millrace.store.records import Entry, ObjectName, object_id, segment_unit
 from millrace.store.seals import SegmentSeal, SegmentSealer
 from millrace.store.segment_files import data_path
 

@@ -136,7 +136,8 @@ class Evictor:
         self._surveyor = Surveyor(records, self._holdings)
         self._turn = threading.Lock()
         self._quota_lock = threading.Lock()
-        self._refused = _Refusal()
+        self._refused_until = 0.0  # the policy is not asked before
+        self._refused = _Refusal()  # the last one, of any object
         self._refused_objects: dict[tuple[bytes, Keep], _Refusal] = {}
         self._pins_refused_until = 0.0
         self._space = FreeSpace(store.space, store.index)
@@ -184,7 +185,7 @@ class Evictor:
                 time.sleep(_PIN_PAUSE_SECONDS)
             self._pins_refused_until = time.monotonic() + _PINS_REFUSED_SECONDS
             return False
-        if time.monotonic() < self._refused.until:
+        if time.monotonic() < self._refused_until:
             return False
         if self._make_room(nbytes, candidate, over, excess, state) and self._reserve(nbytes):
             return self._count(place, nbytes, candidate)
@@ -239,7 +240,10 @@ class Evictor:
                 made = shortage <= 0 or self._replace(shortage, candidate, over)
                 if not made:
                     pause = _REFUSAL_FACTOR * (time.thread_time() - started)
-                    self._refused = _Refusal(nbytes, state if over is None else None, time.monotonic() + pause)
+                    now = time.monotonic()
+                    self._refused_until = now + pause
+                    until = now + min(pause, _REFUSED_SECONDS)
+                    self._refused = _Refusal(nbytes, state if over is None else None, until)
                     self._refuse(nbytes, candidate, state)
                 return made
         except StorageError as error:

@@ -27,7 +27,7 @@ from millrace.errors import OriginUnavailableError, StorageError, shown_key
 from millrace.events import Event, emit, fetch_id
 from millrace.origin import ObjectInfo, Origin
 from millrace.runtime.locks import Flight, LockWait, in_fetch, lock_number, new_fetch_id
-from millrace.store.blocks import RUN_BLOCKS, coalesce, span_of
+from millrace.store.records import RUN_BLOCKS, coalesce, span_of
 
 _log = logging.getLogger("millrace.cache")
 

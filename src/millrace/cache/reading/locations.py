@@ -26,10 +26,9 @@ from millrace.cache.metadata.sources import Freshness
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.runtime.failures import LostDataError, disk_errors
-from millrace.store.blocks import object_id
 from millrace.store.index import Index
 from millrace.store.maps import MapSlot, lost_or_failed
-from millrace.store.records import Entry, ObjectName
+from millrace.store.records import Entry, ObjectName, object_id
 from millrace.store.seals import seal_holds, slot_holds
 from millrace.store.segment_files import data_bytes
 from millrace.store.segments import SMALL_OBJECT_BYTES, appended_bytes

@@ -16,7 +16,7 @@ from millrace.cache.disk import Disk
 from millrace.cache.eviction.copies import Keep
 from millrace.cache.eviction.evictor import Candidate
 from millrace.cache.eviction.usage import FindGroup
-from millrace.cache.held import HELD_BYTES
+from millrace.cache.held import HELD_BYTES, MOST_TAIL_BYTES
 from millrace.cache.reading.fetching import Fetcher, Source, log_wait
 from millrace.cache.reading.locations import FileLocation, Location, SegmentLocation
 from millrace.cache.reading.threads import Threads
@@ -25,7 +25,7 @@ from millrace.events import fetch_id
 from millrace.origin import ObjectInfo
 from millrace.runtime import forks
 from millrace.runtime.locks import in_fetch, new_fetch_id
-from millrace.store.blocks import BLOCK_BYTES, RUN_BLOCKS, ReadAhead, blocks_of, span_of
+from millrace.store.records import BLOCK_BYTES, RUN_BLOCKS, ReadAhead, blocks_of, span_of
 
 _log = logging.getLogger("millrace.cache")
 
@@ -300,7 +300,8 @@ class CachedReader:
         entry = location.entry
         blocks = blocks_of(start, stop, entry.block_bytes)
         missing = self.missing(blocks)
-        tail = self._disk.footers.read(entry.object_id, start, stop) if missing else None
+        may_have_tail = missing and start >= entry.size - MOST_TAIL_BYTES
+        tail = self._disk.footers.read(entry.object_id, start, stop) if may_have_tail else None
         if tail is not None:
             self._disk.counters.add("cache_bytes", stop - start)
             self._measure_disk_read(start, stop, began)

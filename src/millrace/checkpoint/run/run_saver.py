@@ -37,7 +37,7 @@ from millrace.errors import (
 from millrace.events import Event, emit
 from millrace.origin.obstore_library import start_workers
 from millrace.runtime import maintenance
-from millrace.runtime.importing import imported
+from millrace.runtime.forks import imported
 from millrace.runtime.pipeline import lower_priority
 
 _MEMORY_SHARE = 0.5

@@ -42,7 +42,7 @@ from millrace.errors import (
     shown_key,
 )
 from millrace.events import Event, emit
-from millrace.store.blocks import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES
 
 _MAX_JSON_BYTES = 64 << 20
 

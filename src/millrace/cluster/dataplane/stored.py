@@ -22,9 +22,8 @@ from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.runtime.failures import LostDataError, disk_errors
 from millrace.runtime.maintenance import register_periodic, unregister
-from millrace.store.blocks import BLOCK_BYTES
 from millrace.store.maps import Sweeper, lost_or_failed
-from millrace.store.records import Entry
+from millrace.store.records import BLOCK_BYTES, Entry
 from millrace.store.seals import seal_holds
 from millrace.store.segment_files import data_path
 

@@ -24,8 +24,8 @@ from typing_extensions import Buffer
 
 from millrace.cluster.membership import WIRE_VERSION
 from millrace.errors import WireError
-from millrace.store import blocks
-from millrace.store.blocks import BLOCK_BYTES
+from millrace.store import records
+from millrace.store.records import BLOCK_BYTES
 
 OBJECTS_PATH = "/v1/objects/"
 
@@ -114,7 +114,7 @@ class ObjectDescription:
 
     @cached_property
     def _id(self) -> bytes:
-        return blocks.object_id(self.origin, self.key, self.version, self.size)
+        return records.object_id(self.origin, self.key, self.version, self.size)
 
     @cached_property
     def _header(self) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from millrace.cluster.membership.protocol import Membership
 from millrace.config import parse_addresses, parse_etcd
 from millrace.errors import ConfigurationError
-from millrace.runtime.importing import importing
+from millrace.runtime.forks import importing
 
 
 class Backend(NamedTuple):

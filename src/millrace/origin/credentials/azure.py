@@ -17,7 +17,7 @@ from typing import Any
 from millrace.errors import ConfigurationError, DeniedError
 from millrace.origin.credentials.provider import Found, Provider, for_obstore, metadata_answers
 from millrace.origin.options import StoreOptions
-from millrace.runtime.importing import imported, is_installed
+from millrace.runtime.forks import imported, is_installed
 
 _SCOPE = "https://storage.azure.com/.default"
 _METADATA_ADDRESS = ("169.254.169.254", 80)

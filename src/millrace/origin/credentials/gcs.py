@@ -14,7 +14,7 @@ from typing import Any
 from millrace.errors import ConfigurationError, DeniedError, OriginUnavailableError
 from millrace.origin.credentials.provider import Answer, Found, Provider, for_obstore, metadata_answers
 from millrace.origin.options import StoreOptions
-from millrace.runtime.importing import imported, is_installed
+from millrace.runtime.forks import imported, is_installed
 
 _SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
 _METADATA_ADDRESS = ("metadata.google.internal", 80)

@@ -19,7 +19,7 @@ from millrace.errors import (
 )
 from millrace.origin.credentials.provider import Answer, Found, Provider, for_obstore, metadata_answers, usable
 from millrace.origin.options import StoreOptions
-from millrace.runtime.importing import imported, is_installed
+from millrace.runtime.forks import imported, is_installed
 
 # obstore finds credentials by itself if all variables of a row are set; otherwise it would request EC2's metadata.
 _OBSTORE_READS = (

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from millrace.errors import ConfigurationError, DeniedError
 from millrace.origin.options.store import check_texts, checked_endpoint, is_sendable, reject_unknown, stripped_environ
-from millrace.runtime.importing import imported
+from millrace.runtime.forks import imported
 
 HUB_OPTIONS = ("endpoint", "token")
 # For reads and listings inside huggingface_hub's own file system.

@@ -17,7 +17,7 @@ from millrace.config import LIMIT_NAMES, resolve_limits
 from millrace.origin.base import BaseOrigin, request_seconds, resumed
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo, ObjectWriter, Origin
 from millrace.origin.upload import ObjectUpload
-from millrace.runtime.importing import imported
+from millrace.runtime.forks import imported
 
 if TYPE_CHECKING:
     from millrace.origin.limits.slots import NodeLimiter

@@ -239,7 +239,7 @@ class NodeState:
 
     def _begin(self) -> None:
         """Initialize a new file, and one of another boot, whose times are of another clock."""
-        # Read as bytes: text would import a codec, in a thread that sends a request (see `runtime.importing`).
+        # Read as bytes: text would import a codec, in a thread that sends a request (see `runtime.forks`).
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
         line = (_FORMAT + boot).ljust(_LINE_BYTES, b"\n")[:_LINE_BYTES]
         with self.exclusive():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401  # otherwise imported by the thread that looks up the host, see `runtime.importing`
+import encodings.idna  # noqa: F401  # otherwise imported by the thread that looks up the host, see `runtime.forks`
 import http.client
 import ssl
 import time

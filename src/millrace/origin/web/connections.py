@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import encodings.idna  # noqa: F401  # otherwise imported by the thread that looks up a host, see `runtime.importing`
+import encodings.idna  # noqa: F401  # otherwise imported by the thread that looks up a host, see `runtime.forks`
 import functools
 import http.client
 import logging

@@ -20,9 +20,8 @@ from millrace.cache.node import CacheNode, cache_node
 from millrace.cache.reading.fetching import DirectSource, Fetched
 from millrace.config import Amount, resolve
 from millrace.origin import ObjectInfo, Origin
-from millrace.store.blocks import object_id
 from millrace.store.index import Index
-from millrace.store.records import Entry, ObjectName, segment_unit
+from millrace.store.records import Entry, ObjectName, object_id, segment_unit
 from millrace.testing.computed import ComputedOrigin
 
 SIZE = (1 << 20) + 4096  # just large enough for its own file

@@ -18,8 +18,7 @@ from millrace.cache.node import CacheNode, cache_node
 from millrace.config import Amount, resolve
 from millrace.events import Event, add_hook
 from millrace.runtime.maintenance import run_tasks
-from millrace.store.blocks import BLOCK_BYTES, object_id
-from millrace.store.records import ObjectName
+from millrace.store.records import BLOCK_BYTES, ObjectName, object_id
 from millrace.testing.computed import ComputedOrigin
 
 SIZE = (1 << 20) + 4096  # just large enough for its own file

@@ -12,7 +12,7 @@ from millrace.cache.eviction.holdings import Holdings, Surveyor
 from millrace.cache.held import HeldBlocks
 from millrace.cache.node import CacheNode, cache_node
 from millrace.config import Amount, resolve
-from millrace.store.blocks import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES
 from millrace.store.segments import appended_bytes
 from millrace.testing.computed import ComputedOrigin
 

@@ -16,7 +16,7 @@ from typing_extensions import Buffer
 from millrace.cache.node import CacheNode
 from millrace.config import resolve
 from millrace.filesystem.files import CachedFile
-from millrace.store.blocks import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES
 from millrace.testing.computed import ComputedOrigin
 
 _BLOCKS = 8

@@ -24,7 +24,7 @@ from millrace.events import Event, add_hook
 from millrace.filesystem.files import CachedFile
 from millrace.origin import ObjectInfo
 from millrace.runtime.locks import Flights
-from millrace.store.blocks import BLOCK_BYTES, RUN_BLOCKS, object_id
+from millrace.store.records import BLOCK_BYTES, RUN_BLOCKS, object_id
 
 
 @pytest.fixture

@@ -26,9 +26,8 @@ from millrace.errors import ObjectChangedError, OriginUnavailableError
 from millrace.events import Event
 from millrace.origin import ObjectInfo
 from millrace.runtime.failures import LostDataError
-from millrace.store.blocks import object_id
 from millrace.store.maps import MapCache
-from millrace.store.records import Entry, ObjectName
+from millrace.store.records import Entry, ObjectName, object_id
 from millrace.store.seals import SegmentSeals
 from millrace.store.segment_files import data_path, generations, group_in
 from millrace.store.segment_maps import SegmentMaps

@@ -36,7 +36,7 @@ from millrace.errors import (
     PeerSilentError,
 )
 from millrace.events import Event
-from millrace.store.blocks import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES
 
 SHORT = 0.4  # seconds; only for peers that are meant to be silent
 

@@ -43,7 +43,7 @@ from millrace.errors import (
     UsageError,
     WireError,
 )
-from millrace.store.blocks import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES
 
 LARGE = BLOCK_BYTES * 2 + 12345
 

@@ -5,7 +5,7 @@ import pytest
 from millrace.cluster.dataplane import wire
 from millrace.cluster.dataplane.wire import Ask, ObjectDescription
 from millrace.errors import WireError
-from millrace.store.blocks import BLOCK_BYTES, object_id
+from millrace.store.records import BLOCK_BYTES, object_id
 
 WHAT = ObjectDescription("s3+http://127.0.0.1:9", "bucket/a key ü", '"etag"', 10 * BLOCK_BYTES + 7)
 ID = WHAT.object_id().hex()

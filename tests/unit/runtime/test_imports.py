@@ -65,7 +65,7 @@ def use():
 """
 
 ANY = """
-from millrace.runtime.importing import imported
+from millrace.runtime.forks import imported
 
 def use():
     assert imported("botocore.session").Session
@@ -115,7 +115,7 @@ from millrace.origin import open_origin
 open_origin("s3", {"anon": True})
 for name in ("millrace.origin.limits.retrying", "millrace.origin.limits.slots", "obstore"):
     assert name not in sys.modules, name
-from millrace.runtime.importing import imported
+from millrace.runtime.forks import imported
 assert imported("colorsys") is sys.modules["colorsys"] is imported("colorsys")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
