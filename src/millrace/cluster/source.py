@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from millrace.cache.counters import Counters
 from millrace.cache.eviction.copies import Keep
-from millrace.cache.reading.source import DirectSource, Fetched, log_fetch
+from millrace.cache.reading.source import DirectSource, Fetched, MakeSource, Source, log_fetch
+from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.client import PeerBytes
 from millrace.cluster.dataplane.wire import Ask, ObjectDescription
 from millrace.cluster.handover import widened
@@ -29,9 +30,6 @@ from millrace.errors import (
 )
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
-
-if TYPE_CHECKING:
-    from millrace.cluster.cluster import Cluster
 
 MOST_PEERS = 3
 """The most fetch requests, and the most failures, of one read before it uses the origin."""
@@ -79,6 +77,18 @@ def route(
             included.add(member.id)
             steps.append(Step(member, Ask.CACHED))
     return steps
+
+
+def cluster_source(cluster: Cluster, *, serving: bool = False) -> MakeSource:
+    """The sources of a process that reads; with `serving`, of a node's own server, which sends no fetch requests."""
+
+    def make(origin: Origin, info: ObjectInfo, object_id: bytes, counters: Counters | None) -> Source:
+        if origin.head_is_local:
+            # Local files: on another machine the same name may be another file, and peers are not faster.
+            return DirectSource(origin, info, counters)
+        return ClusterSource(cluster, origin, info, counters, serving=serving)
+
+    return make
 
 
 class ClusterSource:

@@ -21,6 +21,7 @@ from millrace.cluster.moving import Mover, Rate, Run, runs_to_pull
 from millrace.cluster.origins import Origins
 from millrace.cluster.placement import Placement
 from millrace.cluster.serving import BlockService
+from millrace.cluster.source import cluster_source
 from millrace.config import Amount, resolve
 from millrace.events import Event, add_hook
 from millrace.store.blocks import BLOCK_BYTES, object_id
@@ -66,8 +67,8 @@ class Node:
         link = NodeLink(views=views, folder="local", member_id=name, token=TOKEN, replicas=replicas)
         self.cluster = Cluster(link, breakers=Breakers(None))
         self.store, self.reader = CacheNode(options), CacheNode(options)
-        self.store.connect(source=self.cluster.serving_source)
-        self.reader.connect(source=self.cluster.source)
+        self.store.connect(source=cluster_source(self.cluster, serving=True))
+        self.reader.connect(source=cluster_source(self.cluster))
         service = BlockService(
             self.store, views=views, member_id=name, replicas=replicas, origins=Origins([origin], environment=False)
         )
