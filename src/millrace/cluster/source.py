@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from millrace.cache.counters import Counters
 from millrace.cache.eviction.copies import Keep
-from millrace.cache.reading.source import DirectSource, Fetched, MakeSource, Source, log_fetch
+from millrace.cache.reading.source import DirectSource, Fetched, Source, log_fetch
 from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.client import PeerBytes
 from millrace.cluster.dataplane.wire import Ask, ObjectDescription
@@ -79,16 +80,21 @@ def route(
     return steps
 
 
-def cluster_source(cluster: Cluster, *, serving: bool = False) -> MakeSource:
-    """The sources of a process that reads; with `serving`, of a node's own server, which sends no fetch requests."""
+@dataclass(frozen=True, slots=True)
+class ClusterSources:
+    """Makes the sources of a process that reads (a `MakeSource`); with `serving`, those of a node's own server.
 
-    def make(origin: Origin, info: ObjectInfo, object_id: bytes, counters: Counters | None) -> Source:
+    A server sends no fetch requests.
+    """
+
+    cluster: Cluster
+    serving: bool = False
+
+    def __call__(self, origin: Origin, info: ObjectInfo, object_id: bytes, counters: Counters | None) -> Source:
         if origin.head_is_local:
             # Local files: on another machine the same name may be another file, and peers are not faster.
             return DirectSource(origin, info, counters)
-        return ClusterSource(cluster, origin, info, counters, serving=serving)
-
-    return make
+        return ClusterSource(self.cluster, origin, info, counters, serving=self.serving)
 
 
 class ClusterSource:
@@ -234,7 +240,7 @@ class _Visit:
             found = cluster.client.read(
                 step.member,
                 self._what,
-                [self._range],
+                self._range,
                 ask=step.ask,
                 rank=step.rank,
                 view_version=self._placement.view.version,
