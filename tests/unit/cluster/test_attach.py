@@ -154,7 +154,7 @@ def test_attached_returns_the_same_node_as_node_for(
     assert attached.node is attached.node is node_for(wanted)
     publish(folder, token="another-token")
     passing(0.2)
-    assert attached.node.source == cluster_of(wanted).source
+    assert attached.node.source == ClusterSources(cluster_of(wanted))
     assert cluster_of(wanted).link.token == "another-token"
     first = attached.node
     close_all()
@@ -477,7 +477,7 @@ def test_close_all_ends_everything(options: Options) -> None:
     first = cluster_of(wanted)
     close_all()
     assert not attach._process.attachments
-    assert attached.node.source == cluster_of(wanted).source
+    assert attached.node.source == ClusterSources(cluster_of(wanted))
     assert cluster_of(wanted) is not first
 
 
