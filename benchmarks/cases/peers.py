@@ -175,7 +175,7 @@ def ours(measure: Measure, context: Mapping[str, Any]) -> list[int]:
     member = Member(id="benchmark", address=context["ours"]["address"])
 
     def read(number: int, start: int, stop: int) -> memoryview:
-        return memoryview(client.read(member, objects[number], [(start, stop)], ask=Ask.FETCH).data)
+        return memoryview(client.read(member, objects[number], (start, stop), ask=Ask.FETCH).data)
 
     try:
         return _run(measure, context, context["ours"]["pid"], read)
@@ -190,7 +190,7 @@ def ours_lean(measure: Measure, context: Mapping[str, Any]) -> list[int]:
     lean = _Lean(address)
 
     def read(number: int, start: int, stop: int) -> memoryview:
-        request = wire.build_get(objects[number], [(start, stop)], host=address, token=_TOKEN, ask=Ask.CACHED)
+        request = wire.build_get(objects[number], (start, stop), host=address, token=_TOKEN, ask=Ask.CACHED)
         return lean.ask(request)[: stop - start]
 
     return _run(measure, context, context["ours"]["pid"], read)

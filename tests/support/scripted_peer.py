@@ -92,17 +92,16 @@ class Peer:
         self._listener.close()
 
 
-def ranges_of(request: str) -> list[tuple[int, int]]:
-    found = re.search(r"Range: bytes=(.*)\r\n", request)
+def range_of(request: str) -> tuple[int, int]:
+    found = re.search(r"Range: bytes=(\d+)-(\d+)\r\n", request)
     assert found is not None
-    return [(int(first), int(last) + 1) for first, last in (each.split("-") for each in found[1].split(","))]
+    return int(found[1]), int(found[2]) + 1
 
 
 def framed(request: str, *, wrong: bool = False) -> bytes:
     body = bytearray()
-    for start, stop in ranges_of(request):
-        for first, end in pieces(start, stop):
-            body += DATA[first:end] + sum_of(DATA[first:end])
+    for first, end in pieces(*range_of(request)):
+        body += DATA[first:end] + sum_of(DATA[first:end])
     if wrong:
         body[0] ^= 1
     return bytes(body)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Sequence
 from typing import Any
 
 from millrace.cluster.dataplane import wire
@@ -37,15 +36,15 @@ class WireClient:
     def __exit__(self, *_: object) -> None:
         self.socket.close()
 
-    def get(self, what: ObjectDescription, *ranges: tuple[int, int], **more: Any) -> tuple[ResponseHead, bytes]:
+    def get(self, what: ObjectDescription, span: tuple[int, int], **more: Any) -> tuple[ResponseHead, bytes]:
         """A framed request; the body comes without its checksums, which are compared."""
-        self.socket.sendall(wire.build_get(what, ranges, host=self.address, token=self.token, **more))
+        self.socket.sendall(wire.build_get(what, span, host=self.address, token=self.token, **more))
         head, body = self.answer()
-        return head, unframed(body, ranges) if head.status == 206 else body
+        return head, unframed(body, span) if head.status == 206 else body
 
-    def cached(self, what: ObjectDescription, *ranges: tuple[int, int], **more: Any) -> tuple[ResponseHead, bytes]:
+    def cached(self, what: ObjectDescription, span: tuple[int, int], **more: Any) -> tuple[ResponseHead, bytes]:
         """`get` of cached data only."""
-        return self.get(what, *ranges, ask=Ask.CACHED, **more)
+        return self.get(what, span, ask=Ask.CACHED, **more)
 
     def put(self, what: ObjectDescription, start: int, data: bytes) -> ResponseHead:
         """Bring whole blocks."""
@@ -88,15 +87,14 @@ class WireClient:
         self._buffer += data
 
 
-def unframed(body: bytes, ranges: Sequence[tuple[int, int]]) -> bytes:
+def unframed(body: bytes, span: tuple[int, int]) -> bytes:
     """The bytes of a framed body; asserts that every checksum is right."""
     found, position = [], 0
-    for start, stop in ranges:
-        for begin, end in wire.pieces(start, stop):
-            piece = body[position : position + end - begin]
-            position += end - begin
-            assert body[position : position + wire.SUM_BYTES] == wire.sum_of(piece)
-            position += wire.SUM_BYTES
-            found.append(piece)
+    for begin, end in wire.pieces(*span):
+        piece = body[position : position + end - begin]
+        position += end - begin
+        assert body[position : position + wire.SUM_BYTES] == wire.sum_of(piece)
+        position += wire.SUM_BYTES
+        found.append(piece)
     assert position == len(body)
     return b"".join(found)

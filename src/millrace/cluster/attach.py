@@ -229,13 +229,16 @@ class _Attachment:
         else:
             with importing():
                 from millrace.cluster.listings import ClusterListings
+                from millrace.cluster.source import ClusterSources
 
             cluster = self.process.cluster(self.options, link)
             # The node's limits hold in its folder: with higher ones this process would store what the node has to evict.
             capacity, min_free = link.capacity or self.options.capacity, link.min_free or self.options.min_free
             node = cache_node(replace(self.options, folder=link.folder, capacity=capacity, min_free=min_free))
             listings = ClusterListings(cluster, self.options.max_age_seconds)
-            node.connect(source=cluster.source, metadata_source=listings, reopen=lambda: node_for(self.options))
+            node.connect(
+                source=ClusterSources(cluster), metadata_source=listings, reopen=lambda: node_for(self.options)
+            )
             cluster.distinguish_copies(node)
         self._link = link
         self.views = _folder_views(link)

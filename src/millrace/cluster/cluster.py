@@ -5,24 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from millrace.cache.counters import Counters
-from millrace.cache.reading.fetching import DirectSource, Source
+from millrace.cache.node import CacheNode
 from millrace.cluster.breakers import Breakers
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.dataplane.wire import ObjectDescription
 from millrace.cluster.handover import Handover
 from millrace.cluster.membership import Member, NodeLink, View
 from millrace.cluster.placement import Placement
-from millrace.cluster.source import ClusterSource
 from millrace.config import SILENCE_SECONDS
 from millrace.errors import PeerError, PeerRefusedError
 from millrace.events import Event, emit
-from millrace.origin import ObjectInfo, Origin
-
-if TYPE_CHECKING:
-    from millrace.cache.node import CacheNode
 
 _log = logging.getLogger("millrace.cluster")
 
@@ -41,11 +35,7 @@ class _Current(NamedTuple):
 
 
 class Cluster:
-    """The cluster as one process sees it. Thread-safe, and usable after a fork: the child opens its own connections.
-
-    `source` and `serving_source` are possible values of `CacheNode.source`: the first for processes that read, the second
-    for the node that serves others.
-    """
+    """The cluster as one process sees it. Thread-safe, and usable after a fork: the child opens its own connections."""
 
     def __init__(self, link: NodeLink, *, breakers: Breakers, client: PeerClient | None = None) -> None:
         self.link = link
@@ -116,20 +106,6 @@ class Cluster:
                 "%s: another cluster_token than this process; reads skip it. Use the same token on all nodes and readers",
                 member.address,
             )
-
-    def source(self, origin: Origin, info: ObjectInfo, object_id: bytes, counters: Counters | None) -> Source:
-        """The `MakeSource` for processes that read."""
-        return self._source(origin, info, counters, serving=False)
-
-    def serving_source(self, origin: Origin, info: ObjectInfo, object_id: bytes, counters: Counters | None) -> Source:
-        """The `MakeSource` for the node's own server, which sends no fetch requests."""
-        return self._source(origin, info, counters, serving=True)
-
-    def _source(self, origin: Origin, info: ObjectInfo, counters: Counters | None, *, serving: bool) -> Source:
-        if origin.head_is_local:
-            # Local files: on another machine the same name may be another file, and peers are not faster.
-            return DirectSource(origin, info, counters)
-        return ClusterSource(self, origin, info, counters, serving=serving)
 
     def distinguish_copies(self, node: CacheNode) -> None:
         """Make the disks of `node` evict first the data that other members hold by the newest view.

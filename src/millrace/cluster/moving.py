@@ -333,7 +333,7 @@ class _Move:
                 found = cluster.client.read(
                     self._members[name],
                     what,
-                    [(start, stop)],
+                    (start, stop),
                     ask=Ask.CACHED,
                     view_version=self._placement.view.version,
                     deadline=_READ_SECONDS,

@@ -75,9 +75,9 @@ class BlockService:
     # --- requests -----------------------------------------------------------------------------------
 
     def get(self, get: Get, exchange: Exchange) -> Answer:
-        """The framed bytes of an object's ranges. Raises `WireError` for a malformed request."""
+        """The framed bytes of a range of an object. Raises `WireError` for a malformed request."""
         stored = self._objects.find(get.object_id)
-        if stored is not None and len(get.ranges) == 1 and not get.verify:
+        if stored is not None and not get.verify:
             quick = self._quick(get, stored)
             if quick is not None:
                 return quick
@@ -87,10 +87,13 @@ class BlockService:
             size = self._described(get).size
         else:
             size = stored.entry.size
-        spans = _checked(get.ranges, size)
-        if isinstance(spans, Refusal):
-            return spans
-        return self._framed(get, stored, size, spans, exchange)
+        start, stop = get.span
+        if stop > size:
+            fields = (("Content-Range", f"bytes */{size}"),)
+            return Refusal(status=416, message=f"the object has {size} bytes", fields=fields)
+        if stop - start > wire.MAX_FRAMED_BYTES:
+            return Refusal(status=416, message=f"more than {wire.MAX_FRAMED_BYTES} bytes at a time")
+        return self._framed(get, stored, size, exchange)
 
     def head(self, object_id: bytes) -> Answer:
         """The size of an object, and its cached blocks."""
@@ -115,7 +118,7 @@ class BlockService:
 
     def _quick(self, get: Get, stored: StoredObject) -> Content | None:
         """The response for one piece of a cached block, the usual request. None if it needs `_framed`."""
-        start, stop = get.ranges[0]
+        start, stop = get.span
         entry = stored.entry
         block = start // BLOCK_BYTES
         if stop > entry.size or stop > (block + 1) * BLOCK_BYTES:
@@ -149,14 +152,12 @@ class BlockService:
         stored.disk.usage.hit(entry, nbytes, served=True)
         stored.disk.counters.add("served_requests")
         stored.disk.counters.add("served_bytes", nbytes)
-        head = wire.build_framed_head(get.ranges, entry.size, hot=hot)
+        head = wire.build_framed_head(get.span, entry.size, hot=hot)
         return Content(head, (part, checksum.to_bytes(wire.SUM_BYTES, "little")))
 
-    def _framed(
-        self, get: Get, stored: StoredObject | None, size: int, spans: Sequence[Span], exchange: Exchange
-    ) -> Answer:
-        pieces = [piece for start, stop in spans for piece in wire.pieces(start, stop)]
-        blocks = sorted({start // BLOCK_BYTES for start, _ in pieces})
+    def _framed(self, get: Get, stored: StoredObject | None, size: int, exchange: Exchange) -> Answer:
+        pieces = list(wire.pieces(*get.span))
+        blocks = [start // BLOCK_BYTES for start, _ in pieces]
         partial = {start // BLOCK_BYTES for start, stop in pieces if not _is_whole(start, stop, size)}
         memory: dict[int, Buffer] = {}
         fresh: set[int] = set()
@@ -175,7 +176,7 @@ class BlockService:
         hot = self._count(get.object_id, stored, pieces, size, fresh)
         parts = self._framed_parts(stored, pieces, size, memory)
         return Content(
-            head=wire.build_framed_head(spans, size, hot=hot),
+            head=wire.build_framed_head(get.span, size, hot=hot),
             # One piece is read now: an error in it can still be reported.
             parts=tuple(parts) if len(pieces) == 1 else parts,
         )
@@ -271,16 +272,6 @@ class BlockService:
 def _is_whole(start: int, stop: int, size: int) -> bool:
     """Whether a piece is a whole block."""
     return start % BLOCK_BYTES == 0 and (stop % BLOCK_BYTES == 0 or stop == size)
-
-
-def _checked(ranges: Sequence[Span], size: int) -> Sequence[Span] | Refusal:
-    """The ranges of a request, or the refusal of those outside an object of `size` bytes."""
-    if any(stop > size for _, stop in ranges):
-        fields = (("Content-Range", f"bytes */{size}"),)
-        return Refusal(status=416, message=f"the object has {size} bytes", fields=fields)
-    if sum(stop - start for start, stop in ranges) > wire.MAX_FRAMED_BYTES:
-        return Refusal(status=416, message=f"more than {wire.MAX_FRAMED_BYTES} bytes at a time")
-    return ranges
 
 
 def _named(stored: StoredObject | None) -> ObjectDescription:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from millrace.cache.counters import Counters
 from millrace.cache.eviction.copies import Keep
-from millrace.cache.reading.fetching import DirectSource, Fetched, log_fetch
+from millrace.cache.reading.fetching import DirectSource, Fetched, Source, log_fetch
+from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.client import PeerBytes
 from millrace.cluster.dataplane.wire import Ask, ObjectDescription
 from millrace.cluster.handover import widened
@@ -29,9 +31,6 @@ from millrace.errors import (
 )
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
-
-if TYPE_CHECKING:
-    from millrace.cluster.cluster import Cluster
 
 MOST_PEERS = 3
 """The most fetch requests, and the most failures, of one read before it uses the origin."""
@@ -79,6 +78,23 @@ def route(
             included.add(member.id)
             steps.append(Step(member, Ask.CACHED))
     return steps
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSources:
+    """Makes the sources of a process that reads (a `MakeSource`); with `serving`, those of a node's own server.
+
+    A server sends no fetch requests.
+    """
+
+    cluster: Cluster
+    serving: bool = False
+
+    def __call__(self, origin: Origin, info: ObjectInfo, object_id: bytes, counters: Counters | None) -> Source:
+        if origin.head_is_local:
+            # Local files: on another machine the same name may be another file, and peers are not faster.
+            return DirectSource(origin, info, counters)
+        return ClusterSource(self.cluster, origin, info, counters, serving=self.serving)
 
 
 class ClusterSource:
@@ -224,7 +240,7 @@ class _Visit:
             found = cluster.client.read(
                 step.member,
                 self._what,
-                [self._range],
+                self._range,
                 ask=step.ask,
                 rank=step.rank,
                 view_version=self._placement.view.version,

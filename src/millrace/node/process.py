@@ -29,6 +29,7 @@ from millrace.cluster.membership.backends import open_membership
 from millrace.cluster.membership.static import StaticMembers
 from millrace.cluster.origins import Origins
 from millrace.cluster.serving import BlockService
+from millrace.cluster.source import ClusterSources
 from millrace.config import CacheOptions, address_text
 from millrace.errors import ConfigurationError, MillraceError, StorageError, UsageError
 from millrace.events import Event, emit
@@ -160,7 +161,7 @@ class NodeProcess:
         self._cluster = Cluster(link, breakers=Breakers(self._folder.breakers_path))
         opened.callback(self._cluster.close)
         self.drains = DrainCoordinator(self._cluster, me=self.member_id)
-        self._node.connect(source=self._cluster.serving_source)
+        self._node.connect(source=ClusterSources(self._cluster, serving=True))
         service = BlockService(
             self._node,
             views=self._membership,
@@ -173,7 +174,7 @@ class NodeProcess:
         self.address = server.address
         # Loads list through the metadata owner. The server's own node reads the origin on behalf of the others.
         listings = ClusterListings(self._cluster, options.max_age_seconds)
-        loading = CacheNode(options, source=self._cluster.serving_source, metadata_source=listings)
+        loading = CacheNode(options, source=ClusterSources(self._cluster, serving=True), metadata_source=listings)
         opened.callback(loading.close)
         self.jobs = LoadJobs(loading, self._origins.find, member_id=self.member_id)
         opened.callback(self.jobs.close)

@@ -52,11 +52,13 @@ _NAMED_PAUSES = (0.001, 0.05)
 _FILE_LOCK_PAUSES = (0.00005, 0.005)  # first and longest pause between two attempts
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, pid
-_SIGN = struct.Struct("<QQQ")  # nanoseconds, process, its namespace of process numbers
+_SIGN = struct.Struct("<QQQ")  # a `Sign`
 _SIGNS = 8192
 """Places for signs in a file. Two locks that share one make a wait longer when one holder runs and one is stopped."""
 
-_Sign = tuple[int, int, int]
+Sign = tuple[int, int, int]
+"""A sign of life: nanoseconds of the machine's clock, the process, and its namespace of process numbers."""
+
 _NO_SIGN = (0, 0, 0)
 
 
@@ -114,7 +116,7 @@ class SharedLocks:
         self._beating = threading.Lock()
         self._held: set[int] = set()
         self._written: dict[int, int] = {}
-        self._silent: dict[int, _Sign] = {}
+        self._silent: dict[int, Sign] = {}
         self._idle_beats = 0
         _all_locks.add(self)
 
@@ -182,12 +184,12 @@ class SharedLocks:
         self._idle_beats = 0 if held else self._idle_beats + 1
         return self._idle_beats < _IDLE_BEATS
 
-    def sign_of(self, number: int) -> _Sign:
+    def sign_of(self, number: int) -> Sign:
         """The last sign of a holder of this lock."""
         with contextlib.suppress(OSError):  # a failing disk: the same as no sign
             data = os.pread(self._descriptor, _SIGN.size, number % _SIGNS * _SIGN.size)
             if len(data) == _SIGN.size:
-                return cast(_Sign, _SIGN.unpack(data))
+                return cast(Sign, _SIGN.unpack(data))
         return _NO_SIGN
 
     def _write_sign(self, place: int, now: int) -> None:
@@ -200,35 +202,22 @@ class SharedLocks:
 _all_locks = forks.objects_reset_in_child(SharedLocks._close_in_child)
 
 
-class LockWait:
-    """One wait for locks that other processes hold. Not thread-safe.
+class SilenceCheck:
+    """Whether the holders of locks that this process waits for are stopped. Not thread-safe.
 
-    It ends after `limit` seconds (default: `WORKING_SECONDS`), or when the holder is stopped. `pauses` are the first and
-    the longest pause between two attempts, in seconds.
+    `sign_of` returns the last sign of the holder of a lock, and `silent` contains those of stopped holders.
     """
 
-    def __init__(
-        self, locks: SharedLocks, *, limit: float | None = None, pauses: tuple[float, float] = _NAMED_PAUSES
-    ) -> None:
-        self._locks = locks
-        self._deadline = time.monotonic() + (WORKING_SECONDS if limit is None else limit)
-        self._pause, self._longest_pause = pauses
-        self._seen: dict[int, tuple[_Sign, int]] = {}
+    def __init__(self, sign_of: Callable[[int], Sign], silent: dict[int, Sign]) -> None:
+        self._sign_of = sign_of
+        self._silent = silent
+        self._seen: dict[int, tuple[Sign, int]] = {}
         self._activity = Activity()
-
-    def is_over(self, number: int) -> bool:
-        """Whether to continue without a lock that another process was just found to hold."""
-        return self.is_silent(number) or time.monotonic() >= self._deadline
-
-    def next_pause(self) -> float:
-        """The seconds to wait before the next attempt; doubles up to the longest pause."""
-        pause, self._pause = self._pause, min(2 * self._pause, self._longest_pause)
-        return pause
 
     def is_silent(self, number: int) -> bool:
         """Whether the holder of a lock, which was just found to be held, is stopped. Later calls return at once."""
-        sign, now = self._locks.sign_of(number), time.monotonic_ns()
-        if self._locks._silent.get(number) == sign:
+        sign, now = self._sign_of(number), time.monotonic_ns()
+        if self._silent.get(number) == sign:
             return True
         seen = self._seen.get(number)
         if seen is None or seen[0] != sign:
@@ -238,8 +227,32 @@ class LockWait:
         if sign[2] == _this_process[1] and self._activity.continues(sign[1]):
             self._seen[number] = (sign, now)  # look again in a moment
             return False
-        self._locks._silent[number] = sign
+        self._silent[number] = sign
         return True
+
+
+class LockWait(SilenceCheck):
+    """One wait for locks that other processes hold. Not thread-safe.
+
+    It ends after `limit` seconds (default: `WORKING_SECONDS`), or when the holder is stopped. `pauses` are the first and
+    the longest pause between two attempts, in seconds.
+    """
+
+    def __init__(
+        self, locks: SharedLocks, *, limit: float | None = None, pauses: tuple[float, float] = _NAMED_PAUSES
+    ) -> None:
+        super().__init__(locks.sign_of, locks._silent)
+        self._deadline = time.monotonic() + (WORKING_SECONDS if limit is None else limit)
+        self._pause, self._longest_pause = pauses
+
+    def is_over(self, number: int) -> bool:
+        """Whether to continue without a lock that another process was just found to hold."""
+        return self.is_silent(number) or time.monotonic() >= self._deadline
+
+    def next_pause(self) -> float:
+        """The seconds to wait before the next attempt; doubles up to the longest pause."""
+        pause, self._pause = self._pause, min(2 * self._pause, self._longest_pause)
+        return pause
 
 
 class NamedLocks(SharedLocks):

@@ -21,6 +21,7 @@ from millrace.cluster.moving import Mover, Rate, Run, runs_to_pull
 from millrace.cluster.origins import Origins
 from millrace.cluster.placement import Placement
 from millrace.cluster.serving import BlockService
+from millrace.cluster.source import ClusterSources
 from millrace.config import Amount, resolve
 from millrace.events import Event, add_hook
 from millrace.store.records import BLOCK_BYTES, Entry, object_id
@@ -65,8 +66,8 @@ class Node:
         link = NodeLink(views=views, folder="local", member_id=name, token=TOKEN, replicas=replicas)
         self.cluster = Cluster(link, breakers=Breakers(None))
         self.store, self.reader = CacheNode(options), CacheNode(options)
-        self.store.connect(source=self.cluster.serving_source)
-        self.reader.connect(source=self.cluster.source)
+        self.store.connect(source=ClusterSources(self.cluster, serving=True))
+        self.reader.connect(source=ClusterSources(self.cluster))
         service = BlockService(
             self.store, views=views, member_id=name, replicas=replicas, origins=Origins([origin], environment=False)
         )

@@ -21,6 +21,7 @@ from millrace.cluster.dataplane.server import PlaneServer
 from millrace.cluster.membership import Member, MemberState, NodeLink, View
 from millrace.cluster.origins import Origins
 from millrace.cluster.serving import BlockService
+from millrace.cluster.source import ClusterSources
 from millrace.config import resolve
 from millrace.errors import ObjectChangedError
 from millrace.events import Event
@@ -43,9 +44,9 @@ class Node:
         self.cluster = Cluster(link, breakers=Breakers(directory.with_suffix(".breakers")))
         self.serving_cluster = Cluster(link, breakers=Breakers(directory.with_suffix(".breakers")))
         self.serving = CacheNode(self.options)
-        self.serving.connect(source=self.serving_cluster.serving_source)
+        self.serving.connect(source=ClusterSources(self.serving_cluster, serving=True))
         self.reading = CacheNode(self.options)
-        self.reading.connect(source=self.cluster.source)
+        self.reading.connect(source=ClusterSources(self.cluster))
         service = BlockService(
             self.serving,
             views=nodes.views,

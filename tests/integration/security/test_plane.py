@@ -60,7 +60,7 @@ def questions(what: ObjectDescription, token: str) -> list[bytes]:
     """Every request of a member, for an existing and a missing object."""
     nothing = ObjectDescription(what.origin, "b/nothing", "v1", 10)
     found = [
-        wire.build_get(each, [(0, 5)], host="h", token=token, ask=ask)
+        wire.build_get(each, (0, 5), host="h", token=token, ask=ask)
         for each in (what, nothing)
         for ask in (Ask.FETCH, Ask.CACHED)
     ]
@@ -134,7 +134,7 @@ def test_client_with_wrong_token_raises_peer_refused(plane: Plane) -> None:
     client = PeerClient(token="token-of-another-cluster")
     member = Member(id="me", address=plane.address)
     with pytest.raises(PeerRefusedError) as caught:
-        client.read(member, plane.describe("b/x"), [(0, 5)], ask=Ask.FETCH)
+        client.read(member, plane.describe("b/x"), (0, 5), ask=Ask.FETCH)
     assert caught.value.status == 401
     assert "token-of-another-cluster" not in f"{caught.value}{caught.value!r}{caught.value.__cause__!r}"
     client.close()
@@ -260,7 +260,7 @@ def read_over(server: Tls | None, client: Tls | None, tmp_path: Path) -> bytes:
         what = plane.put("b/x", b"the content")
         peer = PeerClient(token=TOKEN, tls=client)
         try:
-            found = peer.read(Member(id="me", address=plane.address), what, [(0, 11)], ask=Ask.FETCH, deadline=5)
+            found = peer.read(Member(id="me", address=plane.address), what, (0, 11), ask=Ask.FETCH, deadline=5)
             assert plane.counters()["served_requests"] == 1
             return bytes(found.data)
         except PeerError:
@@ -337,7 +337,7 @@ def test_token_is_not_sent_to_peer_without_certificate(speaks_tls: bool, ours: A
     client = PeerClient(token=TOKEN, tls=ours.member("client"))
     member = Member(id="impostor", address=f"127.0.0.1:{listener.getsockname()[1]}")
     with pytest.raises(PeerSilentError):
-        client.read(member, ObjectDescription("memory", "b/x", "v1", 10), [(0, 5)], ask=Ask.FETCH, deadline=2)
+        client.read(member, ObjectDescription("memory", "b/x", "v1", 10), (0, 5), ask=Ask.FETCH, deadline=2)
     client.close()
     thread.join(120)
     listener.close()

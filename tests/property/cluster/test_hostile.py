@@ -28,9 +28,9 @@ tokens = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1,
 
 
 @st.composite
-def spans(draw: st.DrawFn) -> list[tuple[int, int]]:
-    starts = draw(st.lists(st.integers(0, 10**15), min_size=1, max_size=8))
-    return [(start, start + draw(st.integers(1, 10**10))) for start in starts]
+def spans(draw: st.DrawFn) -> tuple[int, int]:
+    start = draw(st.integers(0, 10**15))
+    return start, start + draw(st.integers(1, 10**10))
 
 
 # --- bytes to values and back -------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def test_parser_of_any_bytes_returns_or_raises_wire_error(data: bytes) -> None:
 
 @given(st.text(max_size=300))
 def test_parser_of_any_text_returns_or_raises_wire_error(text: str) -> None:
-    for parse in (wire.parse_ranges, wire.parse_blocks, wire.parse_object_path, ObjectDescription.from_header):
+    for parse in (wire.parse_range, wire.parse_blocks, wire.parse_object_path, ObjectDescription.from_header):
         with contextlib.suppress(WireError):
             parse(text)
     with contextlib.suppress(WireError):
@@ -61,15 +61,15 @@ def test_parser_of_any_text_returns_or_raises_wire_error(text: str) -> None:
 
 @given(described, spans(), tokens, st.sampled_from(Ask), st.integers(0, 99), st.booleans())
 def test_get_round_trip_is_equal(
-    what: ObjectDescription, ranges: list[tuple[int, int]], token: str, ask: Ask, rank: int, verify: bool
+    what: ObjectDescription, span: tuple[int, int], token: str, ask: Ask, rank: int, verify: bool
 ) -> None:
-    head = wire.build_get(what, ranges, host="h:1", token=token, ask=ask, rank=rank, view_version="v", verify=verify)
+    head = wire.build_get(what, span, host="h:1", token=token, ask=ask, rank=rank, view_version="v", verify=verify)
     assert wire.head_bytes(head + b"more") == len(head)
     request = wire.parse_request(head)
     get = wire.parse_get(request)
     assert request.headers["authorization"] == f"Bearer {token}"
     assert (get.object_id, get.ask, get.rank, get.verify) == (what.object_id(), ask, rank, verify)
-    assert list(get.ranges) == ranges
+    assert get.span == span
     if ask is Ask.FETCH:
         assert ObjectDescription.from_header(get.described) == what
 
@@ -82,13 +82,13 @@ def test_put_round_trip_is_equal(what: ObjectDescription, block: int, token: str
         assert put == wire.Put(what, start, stop, stop - start + wire.SUM_BYTES)
 
 
-@given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(1, 10**7)), min_size=1, max_size=5))
-def test_framed_bytes_is_the_length_of_the_pieces(parts: list[tuple[int, int]]) -> None:
-    ranges = [(start, start + nbytes) for start, nbytes in parts]
-    pieces = [piece for span in ranges for piece in wire.pieces(*span)]
-    assert wire.framed_bytes(ranges) == sum(stop - start + wire.SUM_BYTES for start, stop in pieces)
+@given(st.integers(0, 10**9), st.integers(1, 10**7))
+def test_framed_bytes_is_the_length_of_the_pieces(start: int, nbytes: int) -> None:
+    span = start, start + nbytes
+    pieces = list(wire.pieces(*span))
+    assert wire.framed_bytes(span) == sum(stop - start + wire.SUM_BYTES for start, stop in pieces)
     assert all(start // BLOCK_BYTES == (stop - 1) // BLOCK_BYTES for start, stop in pieces)
-    assert wire.parse_response_head(wire.build_framed_head(ranges, 10**12)).length == wire.framed_bytes(ranges)
+    assert wire.parse_response_head(wire.build_framed_head(span, 10**12)).length == wire.framed_bytes(span)
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 50)), max_size=30))
@@ -97,16 +97,16 @@ def test_blocks_header_round_trip_is_equal(parts: list[tuple[int, int]]) -> None
     assert wire.parse_blocks(wire.format_blocks(runs)) == runs
 
 
-@given(described, spans(), st.data())
+@given(described, spans(), spans(), st.data())
 def test_repeated_request_equals_the_parsed_one(
-    what: ObjectDescription, ranges: list[tuple[int, int]], data: st.DataObject
+    what: ObjectDescription, first: tuple[int, int], second: tuple[int, int], data: st.DataObject
 ) -> None:
     """Also with changed bytes: then it is not found, or equals the parsed request."""
     repeated = RepeatedRequests()
-    head = wire.build_get(what, ranges[:1], host="h", token="a-token", rank=1)
+    head = wire.build_get(what, first, host="h", token="a-token", rank=1)
     request = wire.parse_request(head)
     repeated.keep(head, request, wire.parse_get(request))
-    again = wire.build_get(what, ranges[-1:], host="h", token="a-token", rank=1)
+    again = wire.build_get(what, second, host="h", token="a-token", rank=1)
     assert repeated.find(again) == wire.parse_get(wire.parse_request(again))
     place = data.draw(st.integers(0, len(again) - 1))
     changed = again[:place] + data.draw(st.binary(max_size=3)) + again[place + 1 :]
@@ -220,8 +220,8 @@ def test_server_survives_thousands_of_malformed_requests(plane: Plane, seed: int
     source = random.Random(seed)
     what = plane.describe("b/x")
     heads = [
-        wire.build_get(what, [(0, 100)], host="h", token=TOKEN),
-        wire.build_get(what, [(0, 100), (200, 300)], host="h", token=TOKEN, ask=Ask.CACHED),
+        wire.build_get(what, (0, 100), host="h", token=TOKEN),
+        wire.build_get(what, (200, 300), host="h", token=TOKEN, ask=Ask.CACHED),
         wire.build_head(what, host="h", token=TOKEN),
         wire.build_put(what, 0, BLOCK_BYTES, host="h", token=TOKEN),
         wire.build_command("POST", "/v1/load", host="h", token=TOKEN, body=b"{}") + b"{}",
@@ -239,7 +239,7 @@ def test_requests_without_the_token_receive_nothing(plane: Plane, seed: int) -> 
     source = random.Random(seed)
     what = plane.describe("b/x")
     content = plane.origin._objects["b/x"][0]
-    head = wire.build_get(what, [(0, 100)], host="h", token="not-the-token")
+    head = wire.build_get(what, (0, 100), host="h", token="not-the-token")
     for _ in range(300):
         received = answers(plane, mutated(source, head))
         assert content[:20] not in received
@@ -280,21 +280,17 @@ def test_ranges_out_of_bounds_are_refused(plane: Plane) -> None:
         ("bytes=-0", 400),
         ("bytes=5-3", 400),
         ("bytes=--5", 400),
-        ("bytes=" + ",".join("0-1" for _ in range(65)), 400),
-        ("bytes=" + ",".join(f"0-{10**17}" for _ in range(64)), 416),
+        ("bytes=0-1,4-5", 400),
     ]:
         with plane.client() as client:
             assert client.plain("GET", path, Range=text, Millrace_Wire="1")[0].status == status, text
     with plane.client() as client:
         assert client.plain("GET", path, Range="bytes=0-1")[0].status == 400  # no wire version
-    with plane.client() as client:
-        every = [(0, BLOCK_BYTES)] * 17  # more than 64 MiB
-        assert client.get(what, *every)[0].status == 416
 
 
 def test_request_inside_a_body_is_not_executed(plane: Plane) -> None:
     what = plane.describe("b/x")
-    inner = wire.build_get(what, [(0, 10)], host="h", token=TOKEN)
+    inner = wire.build_get(what, (0, 10), host="h", token=TOKEN)
     start = f"POST /v1/x HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
     for lines in (
         b"Content-Length: 0\r\nTransfer-Encoding: chunked\r\n",
@@ -315,7 +311,7 @@ def test_request_inside_a_body_is_not_executed(plane: Plane) -> None:
 
 def test_connections_closed_early_do_not_harm_the_server(plane: Plane) -> None:
     what = plane.describe("b/x")
-    get = wire.build_get(what, [(0, BLOCK_BYTES)], host="h", token=TOKEN)
+    get = wire.build_get(what, (0, BLOCK_BYTES), host="h", token=TOKEN)
     put = wire.build_put(what, 0, BLOCK_BYTES, host="h", token=TOKEN) + bytes(100_000)
     for request in (get, get[:50], put, b"", b"\r\n"):
         for end in ("close", "half", "reset"):
@@ -331,7 +327,7 @@ def test_connections_closed_early_do_not_harm_the_server(plane: Plane) -> None:
 
 def test_slow_connections_do_not_block_others(plane: Plane) -> None:
     slow = [connect(plane.address) for _ in range(50)]
-    request = wire.build_get(plane.describe("b/x"), [(0, 10)], host="h", token=TOKEN)
+    request = wire.build_get(plane.describe("b/x"), (0, 10), host="h", token=TOKEN)
     for number in range(5):
         for connection in slow:
             with contextlib.suppress(OSError):
@@ -347,7 +343,7 @@ def test_slow_connections_do_not_block_others(plane: Plane) -> None:
 
 @pytest.mark.parametrize("first", [1, 2, 3, 4, 5, 20])
 def test_head_in_two_parts_is_parsed(plane: Plane, first: int) -> None:
-    request = wire.build_get(plane.describe("b/x"), [(0, 10)], host="h", token=TOKEN)
+    request = wire.build_get(plane.describe("b/x"), (0, 10), host="h", token=TOKEN)
     with connect(plane.address) as connection:
         connection.sendall(request[:first])
         time.sleep(0.05)  # the server has read it: TCP_NODELAY, and nothing else to do

@@ -24,6 +24,7 @@ from millrace.cluster.listings import ClusterListings
 from millrace.cluster.membership import Member, View
 from millrace.cluster.membership.backends import same_cluster
 from millrace.cluster.membership.etcd import EtcdMembers
+from millrace.cluster.source import ClusterSources
 from millrace.config import Amount, CacheOptions, resolve
 from millrace.errors import ConfigurationError
 from millrace.testing.conformance.members import eventually, wait_for
@@ -95,9 +96,9 @@ def publish(folder: NodeFolder, view: View = VIEW, **given: Any) -> None:
 
 def cluster_of(options: CacheOptions) -> Cluster:
     """The cluster that a process reads through."""
-    cluster = getattr(node_for(options).source, "__self__", None)
-    assert isinstance(cluster, Cluster)
-    return cluster
+    sources = node_for(options).source
+    assert isinstance(sources, ClusterSources)
+    return sources.cluster
 
 
 # --- alone --------------------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ def test_attached_returns_the_same_node_as_node_for(
     assert attached.node is attached.node is node_for(wanted)
     publish(folder, token="another-token")
     passing(0.2)
-    assert attached.node.source == cluster_of(wanted).source
+    assert attached.node.source == ClusterSources(cluster_of(wanted))
     assert cluster_of(wanted).link.token == "another-token"
     first = attached.node
     close_all()
@@ -476,7 +477,7 @@ def test_close_all_ends_everything(options: Options) -> None:
     first = cluster_of(wanted)
     close_all()
     assert not attach._process.attachments
-    assert attached.node.source == cluster_of(wanted).source
+    assert attached.node.source == ClusterSources(cluster_of(wanted))
     assert cluster_of(wanted) is not first
 
 

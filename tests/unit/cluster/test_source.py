@@ -26,7 +26,7 @@ from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.wire import ObjectDescription, build_response
 from millrace.cluster.membership import Member, MemberState, NodeLink, View
 from millrace.cluster.placement import STRIPE_BYTES, WHOLE_BYTES, Placement
-from millrace.cluster.source import route
+from millrace.cluster.source import ClusterSources, route
 from millrace.errors import ObjectChangedError, ObjectNotFoundError, OriginUnavailableError
 from millrace.events import Event
 from millrace.store.records import BLOCK_BYTES
@@ -151,7 +151,7 @@ class Place:
 
     def read(self, start: int = 0, stop: int = SIZE, *, serving: bool = False) -> Fetched:
         assert self.cluster is not None
-        make = self.cluster.serving_source if serving else self.cluster.source
+        make = ClusterSources(self.cluster, serving=serving)
         return make(self.origin, self.info, self.object_id, self.counters).read(start, stop)
 
     def totals(self) -> dict[str, int]:
@@ -591,7 +591,7 @@ def test_peer_of_another_version_is_skipped(place: Place) -> None:
 def test_local_files_are_read_from_the_origin(place: Place) -> None:
     cluster = place.start(honest)
     place.origin.head_is_local = True
-    assert isinstance(cluster.source(place.origin, place.info, place.object_id, None), DirectSource)
+    assert isinstance(ClusterSources(cluster)(place.origin, place.info, place.object_id, None), DirectSource)
 
 
 def test_read_over_stripes_uses_each_owner() -> None:
@@ -620,7 +620,7 @@ def test_read_over_stripes_uses_each_owner() -> None:
         for stripe in range(1, 6)
         if order(what.object_id(), stripe)[0] != order(what.object_id(), stripe - 1)[0]
     )
-    source = cluster.source(origin, info, what.object_id(), None)
+    source = ClusterSources(cluster)(origin, info, what.object_id(), None)
     fetched = source.read(border - 1000, border + 1000)  # type: ignore[attr-defined]
     assert data_of(fetched) == bytes(origin.expected("bucket/large", border - 1000, border + 1000))
     before, after = (order(what.object_id(), border // STRIPE_BYTES + step)[0].id for step in (-1, 0))
@@ -639,7 +639,7 @@ def test_read_in_a_forked_child_succeeds(place: Place) -> None:
     assert cluster is not None
     pid = os.fork()
     if pid == 0:
-        source = cluster.source(place.origin, info, place.object_id, None)
+        source = ClusterSources(cluster)(place.origin, info, place.object_id, None)
         os._exit(0 if data_of(source.read(5, 500)) == DATA[5:500] and not place.origin.requests else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert data_of(place.read(7, 70)) == DATA[7:70]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import pytest
 
-from millrace.config import SILENCE_SECONDS, resolve_limits
+from millrace.config import resolve_limits
 from millrace.errors import (
     ConfigurationError,
     DeniedError,
@@ -24,7 +24,6 @@ from millrace.origin.base import request_seconds
 from millrace.origin.limits.node_state import (
     FEW_REQUESTS,
     LONGEST_CLOSED_SECONDS,
-    SilentSlots,
     Window,
     after_busy,
     after_success,
@@ -33,7 +32,6 @@ from millrace.origin.limits.node_state import (
 )
 from millrace.origin.limits.retry_after import parse_retry_after
 from millrace.origin.limits.retrying import PATIENCE, Verdict, backoff, is_unsure, patience_within, verdict_on
-from millrace.runtime.locks import GRACE_SECONDS
 
 REFUSED = OriginUnavailableError("400")
 REFUSED.is_final = True
@@ -247,24 +245,3 @@ def test_limits_without_a_cache_directory_are_resolved(monkeypatch: pytest.Monke
     monkeypatch.setattr("os.path.expanduser", lambda text: text)  # as for a user without a home
     assert resolve_limits({}, environ={}, file={}).directory is None
     assert str(resolve_limits({"cache_dir": "/disk"}, environ={}, file={}).directory) == "/disk"
-
-
-def test_silent_slots_of_a_running_process_are_counted_once_it_is_stopped() -> None:
-    slots, asked = SilentSlots(), []
-
-    def look(seconds: float, *, running: bool) -> int:
-        def check(silent: Collection[int]) -> Collection[int]:
-            asked.append(sorted(silent))
-            return silent if running else ()
-
-        slots.look(b"\1\0\7", seconds, check)
-        return slots.count(seconds)
-
-    step = SILENCE_SECONDS / 4
-    assert [look(number * step, running=True) for number in range(5)] == [0] * 5
-    assert asked == [[0, 2]]  # after two seconds, and not at every look
-    assert look(4 * step + GRACE_SECONDS / 2, running=False) == 0
-    assert look(4 * step + 1.5 * GRACE_SECONDS, running=False) == 2
-    assert look(5 * step, running=True) == 2  # until its byte changes
-    slots.look(b"\2\0\7", 5.5 * step)
-    assert slots.count(5.5 * step) == 1

@@ -26,13 +26,11 @@ from millrace.errors import ConfigurationError, StorageError
 from millrace.events import Event
 from millrace.origin import open_origin
 from millrace.origin.limits import LimitedOrigin, Limits, limited, node_state
-from millrace.origin.limits.node_state import FEW_REQUESTS, NodeState, Number, SilentSlots
+from millrace.origin.limits.node_state import FEW_REQUESTS, NodeState, Number
 from millrace.origin.limits.retrying import in_slot
 from millrace.origin.limits.slots import GateClosed, NodeLimiter, Slot, node_limiter
 
 DEADLINE = 60.0
-LOOKS = 25
-"""Looks at the marks within `SILENCE_SECONDS`."""
 
 HOLDER = """
 import sys, time
@@ -113,15 +111,26 @@ def make(path: Path | None, most: int = 4, per_second: float | None = None) -> N
 # --- slots --------------------------------------------------------------------------------------------
 
 
-def test_slots_that_running_processes_take_in_turns_do_not_count_as_silent(tmp_path: Path) -> None:
-    states, slots, counted = [NodeState(tmp_path / "x"), NodeState(tmp_path / "x")], SilentSlots(), []
-    for look in range(4 * LOOKS):
-        holder = states[look % 2]
+def test_each_holder_of_a_slot_writes_a_newer_sign(tmp_path: Path) -> None:
+    states, signs = [NodeState(tmp_path / "x"), NodeState(tmp_path / "x")], []
+    for holder, other in (states, reversed(states)):
         assert holder.take(0)
-        slots.look(holder.marks(), look * SILENCE_SECONDS / LOOKS)
-        counted.append(slots.count(look * SILENCE_SECONDS / LOOKS))
+        assert not other.take(0)
+        assert (holder.taken_by_others(), other.taken_by_others()) == ([], [0])
+        signs.append(other.sign_of(0))
+        holder.beat(0)
+        signs.append(other.sign_of(0))
         holder.release(0)
-    assert counted == [0] * len(counted)
+    assert signs == sorted(set(signs))
+    assert states[0].taken_by_others() == []
+
+
+def test_slots_of_a_killed_process_do_not_count_as_taken(path: Path, hold: Callable[[int, int], Holder]) -> None:
+    holder = hold(4, 3)
+    state = NodeState(path)
+    assert len(state.taken_by_others()) == 3
+    holder.end()
+    assert state.taken_by_others() == []
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -768,6 +777,33 @@ def test_limiter_with_a_damaged_number_grants_slots(path: Path, number: Number, 
     slot = acquire(limiter)
     limiter.close_gate(slot, 0.001)
     limiter.release(slot, answered=False)
+
+
+def test_running_process_without_signs_of_life_keeps_its_slots_until_it_is_stopped(path: Path) -> None:
+    """On a busy machine the thread that writes the signs may not run for seconds."""
+    program = """
+import sys, time
+from pathlib import Path
+from millrace.origin.limits import slots
+slots.start_beats = lambda beat: None
+limiter = slots.NodeLimiter("test+origin", Path(sys.argv[1]), most=1, per_second=None)
+slot = limiter.acquire(60.0)
+print("in", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"in\n"
+            limiter, entered = make(path, most=1), threading.Event()
+            waiting = in_thread(lambda: (acquire(limiter), entered.set()))
+            assert not entered.wait(2 * SILENCE_SECONDS)
+            process.send_signal(signal.SIGSTOP)
+            assert entered.wait(60)
+            waiting.join(60)
+        finally:
+            process.kill()
 
 
 def test_stopped_process_with_every_slot_does_not_stop_the_others(path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from millrace.cluster.dataplane.wire import (
     build_head,
     build_put,
     error_message,
-    format_ranges,
+    format_range,
     framed_bytes,
     parse_blocks,
     pieces,
@@ -42,7 +42,6 @@ from millrace.errors import (
     shown_key,
 )
 from millrace.events import Event, emit
-from millrace.store.records import BLOCK_BYTES
 
 _MAX_JSON_BYTES = 64 << 20
 
@@ -56,7 +55,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class PeerBytes:
-    """The bytes of all requested ranges, one after the other, and whether the owner marked them as hot."""
+    """The bytes of a range, and whether the owner marked them as hot."""
 
     data: memoryview
     hot: bool
@@ -78,7 +77,7 @@ class PeerClient:
         self,
         member: Member,
         what: ObjectDescription,
-        ranges: Sequence[Span],
+        span: Span,
         *,
         ask: Ask,
         rank: int = 0,
@@ -86,7 +85,7 @@ class PeerClient:
         verify: bool = False,
         deadline: float = SILENCE_SECONDS,
     ) -> PeerBytes:
-        """The bytes of non-empty ranges, at most 64 MiB in all; each piece was verified against its checksum.
+        """The bytes of a range that is not empty, at most 64 MiB; each piece was verified against its checksum.
 
         `rank` is the number of members before this one in the order that did not respond; `verify` makes the peer verify its
         disk first. Raises `ObjectChangedError` or `ObjectNotFoundError` if the origin returned that to the peer, and
@@ -95,11 +94,11 @@ class PeerClient:
         self.require_version(member)
 
         def exchange(verified: bool) -> _Exchange:
-            request = self._get(what, ranges, member.address, ask, rank, view_version, verified)
+            request = self._get(what, span, member.address, ask, rank, view_version, verified)
             return _Exchange(self._pool, member.address, [request], deadline)
 
         for verified in (True,) if verify else (False, True):
-            data, hot, wrong = _receive(exchange(verified), what, ranges)
+            data, hot, wrong = _receive(exchange(verified), what, span)
             if not wrong:
                 return PeerBytes(data, hot)
             _report_wrong(member, what, wrong)
@@ -176,20 +175,20 @@ class PeerClient:
     def _get(
         self,
         what: ObjectDescription,
-        ranges: Sequence[Span],
+        span: Span,
         address: str,
         ask: Ask,
         rank: int,
         view_version: str,
         verify: bool,
     ) -> bytes:
-        """The request for ranges. Only the range is built again in repeated requests for one object."""
+        """The request for a range. Only the range is built again in repeated requests for one object."""
         key = (what.object_id(), address, ask, rank, view_version, verify)
         cut = self._requests.get(key)
         if cut is None:
             request = build_get(
                 what,
-                [(0, 1)],
+                (0, 1),
                 host=address,
                 token=self._token,
                 ask=ask,
@@ -201,7 +200,7 @@ class PeerClient:
             if len(self._requests) >= _MOST_REQUESTS:
                 self._requests.clear()
             cut = self._requests[key] = before + b"\r\nRange: ", b"\r\n" + after
-        return b"%b%b%b" % (cut[0], format_ranges(ranges).encode("ascii"), cut[1])
+        return b"%b%b%b" % (cut[0], format_range(span).encode("ascii"), cut[1])
 
     def require_version(self, member: Member) -> None:
         """Raises `PeerRefusedError` unless the member has this program's wire version."""
@@ -319,37 +318,32 @@ class _Exchange:
             raise
 
 
-def _receive(
-    exchange: _Exchange, what: ObjectDescription, ranges: Sequence[Span]
-) -> tuple[memoryview, bool, list[Span]]:
+def _receive(exchange: _Exchange, what: ObjectDescription, span: Span) -> tuple[memoryview, bool, list[Span]]:
     """The bytes, whether they are hot, and the pieces that are wrong."""
     head = exchange.head()
     if head.status != 206:
         body = exchange.body(head, MAX_BODY_BYTES)
         raise _refusal(exchange.address, head.status, body, what, lease=head.has_lease)
-    if exchange.length(head) != framed_bytes(ranges):
+    if exchange.length(head) != framed_bytes(span):
         exchange.fail()
         raise PeerError(f"{exchange.address}: returned a wrong number of bytes of {shown_key(what.key)}")
-    if not head.is_of(ranges, what.size):
+    if not head.is_of(span, what.size):
         exchange.fail()
         raise PeerError(f"{exchange.address}: returned a wrong range of {shown_key(what.key)}")
-    cut = list(_cut(ranges))
-    total = cut[-1][1] + cut[-1][2]
+    start, stop = span
+    cut = list(pieces(start, stop))
     # Not zeroed first. The checksums are at the end; that of a single piece is received with the piece.
-    received = memoryview(np.empty(total + SUM_BYTES * len(cut), np.uint8).data)
-    data, sums = received[:total], received[total:]
+    received = memoryview(np.empty(stop - start + SUM_BYTES * len(cut), np.uint8).data)
+    data, sums = received[: stop - start], received[stop - start :]
+    framed = [
+        (piece, data[piece[0] - start : piece[1] - start], sums[number * SUM_BYTES : (number + 1) * SUM_BYTES])
+        for number, piece in enumerate(cut)
+    ]
     if len(cut) == 1:
         exchange.receive_into([received])
     else:
-        buffers: list[memoryview] = []
-        for number, (_, place, nbytes) in enumerate(cut):
-            buffers += [data[place : place + nbytes], sums[number * SUM_BYTES : (number + 1) * SUM_BYTES]]
-        exchange.receive_into(buffers)
-    wrong = [
-        span
-        for number, (span, place, nbytes) in enumerate(cut)
-        if sum_of(data[place : place + nbytes]) != sums[number * SUM_BYTES : (number + 1) * SUM_BYTES]
-    ]
+        exchange.receive_into([buffer for _, part, checksum in framed for buffer in (part, checksum)])
+    wrong = [piece for piece, part, checksum in framed if sum_of(part) != checksum]
     if wrong:
         exchange.fail()
     else:
@@ -366,15 +360,6 @@ def _report_wrong(member: Member, what: ObjectDescription, wrong: Sequence[Span]
             detail=f"{shown_key(what.key)}: wrong bytes from {wrong[0][0]} on",
         )
     )
-
-
-def _cut(ranges: Sequence[Span]) -> Iterator[tuple[Span, int, int]]:
-    """The pieces of a framed body: span, position in the result, and length."""
-    place = 0
-    for start, stop in ranges:
-        for first, end in pieces(start, stop, BLOCK_BYTES):
-            yield (first, end), place, end - first
-            place += end - first
 
 
 def _refusal(

@@ -43,11 +43,11 @@ class RepeatedRequests:
         start, stop = int(match[1]), int(match[2]) + 1
         if stop <= start:
             return None
-        return Get(get[0], ((start, stop),), get[2], get[3], get[4], get[5], get[6])
+        return Get(get[0], (start, stop), get[2], get[3], get[4], get[5], get[6])
 
     def keep(self, head: bytes, request: Request, get: Get) -> None:
-        """Keep a parsed request, if it is for one framed range and nothing else."""
-        if len(get.ranges) != 1 or _SPECIAL & request.headers.keys():
+        """Keep a parsed request, if it is for a framed range and nothing else."""
+        if _SPECIAL & request.headers.keys():
             return
         place = head.find(_LINE)
         match = None if place < 0 else _RANGE.match(head, place + len(_LINE))

@@ -3,7 +3,7 @@
 Pure: bytes in, values out, and the reverse. For any input, parsing returns a value or raises `WireError`, and allocates no
 memory by the numbers in it. docs/design/0010-cluster.md lists the requests.
 
-A *framed* body is a sequence of pieces: the requested ranges, cut at block boundaries, each piece followed by the 8 bytes of
+A *framed* body is a sequence of pieces: the requested range, cut at block boundaries, each piece followed by the 8 bytes of
 its xxh3 (64 bits, little-endian). `pieces` computes the same cut for both sides.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -34,9 +34,8 @@ MAX_HEAD_BYTES = 8 << 10
 MAX_HEADERS = 32
 MAX_BODY_BYTES = 1 << 20
 """The body of a request other than a `PUT` of blocks."""
-MAX_RANGES = 64
 MAX_FRAMED_BYTES = 64 << 20
-"""The most bytes in all ranges of one framed request, or in one `PUT`, without the checksums."""
+"""The most bytes of one framed request, or of one `PUT`, without the checksums."""
 SUM_BYTES = 8
 
 _VERSION_FIELD = ("Millrace-Wire", str(WIRE_VERSION))
@@ -44,7 +43,7 @@ _MAX_DIGITS = 18  # no size has more, and parsing more would cost time
 _TARGET = re.compile(r"/[!-~]*")
 # The line ends only with CR LF, a name is a token that directly precedes the colon, and no value has control characters.
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t\x20-\x7e\x80-\xff]*)\r\n")
-_RANGE = re.compile(r"(\d{1,18})-(\d{1,18})", re.ASCII)
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
 _STATUS = re.compile(r"HTTP/1\.1 ([1-5]\d\d)(?: [\t\x20-\x7e\x80-\xff]*)?", re.ASCII)
 _OBJECT_ID = re.compile(r"[0-9a-f]{32}")
@@ -153,13 +152,10 @@ def pieces(start: int, stop: int, block_bytes: int = BLOCK_BYTES) -> Iterator[Sp
         start = end
 
 
-def framed_bytes(ranges: Iterable[Span]) -> int:
-    """The length of the framed body for these ranges."""
-    return sum(
-        stop - start + SUM_BYTES * (-(-stop // BLOCK_BYTES) - start // BLOCK_BYTES)
-        for start, stop in ranges
-        if start < stop
-    )
+def framed_bytes(span: Span) -> int:
+    """The length of the framed body for a range that is not empty."""
+    start, stop = span
+    return stop - start + SUM_BYTES * (-(-stop // BLOCK_BYTES) - start // BLOCK_BYTES)
 
 
 def pack_sum(checksum: int) -> bytes:
@@ -202,10 +198,9 @@ class ResponseHead(NamedTuple):
             return 0
         return parse_number(self.headers.get("content-length"), "Content-Length")
 
-    def is_of(self, ranges: Sequence[Span], size: int) -> bool:
-        """Whether `Content-Range`, if present, matches these ranges and the object's size."""
-        value = self.headers.get("content-range")
-        return value is None or (len(ranges) == 1 and value == f"bytes {ranges[0][0]}-{ranges[0][1] - 1}/{size}")
+    def is_of(self, span: Span, size: int) -> bool:
+        """Whether `Content-Range`, if present, names this range and the object's size."""
+        return self.headers.get("content-range") in (None, f"bytes {span[0]}-{span[1] - 1}/{size}")
 
     @property
     def is_hot(self) -> bool:
@@ -294,13 +289,13 @@ def _build_head(first: str, fields: Iterable[tuple[str, str]]) -> bytes:
 
 
 class Get(NamedTuple):
-    """A request for ranges of an object.
+    """A request for a range of an object.
 
     `described` is the header `Millrace-Object` as received, or empty. It is parsed only if the node has to fetch.
     """
 
     object_id: bytes
-    ranges: tuple[Span, ...]
+    span: Span
     ask: Ask
     rank: int
     view: str
@@ -317,7 +312,7 @@ def parse_object_path(path: str) -> bytes:
 
 
 def parse_get(request: Request) -> Get:
-    """The `GET` of ranges of an object. Raises `WireError`."""
+    """The `GET` of a range of an object. Raises `WireError`."""
     headers = request.headers
     object_id = parse_object_path(request.path)
     require_version(request)
@@ -327,7 +322,7 @@ def parse_get(request: Request) -> Get:
         raise WireError("Millrace-Ask must be fetch or cached") from None
     return Get(
         object_id=object_id,
-        ranges=parse_ranges(headers.get("range", "")),
+        span=parse_range(headers.get("range", "")),
         ask=ask,
         rank=parse_number(headers.get("millrace-rank", "0"), "Millrace-Rank"),
         view=headers.get("millrace-view", ""),
@@ -345,7 +340,7 @@ def require_version(request: Request) -> None:
 
 def build_get(
     what: ObjectDescription,
-    ranges: Sequence[Span],
+    span: Span,
     *,
     host: str,
     token: str,
@@ -354,8 +349,8 @@ def build_get(
     view_version: str = "",
     verify: bool = False,
 ) -> bytes:
-    """The framed request for half-open, non-empty ranges. Raises `WireError`."""
-    fields = [*_who(host, token), ("Range", format_ranges(ranges)), _VERSION_FIELD]
+    """The framed request for a half-open range that is not empty. Raises `WireError`."""
+    fields = [*_who(host, token), ("Range", format_range(span)), _VERSION_FIELD]
     fields.append(("Millrace-Ask", ask.value))
     if ask is Ask.FETCH:
         fields.append(("Millrace-Object", what.to_header()))
@@ -398,7 +393,7 @@ def parse_put(request: Request) -> Put:
     if stop - start > MAX_FRAMED_BYTES:
         raise WireError("a PUT with too many bytes", status=413)
     length = parse_number(headers.get("content-length"), "Content-Length", status=411)
-    if length != framed_bytes([(start, stop)]):
+    if length != framed_bytes((start, stop)):
         raise WireError("Content-Length differs from that of the framed blocks")
     return Put(what, start, stop, length)
 
@@ -410,7 +405,7 @@ def build_put(what: ObjectDescription, start: int, stop: int, *, host: str, toke
         [
             *_who(host, token),
             ("Content-Range", f"bytes {start}-{stop - 1}/{what.size}"),
-            ("Content-Length", str(framed_bytes([(start, stop)]))),
+            ("Content-Length", str(framed_bytes((start, stop)))),
             _VERSION_FIELD,
             ("Millrace-Object", what.to_header()),
         ],
@@ -450,19 +445,17 @@ def build_response(status: int, fields: Iterable[tuple[str, str]] = (), *, lengt
     return _build_head(f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}", counted)
 
 
-def build_framed_head(ranges: Sequence[Span], size: int, *, hot: bool = False) -> bytes:
-    """The head of a framed response for ranges of an object of `size` bytes."""
-    start, stop = ranges[0]
-    place = f"Content-Range: bytes {start}-{stop - 1}/{size}\r\n" if len(ranges) == 1 else ""
+def build_framed_head(span: Span, size: int, *, hot: bool = False) -> bytes:
+    """The head of a framed response for a range of an object of `size` bytes."""
     heat = "Millrace-Hot: 1\r\n" if hot else ""
     return (
-        f"HTTP/1.1 206 Partial Content\r\n{place}Millrace-Wire: {WIRE_VERSION}\r\n{heat}"
-        f"Content-Length: {framed_bytes(ranges)}\r\n\r\n"
+        f"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes {span[0]}-{span[1] - 1}/{size}\r\n"
+        f"Millrace-Wire: {WIRE_VERSION}\r\n{heat}Content-Length: {framed_bytes(span)}\r\n\r\n"
     ).encode("ascii")
 
 
 _FRAMED_HEAD = re.compile(
-    rb"HTTP/1\.1 206 Partial Content\r\n(?:Content-Range: (bytes \d{1,18}-\d{1,18}/\d{1,18})\r\n)?"
+    rb"HTTP/1\.1 206 Partial Content\r\nContent-Range: (bytes \d{1,18}-\d{1,18}/\d{1,18})\r\n"
     rb"Millrace-Wire: \d{1,18}\r\n(Millrace-Hot: 1\r\n)?Content-Length: (\d{1,18})\r\n\r\n"
 )
 
@@ -472,9 +465,7 @@ def parse_framed_head(head: bytes) -> ResponseHead | None:
     match = _FRAMED_HEAD.fullmatch(head)
     if match is None:
         return None
-    headers = {"content-length": match[3].decode("ascii")}
-    if match[1]:
-        headers["content-range"] = match[1].decode("ascii")
+    headers = {"content-range": match[1].decode("ascii"), "content-length": match[3].decode("ascii")}
     if match[2]:
         headers["millrace-hot"] = "1"
     return ResponseHead(206, headers)
@@ -508,28 +499,23 @@ def parse_number(value: str | None, name: str, *, status: int = 400) -> int:
     return int(value)
 
 
-def parse_ranges(value: str) -> tuple[Span, ...]:
-    """The ranges of a `Range` header, at most 64, each with both ends. Raises `WireError`."""
-    unit, _, text = value.partition("=")
-    if unit != "bytes" or text.count(",") >= MAX_RANGES:
+def parse_range(value: str) -> Span:
+    """The range of a `Range` header, with both ends. Raises `WireError`."""
+    match = _RANGE.fullmatch(value)
+    if match is None:
         raise WireError("malformed Range")
-    found = []
-    for part in text.split(","):
-        match = _RANGE.fullmatch(part.strip(" \t"))
-        if match is None:
-            raise WireError("malformed Range")
-        start, stop = int(match[1]), int(match[2]) + 1
-        if stop <= start:
-            raise WireError("a Range ends before it begins")
-        found.append((start, stop))
-    return tuple(found)
+    start, stop = int(match[1]), int(match[2]) + 1
+    if stop <= start:
+        raise WireError("a Range ends before it begins")
+    return start, stop
 
 
-def format_ranges(ranges: Sequence[Span]) -> str:
-    """The value of a `Range` header for half-open, non-empty ranges. Raises `WireError`."""
-    if not 0 < len(ranges) <= MAX_RANGES or any(not 0 <= start < stop for start, stop in ranges):
-        raise WireError("invalid ranges")
-    return "bytes=" + ",".join(f"{start}-{stop - 1}" for start, stop in ranges)
+def format_range(span: Span) -> str:
+    """The value of a `Range` header for a half-open range that is not empty. Raises `WireError`."""
+    start, stop = span
+    if not 0 <= start < stop:
+        raise WireError("invalid range")
+    return f"bytes={start}-{stop - 1}"
 
 
 def format_blocks(blocks: Iterable[range], *, most_bytes: int = MAX_HEAD_BYTES // 2) -> str:

@@ -5,12 +5,11 @@ file, so the slots of a killed process become free. The numbers are doubles. A r
 takes a lock between the processes.
 
 Layout of the file: one page of numbers after a line with the format and the boot of the machine; then a mark for each slot,
-one byte that is not 0 while the slot is taken; then the process of each slot. The marks are hints, to find a free slot
-without a system call for each: only the locks count. A process changes the marks of its slots at intervals (`beat`), which
-shows the others that it runs. The process numbers are for processes that run and are too slow to change their marks.
+one byte that is not 0 while the slot is taken; then a sign of life for each slot (see `runtime.locks`), which its process
+writes at intervals (`beat`). The marks are hints, to find a free slot without a system call for each: only the locks count.
 
-The rules for the rate, the window, the gate and the slots of stopped processes are pure. They neither wait nor read a clock:
-times are seconds of one clock, and random numbers are arguments from [0, 1).
+The rules for the rate, the window and the gate are pure. They neither wait nor read a clock: times are seconds of one clock,
+and random numbers are arguments from [0, 1).
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ import contextlib
 import errno
 import fcntl
 import functools
-import math
 import mmap
 import os
 import stat
 import struct
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
+from typing import cast
 
 from millrace.config import MOST_REQUESTS, SILENCE_SECONDS
 from millrace.errors import StorageError
 from millrace.runtime import private_files
-from millrace.runtime.locks import GRACE_SECONDS, this_process
+from millrace.runtime.locks import Sign, this_process
 
 BURST_SECONDS = 0.1
 """After a pause, a rate allows the requests of this time at once, and at least one."""
@@ -50,16 +49,16 @@ LONGEST_CLOSED_SECONDS = 15 * 60.0
 _FIRST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 0.25, 4.0
 _SHORTEST_PAUSE_SECONDS = 0.05
 _ROUNDING_SECONDS = 1e-6
-_LOOK_AGAIN_SECONDS = SILENCE_SECONDS / 2
 _SPREAD, _MOST_SPREAD_SECONDS = 0.1, 5.0
 
 _PAGE = 4096
 _MARKS = _PAGE
-_PROCESSES = 2 * _PAGE
-_PROCESS = struct.Struct("<II")  # the process and its namespace of process numbers
-_NBYTES = _PROCESSES + _PROCESS.size * MOST_REQUESTS
+_SIGNS = 2 * _PAGE
+_SIGN = struct.Struct("<QQQ")
+_TIME = struct.Struct("<Q")  # the first number of a sign
+_NBYTES = _SIGNS + _SIGN.size * MOST_REQUESTS
 _LINE_BYTES = 64  # before the numbers
-_FORMAT = b"millrace-limits 2 "
+_FORMAT = b"millrace-limits 3 "
 
 # Each lock is on one byte, which is part of the format. The last byte is behind the end of the file.
 _MUTEX_BYTE = 0
@@ -143,9 +142,8 @@ class NodeState:
         """Take a slot that this process does not have; False if another process has it."""
         if self._locks is not None and not self._lock(_flock(fcntl.F_WRLCK, _MARKS + slot)):
             return False
-        _PROCESS.pack_into(self._map, _PROCESSES + slot * _PROCESS.size, *_this_process())
-        # Not the mark of the last holder: who looks at intervals would see one holder that is silent.
-        self._map[_MARKS + slot] = time.monotonic_ns() // 1000 % 255 + 1
+        _SIGN.pack_into(self._map, _SIGNS + slot * _SIGN.size, time.monotonic_ns(), *this_process())
+        self._map[_MARKS + slot] = 1
         return True
 
     def release(self, slot: int) -> None:
@@ -155,17 +153,20 @@ class NodeState:
             self._lock(_flock(fcntl.F_UNLCK, _MARKS + slot))
 
     def beat(self, slot: int) -> None:
-        """Change the mark of a slot of this process, to show that the process runs."""
-        self._map[_MARKS + slot] = self._map[_MARKS + slot] % 255 + 1
+        """Write a sign of life for a slot of this process."""
+        _TIME.pack_into(self._map, _SIGNS + slot * _SIGN.size, time.monotonic_ns())
 
-    def marks(self) -> bytes:
-        """The mark of every slot: 0 for a free one. Others change while their process runs."""
-        return self._map[_MARKS : _MARKS + MOST_REQUESTS]
+    def sign_of(self, slot: int) -> Sign:
+        """The last sign of life of the process that has, or had, a slot."""
+        return cast(Sign, _SIGN.unpack_from(self._map, _SIGNS + slot * _SIGN.size))
 
-    def process_of(self, slot: int) -> int | None:
-        """The process that has a slot; None if its number is of another namespace."""
-        process, namespace = _PROCESS.unpack_from(self._map, _PROCESSES + slot * _PROCESS.size)
-        return process if process and namespace == _this_process()[1] else None
+    def taken_by_others(self) -> list[int]:
+        """The slots that other processes have."""
+        if self._locks is None:
+            return []
+        marks = self._map[_MARKS : _MARKS + MOST_REQUESTS]
+        # The marks of a killed process stay; its locks do not.
+        return [slot for slot, mark in enumerate(marks) if mark and _is_locked(self._locks, _MARKS + slot)]
 
     # --- waiting processes ------------------------------------------------------------------------
 
@@ -304,11 +305,6 @@ def _open_file(path: Path) -> int:
     return descriptor
 
 
-def _this_process() -> tuple[int, int]:
-    process, namespace = this_process()
-    return process, namespace & 0xFFFFFFFF
-
-
 # --- the rate -------------------------------------------------------------------------------------
 
 
@@ -326,57 +322,6 @@ def next_start(booked_until: float, now: float, per_second: float) -> tuple[floa
     booked = max(booked_until, now)
     start = max(now, booked - tolerance)
     return start, booked + interval if start <= now else booked
-
-
-# --- slots of stopped processes -------------------------------------------------------------------
-
-
-def _none_runs(slots: Collection[int]) -> Collection[int]:
-    return ()
-
-
-class SilentSlots:
-    """Counts the slots of stopped processes. A slot's mark changes at intervals while its process runs.
-
-    Other processes use as many additional slots. Otherwise a stopped process that has all slots would stop every process of
-    the node.
-    """
-
-    def __init__(self) -> None:
-        self._marks = b""
-        self._changed: list[float] = []
-        self._looked = -math.inf
-        self._silent: frozenset[int] = frozenset()
-
-    def look(
-        self, marks: bytes, now: float, running: Callable[[Collection[int]], Collection[int]] = _none_runs
-    ) -> None:
-        """Compare the marks of all slots (0: free) at `now` with those of the last call, which must be recent to count.
-
-        `running` returns the slots whose processes run although their marks have not changed, as on a busy machine. It is
-        called for slots that would be counted from now on.
-        """
-        if now - self._looked > _LOOK_AGAIN_SECONDS:
-            self._changed = [now] * len(marks)
-        else:
-            for slot, (old, new) in enumerate(zip(self._marks, marks, strict=True)):
-                if old != new:
-                    self._changed[slot] = now
-        self._marks, self._looked = marks, now
-        silent = frozenset(
-            slot
-            for slot, (mark, since) in enumerate(zip(marks, self._changed, strict=True))
-            if mark and now - since >= SILENCE_SECONDS
-        )
-        if candidates := silent - self._silent:
-            for active in running(candidates):
-                self._changed[active] = now - SILENCE_SECONDS + GRACE_SECONDS  # checked again in a moment
-                silent -= {active}
-        self._silent = silent
-
-    def count(self, now: float) -> int:
-        """The number of these slots at the last look; 0 if that was too long ago."""
-        return len(self._silent) if now - self._looked <= _LOOK_AGAIN_SECONDS else 0
 
 
 # --- the window -----------------------------------------------------------------------------------

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from millrace.config import MOST_REQUESTS
@@ -19,7 +19,6 @@ from millrace.origin.limits.node_state import (
     LONGEST_CLOSED_SECONDS,
     NodeState,
     Number,
-    SilentSlots,
     Window,
     after_busy,
     after_success,
@@ -28,7 +27,7 @@ from millrace.origin.limits.node_state import (
 )
 from millrace.runtime import forks
 from millrace.runtime.failures import reason_of
-from millrace.runtime.locks import Activity, start_beats
+from millrace.runtime.locks import SilenceCheck, start_beats
 
 JITTER = random.SystemRandom()
 """Random numbers from the operating system, so that forked children do not draw the same ones. Thread-safe. Not from
@@ -38,6 +37,8 @@ JITTER = random.SystemRandom()
 _FIRST_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.001, 0.02
 # How often it tries every slot: the marks of a killed process stay.
 _THOROUGH_SECONDS = 1.0
+# How often a waiter counts the slots of stopped processes, and for how long a count is used.
+_COUNT_SECONDS, _COUNTED_SECONDS = 0.1, 1.0
 # Other waiters are woken. They also look by themselves, in case a wake-up is lost.
 _BEHIND_SECONDS = 0.5
 # For how long a response shows that an origin's address is right, so that failures are retried; how often one is noted.
@@ -112,8 +113,9 @@ class NodeLimiter:
         self._lost: deque[weakref.ref[Slot]] = deque()
         self._next = JITTER.randrange(MOST_REQUESTS)
         self._thorough_at = 0.0
-        self._silent = SilentSlots()
-        self._activity = Activity()
+        self._silence: SilenceCheck | None = None
+        self._silent = 0
+        self._counted_at = -math.inf
         state = self._state
         if state is not None:
             try:
@@ -269,7 +271,7 @@ class NodeLimiter:
             with self._lock:
                 first = self._first_waiting(state) is slot
                 if first and state.is_shared:
-                    self._silent.look(state.marks(), time.monotonic(), partial(self._running, state))
+                    self._look_for_silent(state)
                 if first and self._take_free(state, slot):
                     return True
             if self._closed_for() > 0:
@@ -278,11 +280,17 @@ class NodeLimiter:
             slot.sleep(look * JITTER.uniform(0.5, 1.0) if first else _BEHIND_SECONDS)
             look = min(look * 1.5, _LAST_LOOK_SECONDS) if first else _FIRST_LOOK_SECONDS
 
-    def _running(self, state: NodeState, numbers: Collection[int]) -> list[int]:
-        """Those of some slots whose processes run."""
-        processes = {number: process for number in numbers if (process := state.process_of(number)) is not None}
-        running = {process for process in set(processes.values()) if self._activity.continues(process)}
-        return [number for number, process in processes.items() if process in running]
+    def _look_for_silent(self, state: NodeState) -> None:
+        """Count the slots of stopped processes, at intervals. Called with the lock.
+
+        Other processes use as many additional slots. Otherwise a stopped process that has all slots would stop every process
+        of the node.
+        """
+        now = time.monotonic()
+        if now >= self._counted_at + _COUNT_SECONDS:
+            self._silence = check = self._silence or SilenceCheck(state.sign_of, {})
+            self._silent = sum(map(check.is_silent, state.taken_by_others()))
+            self._counted_at = now
 
     def _first_waiting(self, state: NodeState) -> Slot | None:
         """The next waiter of this process; called with the lock."""
@@ -314,7 +322,8 @@ class NodeLimiter:
             for _ in range(count):  # last: after an interrupt before this, the next call only looks again
                 self._lost.popleft()
         now = time.monotonic()
-        stop = min(self._window().requests + self._silent.count(now), MOST_REQUESTS)
+        silent = self._silent if now < self._counted_at + _COUNTED_SECONDS else 0
+        stop = min(self._window().requests + silent, MOST_REQUESTS)
         start = self._next % stop
         for begin, end in ((start, stop), (0, start)):
             number = state.find_free(begin, end)
@@ -344,7 +353,7 @@ class NodeLimiter:
         return False
 
     def _beat(self) -> bool:
-        """Change the marks of this process's slots; returns whether it has any."""
+        """Write a sign of life for each slot of this process; returns whether it has any."""
         state = self._state
         if state is not None and self._lock.acquire(blocking=False):  # the thread that has it may be delayed
             try:

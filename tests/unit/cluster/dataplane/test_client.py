@@ -62,7 +62,7 @@ def client() -> Iterator[PeerClient]:
 
 
 def read(client: PeerClient, peer: Peer, start: int = 10, stop: int = BLOCK_BYTES + 10, **options: object) -> bytes:
-    return bytes(client.read(peer.member(), WHAT, [(start, stop)], ask=Ask.FETCH, **options).data)  # type: ignore[arg-type]
+    return bytes(client.read(peer.member(), WHAT, (start, stop), ask=Ask.FETCH, **options).data)  # type: ignore[arg-type]
 
 
 # --- what works -----------------------------------------------------------------------------------
@@ -84,10 +84,10 @@ def test_connection_after_a_response_is_reused(client: PeerClient, peer: Callabl
     assert client.idle_connections() == 1
 
 
-def test_read_of_several_ranges_is_one_request(client: PeerClient, peer: Callable[..., Peer]) -> None:
+def test_read_of_several_blocks_is_one_request(client: PeerClient, peer: Callable[..., Peer]) -> None:
     one = peer(honest)
-    got = client.read(one.member(), WHAT, [(5, 10), (BLOCK_BYTES - 3, BLOCK_BYTES + 7)], ask=Ask.CACHED)
-    assert got.data == DATA[5:10] + DATA[BLOCK_BYTES - 3 : BLOCK_BYTES + 7]
+    got = client.read(one.member(), WHAT, (BLOCK_BYTES - 3, BLOCK_BYTES + 7), ask=Ask.CACHED)
+    assert got.data == DATA[BLOCK_BYTES - 3 : BLOCK_BYTES + 7]
     assert one.requests == 1
 
 
@@ -101,7 +101,7 @@ def test_request_contains_its_headers(client: PeerClient, peer: Callable[..., Pe
             visit.send(head_of(body, ("Millrace-Hot", "1")), body)
 
     one = peer(handle)
-    got = client.read(one.member(), WHAT, [(0, 5)], ask=Ask.FETCH, rank=2, view_version="abc", verify=True)
+    got = client.read(one.member(), WHAT, (0, 5), ask=Ask.FETCH, rank=2, view_version="abc", verify=True)
     assert got.hot
     for line in ("Millrace-Rank: 2", "Millrace-View: abc", "Millrace-Verify: 1", "Millrace-Ask: fetch"):
         assert f"\r\n{line}\r\n" in seen[0]
@@ -149,7 +149,7 @@ def test_connections_above_the_limit_are_closed(client: PeerClient, peer: Callab
 
     one = peer(handle)
     with ThreadPoolExecutor(40) as threads:
-        readings = list(threads.map(lambda _: client.read(one.member(), WHAT, [(0, 100)], ask=Ask.CACHED), range(40)))
+        readings = list(threads.map(lambda _: client.read(one.member(), WHAT, (0, 100), ask=Ask.CACHED), range(40)))
     assert all(bytes(reading.data) == DATA[:100] for reading in readings)
     assert len(one.visits) == 40
     assert client.idle_connections() == 32
@@ -178,7 +178,7 @@ def test_response_to_another_request_is_refused(
     def handle(visit: Visit) -> None:
         visit.request()
         data = DATA[start : start + 100]
-        visit.send(build_framed_head([(start, start + 100)], size), data + sum_of(data))
+        visit.send(build_framed_head((start, start + 100), size), data + sum_of(data))
 
     with pytest.raises(PeerError, match="a wrong range"):
         read(client, peer(handle), 10, 110)
@@ -386,7 +386,7 @@ def test_random_responses_return_the_right_bytes_or_raise(client: PeerClient, pe
 
     def handle(visit: Visit) -> None:
         body = framed(visit.request())
-        visit.send(_mutated(build_framed_head([(0, 3000)], SIZE) + body, source))
+        visit.send(_mutated(build_framed_head((0, 3000), SIZE) + body, source))
 
     one = peer(handle)
     for _ in range(400):
@@ -433,7 +433,7 @@ def test_refusal_raises_its_status(
 def test_read_from_a_peer_of_another_wire_version_is_refused(client: PeerClient, peer: Callable[..., Peer]) -> None:
     one = peer(honest)
     with pytest.raises(PeerRefusedError, match="wire version 3"):
-        client.read(one.member(3), WHAT, [(0, 1)], ask=Ask.CACHED)
+        client.read(one.member(3), WHAT, (0, 1), ask=Ask.CACHED)
     with pytest.raises(PeerRefusedError, match="wire version 3"):
         client.has(one.member(3), WHAT)
     assert not one.visits
@@ -527,11 +527,11 @@ def test_client_close_ends_requests_in_progress(client: PeerClient, peer: Callab
     one = peer(_silent)
     threading.Timer(0.05, client.close).start()
     with pytest.raises(PeerSilentError):
-        client.read(one.member(), WHAT, [(0, 1)], ask=Ask.CACHED, deadline=60)
+        client.read(one.member(), WHAT, (0, 1), ask=Ask.CACHED, deadline=60)
 
 
 def test_client_never_shows_its_token(client: PeerClient, peer: Callable[..., Peer]) -> None:
-    found = client.read(peer(honest).member(), WHAT, [(0, 1)], ask=Ask.CACHED)
+    found = client.read(peer(honest).member(), WHAT, (0, 1), ask=Ask.CACHED)
     assert TOKEN not in f"{client!r} {client!s} {found!r}"
 
 

@@ -135,7 +135,7 @@ def test_token_is_compared_for_repeated_requests(tmp_path: Path) -> None:
         for _ in range(3):
             assert client.get(what, (0, 10))[0].status == 206
         assert len(plane.server.repeated) == 1
-        known = wire.build_get(what, [(0, 10)], host=plane.address, token=TOKEN)
+        known = wire.build_get(what, (0, 10), host=plane.address, token=TOKEN)
         for token in ("", "x", TOKEN[:-1], TOKEN + "x", "Z" * len(TOKEN)):
             heard = ask(plane.address, known.replace(TOKEN.encode(), token.encode()))
             assert heard.startswith(b"HTTP/1.1 401 ")
@@ -241,7 +241,7 @@ def test_request_that_is_malformed_is_refused(lines: list[str], body: bytes, sta
 
 def test_client_without_reads_is_disconnected() -> None:
     with serving(ManyBytes(), send_seconds=0.2) as server, WireClient(server.address) as client:
-        client.socket.sendall(wire.build_get(wire.ObjectDescription("o", "k", "v", 9), [(0, 9)], host="x", token=TOKEN))
+        client.socket.sendall(wire.build_get(wire.ObjectDescription("o", "k", "v", 9), (0, 9), host="x", token=TOKEN))
         assert client.socket.recv(100, socket.MSG_PEEK)
         wait_until(lambda: not server.connections)
         with pytest.raises(ConnectionError):
@@ -250,7 +250,7 @@ def test_client_without_reads_is_disconnected() -> None:
 
 def test_client_that_reads_slowly_receives_everything() -> None:
     with serving(ManyBytes(), send_seconds=2) as server, WireClient(server.address) as client:
-        client.socket.sendall(wire.build_get(wire.ObjectDescription("o", "k", "v", 9), [(0, 9)], host="x", token=TOKEN))
+        client.socket.sendall(wire.build_get(wire.ObjectDescription("o", "k", "v", 9), (0, 9), host="x", token=TOKEN))
         time.sleep(0.3)  # meanwhile the server waits for room
         assert len(client.answer()[1]) == ManyBytes.nbytes
 
@@ -366,7 +366,7 @@ def test_server_close_releases_everything() -> None:
     with serving(ManyBytes()) as server, WireClient(server.address) as idle, WireClient(server.address) as busy:
         server.route("GET", "/v1/slow", lambda _: go_on.wait(120))
         assert idle.plain("GET", "/v1/x")[0].status == 404
-        busy.socket.sendall(wire.build_get(wire.ObjectDescription("o", "k", "v", 9), [(0, 9)], host="x", token=TOKEN))
+        busy.socket.sendall(wire.build_get(wire.ObjectDescription("o", "k", "v", 9), (0, 9), host="x", token=TOKEN))
         assert busy.socket.recv(10)
         with WireClient(server.address) as waiting:
             waiting.socket.sendall(wire.build_command("GET", "/v1/slow", host="h", token=TOKEN))
@@ -558,7 +558,7 @@ class Vanishing(NoBlocks):
 def test_refusal_inside_a_body_closes_the_connection() -> None:
     with serving(Vanishing()) as server, connect(server.address) as connection:
         what = wire.ObjectDescription("o", "k", "v", 4 << 20)
-        connection.sendall(wire.build_get(what, [(0, 2 << 20)], host="x", token=TOKEN))
+        connection.sendall(wire.build_get(what, (0, 2 << 20), host="x", token=TOKEN))
         received = b""
         while data := connection.recv(1 << 20):
             received += data
