@@ -29,6 +29,8 @@ fi
 trap 'rm -rf "$scratch" "${TEST_MEMORY_DIR-}"' EXIT
 mkdir "$scratch/home"
 export TMPDIR=$scratch RAY_TMPDIR=$scratch HOME=$scratch/home
+# The tests start thousands of processes. Each would compile Millrace again where the environment has this variable.
+unset PYTHONDONTWRITEBYTECODE
 # Ray gives its workers a low priority. Beside two other workers of pytest they would hardly run.
 export RAY_worker_niceness=0
 
