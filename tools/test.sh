@@ -22,9 +22,15 @@ fi
 # Tests and the servers that they start leave nothing behind. Not in the clone: Unix sockets of Ray lie below it, and their
 # paths must be short.
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/millrace-test.XXXXXX") || exit 1
-trap 'rm -rf "$scratch"' EXIT
+# etcd waits for the disk at each write, and its clients do not wait long: its data is in memory where there is room.
+if (($(df --output=avail /dev/shm 2>/dev/null | tail -n 1) > 2000000)); then
+  TEST_MEMORY_DIR=$(mktemp -d /dev/shm/millrace-test.XXXXXX) && export TEST_MEMORY_DIR
+fi
+trap 'rm -rf "$scratch" "${TEST_MEMORY_DIR-}"' EXIT
 mkdir "$scratch/home"
 export TMPDIR=$scratch RAY_TMPDIR=$scratch HOME=$scratch/home
+# The tests start thousands of processes. Each would compile Millrace again where the environment has this variable.
+unset PYTHONDONTWRITEBYTECODE
 # Ray gives its workers a low priority. Beside two other workers of pytest they would hardly run.
 export RAY_worker_niceness=0
 

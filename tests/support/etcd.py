@@ -10,6 +10,7 @@ import http.client
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -34,14 +35,17 @@ def find_etcd() -> Path:
 
 
 class EtcdServer:
-    """One etcd with its data in `directory`, on 127.0.0.1 and a free port that stays over restarts.
+    """One etcd with its log in `directory`, on 127.0.0.1 and a free port that stays over restarts.
 
+    Its data is there, too, or below the folder TEST_MEMORY_DIR, which `tools/test.sh` makes in memory.
     A context manager; `start`, `stop` and `kill` may alternate. It dies with this process. Not thread-safe; the server is.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.resolve()
         self.log_path = self.directory / "etcd.log"
+        memory = os.environ.get("TEST_MEMORY_DIR")
+        self._data = Path(tempfile.mkdtemp(dir=memory) if memory else self.directory) / "data"
         # Its other settings come from ETCD_* variables.
         self._process = ServerProcess("etcd", self.log_path, port_count=2, not_inherited=("ETCD_",))
 
@@ -68,7 +72,7 @@ class EtcdServer:
         return [
             binary,
             "--name=test",
-            f"--data-dir={self.directory / 'data'}",
+            f"--data-dir={self._data}",
             f"--listen-client-urls={client}",
             f"--advertise-client-urls={client}",
             f"--listen-peer-urls={peer}",
@@ -87,7 +91,7 @@ class EtcdServer:
     def wipe(self) -> None:
         """Remove its data; it must not run."""
         self._process.check_ended()
-        shutil.rmtree(self.directory / "data")
+        shutil.rmtree(self._data)
 
     def pause(self) -> None:
         """Have it be silent, with its connections open, until `go_on`."""
@@ -105,7 +109,8 @@ class EtcdServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
+        shutil.rmtree(self._data, ignore_errors=True)
 
 
 def _is_healthy(port: int) -> bool:
-    return b'"true"' in get(http.client.HTTPConnection(HOST, port, timeout=2), "/health")
+    return b'"true"' in get(http.client.HTTPConnection(HOST, port, timeout=20), "/health")

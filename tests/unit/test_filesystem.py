@@ -2,7 +2,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -267,11 +266,13 @@ def test_processes_fetch_a_block_once(tmp_path: Path) -> None:
     (tmp_path / "big.bin").write_bytes(os.urandom(size))
     code = (
         "import sys, millrace; fs = millrace.filesystem('file', cache_dir=sys.argv[1], min_free=0);"
-        "sys.stdin.read(1); data = fs.cat_file(sys.argv[2]); import zlib; print(zlib.crc32(data))"
+        "print('up', flush=True); sys.stdin.read(1); data = fs.cat_file(sys.argv[2]); import zlib; print(zlib.crc32(data))"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "cache"), f"{tmp_path}/big.bin"]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    time.sleep(1.5)  # all are up and wait for the word
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
     for process in processes:
         assert process.stdin is not None
         process.stdin.write("x")

@@ -53,4 +53,4 @@ def test_damaged_small_file_of_store_fails_no_read_and_no_later_process(
 def test_damaged_index_byte_fails_no_read_and_no_later_process(
     is_open: bool, filled: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    require_no_harm(store_damage.index_cases(200, 17, is_open=is_open), filled, tmp_path)
+    require_no_harm(store_damage.index_cases(100, 17, is_open=is_open), filled, tmp_path)

@@ -24,7 +24,8 @@ pytestmark = [
 ]
 
 EPOCHS = 5
-_SMALL = ("--epochs", str(EPOCHS), "--hidden-size", "32", "--layers", "1", "--batch-size", "4")
+_SMALL = ("--hidden-size", "32", "--layers", "1", "--batch-size", "4")
+_EPOCHS = ("--epochs", str(EPOCHS))
 _AWAY_SECONDS = 30.0
 _CLIPS = 48
 
@@ -40,30 +41,30 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpeechCluster]
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: SpeechCluster) -> list[Epoch]:
-    """A run to compare with. Its client is killed as soon as the job runs: following a job is not part of it."""
-    job, client = cluster.submit_by_command("undisturbed", *_SMALL)
+    """A short run to compare with. Its client is killed as soon as the job runs: following a job is not part of it."""
+    job, client = cluster.submit_by_command("undisturbed", *_SMALL, "--epochs", "1")
     with client:
         job.wait_for(lambda: job.status() == "RUNNING", "the job does not run")
         assert client.exit_status() is None
         client.kill()
     job.wait_for_end()
     assert len(job.events("start")) == 1
-    return checked(job)
+    return checked(job, 1)
 
 
-def checked(job: Job, *, unsaved: int = 0) -> list[Epoch]:
+def checked(job: Job, count: int = EPOCHS, *, unsaved: int = 0) -> list[Epoch]:
     """The epochs of a job that has ended, with all that it must have left in the bucket: all but so many checkpoints."""
     epochs = job.epochs()
-    assert [epoch.epoch for epoch in epochs] == list(range(1, EPOCHS + 1))
+    assert [epoch.epoch for epoch in epochs] == list(range(1, count + 1))
     # Every clip once an epoch, whatever happened in it.
     assert {epoch.clips for epoch in epochs} == {_CLIPS}
     assert len({epoch.clips_digest for epoch in epochs}) == 1
     with job.checkpoints() as checkpoints:
         saved = checkpoints.steps()
-    assert len(saved) + unsaved >= EPOCHS
+    assert len(saved) + unsaved >= count
     reported = [event for event in job.events("warning") if "was not saved" in event["text"]]
-    assert len(saved) + len(reported) == EPOCHS
-    assert epochs[-1].train_loss < 0.8 * epochs[0].train_loss
+    assert len(saved) + len(reported) == count
+    assert count == 1 or epochs[-1].train_loss < 0.8 * epochs[0].train_loss
     assert {
         "training.jsonl",
         "metrics.json",
@@ -75,11 +76,8 @@ def checked(job: Job, *, unsaved: int = 0) -> list[Epoch]:
 
 
 def compare(name: str, epochs: list[Epoch], undisturbed: list[Epoch], recovery_seconds: float) -> None:
-    """The run with a fault saw the same clips as the one without. Prints what both learned, which hangs on chance, too."""
-    print(
-        f"\n{name}: dev CER {epochs[-1].dev_cer:.1%} with the fault, {undisturbed[-1].dev_cer:.1%} without; loss "
-        f"{epochs[-1].train_loss:.3f} and {undisturbed[-1].train_loss:.3f}; trained again after {recovery_seconds:.0f} s"
-    )
+    """The run with a fault saw the same clips as the one without."""
+    print(f"\n{name}: dev CER {epochs[-1].dev_cer:.1%}; trained again after {recovery_seconds:.0f} s")
     assert epochs[0].clips_digest == undisturbed[0].clips_digest
 
 
@@ -96,7 +94,7 @@ def test_job_continues_after_its_client_is_killed(undisturbed: list[Epoch]) -> N
 
 
 def test_training_survives_a_killed_process_and_an_outage(cluster: SpeechCluster, undisturbed: list[Epoch]) -> None:
-    job = cluster.submit("process", *_SMALL)
+    job = cluster.submit("process", *_SMALL, *_EPOCHS)
     job.wait_for_checkpoint(1)
     wait_until(lambda: len(training_processes(cluster.workers[0])) == 1, "those of the last job do not end")
     killed = time.time()
@@ -115,7 +113,7 @@ def test_training_survives_a_killed_process_and_an_outage(cluster: SpeechCluster
 
 def test_training_survives_the_loss_of_a_node(cluster: SpeechCluster, undisturbed: list[Epoch]) -> None:
     """One worker per node, without room for a second one. `speech_figures.py` measures the other case."""
-    job = cluster.submit("node", *_SMALL, "--min-workers", "1", "--cpus", "2")
+    job = cluster.submit("node", *_SMALL, *_EPOCHS, "--min-workers", "1", "--cpus", "2")
     job.wait_for_checkpoint(1)
     victim, survivor = cluster.workers
     assert job.events("start")[0]["workers"] == 2

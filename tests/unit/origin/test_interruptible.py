@@ -28,24 +28,32 @@ except KeyboardInterrupt:
 _DEADLINE_SECONDS = 15
 
 
-@pytest.mark.parametrize("what", ["cat", "find"])
-def test_ctrl_c_during_a_stalled_request_interrupts_it(what: str, tmp_path: Path) -> None:
+def interrupted(what: str, cache: Path) -> tuple[str, int] | None:
+    """The output and exit code of a process that receives SIGINT during a request; None where it continues for long."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(60)
+        server.settimeout(120)
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        command = [sys.executable, "-c", _PROGRAM, url, str(tmp_path), what]
+        command = [sys.executable, "-c", _PROGRAM, url, str(cache), what]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             try:
                 connection, _ = server.accept()
                 with connection:
-                    connection.settimeout(60)
+                    connection.settimeout(120)
                     assert connection.recv(1)  # it has sent its request, and waits
                     child.send_signal(signal.SIGINT)
                     output, _ = child.communicate(timeout=_DEADLINE_SECONDS)
+                    return output, child.returncode
+            except subprocess.TimeoutExpired:
+                return None
             finally:
                 child.kill()
-    assert output == "interrupted\n"
-    assert child.returncode == 0
+
+
+@pytest.mark.parametrize("what", ["cat", "find"])
+def test_ctrl_c_during_a_stalled_request_interrupts_it(what: str, tmp_path: Path) -> None:
+    # A busy machine may delay one; a request that is not interrupted is always too long.
+    ends = (interrupted(what, tmp_path / str(number)) for number in range(3))
+    assert next((end for end in ends if end), None) == ("interrupted\n", 0)
 
 
 def test_interruptible_call_returns_results_and_raises_errors() -> None:

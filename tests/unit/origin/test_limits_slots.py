@@ -440,11 +440,11 @@ def test_closed_gate_applies_to_every_process(path: Path) -> None:
 def test_pause_within_the_patience_is_waited_for_and_counted(path: Path) -> None:
     limiter = make(path)
     slot = acquire(limiter)
-    limiter.close_gate(slot, retry_after=0.2)
+    limiter.close_gate(slot, retry_after=2.0)
     limiter.release(slot, answered=False)
     later = acquire(limiter)
-    assert later.started - slot.started >= 0.2
-    assert 0.1 < later.gate_seconds < 10.0
+    assert later.started - slot.started >= 2.0
+    assert 0 < later.gate_seconds <= later.started - slot.started
     limiter.release(later, answered=True)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from millrace.cli import main
 from millrace.errors import MillraceError, ObjectNotFoundError, OriginUnavailableError
-from millrace.origin import open_origin
+from millrace.origin import open_origin, reachability
 from millrace.origin.limits import retrying
 from millrace.origin.limits.retrying import patience_with
 from millrace.origin.reachability import BRIEF_SECONDS, cause_of, probe
@@ -119,7 +119,10 @@ def origin_at(kind: str, address: str) -> tuple[Any, str]:
 
 @pytest.mark.parametrize("kind", ["s3", "az", "gs", "hf", "http"])
 @pytest.mark.parametrize("case", NAMED)
-def test_unreachable_endpoint_is_named_at_once(case: str, kind: str, addresses: dict[str, str]) -> None:
+def test_unreachable_endpoint_is_named_at_once(
+    case: str, kind: str, addresses: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reachability, "BRIEF_SECONDS", 0.5)
     address = (
         addresses[case] if "://" in addresses[case] or kind not in ("hf", "http") else f"https://{addresses[case]}"
     )
@@ -164,11 +167,12 @@ def test_upload_to_an_unreachable_endpoint_names_the_cause(addresses: dict[str, 
         upload()
 
 
-def test_endpoint_that_starts_within_the_short_wait_is_used() -> None:
+def test_endpoint_that_starts_within_the_short_wait_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reachability, "BRIEF_SECONDS", 120.0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     servers: list[_Server] = []
-    timer = threading.Timer(BRIEF_SECONDS / 4, lambda: servers.append(started(port)))
+    timer = threading.Timer(1.0, lambda: servers.append(started(port)))
     timer.start()
     with pytest.raises(ObjectNotFoundError):
         origin_at("http", f"http://127.0.0.1:{port}")[0].head(f"127.0.0.1:{port}/key")
@@ -177,8 +181,9 @@ def test_endpoint_that_starts_within_the_short_wait_is_used() -> None:
     servers[0].server_close()
 
 
-def test_endpoint_that_answered_before_is_waited_for() -> None:
+def test_endpoint_that_answered_before_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that restarts in the middle of a run refuses connections for longer than the brief patience."""
+    monkeypatch.setattr(reachability, "BRIEF_SECONDS", 0.5)
     server = started()
     port = server.server_port
     origin, key = origin_at("s3", f"http://127.0.0.1:{port}")
@@ -187,7 +192,7 @@ def test_endpoint_that_answered_before_is_waited_for() -> None:
     server.shutdown()
     server.server_close()
     servers: list[_Server] = []
-    timer = threading.Timer(BRIEF_SECONDS + 1, lambda: servers.append(started(port)))
+    timer = threading.Timer(2.0, lambda: servers.append(started(port)))
     timer.start()
     # Another origin, as in a process that starts meanwhile: the node remembers that the address is right.
     again = open_origin("s3", {**KEYS, "endpoint_url": f"http://127.0.0.1:{port}"})
