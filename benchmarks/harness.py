@@ -46,7 +46,8 @@ ROOT = Path(__file__).resolve().parent.parent
 class Measure(Protocol):
     """Given to a contender: what happens inside `with measure("phase") as figures:` is measured.
 
-    `figures` takes further numbers of the phase, such as the bytes that it stored.
+    `figures` takes further numbers of the phase, such as the bytes that it stored. With `raw GB`, wall and CPU time are
+    reported for each of them as well.
     """
 
     def __call__(self, phase: str) -> AbstractContextManager[dict[str, float]]: ...

@@ -14,7 +14,19 @@ from typing import Any
 from benchmarks.figures import Spread, paired_ratio, with_spread
 from benchmarks.harness import ROOT, Outcome
 
-PACKAGES = ("millrace", "torch", "ray", "pyarrow", "fsspec", "s3fs", "obstore", "zstandard", "lmdb", "numpy")
+PACKAGES = (
+    "millrace",
+    "torch",
+    "ray",
+    "pyarrow",
+    "fsspec",
+    "s3fs",
+    "obstore",
+    "backports.zstd",
+    "zstandard",
+    "lmdb",
+    "numpy",
+)
 _COMPARED = ("wall s", "CPU s")
 _HIDDEN = ("system s",)
 

@@ -97,6 +97,9 @@ class _Measure:
             "peak MiB": peak,
             "added MiB": max(0.0, peak - resident),
         }
+        if "raw GB" in figures:
+            gigabytes = figures.pop("raw GB")
+            measured |= {f"{name}/GB": measured[name] / gigabytes for name in ("wall s", "CPU s")}
         self._mark({"at": "stop", "phase": phase, "figures": {**measured, **figures}})
 
 

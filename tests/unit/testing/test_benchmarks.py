@@ -149,6 +149,26 @@ def test_contenders_run_in_processes_of_their_own(make_case: Callable[[str], Cas
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
+def test_phase_that_states_its_bytes_reports_time_per_gigabyte(
+    make_case: Callable[[str], Case], tmp_path: Path
+) -> None:
+    case = make_case(
+        """
+        @case.contender("any")
+        def any_contender(measure, context):
+            with measure("work") as figures:
+                figures["raw GB"] = 0.25
+            with measure("rest"):
+                pass
+        """
+    )
+    (run,) = run_case(case, rounds=1, quick=True, scratch=tmp_path / "scratch").runs
+    for name in ("wall s", "CPU s"):
+        assert run.phases["work"][f"{name}/GB"] == pytest.approx(4 * run.phases["work"][name])
+    assert "raw GB" not in run.phases["work"]
+    assert "CPU s/GB" not in run.phases["rest"]
+
+
 def test_contenders_keep_bytecode_as_an_installed_package_has_it(
     make_case: Callable[[str], Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,11 @@ def as_bytes(data: Buffer) -> Array:
     return np.frombuffer(view.cast("B"), dtype=np.uint8) if view.nbytes else np.empty(0, dtype=np.uint8)
 
 
-def checksum(data: Buffer) -> int:
-    """The xxh3 64-bit hash of `data`, which every checksum of the format uses."""
-    return xxhash.xxh3_64_intdigest(as_bytes(data).data)
+def checksum(data: Buffer, *more: Buffer) -> int:
+    """The xxh3 64-bit hash of `data`, and of `more` after it, which every checksum of the format uses."""
+    if not more:
+        return xxhash.xxh3_64_intdigest(as_bytes(data).data)
+    running = xxhash.xxh3_64(as_bytes(data).data)
+    for part in more:
+        running.update(as_bytes(part).data)
+    return running.intdigest()

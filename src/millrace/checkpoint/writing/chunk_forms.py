@@ -40,23 +40,30 @@ class BaseChunk:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A chunk as it will be stored. `stored` is None for a reference; `to_base`: whether it needs the base."""
+    """A chunk as it will be stored: `stored`, then `rest`, which is empty unless the hooks allow it. `stored` is None for a
+    reference; `to_base`: whether it needs the base.
+    """
 
     stored: Bytes | None
     raw_checksum: int
     stored_checksum: int = 0
     to_base: bool = False
+    rest: Bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeHooks:
     """Functions that the encoding calls: `next_effort` for each chunk to compress, `transform` after the codec, and
     `encoded` with effort, raw bytes, stored bytes and seconds.
+
+    `raw_stays`: the raw bytes stay as they are until the form is written, and there is no transformation. Then a chunk
+    that is not compressed refers to them, without a copy.
     """
 
     next_effort: Callable[[], Effort]
     transform: Callable[[bytes], bytes]
     encoded: Callable[[Effort, int, int, float], None]
+    raw_stays: bool = False
 
 
 def form_of(codec: ChunkCodec, hooks: EncodeHooks, raw: Array, kind: Kind, base: BaseChunk | None) -> Form:
@@ -110,8 +117,16 @@ class _Work:
         return Form(stored, self.digest, checksum(stored))
 
     def whole(self, effort: Effort) -> Form:
+        if effort == Effort.RAW and self.hooks.raw_stays:
+            return self._uncompressed()
         stored = self._stored(effort, None, perf_counter())
         return Form(stored, self.digest, checksum(stored))
+
+    def _uncompressed(self) -> Form:
+        began = perf_counter()
+        head, rest = (memoryview(part) for part in self.codec.encode(self.raw.data, self.kind, effort=Effort.RAW))
+        self.hooks.encoded(Effort.RAW, self.raw.size, head.nbytes + rest.nbytes, perf_counter() - began)
+        return Form(head, self.digest, checksum(head, rest), rest=rest)
 
     def _trial(self, some: Array, others: Array | None) -> int:
         """The encoded size of a sample."""

@@ -20,8 +20,8 @@ from millrace.events import Event, emit
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A chunk as it will be stored. `base` is a row of the base's table: the base of a delta or, where `stored` is None, the
-    chunk that a reference stands for.
+    """A chunk as it will be stored: `stored`, then `rest`. `base` is a row of the base's table: the base of a delta or,
+    where `stored` is None, the chunk that a reference stands for.
     """
 
     stored: Bytes | None
@@ -30,6 +30,11 @@ class Encoded:
     raw_checksum: int
     stored_checksum: int = 0
     base: int | None = None
+    rest: Bytes = b""
+
+    @property
+    def stored_bytes(self) -> int:
+        return 0 if self.stored is None else len(self.stored) + len(self.rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,13 @@ class ChunkEncoder:
         base: Base | None = None,
         restore_limit: float = RESTORE_LIMIT,
     ) -> None:
-        self._hooks = EncodeHooks(next_effort=schedule.next, transform=transforms.apply, encoded=schedule.encoded)
+        # A save reads memory that does not change before its end, or copies of it.
+        self._hooks = EncodeHooks(
+            next_effort=schedule.next,
+            transform=transforms.apply,
+            encoded=schedule.encoded,
+            raw_stays=not transforms.descriptors,
+        )
         self._codecs = _Codecs()
         self._lock = threading.Lock()
         self._base = base
@@ -135,4 +146,5 @@ def encoded(form: Form, kind: Kind, raw_bytes: int, found: BaseMatch | None) -> 
         form.raw_checksum,
         form.stored_checksum,
         found.row if found is not None and form.to_base else None,
+        form.rest,
     )

@@ -85,11 +85,13 @@ class _OpenFile:
     size: int = 0
     busy_seconds: float = 0.0
 
-    def write(self, data: Bytes) -> None:
+    def write(self, *parts: Bytes) -> None:
         began = time.perf_counter()
-        self.writer.write(data)
+        for data in parts:
+            if data:
+                self.writer.write(data)
+                self.size += len(data)
         self.busy_seconds += time.perf_counter() - began
-        self.size += len(data)
 
     def progress(self) -> tuple[int, float]:
         """Bytes that the storage has accepted, and its busy seconds. A local disk lags behind the page cache."""
@@ -145,7 +147,7 @@ def write_items(
                     name = f"data-{stem}-{len(files)}.millrace"
                     current = _OpenFile(name, storage.open_writer(name))
                 chunks.add(encoded, len(files), current.size)
-                current.write(encoded.stored)
+                current.write(encoded.stored, encoded.rest)
                 plan.stored(*current.progress())
         if current is not None:
             current.writer.close()

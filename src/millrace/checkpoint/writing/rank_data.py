@@ -77,8 +77,7 @@ class ChunkTableBuilder:
         """Add the next chunk; `file` and `offset` are ignored for a reference."""
         if encoded.base is not None:
             (self._references if encoded.stored is None else self._deltas)[len(self._rows)] = encoded.base
-        stored_bytes = 0 if encoded.stored is None else len(encoded.stored)
-        where = (file, offset, stored_bytes, encoded.stored_checksum)
+        where = (file, offset, encoded.stored_bytes, encoded.stored_checksum)
         self._rows.append((encoded.kind.code, encoded.raw_bytes, encoded.raw_checksum, *where))
 
     def finish(self, files: Sequence[DataFile], transforms: tuple[str, ...]) -> RankData:

@@ -90,6 +90,9 @@ def test_rows_of_different_scale_are_coded_in_short_blocks():
     assert len(stored) < 0.7 * len(coarse)
     assert len(stored) < 1.05 * len(matched)
     assert zstd.decompress(stored, exponents.size) == exponents.tobytes()
+    most = PlaneCodec()._encode_plane(exponents, Effort.MAX)[1]
+    assert len(most) <= len(stored)
+    assert zstd.decompress(most, exponents.size) == exponents.tobytes()
 
 
 def test_plane_of_one_scale_is_coded_in_long_blocks(plane):
