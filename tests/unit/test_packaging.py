@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from tools.check_wheel import ROOT, VERSIONS
+from tools.check_wheel import ROOT, VERSIONS, lower_bounds
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -33,6 +37,26 @@ def test_links_of_a_page_lead_to_files(name: str) -> None:
     page = ROOT / name
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("name", ["millrace.checkpoint", "millrace.ray"])
+def test_checkpoints_with_an_older_torch_name_the_declared_bound(name: str, tmp_path: Path) -> None:
+    [bound] = lower_bounds(PROJECT["optional-dependencies"]["torch"])
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()  # as an older torch, it lacks what is imported
+    used = {"millrace.checkpoint": "CheckpointManager", "millrace.ray": "report"}[name]
+    program = f"import {name} as package\ntry: package.{used}\nexcept Exception as error: print(error)"
+    variables = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True)
+    assert f"{used} needs torch {bound.removeprefix('torch==')} or newer: pip install" in done.stdout
+
+
+def test_lower_bounds_of_requirements_are_pins() -> None:
+    assert lower_bounds(["a>=1.2", "b[c,d]>=3,<4", "e>=5; python_version < '3.14'"]) == [
+        "a==1.2",
+        "b[c,d]==3",
+        "e==5; python_version < '3.14'",
+    ]
 
 
 def test_workflow_runs_make_test_and_the_wheel_on_every_python() -> None:

@@ -101,6 +101,9 @@ _LAZY = {
     "verify_checkpoint": "tools.verifying",
 }
 
+OLDEST_TORCH = "2.8"
+"""The lower bound of the extra `torch`."""
+
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
@@ -109,10 +112,12 @@ def __getattr__(name: str) -> Any:
 
     try:
         module = importlib.import_module(f"{__name__}.{_LAZY[name]}")
-    except ModuleNotFoundError as error:
+    except ImportError as error:  # an older torch lacks modules or names
         if error.name is None or error.name.partition(".")[0] != "torch":
             raise
         from millrace.errors import MissingDependencyError
 
-        raise MissingDependencyError(f"{name} needs torch", next_step="pip install 'millrace[torch]'") from error
+        raise MissingDependencyError(
+            f"{name} needs torch {OLDEST_TORCH} or newer", next_step="pip install 'millrace[torch]'"
+        ) from error
     return getattr(module, name)

@@ -199,8 +199,8 @@ def _reach(url: str, endpoint_url: str | None) -> Check:
     return Check(
         name="origin",
         state="ok" if found else "note" if may_be_empty else "failed",
-        detail=without_queries(f"{url}: {found or 'no'} objects and folders directly below")
-        + ("" if found or may_be_empty else ", and there is no object of that name: check the name"),
+        detail=without_queries(f"{url}: objects and folders directly below: {found}")
+        + ("" if found or may_be_empty else "; no object has that name: check the name"),
     )
 
 

@@ -30,13 +30,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         from millrace.ray import train
-    except ModuleNotFoundError as error:
+    except ImportError as error:  # an older torch lacks modules or names
         missing = (error.name or "").partition(".")[0]
         if missing not in ("ray", "torch"):
             raise
+        from millrace.checkpoint import OLDEST_TORCH
         from millrace.errors import MissingDependencyError
 
-        raise MissingDependencyError(
-            f"{name} needs {missing}", next_step="pip install 'millrace[ray,torch]'"
-        ) from error
+        needed = f"torch {OLDEST_TORCH} or newer" if missing == "torch" else missing
+        raise MissingDependencyError(f"{name} needs {needed}", next_step="pip install 'millrace[ray,torch]'") from error
     return getattr(train, name)

@@ -120,7 +120,7 @@ def export(
         return
     objects = f" and {counted(report.objects, 'object')}" if report.objects else ""
     click.echo(
-        f"{counted(report.tensors, 'tensor')}{objects}, {size_text(report.raw_bytes)}, of {report.url} are in "
+        f"exported {counted(report.tensors, 'tensor')}{objects}, {size_text(report.raw_bytes)}, of {report.url} to "
         f"{report.target} ({duration_text(report.seconds)})"
     )
     if report.left_out:
