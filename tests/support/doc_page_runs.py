@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 _DOCS = ROOT / "docs"
 PAGES = [
     page
-    for page in sorted(_DOCS.rglob("*.md"))
+    for page in [ROOT / "README.md", *sorted(_DOCS.rglob("*.md"))]
     if page.parent != _DOCS / "design" and doc_pages.has_code(page.read_text())
 ]
 RUN = [page for page in PAGES if doc_pages.blocks_of(page.read_text())]
