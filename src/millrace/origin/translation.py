@@ -7,6 +7,7 @@ which status and code are parsed.
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Callable
 from urllib.parse import unquote
@@ -178,6 +179,13 @@ def translate(
     if url.startswith("file:") and f"(os error {errno.ENOTDIR})" in str(error):
         return NotDirectoryError(f"{url} is below a file, not a directory", next_step="check the name")
     if url.startswith("file:") and f"(os error {errno.ELOOP})" in str(error):
+        if os.path.isdir(path := url.removeprefix("file://")):
+            failed = OriginUnavailableError(
+                f"{url} contains a link that leads to itself",
+                next_step=f"find it with 'find {path} -maxdepth 1 -type l', and remove it",
+            )
+            failed.is_final = True
+            return failed
         return ObjectNotFoundError(f"{url} is a link that leads to itself", next_step="remove the link")
     if isinstance(error, library.BaseError):
         for words, (problem, next_step) in _PERMANENT.items():

@@ -8,7 +8,7 @@ import pyarrow.fs as pafs
 import pytest
 
 import millrace
-from millrace.errors import ObjectChangedError, ObjectNotFoundError
+from millrace.errors import ObjectChangedError, ObjectNotFoundError, OriginUnavailableError
 
 
 @pytest.fixture
@@ -154,3 +154,15 @@ def test_missing_path_raises_object_not_found(
         with pytest.raises(ObjectNotFoundError, match=r"file://.*none") as caught:
             read(f"{data}/{name}", recursive=recursive)
         assert caught.value.next_step
+
+
+def test_directory_with_a_link_to_itself_is_named_as_containing_it(
+    tmp_path: Path, fs: millrace.MillraceFileSystem
+) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "keep").write_bytes(b"a")
+    os.symlink("self", tmp_path / "d" / "self")
+    for call in (fs.ls, fs.find, lambda path: list(fs.walk(path))):
+        with pytest.raises(OriginUnavailableError, match="contains a link that leads to itself"):
+            call(str(tmp_path / "d"))
+    assert fs.cat_file(str(tmp_path / "d" / "keep")) == b"a"
