@@ -127,7 +127,7 @@ def _saves(folder: Path, _: S3Server) -> Iterator[Callable[[], None]]:
 HOT_PATHS = (
     HotPath("warm-read", 5, lambda folder, s3: _reads(folder, s3, warm=True)),
     HotPath("cold-read", 35, lambda folder, s3: _reads(folder, s3, warm=False)),
-    HotPath("peer-read", 45, _reads_from_a_peer),
+    HotPath("peer-read", 42, _reads_from_a_peer),
     HotPath("save", 30, _saves),
 )
 
