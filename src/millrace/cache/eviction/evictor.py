@@ -7,7 +7,7 @@ other nodes own are evicted first (`copies.py`), and nothing is evicted for a co
 
 A refusal is remembered for a second for its object, and for thirty times as long as its decision took for every other one:
 reads that may not be kept cost a thread at most 3 % of its time, whatever their number. Free space is checked again as soon
-as any process removes something, or the limits or rules change.
+as any process removes something, or the limits or rules change; space that another program frees is found a second later.
 """
 
 from __future__ import annotations
