@@ -117,9 +117,9 @@ class AzuriteServer:
 
     def _connect(self, port: int) -> http.client.HTTPConnection:
         if self._tls is None:
-            return http.client.HTTPConnection(HOST, port, timeout=120)
+            return http.client.HTTPConnection(HOST, port, timeout=300)
         context = ssl.create_default_context(cafile=str(self._tls[0]))
-        return http.client.HTTPSConnection(HOST, port, timeout=120, context=context)
+        return http.client.HTTPSConnection(HOST, port, timeout=300, context=context)
 
     def start(self) -> None:
         """Start it, empty, and wait until it answers. Raises `MissingDependencyError` and `RetryableError`."""

@@ -50,7 +50,7 @@ def commands_of(config: dict[str, Any]) -> list[str]:
 
 def syntax_error(command: str) -> str:
     """The syntax error that bash reports for a command, without running it; empty if there is none."""
-    done = subprocess.run(["bash", "-n"], input=command, text=True, capture_output=True, timeout=120)
+    done = subprocess.run(["bash", "-n"], input=command, text=True, capture_output=True, timeout=300)
     return done.stderr.strip() or ("" if done.returncode == 0 else f"exit {done.returncode}")
 
 

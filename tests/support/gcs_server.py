@@ -92,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self._behind = http.client.HTTPConnection(_HOST, self.front.server.port, timeout=120)
+        self._behind = http.client.HTTPConnection(_HOST, self.front.server.port, timeout=300)
 
     def finish(self) -> None:
         self._behind.close()

@@ -124,7 +124,7 @@ class SessionGate:
             body_hash="UNSIGNED-PAYLOAD",
         )
         headers |= {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
-        connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=300)
         try:
             target = f"{path}?{_in_order(query)}" if query else path
             connection.request(request.method, target, body=request.body, headers=headers)

@@ -41,7 +41,7 @@ class PrometheusServer:
 
     def query(self, expression: str) -> list[Any]:
         """The result of an expression now. Raises `ValueError` with the error of Prometheus."""
-        connection = http.client.HTTPConnection(HOST, self._process.ports[0], timeout=120)
+        connection = http.client.HTTPConnection(HOST, self._process.ports[0], timeout=300)
         answer = json.loads(get(connection, f"/api/v1/query?{urlencode({'query': expression})}"))
         if answer["status"] != "success":
             raise ValueError(f"{expression}: {answer['error']}")

@@ -12,6 +12,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 
@@ -30,13 +31,14 @@ def run(
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a program of `script` on so many ranks, and `meanwhile` here; all must end with 0, or with `codes`."""
-    port = free_port()
     ended = []
     with contextlib.ExitStack() as running:
+        # The ranks meet at a file: a port that is free now may be taken when they have started.
+        meeting = pathlib.Path(running.enter_context(tempfile.TemporaryDirectory()), "store")
         ranks = []
         for rank in range(world):
             process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", script, program, str(rank), str(world), str(port), str(root)],
+                [sys.executable, "-W", "ignore", script, program, str(rank), str(world), str(meeting), str(root)],
                 env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{_ROOT}:{_ROOT}/examples/speech"},
                 stderr=subprocess.PIPE,
                 text=True,
@@ -59,10 +61,16 @@ def free_port() -> int:
 
 def main(programs: Mapping[str, Callable[[pathlib.Path], None]]) -> None:
     """One rank, started by `run`."""
-    program, rank, world, port, root = sys.argv[1:]
-    os.environ.update(RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    program, rank, world, meeting, root = sys.argv[1:]
+    os.environ.update(RANK=rank, WORLD_SIZE=world)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=400))
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(meeting, int(world)),
+        rank=int(rank),
+        world_size=int(world),
+        timeout=datetime.timedelta(seconds=400),
+    )
     try:
         programs[program](pathlib.Path(root))
     except BaseException:  # noqa: BLE001 - printed, and the process ends

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], bool], *, seconds: float = 120.0) -> None:
+def wait_until(condition: Callable[[], bool], *, seconds: float = 300.0) -> None:
     """Wait until `condition()` is true; fails after `seconds`, which a working test never needs."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -131,7 +131,7 @@ def test_closed_stdout_exits_with_141_silently(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "millrace.cli", *arguments]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False, timeout=120)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False, timeout=300)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
 
@@ -140,7 +140,7 @@ def test_closed_stdout_exits_with_141_silently(arguments: list[str]) -> None:
 def test_full_stdout_is_one_line(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "millrace.cli", *arguments]
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=300)
     assert done.returncode == 1
     assert (
         done.stderr
@@ -150,7 +150,7 @@ def test_full_stdout_is_one_line(arguments: list[str]) -> None:
 
 def test_stdout_that_is_closed_before_the_start_is_one_line() -> None:
     program = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'millrace.cli', '--help'])"
-    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=False, timeout=300)
     assert done.returncode == 1
     assert done.stderr == "millrace: the output could not be written: Bad file descriptor: check the target of stdout\n"
 
@@ -176,7 +176,7 @@ def test_command_after_a_signal_cleans_up_and_exits_with_its_code(number: signal
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.2)
     process.send_signal(number)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == code
     assert out == "cleaned up\n"
     assert err == f"millrace: {word}; nothing is left running\n"

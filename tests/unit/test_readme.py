@@ -13,5 +13,5 @@ def test_readme_example_prints_the_shown_output_every_time(tmp_path: Path) -> No
     program, expected = first_lines((ROOT / "README.md").read_text())
     for _ in range(2):
         command = [sys.executable, "-c", program]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
         assert (done.stdout, done.stderr) == (expected, "")

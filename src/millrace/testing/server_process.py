@@ -18,7 +18,7 @@ from millrace.testing.process import ChildProcess, free_ports, log_tail
 
 HOST = "127.0.0.1"
 _ATTEMPTS = 3
-_START_SECONDS = 60.0
+_START_SECONDS = 180.0
 _LOOK_SECONDS = 0.02
 
 
@@ -54,7 +54,7 @@ class ServerProcess:
         """Run `command(ports)`, with the additional variables `env`, and wait until `answers(ports[0])`.
 
         That may raise `OSError` or `http.client.HTTPException` as long as the server is not up. Raises `UsageError` when it
-        runs, and `RetryableError` with the end of its log when it ends by itself, or has not answered after a minute.
+        runs, and `RetryableError` with the end of its log when it ends by itself, or has not answered after three minutes.
         """
         self.check_ended()
         self._log.parent.mkdir(parents=True, exist_ok=True)

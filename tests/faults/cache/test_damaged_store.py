@@ -20,7 +20,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Data, and a cache that processes which have ended filled with it."""
     folder = tmp_path_factory.mktemp("filled")
     subprocess.run(
-        [sys.executable, store_damage.__file__, str(folder / "data"), str(folder / "cache")], check=True, timeout=120
+        [sys.executable, store_damage.__file__, str(folder / "data"), str(folder / "cache")], check=True, timeout=300
     )
     return folder / "data", folder / "cache"
 

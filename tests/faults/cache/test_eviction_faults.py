@@ -270,7 +270,7 @@ class Readers:
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.close()
-            process.wait(timeout=120)
+            process.wait(timeout=300)
             process.stdout.close()
 
 

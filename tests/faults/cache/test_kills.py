@@ -97,7 +97,7 @@ class Reader:
         assert self._process.stdout is not None
         self._kill_child()
         self._process.stdin.close()
-        self._process.wait(timeout=120)
+        self._process.wait(timeout=300)
         self._process.stdout.close()
 
     def _kill_child(self) -> None:
@@ -247,11 +247,11 @@ def test_waiter_of_killed_process_continues_when_its_lock_is_free(
         assert holder.stdout.readline() == "holds\n"
         monkeypatch.setattr(NamedLocks, "try_acquire", note)
         waiting.start()
-        assert refused.wait(60)
+        assert refused.wait(300)
         time.sleep(0.2)  # it looks as rarely as it ever will
         assert not ended.is_set()
     finally:
         holder.kill()
         holder.communicate()
-    assert ended.wait(60)
+    assert ended.wait(300)
     waiting.join()

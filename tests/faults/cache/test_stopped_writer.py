@@ -82,7 +82,7 @@ def stopped(data: Path) -> Iterator[Path]:
 
 def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_new_process_with_stopped_writer_reads_without_the_cache(stopped: Path, data: Path) -> None:
@@ -156,7 +156,7 @@ def test_process_waits_for_a_running_rebuild(data: Path) -> None:
         time.sleep(2 * SILENCE_SECONDS + 1)
         assert reader.poll() is None
         lock.__exit__()
-        assert reader.communicate(timeout=120) == ("right\n", "")
+        assert reader.communicate(timeout=300) == ("right\n", "")
     lock.close()
 
 

@@ -146,7 +146,7 @@ def run(url: str, options: dict, points: int) -> list[tuple[int, int]]:
             seen.append((int(last), found))
             process.stdin.write("\n")
             process.stdin.flush()
-        assert process.wait(timeout=120) == 0
+        assert process.wait(timeout=300) == 0
     finally:
         process.kill()
         process.communicate()

@@ -219,7 +219,7 @@ def test_request_without_the_token_receives_nothing(
         node = cluster.nodes[0]
         name = next(path.name.partition("-")[0] for path in node.cache_dir.glob("millrace/*/objects/*/*"))
         for token in ("", "Authorization: Bearer another-token\r\n"):
-            with socket.create_connection((node.host, node.port), timeout=120) as connection:
+            with socket.create_connection((node.host, node.port), timeout=300) as connection:
                 connection.sendall(f"GET /v1/objects/{name} HTTP/1.1\r\nHost: node\r\n{token}\r\n".encode())
                 answer = connection.recv(65536)
             head, _, body = answer.partition(b"\r\n\r\n")

@@ -35,7 +35,7 @@ SECONDS = 900.0
 """Enough for any one step. On a very busy machine Ray's own deadlines (a raylet waits half a minute for its agents) make the
 autoscaler start a worker again, up to several times, at a minute each.
 """
-_GET = "import sys, urllib.request as u; sys.stdout.write(u.urlopen(sys.argv[1], timeout=120).read().decode())"
+_GET = "import sys, urllib.request as u; sys.stdout.write(u.urlopen(sys.argv[1], timeout=300).read().decode())"
 
 
 def get(laptop: Machine, path: str) -> str:

@@ -187,7 +187,7 @@ class Job:
 
     def end(self) -> str:
         """End the process and return its warnings. A disk can be made read-only only when no file is open."""
-        _, log = self._process.communicate(timeout=120)
+        _, log = self._process.communicate(timeout=300)
         assert self._process.returncode == 0, log
         return log
 

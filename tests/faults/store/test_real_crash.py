@@ -120,7 +120,7 @@ def test_store_after_power_loss_returns_right_bytes(
     cache = place / "cache"
     store = cache / "millrace" / "local"
     mount(options)
-    subprocess.run([sys.executable, "-c", _FILL, str(cache), str(data)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", _FILL, str(cache), str(data)], check=True, timeout=300)
     stop_the_machine(place)
     mount("loop")
     assert lost_something(place)

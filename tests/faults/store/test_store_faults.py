@@ -62,7 +62,7 @@ def fill(data: Path, cache: Path) -> None:
         "fs = millrace.filesystem('file', cache_dir=sys.argv[1], min_free=0);"
         "[fs.cat_file(str(path)) for path in pathlib.Path(sys.argv[2]).iterdir()]"
     )
-    subprocess.run([sys.executable, "-c", code, str(cache), str(data)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code, str(cache), str(data)], check=True, timeout=300)
 
 
 def files(cache: Path) -> list[Path]:

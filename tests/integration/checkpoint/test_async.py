@@ -222,7 +222,7 @@ def test_forked_workers_neither_wait_nor_save(train, tmp_path):
         assert sum(int(batch) for batch in loader) == 28
         child = multiprocessing.get_context("fork").Process(target=sys.exit, args=(4,))
         child.start()
-        child.join(60)
+        child.join(300)
         assert child.exitcode == 4
         """,
     )

@@ -364,7 +364,7 @@ def run_group(place: str) -> None:
         storage_writer=CheckpointWriter(f"{place}/file/below"),
         async_checkpointer_type=AsyncCheckpointerType.PROCESS,
     )
-    failure = pending.exception(60)
+    failure = pending.exception(300)
     assert isinstance(failure, CheckpointException)
     assert isinstance(failure.failures[0][0], StorageError)
     with pytest.raises(CheckpointException) as caught:
@@ -384,7 +384,7 @@ def test_async_save_in_a_process_group_is_loaded(tmp_path):
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert ran.returncode == 0, ran.stderr
     loaded = {"model": Model().state_dict(), "n": None}

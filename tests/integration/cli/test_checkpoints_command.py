@@ -384,7 +384,7 @@ def test_prune_on_a_terminal_requires_confirmation(run: Path) -> None:
             text=True,
         )
         os.write(master, answer.encode())
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
         os.close(master)
         os.close(slave)
         assert process.returncode == 0
@@ -541,7 +541,7 @@ def test_interrupted_command_prints_its_progress_and_leaves_no_file(
             time.sleep(0.02)
         process.send_signal(number)
         region.reshape(round_trip_seconds=0.005, bytes_per_second=None)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (code, "")
     assert err.startswith(f"millrace: {word}: ")
     assert err.count("\n") == 1

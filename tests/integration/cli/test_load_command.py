@@ -82,7 +82,7 @@ def test_interrupted_load_continues_with_the_missing_objects(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(number)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     region.clear_faults()
     assert out == ""
     if number == signal.SIGINT:
@@ -95,7 +95,7 @@ def test_interrupted_load_continues_with_the_missing_objects(
     before = complete(fs)
     assert 3 <= before < OBJECTS
     again = start("s3://loads/train", "--json")
-    out, err = again.communicate(timeout=120)
+    out, err = again.communicate(timeout=300)
     done = json.loads(out)
     assert (again.returncode, err, done["done_objects"]) == (0, "", OBJECTS)
     assert done["done_bytes"] == OBJECTS * OBJECT_BYTES
@@ -108,14 +108,14 @@ def test_interrupted_load_continues_with_the_missing_objects(
 
 def test_load_with_wrong_credentials_prints_one_line(start: Callable[..., subprocess.Popen[str]]) -> None:
     process = start("s3://loads/train", AWS_SECRET_ACCESS_KEY="wrong")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err.count("\n")) == (1, "", 1)
     assert "denied: check the credentials" in err
 
 
 def test_load_into_too_small_cache_exits_with_3(start: Callable[..., subprocess.Popen[str]]) -> None:
     process = start("s3://loads/train", MILLRACE_CAPACITY="20MB")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (3, "")
     assert "millrace: the cache is full: " in err
     assert f" of {OBJECTS} objects, " in err

@@ -158,7 +158,7 @@ def load(*readers: Node) -> Iterator[Callable[[], None]]:
 
     def some_more() -> None:
         for _ in range(5 * len(readers)):
-            assert turn.acquire(timeout=120)
+            assert turn.acquire(timeout=300)
 
     threads = [threading.Thread(target=work, args=(node, seed)) for seed, node in enumerate(readers)]
     for thread in threads:

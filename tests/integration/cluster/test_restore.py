@@ -80,6 +80,6 @@ def test_restore_on_four_nodes_reads_the_origin_once(
             programs.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         expected = {name: xxhash.xxh3_64_hexdigest(tensor.numpy()) for name, tensor in state.items()}
         for program in programs:
-            output, _ = program.communicate(timeout=120)
+            output, _ = program.communicate(timeout=300)
             assert json.loads(output) == expected
         assert region.stats(f"/{bucket}/").by_kind["GET"].bytes_down == total

@@ -115,7 +115,7 @@ def test_promtool_accepts_the_rules_and_the_metrics(monitored: Monitored) -> Non
     tool = find_prometheus("promtool")
     rules = subprocess.run([tool, "check", "rules", ALERTS], capture_output=True, text=True)
     assert rules.returncode == 0, rules.stdout + rules.stderr
-    connection = HTTPConnection(monitored.cluster.nodes[0].address, timeout=120)
+    connection = HTTPConnection(monitored.cluster.nodes[0].address, timeout=300)
     connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
     page = connection.getresponse().read()
     connection.close()

@@ -191,7 +191,7 @@ def test_processes_request_each_page_once(
         process.stdin.write(" ".join(keys))
         process.stdin.close()
     for process in processes:
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
         assert process.stdout is not None
         process.stdout.close()
     region.reshape(round_trip_seconds=0.0, bytes_per_second=None)

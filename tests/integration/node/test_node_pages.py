@@ -55,7 +55,7 @@ def start(tmp_path: Path, s3: S3Server) -> Iterator[Start]:
 
 def get(node: NodeProcess, path: str, *, token: str | None = None, method: str = "GET") -> tuple[int, str, str]:
     """The status, type and text of a page."""
-    connection = HTTPConnection(node.address, timeout=120)
+    connection = HTTPConnection(node.address, timeout=300)
     try:
         connection.request(method, path, headers={"Authorization": f"Bearer {token}"} if token else {})
         response = connection.getresponse()
@@ -204,7 +204,7 @@ def test_status_page_needs_no_token_and_is_the_same_for_everyone(start: Start) -
 
 
 def test_status_page_names_no_other_server_and_allows_only_its_own_script(start: Start) -> None:
-    connection = HTTPConnection(start().address, timeout=120)
+    connection = HTTPConnection(start().address, timeout=300)
     connection.request("GET", "/")
     response = connection.getresponse()
     text = response.read().decode()

@@ -145,7 +145,7 @@ def test_load_continues_when_a_node_leaves(nodes: Nodes, region: EmulatedRegion)
             wait_until(lambda: fetched(region) > TOTAL / 5)
             started[2].drain(30)
             region.reshape(round_trip_seconds=0.0, bytes_per_second=None)
-            done = loading.result(60)
+            done = loading.result(300)
     finally:
         region.reshape(round_trip_seconds=0.0, bytes_per_second=None)
     assert (done.nodes, done.objects, done.done_objects, done.done_bytes) == (2, OBJECTS, OBJECTS, TOTAL)

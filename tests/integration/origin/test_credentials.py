@@ -323,7 +323,7 @@ def test_tokens_of_an_azure_identity_are_renewed(tmp_path: Path) -> None:
                 env={**os.environ, "SSL_CERT_FILE": str(files[0])},
                 capture_output=True,
                 text=True,
-                timeout=120,
+                timeout=300,
                 check=False,
             )
             assert done.returncode == 0, done.stderr

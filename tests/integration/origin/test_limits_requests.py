@@ -124,7 +124,7 @@ def test_web_listing_after_a_final_head_error_ends(server: WebServer, tmp_path: 
         if request.path == "/d/00.bin":
             return Reply(status=403)
         if request.method == "HEAD":
-            raised.wait(60)
+            raised.wait(300)
         return None
 
     server.service.interfere(refuse)
@@ -162,9 +162,9 @@ except KeyboardInterrupt:
     command = [sys.executable, "-c", program, server.host, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         try:
-            assert stalled.acquire(timeout=120)
+            assert stalled.acquire(timeout=300)
             child.send_signal(signal.SIGINT)
-            output, _ = child.communicate(timeout=120)  # a HEAD that stalls is given up later
+            output, _ = child.communicate(timeout=300)  # a HEAD that stalls is given up later
         finally:
             child.kill()
     assert output == "interrupted\n"

@@ -84,7 +84,7 @@ def cold_start(region: EmulatedRegion, s3: S3Server, bucket: str, limits: dict[s
         "limits": limits,
     }
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(arguments)], stdout=subprocess.PIPE, timeout=120, check=True
+        [sys.executable, "-c", PROGRAM, json.dumps(arguments)], stdout=subprocess.PIPE, timeout=300, check=True
     )
     reported: list[dict[str, int]] = json.loads(done.stdout)
     return reported

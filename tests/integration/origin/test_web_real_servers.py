@@ -30,7 +30,7 @@ def python_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         deadline = time.monotonic() + 120
         while True:
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=120).close()
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=300).close()
                 break
             except URLError:
                 assert time.monotonic() < deadline

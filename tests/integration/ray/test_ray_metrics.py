@@ -36,7 +36,7 @@ def port() -> Iterator[int]:
 
 
 def _exported(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=120) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=300) as answer:
         page = answer.read().decode()
     return {
         f"{sample.name} {sample.labels.get('tier', '')}".strip(): sample.value

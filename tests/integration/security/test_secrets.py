@@ -77,7 +77,7 @@ class RunningNode:
             [sys.executable, "-m", "millrace.cli", *arguments],
             env={**self.environ, "MILLRACE_DEBUG": "1", **environ},
             capture_output=True,
-            timeout=120,
+            timeout=300,
         )
         self.planted.saw(f"output of {' '.join(arguments)}", done.stdout)
         self.planted.saw(f"errors of {' '.join(arguments)}", done.stderr)
@@ -291,7 +291,7 @@ def test_unpickled_file_system_finds_its_own_credentials(
         (explicit, plain, True),
     ):
         done = subprocess.run(
-            [sys.executable, "-c", program, f"{bucket}/x"], input=pickled, env=environ, capture_output=True, timeout=120
+            [sys.executable, "-c", program, f"{bucket}/x"], input=pickled, env=environ, capture_output=True, timeout=300
         )
         assert (done.stdout == b"the content") is works, done.stderr.decode()
         planted.saw("the receiver's output", done.stderr)

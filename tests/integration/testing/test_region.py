@@ -111,7 +111,7 @@ def region(upstream: str) -> Iterator[EmulatedRegion]:
 @pytest.fixture
 def connection(region: EmulatedRegion) -> Iterator[http.client.HTTPConnection]:
     port = urllib.parse.urlsplit(region.endpoint_url).port
-    opened = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    opened = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     yield opened
     opened.close()
 
@@ -180,7 +180,7 @@ def test_region_adds_the_round_trip_without_serialising(
     assert time.monotonic() - started >= 1.0
 
     def one(_: int) -> int:
-        another = http.client.HTTPConnection(connection.host, connection.port, timeout=120)
+        another = http.client.HTTPConnection(connection.host, connection.port, timeout=300)
         try:
             return get(another, "/204")[0]
         finally:
@@ -197,7 +197,7 @@ def test_region_shares_its_bandwidth(region: EmulatedRegion, connection: http.cl
     started = time.monotonic()
 
     def one(_: int) -> bytes:
-        another = http.client.HTTPConnection(connection.host, connection.port, timeout=120)
+        another = http.client.HTTPConnection(connection.host, connection.port, timeout=300)
         try:
             return get(another, "/plain")[1]
         finally:

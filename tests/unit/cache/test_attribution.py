@@ -74,7 +74,7 @@ def test_reads_of_concurrent_processes_and_threads_are_all_counted(tmp_path: Pat
         thread.start()
     for thread in threads:
         thread.join()
-    assert [process.wait(60) for process in processes] == [0, 0]
+    assert [process.wait(300) for process in processes] == [0, 0]
     attribution.add([])
     assert attribution.totals() == {Part("job", "bucket/a"): Reads(1800, 3600, 0, 0)}
     attribution.close()

@@ -177,7 +177,7 @@ def test_death_in_a_transaction_has_the_next_process_check_an_intact_index(
     index = open_directory(directory, rebuild)
     fill(index)
     index.close()
-    done = subprocess.run([sys.executable, "-c", _DIES_INSIDE, str(directory)], timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", _DIES_INSIDE, str(directory)], timeout=300, check=False)
     assert done.returncode == -signal.SIGKILL
     later = open_directory(directory, rebuild)
     assert later.get(ID) is not None
@@ -192,7 +192,7 @@ def test_death_in_a_transaction_on_a_damaged_index_has_the_next_process_rebuild_
     fill(index)
     root = index._env.info()["last_pgno"]
     index.close()
-    subprocess.run([sys.executable, "-c", _DIES_INSIDE, str(directory)], timeout=120, check=False)
+    subprocess.run([sys.executable, "-c", _DIES_INSIDE, str(directory)], timeout=300, check=False)
     with open(directory / "index" / "index.mdb", "r+b") as file:
         file.seek(2 * 4096)
         file.write(bytes((root - 1) * 4096))  # every page but LMDB's own two
@@ -226,7 +226,7 @@ def test_threads_in_transactions_at_once_leave_no_mark(index: Index) -> None:
 def test_second_death_soon_after_a_passed_check_has_the_index_rebuilt(directory: Path, events: list[Event]) -> None:
     open_directory(directory, rebuild).close()
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", _DIES_INSIDE, str(directory)], timeout=120, check=False)
+        subprocess.run([sys.executable, "-c", _DIES_INSIDE, str(directory)], timeout=300, check=False)
         open_directory(directory, rebuild).close()
     assert [event.name for event in events] == ["cache.store.discarded"]
 
@@ -241,7 +241,7 @@ open_directory(pathlib.Path(sys.argv[1]), rebuild).close()
 
 def in_another_process(program: str, directory: Path) -> int:
     """The exit code of `program`."""
-    return subprocess.run([sys.executable, "-c", program, str(directory)], timeout=120, check=False).returncode
+    return subprocess.run([sys.executable, "-c", program, str(directory)], timeout=300, check=False).returncode
 
 
 def test_deaths_in_transactions_leave_the_index_to_a_process_that_uses_it(directory: Path) -> None:

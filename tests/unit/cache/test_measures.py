@@ -37,7 +37,7 @@ assert os.waitpid(pid, 0)[1] == 0
 def saving(cache_dir: Path) -> str:
     """Run a process that only saves; returns its output for errors."""
     variables = {**os.environ, "MILLRACE_CACHE_DIR": str(cache_dir)}
-    done = subprocess.run([sys.executable, "-c", _SAVES], env=variables, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", _SAVES], env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stderr
 

@@ -26,7 +26,7 @@ sys.exit(main())
 
 def run(moment: str, handler: str = "usual") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", _INTERRUPTED, moment, handler]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize(

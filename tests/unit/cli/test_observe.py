@@ -189,4 +189,4 @@ def test_watched_status_continues_until_ctrl_c(cache: Path, as_json: bool) -> No
     process.send_signal(signal.SIGINT)
     process.stdout.read()
     process.stdout.close()
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0

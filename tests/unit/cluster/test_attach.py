@@ -73,7 +73,7 @@ def passing(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
             node_for(options)
         for thread in threading.enumerate():
             if thread.name == attach.SEARCHING:
-                thread.join(60)
+                thread.join(300)
 
     return wait
 
@@ -336,7 +336,7 @@ def test_read_during_a_search_does_not_wait(
 
     def slowly(*arguments: Any) -> Any:
         searches.append(arguments)
-        found.wait(60)
+        found.wait(300)
         return link_for(*arguments)
 
     monkeypatch.setattr(attach, "link_for", slowly)

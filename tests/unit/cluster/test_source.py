@@ -469,7 +469,7 @@ def test_upload_beyond_the_queue_is_dropped(place: Place, monkeypatch: pytest.Mo
     taker = Taker(lease=False)
 
     def slow_taker(visit: Visit) -> None:
-        release.wait(60)
+        release.wait(300)
         taker(visit)
 
     cluster = place.start(slow_taker)

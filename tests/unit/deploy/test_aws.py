@@ -144,7 +144,7 @@ def lsblk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_machine_without_nvme_uses_its_root_disk(lsblk: None, tmp_path: Path) -> None:
     for _ in range(2):
         done = subprocess.run(
-            ["bash", AWS / "mount-cache.sh", tmp_path / "mnt"], text=True, capture_output=True, timeout=120, check=True
+            ["bash", AWS / "mount-cache.sh", tmp_path / "mnt"], text=True, capture_output=True, timeout=300, check=True
         )
         assert done.stdout == f"{tmp_path}/mnt/root/cache\n"
         assert "root disk" in done.stderr
@@ -160,14 +160,14 @@ def disks(tmp_path: Path) -> Iterator[list[str]]:
             image = tmp_path / f"disk-{number}"
             image.touch()
             os.truncate(image, 64 << 20)
-            done = subprocess.run(["losetup", "--find", "--show", image], text=True, capture_output=True, timeout=120)
+            done = subprocess.run(["losetup", "--find", "--show", image], text=True, capture_output=True, timeout=300)
             if done.returncode != 0:
                 pytest.skip("there are no loop devices")
             attached.append(done.stdout.strip())
         yield attached
     finally:
         for device in attached:
-            subprocess.run(["losetup", "--detach", device], timeout=120, check=True)
+            subprocess.run(["losetup", "--detach", device], timeout=300, check=True)
 
 
 DISKS_STORY = r"""
@@ -209,7 +209,7 @@ def test_nvme_disks_are_formatted_once_and_mounted_again(lsblk: None, disks: lis
         ["unshare", "--mount", "--propagation", "private", "bash", "-c", DISKS_STORY],
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=300,
         env=environment,
     )
     assert done.returncode == 0, (done.stdout, done.stderr, log.read_text())
@@ -279,7 +279,7 @@ def test_interruption_of_machine_drains_its_ray_node(tmp_path: Path) -> None:
             ],
             text=True,
             capture_output=True,
-            timeout=120,
+            timeout=300,
         )
         service.shutdown()
         thread.join()

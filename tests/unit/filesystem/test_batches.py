@@ -135,7 +135,7 @@ def test_first_read_of_stream_is_before_read_ahead_of_others(node: CacheNode) ->
     for number in range(9):
         origin.put(f"k{number}", os.urandom(17 * BLOCK))
     go_on = threading.Event()
-    origin.before_read = lambda key, start, stop: None if stop <= BLOCK else go_on.wait(60) and None
+    origin.before_read = lambda key, start, stop: None if stop <= BLOCK else go_on.wait(300) and None
     files = []
     try:
         for number in range(9):

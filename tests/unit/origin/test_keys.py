@@ -73,7 +73,7 @@ def test_pipe_without_a_writer_is_an_error_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     command = [sys.executable, "-c", _READS_A_PIPE, str(tmp_path / "cache"), str(tmp_path / "pipe")]
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, timeout=120, check=True
+        command, stdout=subprocess.PIPE, text=True, timeout=300, check=True
     )  # could not be interrupted
     assert done.stdout.count(f"file://{tmp_path}/pipe is not a regular file") == 4
 

@@ -38,5 +38,5 @@ print(len(found))
 
 
 def test_obstore_import_by_concurrent_threads_returns_the_whole_library() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=False)
     assert (done.stdout, done.stderr) == ("8\n", "")

@@ -832,7 +832,7 @@ sys.stdin.read()
             assert len(limiter._held) == 2
             limiter.release(entered[0], answered=True)
             for thread in threads:
-                thread.join(60)
+                thread.join(300)
             assert len(entered) == 3
         finally:
             process.kill()

@@ -44,7 +44,7 @@ def test_side_by_side_raises_the_first_error_at_once() -> None:
         begun.append(item)
         if item == 1:
             raise DeniedError("no")
-        go_on.wait(60)
+        go_on.wait(300)
 
     try:
         with pytest.raises(DeniedError):
@@ -60,7 +60,7 @@ def test_interrupt_while_all_items_hang_ends_the_wait() -> None:
 
     def action(item: int) -> None:
         begun.append(item)
-        go_on.wait(60)
+        go_on.wait(300)
 
     with interrupts() as interrupt_after:
         interrupt_after(0.1)

@@ -168,7 +168,7 @@ def test_cluster_counters_settled_include_other_processes(tmp_path: Path, monkey
 
         # One that was killed is not waited for at all.
         reader.kill()
-        reader.wait(60)
+        reader.wait(300)
         monkeypatch.setattr("millrace.cache.counters.PATIENCE_SECONDS", 1e6)
         assert cluster_counters(fs, settled=True)["cache_bytes"] - counts["cache_bytes"] == 5000
 

@@ -104,7 +104,7 @@ def use():
 )
 def test_import_in_forked_child_during_import_succeeds(module: str, prepare: str) -> None:
     program = PROGRAM.format(module=module, prepare=prepare)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
@@ -118,5 +118,5 @@ for name in ("millrace.origin.limits.retrying", "millrace.origin.limits.slots", 
 from millrace.runtime.forks import imported
 assert imported("colorsys") is sys.modules["colorsys"] is imported("colorsys")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -116,12 +116,12 @@ def test_file_lock_is_not_released_in_the_middle_of_a_beat(tmp_path: Path, monke
 
     def write_sign(place: int, now: int) -> None:
         writing.set()
-        assert proceed.wait(60)
+        assert proceed.wait(300)
 
     monkeypatch.setattr(lock, "_write_sign", write_sign)
     beat = threading.Thread(target=lock.beat)
     beat.start()
-    assert writing.wait(60)
+    assert writing.wait(300)
     release = threading.Thread(target=lock.__exit__)
     release.start()
     release.join(0.2)

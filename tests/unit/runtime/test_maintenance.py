@@ -15,7 +15,7 @@ def test_task_is_called_until_unregistered() -> None:
     every = maintenance.register_periodic
     every(done.set)
     every(done.set)
-    assert done.wait(60)  # by the thread
+    assert done.wait(300)  # by the thread
     maintenance.unregister(done.set)
     done.clear()
     maintenance.run_tasks()
@@ -57,7 +57,7 @@ def test_child_has_neither_tasks_nor_thread() -> None:
                 maintenance.run_tasks()
                 alone = threading.active_count() == 1
                 maintenance.register_periodic(fresh.set)
-                code = 0 if alone and fresh.wait(60) else 2
+                code = 0 if alone and fresh.wait(300) else 2
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -74,9 +74,9 @@ def test_task_with_a_defect_does_not_end_the_others(caplog: pytest.LogCaptureFix
     maintenance.register_periodic(broken)
     maintenance.register_periodic(done.set)
     try:
-        assert done.wait(60)
+        assert done.wait(300)
         done.clear()
-        assert done.wait(60)  # the thread is still there
+        assert done.wait(300)  # the thread is still there
     finally:
         maintenance.unregister(broken)
         maintenance.unregister(done.set)

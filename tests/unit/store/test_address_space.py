@@ -29,7 +29,7 @@ print(sum(used for _, used, _ in node.disks()), origin.bytes_read)
 
 def read(gigabytes: int, cache: Path) -> str:
     command = [sys.executable, "-c", _READER, str(gigabytes), str(cache)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout.strip()
 
 
 @pytest.mark.parametrize("gigabytes", [8, 70])

@@ -12,7 +12,7 @@ import pytest
 from millrace.cluster.membership import Member, Membership, MemberState, View, ViewSource
 
 
-def eventually(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
+def eventually(condition: Callable[[], bool], *, seconds: float = 180.0) -> None:
     """Wait until the condition is true; fail after a long timeout."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -227,11 +227,11 @@ def test_user_values_changed_after_an_asynchronous_save_are_stored_as_they_were(
 
     def hold(_: SaveProgress) -> None:
         held.set()
-        assert release.wait(60)
+        assert release.wait(300)
 
     with CheckpointManager(tmp_path, on_progress=hold) as run:
         pending = run.save_async(1, weights(1), user=user)
-        assert held.wait(60)
+        assert held.wait(300)
         user["epoch"] = 2
         user["seen"].append(3)
         release.set()

@@ -46,7 +46,7 @@ def test_save_with_killed_encoder_continues(tmp_path, events):
         pending = run.save_async(2, after)
         wait_until(lambda: run._process._slot_of)
         os.kill(child, signal.SIGKILL)
-        pending.result(60)
+        pending.result(300)
         assert "checkpoint.encoder.lost" in [event.name for event in events]
         check(run, 2, after)
         run.save(3, before)
@@ -67,8 +67,8 @@ def test_two_managers_have_separate_encoders(tmp_path):
         CheckpointManager(tmp_path / "b", save_process=True) as other,
     ):
         first, second = one.save_async(1, state(1)), other.save_async(1, state(2))
-        first.result(60)
-        second.result(60)
+        first.result(300)
+        second.result(300)
         children = {one._process.pid, other._process.pid}
         assert len(children) == 2
         check(one, 1, state(1))
@@ -90,7 +90,7 @@ def test_fork_during_save_does_not_affect_it(tmp_path):
             os._exit(0)
         os.kill(run._process.pid, signal.SIGCONT)
         assert os.waitpid(worker, 0)[1] == 0
-        pending.result(60)
+        pending.result(300)
         check(run, 2, values)
 
 

@@ -195,11 +195,11 @@ def test_second_save_during_another_is_skipped_or_waits(tmp_path: Path) -> None:
 
     def hold(progress: SaveProgress) -> None:
         began.set()
-        gate.wait(60)
+        gate.wait(300)
 
     with CheckpointManager(tmp_path / "skip", on_busy="skip", on_progress=hold) as run:
         first = run.save_async(1, state)
-        began.wait(60)
+        began.wait(300)
         second = run.save_async(2, state)
         assert second.skipped
         assert second.done()
@@ -565,7 +565,7 @@ def test_call_that_waits_inside_on_progress_raises(tmp_path: Path, call: Any, ph
 
     def on_progress(progress: SaveProgress) -> None:
         if progress.phase == phase and progress.step == 1:
-            assert submitted.wait(60)
+            assert submitted.wait(300)
             assert run.steps() in ([], [1])
             try:
                 call(run, pending[0])
@@ -576,7 +576,7 @@ def test_call_that_waits_inside_on_progress_raises(tmp_path: Path, call: Any, ph
     with CheckpointManager(tmp_path / "run", on_progress=on_progress, local=local) as run:
         pending.append(run.save_async(1, {"x": torch.zeros(3)}))
         submitted.set()
-        pending[0].result(60)
+        pending[0].result(300)
         assert run.save(2, {"x": torch.ones(3)}).step == 2
     assert raised
     assert set(raised) == {
@@ -662,7 +662,7 @@ def test_second_process_on_a_run_raises_run_taken_and_damages_nothing(
             child.stdin.flush()
             assert child.stdout.readline() == "saved\n"
             assert run.steps() == [1, 2]
-            child.communicate("\n\n", timeout=120)
+            child.communicate("\n\n", timeout=300)
             assert child.returncode == 0
             assert run.restore(state) == 3
             assert torch.equal(state["x"], torch.full((1000,), 3.0))
@@ -698,7 +698,7 @@ def test_sigterm_saves_the_step_that_was_done(tmp_path: Path) -> None:
     assert child.stdout.readline() == "ready\n"
     child.send_signal(signal.SIGTERM)
     word, step = child.stdout.readline().split()
-    assert (word, child.wait(60)) == ("left", 0)
+    assert (word, child.wait(300)) == ("left", 0)
     child.stdout.close()
     state = {"x": torch.zeros(1000), "step": -1}
     with CheckpointManager(tmp_path / "run") as run:
@@ -724,7 +724,7 @@ def test_signal_while_a_lock_of_a_hook_is_held_does_not_block_the_handler(tmp_pa
 
     def hook(event: Event) -> None:
         if event.name == "run.preempted":
-            acquired.append(lock.acquire(timeout=120))
+            acquired.append(lock.acquire(timeout=300))
             reported.set()
 
     remove = add_hook(hook)
@@ -733,7 +733,7 @@ def test_signal_while_a_lock_of_a_hook_is_held_does_not_block_the_handler(tmp_pa
             run.watch_preemption()
             with lock:
                 os.kill(os.getpid(), signal.SIGTERM)
-            assert reported.wait(60)
+            assert reported.wait(300)
             assert acquired == [True]
             assert run.preempted(1, make_state())
     finally:
@@ -769,7 +769,7 @@ def test_kill_9_in_the_middle_of_saves_and_prunes_loses_nothing_that_is_kept(tmp
         timer.start()
         rest = [int(line) for line in child.stdout.read().split()]
         timer.join()
-        child.wait(60)
+        child.wait(300)
         child.stdout.close()
         announced += rest
         state = {"x": torch.ones(2_000_000), "step": -2}

@@ -240,7 +240,7 @@ def test_kill_9_between_the_places_loses_nothing(tmp_path: Path, bucket: S3Serve
         timer.start()
         announced += [int(line) for line in child.stdout.read().split()]
         timer.join()
-        child.wait(60)
+        child.wait(300)
         child.stdout.close()
         with CheckpointManager(url, local=tmp_path / "near", target_options=options) as run:
             state: dict[str, Any] = {"x": torch.ones(1_000_000), "step": -2}

@@ -263,7 +263,7 @@ def test_one_of_eight_processes_gets_each_claim(server, tmp_path, place):
     ]
     for process in processes:
         process.start()
-    won = [results.get(timeout=120) for _ in processes]
+    won = [results.get(timeout=300) for _ in processes]
     for process in processes:
         process.join()
     for turn in range(turns):

@@ -193,7 +193,7 @@ def test_upload_of_killed_process_is_completed_by_the_next(tiers, s3, bucket, st
             repr(s3.target_options),
             str(last),
         ],
-        timeout=120,
+        timeout=300,
     )
     assert process.returncode == -signal.SIGKILL
     assert list(far(tiers).names()) == sorted(file.name for file in manifest.files[:there])

@@ -180,11 +180,11 @@ def test_process_forked_during_planning_collects_garbage():
     def plan() -> None:
         with collection_paused():
             inside.set()
-            leave.wait(60)
+            leave.wait(300)
 
     thread = threading.Thread(target=plan)
     thread.start()
-    assert inside.wait(60)
+    assert inside.wait(300)
     child = os.fork()
     if child == 0:
         collecting = gc.isenabled()

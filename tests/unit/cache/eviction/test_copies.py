@@ -270,7 +270,7 @@ def test_copy_of_another_process_is_evicted_first(make_node: MakePlacedNode, tmp
     node = make_node(Placed(origin, "copied"), capacity=10 * size + 20_000)
     read(node, origin, *objects(6, "own"))
     command = [sys.executable, "-c", _OTHER_PROCESS, str(tmp_path / "cache"), str(Path(__file__).parent), str(size)]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=300)
     assert here(node, "copied") == [4]
     read(node, origin, *objects(6, "new"))
     assert here(node, "own", "copied", "new") == [6, 0, 4]

@@ -167,7 +167,7 @@ def test_changed_rules_reach_another_process_within_a_second(tmp_path: Path) -> 
         "import sys, pathlib; from millrace.cache.eviction.retention import RulesFile\n"
         "RulesFile(pathlib.Path(sys.argv[1])).change(lambda rules: rules.with_pin(('s3+aws:us-east-1', 'b')))"
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=300)
     assert reader.current() == NO_RULES  # the disk is not read every time
     clock.now = 1.0
     assert reader.current().rule_for(S3, "b/x").pinned

@@ -538,7 +538,7 @@ def test_waiting_for_another_process_takes_no_thread_from_other_reads(
         assert last not in node._disks[0].flights
         assert not any(read.done() for read in waiting)
         other.kill()  # its locks end with it
-        assert all(read.result(60) == content(origin, "b/large")[:100] for read in waiting)
+        assert all(read.result(300) == content(origin, "b/large")[:100] for read in waiting)
         for reader in readers:
             reader.close()
 

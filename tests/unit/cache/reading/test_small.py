@@ -350,7 +350,7 @@ def test_many_threads_fetch_a_small_object_once(make_node: MakeNode) -> None:
 def test_prefetches_run_concurrently(make_node: MakeNode) -> None:
     origin = filled(8)
     together = threading.Barrier(8)
-    origin.before_read = lambda *_: together.wait(60) and None
+    origin.before_read = lambda *_: together.wait(300) and None
     node = make_node()
     readers = [node.open_reader(origin, origin.head(f"b/set/{n:03}.jpg")) for n in range(8)]
     for reader in readers:
@@ -392,7 +392,7 @@ def test_interrupted_fetch_does_not_interrupt_waiting_readers(make_node: MakeNod
 
     def interrupt(*_: object) -> None:
         begun.set()
-        go.wait(60)
+        go.wait(300)
         raise KeyboardInterrupt
 
     origin.before_read = interrupt
@@ -407,7 +407,7 @@ def test_interrupted_fetch_does_not_interrupt_waiting_readers(make_node: MakeNod
 
     first = threading.Thread(target=attempt)
     first.start()
-    assert begun.wait(60)
+    assert begun.wait(300)
     second = threading.Thread(target=attempt)
     second.start()
     while not disk_of(node).flights.join(entry_name(origin, "b/set/000.jpg"), (0,))[1]:

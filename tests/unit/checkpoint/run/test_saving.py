@@ -42,7 +42,7 @@ class Gate:
 
     def __call__(self, report) -> SaveResult:
         self.began.set()
-        assert self.opened.wait(60)
+        assert self.opened.wait(300)
         return result(self.step)
 
 
@@ -52,7 +52,7 @@ class Gate:
 def test_submitted_save_runs_in_the_background():
     runner, gate = SaveRunner(), Gate(5)
     pending = runner.submit(5, gate)
-    assert gate.began.wait(60)
+    assert gate.began.wait(300)
     assert (pending.step, pending.done(), pending.skipped, runner.busy) == (5, False, False, True)
     assert "in flight" in repr(pending)
     with pytest.raises(TimeoutError, match="step 5"):
@@ -62,7 +62,7 @@ def test_submitted_save_runs_in_the_background():
     assert runner.drain(0.01) > 0
     assert runner.busy
     gate.opened.set()
-    assert pending.result(60) == result(5)
+    assert pending.result(300) == result(5)
     assert pending.exception() is None
     assert pending.done()
     assert "saved" in repr(pending)
@@ -72,7 +72,7 @@ def test_submitted_save_runs_in_the_background():
 def test_second_save_waits_for_the_first():
     runner, gates, order = SaveRunner(), [Gate(0), Gate(1)], []
     first = runner.submit(0, gates[0])
-    assert gates[0].began.wait(60)
+    assert gates[0].began.wait(300)
 
     def second() -> None:
         order.append(runner.submit(1, gates[1]))
@@ -84,7 +84,7 @@ def test_second_save_waits_for_the_first():
     thread.join()
     assert first.done()
     gates[1].opened.set()
-    assert order[0].result(60).step == 1
+    assert order[0].result(300).step == 1
 
 
 def test_save_with_skip_during_another_is_skipped():
@@ -97,8 +97,8 @@ def test_save_with_skip_during_another_is_skipped():
     assert skipped.exception() is None
     assert "skipped" in repr(skipped)
     gate.opened.set()
-    assert first.result(60).step == 0
-    assert runner.submit(2, saves(2)).result(60).step == 2
+    assert first.result(300).step == 0
+    assert runner.submit(2, saves(2)).result(300).step == 2
     runner.check()
     with pytest.raises(ConfigurationError, match="later"):
         SaveRunner(on_busy="later")
@@ -161,7 +161,7 @@ def test_error_keeps_no_state_in_memory():
         raise DiskFullError(f"no room for {type(state).__name__}")
 
     pending = SaveRunner().submit(0, work)
-    assert isinstance(pending.exception(60), DiskFullError)
+    assert isinstance(pending.exception(300), DiskFullError)
     gc.collect()
     assert held[0]() is None
 
@@ -170,7 +170,7 @@ def test_save_that_raises_system_exit_has_it_as_its_error():
     def work(report):
         raise SystemExit(3)
 
-    assert isinstance(SaveRunner().submit(0, work).exception(60), SystemExit)
+    assert isinstance(SaveRunner().submit(0, work).exception(300), SystemExit)
 
 
 def test_save_without_a_free_thread_runs_in_the_caller(monkeypatch):
@@ -205,14 +205,14 @@ def test_progress_reaches_the_callback_and_its_errors_end_nothing(fault):
 
     remove = events.add_hook(reported.append)
     try:
-        assert SaveRunner().submit(4, work, on_progress=callback).result(60).step == 4
+        assert SaveRunner().submit(4, work, on_progress=callback).result(300).step == 4
     finally:
         remove()
     assert seen == [0, 5, 10]
     named = [event for event in reported if event.name == "checkpoint.progress.failed"]
     assert [event.subject for event in named] == ["step 4"] * 3
     assert "not my day" in named[0].detail
-    assert SaveRunner().submit(4, work).result(60).step == 4
+    assert SaveRunner().submit(4, work).result(300).step == 4
 
 
 # --- forked processes -----------------------------------------------------------------------------
@@ -234,9 +234,9 @@ def in_child(check) -> int:
 def test_saver_in_forked_child_waits_for_nothing_and_refuses():
     runner, gate = SaveRunner(), Gate(3)
     ended = runner.submit(2, saves(2))
-    ended.result(60)
+    ended.result(300)
     pending = runner.submit(3, gate)
-    assert gate.began.wait(60)
+    assert gate.began.wait(300)
 
     def check() -> None:
         assert ended.result().step == 2
@@ -249,11 +249,11 @@ def test_saver_in_forked_child_waits_for_nothing_and_refuses():
                 call()
         runner.close()
         # One of its own works.
-        assert SaveRunner().submit(5, saves(5)).result(60).step == 5
+        assert SaveRunner().submit(5, saves(5)).result(300).step == 5
 
     assert in_child(check) == 0
     gate.opened.set()
-    assert pending.result(60).step == 3
+    assert pending.result(300).step == 3
 
 
 # --- the threads ----------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_pipeline_results_are_in_order():
 
     def work(number: int) -> int:
         if number < 2:
-            assert gates[number + 1].wait(60)
+            assert gates[number + 1].wait(300)
         gates[number].set()
         return number * 10
 

@@ -164,7 +164,7 @@ def test_error_of_earlier_flush_is_raised(tmp_path, monkeypatch):
     with pytest.raises(StorageError), storage.open_writer("file") as writer:  # noqa: PT012 - closing it may raise, too
         for _ in range(40):
             writer.write(bytes(1 << 20))
-        assert failed.wait(60)
+        assert failed.wait(300)
     assert list(storage.names()) == []
 
 

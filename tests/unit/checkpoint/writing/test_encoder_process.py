@@ -185,7 +185,7 @@ def test_encoder_process_imports_no_torch():
     code = (
         "import sys, millrace.checkpoint.writing.encoder_main; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_shared_regions_are_released_with_their_tensors():
@@ -252,7 +252,7 @@ def test_encoder_without_parent_ends_without_a_traceback(failure):
             [sys.executable, "-c", f"{code}main(sys.argv[1:])", str(theirs.fileno()), str(gone.pid), "1", "0"],
             pass_fds=[theirs.fileno()],
             capture_output=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
     assert (child.returncode, child.stderr) == (0, b"")
@@ -278,7 +278,7 @@ def test_encoder_that_cannot_watch_its_parent_ends_after_it():
                 [sys.executable, "-c", middle, child, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 capture_output=True,
-                timeout=120,
+                timeout=300,
                 check=False,
             )
         assert (parent.returncode, parent.stderr) == (0, b"")

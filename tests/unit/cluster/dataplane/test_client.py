@@ -62,6 +62,7 @@ def client() -> Iterator[PeerClient]:
 
 
 def read(client: PeerClient, peer: Peer, start: int = 10, stop: int = BLOCK_BYTES + 10, **options: object) -> bytes:
+    options = {"deadline": 60.0, **options}  # a busy machine may delay a peer that responds
     return bytes(client.read(peer.member(), WHAT, (start, stop), ask=Ask.FETCH, **options).data)  # type: ignore[arg-type]
 
 
@@ -391,7 +392,7 @@ def test_random_responses_return_the_right_bytes_or_raise(client: PeerClient, pe
     one = peer(handle)
     for _ in range(400):
         try:
-            outcomes.append(read(client, one, 0, 3000, verify=True, deadline=5) == DATA[:3000])
+            outcomes.append(read(client, one, 0, 3000, verify=True) == DATA[:3000])
         except (PeerError, ObjectChangedError, ObjectNotFoundError) as error:
             outcomes.append(type(error).__name__)
     assert False not in outcomes

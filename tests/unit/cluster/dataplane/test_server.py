@@ -375,7 +375,7 @@ def test_server_close_releases_everything() -> None:
             server.close()
         assert idle.socket.recv(1) == b""
         with pytest.raises(ConnectionRefusedError):
-            connect(server.address, timeout=120)
+            connect(server.address, timeout=300)
     go_on.set()
     wait_until(lambda: set(threading.enumerate()) <= threads)
     wait_until(lambda: set(os.listdir("/proc/self/fd")) <= before)
@@ -426,7 +426,7 @@ again.close()
 os.write(write, b"x")
 os.waitpid(child, 0)
 """
-    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", program], check=True, timeout=300)
 
 
 def test_server_on_an_unusable_address_raises() -> None:
@@ -444,7 +444,7 @@ def test_server_listens_on_its_address_only() -> None:
     with serving() as server:
         port = int(server.address.rpartition(":")[2])
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.2", port), timeout=120)
+            socket.create_connection(("127.0.0.2", port), timeout=300)
 
 
 # --- other people's clients ---------------------------------------------------------------------------
