@@ -168,6 +168,8 @@ class SaveEngine:
     def take_state(self, state: RunState, previous: LastSave | None) -> None:
         """As `RunSaver.take_state`."""
         self._run_saver().take_state(state, previous)
+        if self.uploader is not None:
+            self.uploader.fall_behind()
 
     def close(self) -> None:
         """Release the run and the memory of the last save."""

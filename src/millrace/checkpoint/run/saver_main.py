@@ -11,7 +11,6 @@ import mmap
 import os
 import pickle
 import queue
-import select
 import socket
 import threading
 import time
@@ -63,7 +62,6 @@ from millrace.events import Event, redirect
 from millrace.origin.operation import part_of
 
 _REPORT_SECONDS = 0.05
-_PARENT_POLL_MILLISECONDS = 1000
 
 
 class _Mapping(NamedTuple):
@@ -334,30 +332,11 @@ def _forward_everything(channel: Channel) -> None:
     warnings.showwarning = warn
 
 
-def _end_with(parent: int) -> None:
-    """End this process when `parent` ends: a child of the parent may still have the other end of the socket open."""
-    poll = select.poll()
-    milliseconds: int | None = None
-    try:
-        poll.register(os.pidfd_open(parent), select.POLLIN)
-    except ProcessLookupError:
-        os._exit(0)
-    except OSError:
-        # Containers may forbid the call. Then poll: after the end of the parent, the parent's pid is a different one.
-        milliseconds = _PARENT_POLL_MILLISECONDS
-    while os.getppid() == parent and not poll.poll(milliseconds):
-        continue
-    os._exit(0)
-
-
 def main(arguments: list[str]) -> None:
-    """Run with `descriptor parent niceness`: the socket, the pid of the training process, which handles all signals, and the
-    priority.
-    """
-    descriptor, parent, niceness = map(int, arguments)
+    """Run with `descriptor niceness`: the socket, and the priority."""
+    descriptor, niceness = map(int, arguments)
     # Not before the imports, for which the first save waits. All threads inherit it.
     os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
-    threading.Thread(target=_end_with, args=(parent,), name="millrace-parent", daemon=True).start()
     torch.set_num_threads(1)
     channel = Channel(socket.socket(fileno=descriptor))
     _forward_everything(channel)

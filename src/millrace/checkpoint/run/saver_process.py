@@ -66,10 +66,14 @@ from millrace.runtime import forks
 
 _NICENESS = 10
 _END_SECONDS = 10.0
-# Signals to all processes of a job, as in a preemption, during which the training process saves once more. They are ignored
-# before the imports, which take some seconds.
+# The first lines run before the imports, which take some seconds. The kernel kills the saver when the thread that started it
+# ends, and so with the training process, whose children may have the other end of the socket open. Signals to all processes
+# of a job are ignored: in a preemption the training process saves once more.
 _CODE = """
-import signal, sys
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv.pop()):
+    os._exit(0)
 for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
     signal.signal(getattr(signal, name), signal.SIG_IGN)
 from millrace.checkpoint.run.saver_main import main
@@ -85,8 +89,8 @@ class SaverUnavailable(Exception):  # noqa: N818 - not an error of the save, whi
 
 
 def is_supported() -> bool:
-    """Whether this system has what a saver process needs: `pidfd_open`, shared memory with a descriptor, an interpreter."""
-    return bool(sys.executable) and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
+    """Whether this system has what a saver process needs: Linux, shared memory with a descriptor, an interpreter."""
+    return bool(sys.executable) and sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 class SaverProcess:
@@ -264,27 +268,27 @@ class _Child:
     def __init__(self, url: str, claim: ClaimState | None) -> None:
         """Raises `SaverUnavailable` if the process cannot start."""
         self._url = url
-        ours, theirs = socket.socketpair()
-        try:
-            self.process = _spawn(theirs.fileno())
-        except OSError as error:
-            ours.close()
-            raise SaverUnavailable(f"it cannot start ({error})") from error
-        finally:
-            theirs.close()
         self.death: str | None = None
         """How the process has ended; None while it runs."""
         self.claim = claim
         self.answers: queue.SimpleQueue[object] = queue.SimpleQueue()
         """`Ready`, `Refused`, `StateGiven` and `Closed`; None after the end."""
+        ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
         self._regions: set[int] = set()
         # By ticket. The methods of a dict are atomic.
         self._held: dict[int, StagedState] = {}
         self._inboxes: dict[int, queue.SimpleQueue[object]] = {}
         self._warned: deque[Warned] = deque()
-        self._thread = threading.Thread(target=self._receive, name="millrace-saver", daemon=True)
+        started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._start_and_receive, args=(theirs, started), name="millrace-saver", daemon=True
+        )
         self._thread.start()
+        found = started.get()
+        if isinstance(found, OSError):
+            raise SaverUnavailable(f"it cannot start ({found})") from found
+        self.process = found
 
     def send(self, message: object, region: Region | None = None) -> None:
         """Send a message. To a process that has ended, nothing is sent: who waits for the answer is notified."""
@@ -367,7 +371,22 @@ class _Child:
 
     # --- in the thread ----------------------------------------------------------------------------
 
-    def _receive(self) -> None:
+    def _start_and_receive(
+        self, theirs: socket.socket, started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError]
+    ) -> None:
+        """Run the process: it ends with the thread that starts it."""
+        try:
+            process = _spawn(theirs.fileno())
+        except OSError as error:
+            self._channel.close()
+            started.put(error)
+            return
+        finally:
+            theirs.close()
+        started.put(process)
+        self._receive(process)
+
+    def _receive(self, process: subprocess.Popen[bytes]) -> None:
         problem = ""
         try:
             while True:
@@ -376,9 +395,9 @@ class _Child:
             pass  # it has ended
         except Exception as error:  # noqa: BLE001 - a message that cannot be unpickled: the process is of no use
             problem = f"{type(error).__name__}: {error!s:.200}"
-            self.process.kill()
+            process.kill()
         self._channel.shut_down()
-        status = self.process.wait()
+        status = process.wait()
         self.death = problem or (signal.Signals(-status).name if status < 0 else f"exit status {status}")
         self._release_all()
         for inbox in list(self._inboxes.values()):
@@ -426,7 +445,7 @@ def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
     without = ("PYTHONWARNINGS", "PYTHONSTARTUP", "PYTHONINSPECT")
     return subprocess.Popen(
         # Not `multiprocessing`, which imports the script of the user.
-        [sys.executable, "-P", "-c", _CODE, str(descriptor), str(parent), str(niceness)],
+        [sys.executable, "-P", "-c", _CODE, str(descriptor), str(niceness), str(parent)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[descriptor],

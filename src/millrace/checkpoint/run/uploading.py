@@ -81,6 +81,10 @@ class Uploader:
     _backlog_bytes: int = 0
     _handles_node: bool | None = None
 
+    def fall_behind(self) -> None:
+        """Look for leftovers at the next upload: another process has saved near."""
+        self._is_behind = True
+
     def upload(self, written: Written, report: Report) -> SaveResult:
         """Copy a save to the other places. A collective call. Raises errors of the places."""
         began = time.monotonic()

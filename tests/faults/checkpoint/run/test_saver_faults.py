@@ -19,6 +19,7 @@ from tests.support.savers import KILLED_AFTER, is_gone, pid_of, savers_with
 from tests.support.waiting import wait_until
 
 from millrace.checkpoint import CheckpointManager
+from millrace.checkpoint.run import saver_process
 from millrace.errors import RunTakenError, SaverDiedError, UsageError
 from millrace.events import Event
 
@@ -260,16 +261,10 @@ def test_saver_has_a_low_priority(tmp_path: Path) -> None:
         assert os.getpriority(os.PRIO_PROCESS, pid_of(run)) == expected
 
 
-def test_saver_without_a_training_process_ends(tmp_path: Path) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    code = "import sys; from millrace.checkpoint.run.saver_main import main; main(sys.argv[1:])"
+def test_saver_without_a_training_process_ends() -> None:
+    """It was killed before the saver had asked the kernel to be ended with it."""
     ended = subprocess.run(
-        [sys.executable, "-c", code, "0", str(gone.pid), "0"],
-        stdin=subprocess.PIPE,
-        capture_output=True,
-        timeout=300,
-        check=False,
+        [sys.executable, "-c", saver_process._CODE, "0", "0", "1"], capture_output=True, timeout=300, check=False
     )
     assert (ended.returncode, ended.stderr) == (0, b"")
 
