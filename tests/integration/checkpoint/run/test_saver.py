@@ -47,7 +47,8 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, torch.Tensor):
-        return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+        bits, others = (each.reshape(-1).view(torch.uint8) for each in (one, other))
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(bits, others)
     return bool(one == other)
 
 
@@ -172,7 +173,8 @@ def test_synchronous_and_asynchronous_saves_continue_each_other(s3: S3Server, bu
                 results.append(run.save_async(step, state).result())
             state["model"]["weight"].mul_(1.0001)
             state["step"] = step
-        assert [result.kind for result in results if result] == ["full", *["delta"] * 6]
+        # The third and the fifth save continue from the copy of the other process. Two deltas cost as much as a full save.
+        assert [result.kind for result in results if result] == ["full", "delta", "delta"] * 2 + ["full"]
         assert run.steps() == list(range(1, 8))
         claims = [info.key for page in _pages(s3, bucket) for info in page if "writer-" in info.key]
         assert len(claims) == 1
@@ -200,7 +202,7 @@ def test_errors_arrive_with_their_types(tmp_path: Path, s3: S3Server, bucket: st
             run.save_async(2, state).result()
         with pytest.raises(UnsupportedObjectError, match="'sparse'"):
             run.save_async(2, {"sparse": torch.eye(3).to_sparse()}).result()
-        with pytest.raises(UnsupportedObjectError, match=r"'handlers\.one'.*builtins"):
+        with pytest.raises(UnsupportedObjectError, match=r"'handlers\.one\.set'.*contains object"):
             run.save_async(2, {"handlers": {"one": {"set": object}}, **state}).result()
         with pytest.raises(UsageError, match="two values"):
             run.save_async(2, {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}).result()
@@ -236,7 +238,9 @@ def test_events_warnings_and_log_lines_reach_the_training_process(
     state = {"w": torch.ones(10)}
     with (
         caplog.at_level(logging.INFO, "millrace"),
-        CheckpointManager(tmp_path / "run", local=tmp_path / "file", on_progress=seen.append, keep=1) as run,
+        CheckpointManager(
+            tmp_path / "run", local=tmp_path / "file", on_progress=seen.append, keep=1, full_every=1
+        ) as run,
     ):
         for step in (1, 2, 3):
             with pytest.warns(RuntimeWarning, match="goes to the origin directly"):
@@ -306,7 +310,7 @@ def test_save_process_is_accepted_and_warns_once(tmp_path: Path, monkeypatch: py
 
 def test_options_that_no_other_process_can_import_save_in_threads(tmp_path: Path, events: list[Event]) -> None:
     class KeepAllOfThem:  # local to this function
-        def keep(self, checkpoints: Any) -> Any:
+        def keep(self, checkpoints: Any, *, now: float) -> Any:
             return {each.name for each in checkpoints}
 
     with CheckpointManager(tmp_path / "run", keep=KeepAllOfThem()) as run:
@@ -359,7 +363,7 @@ def test_script_with_changed_paths_and_without_a_guard_saves_through_the_process
     (modules / "policies.py").write_text(
         textwrap.dedent("""
         class KeepEven:
-            def keep(self, checkpoints):
+            def keep(self, checkpoints, *, now):
                 return {each.name for each in checkpoints if each.step % 2 == 0}
         """)
     )
