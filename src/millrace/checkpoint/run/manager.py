@@ -449,6 +449,7 @@ class CheckpointManager:
                 self._move_to_saver(self._saver)
             except SaverUnavailable as error:
                 emit(Event(name="run.saver.unavailable", subject=self.url, detail=str(error)))
+                self._move_here()
                 self._saver = None
             except BaseException:
                 staged.release()
@@ -460,8 +461,8 @@ class CheckpointManager:
         return written, lambda report: self._engine.upload(written, report)
 
     def _move_to_saver(self, saver: SaverProcess) -> None:
+        saver.start()  # or another one, after its death
         if not self._is_in_saver:
-            saver.start()
             self._upload_runner.drain()
             self._is_in_saver = True
             saver.take_state(*self._engine.give_state())

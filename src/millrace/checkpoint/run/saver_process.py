@@ -142,15 +142,14 @@ class SaverProcess:
             child.send(TakeState(self._known, None, None))
 
     def save(self, request: SaveRequest, staged: StagedState, report: Report | None) -> tuple[Written, Upload]:
-        """Save a state, which this object owns from now on. Returns also a function that waits for the upload of a save that
-        is near.
+        """Save a state, which this object owns from now on. `start` was called before. Returns also a function that waits
+        for the upload of a save that is near.
 
         Raises errors of the save, and `SaverDiedError`.
         """
         ticket = next(self._tickets)
         try:
             try:
-                self.start()
                 child = self._running()
                 plan, is_new = self._plan(staged)
                 objects = plan.objects_of(staged.state, self._trusted_types)
@@ -160,6 +159,7 @@ class SaverProcess:
                 raise
             if is_new:
                 child.send(NewPlan(plan.plan))
+                self._planned = self._planned_structure(staged), plan.without_items()
             level = logging.getLogger("millrace").getEffectiveLevel()
             # Before the message: if the saver dies, it may have published this step.
             self._known = replace(self._known, attempted=request.step)
@@ -252,14 +252,16 @@ class SaverProcess:
 
     def _plan(self, staged: StagedState) -> tuple[PlannedState, bool]:
         """The plan of the state, and whether it is new."""
-        structure = staged.structure
-        if structure is None:
-            raise AssertionError("the stager describes the structure")
-        if self._planned is not None and self._planned[0] == structure:
+        if self._planned is not None and self._planned[0] == self._planned_structure(staged):
             return self._planned[1], False
-        plan = PlannedState.of(staged.state, staged.region, self._trusted_types)
-        self._planned = structure, plan
-        return plan, True
+        # Not the former plan either, if this fails: the saver keeps only the last one.
+        self._planned = None
+        return PlannedState.of(staged.state, staged.region, self._trusted_types), True
+
+    def _planned_structure(self, staged: StagedState) -> Structure:
+        if staged.structure is None:
+            raise AssertionError("the stager describes the structure")
+        return staged.structure
 
 
 class _Child:
@@ -284,7 +286,12 @@ class _Child:
         self._thread = threading.Thread(
             target=self._start_and_receive, args=(theirs, started), name="millrace-saver", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads, or the interpreter is about to end
+            theirs.close()
+            ours.close()
+            raise SaverUnavailable(f"no thread can start ({error})") from error
         found = started.get()
         if isinstance(found, OSError):
             raise SaverUnavailable(f"it cannot start ({found})") from found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +115,10 @@ class PlannedState:
                     items.append(_tensor_item((key, offset), value, region))
         shared = SharedPlan(indices=indices, items=items, objects=objects, wrapped=wrapped, metadata=metadata)
         return cls(plan=shared, paths=[planner.mappings[item.index.fqn] for item in objects])
+
+    def without_items(self) -> PlannedState:
+        """The part that later saves need in the training process."""
+        return replace(self, plan=replace(self.plan, indices=[], items=[], wrapped={}, metadata=None))
 
     def objects_of(self, state: Mapping[str, Any], trusted_types: Sequence[type]) -> list[SharedObject]:
         """The values of a state with this structure that are not tensors. Raises `UnsupportedObjectError`."""

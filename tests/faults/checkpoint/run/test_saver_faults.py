@@ -112,6 +112,23 @@ def test_idle_saver_that_was_killed_is_replaced(tmp_path: Path) -> None:
         check(run, 3, 3.0)
 
 
+def test_saver_that_cannot_start_again_leaves_the_run_to_threads(
+    tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save_async(1, state(1.0)).result()
+        saver = run._saver
+        os.kill(pid_of(run), signal.SIGKILL)
+        wait_until(lambda: saver._child.death is not None)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
+        assert run.save_async(2, state(2.0)).exception() is None
+        assert run.save_async(3, state(3.0)).exception() is None
+        check(run, 2, 2.0)
+        check(run, 3, 3.0)
+    assert [event.name for event in events].count("run.saver.unavailable") == 1
+    assert [path.name for path in (tmp_path / "run").glob("writer-*")] == ["writer-000000000001.json"]
+
+
 def test_saver_killed_during_an_upload_is_an_error_and_the_next_save_uploads_both(tmp_path: Path) -> None:
     stop = """
 import os, signal
