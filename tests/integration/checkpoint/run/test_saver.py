@@ -376,6 +376,40 @@ def test_script_with_changed_paths_and_without_a_guard_saves_through_the_process
     assert (work / "run").is_dir()
 
 
+SHARDED = """
+import sys, torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from millrace.checkpoint import CheckpointManager
+from millrace.checkpoint.writing.shared_plan import PlannedState
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+planned, original = [], PlannedState.of.__func__
+PlannedState.of = classmethod(lambda *arguments: planned.append(1) or original(*arguments))
+def state(value):
+    return {"w": distribute_tensor(torch.arange(1000.0) * value, mesh, [Shard(0)]), "plain": torch.ones(3) * value}
+with CheckpointManager(sys.argv[1], independent=False) as run:
+    kinds = [run.save_async(step, state(step)).result().kind for step in (1, 2, 3)]
+    assert run._saver.pid is not None
+    for step in (1, 2, 3):
+        found = state(0)
+        assert run.restore(found, step) == step
+        assert torch.equal(found["w"].full_tensor(), torch.arange(1000.0) * step)
+        assert torch.equal(found["plain"], torch.ones(3) * step)
+print(kinds[0], len(planned))
+dist.destroy_process_group()
+"""
+
+
+def test_sharded_tensors_are_saved_without_a_process_group_in_the_saver(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", SHARDED, str(tmp_path / "run")], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["full", "1"]
+
+
 def test_fifty_saves_do_not_grow_the_saver(tmp_path: Path) -> None:
     state = {"w": torch.randn(500_000), "b": [torch.ones(40) for _ in range(200)], "n": 0}
 
