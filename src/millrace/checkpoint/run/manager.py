@@ -287,8 +287,8 @@ class CheckpointManager:
             self._runner.close()
             self._upload_runner.close()
             # Last: no other manager may have the run until nothing is in flight, also after an interrupt.
-            if self._saver is not None:
-                self._saver.close()
+            if self._saver is not None and not self._saver.close():
+                self._move_here()
             self._engine.close()
             self._stager.close()
             for ranks in (self._ranks, self._saving_ranks, self._upload_ranks):

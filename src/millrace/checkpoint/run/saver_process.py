@@ -96,9 +96,9 @@ def is_supported() -> bool:
 class SaverProcess:
     """Saves the states of one run in a child process, which the first save starts.
 
-    `save`, `take_state`, `give_state` and `start_over` are for one thread at a time. A saver that
-    died fails the save in flight with `SaverDiedError`, and the next call starts another one, which continues with the claim
-    of the dead one. `damaged` is shared with the training process.
+    `save`, `take_state`, `give_state` and `start_over` are for one thread at a time. A saver that died fails the save in
+    flight with `SaverDiedError`. The next `start` starts another one, which continues with the claim of the dead one.
+    `damaged` is shared with the training process.
     """
 
     def __init__(self, url: str, options: EngineOptions, trusted_types: tuple[type, ...], damaged: set[str]) -> None:
@@ -131,7 +131,7 @@ class SaverProcess:
         self._end = weakref.finalize(self, _end, os.getpid(), child)
         self._planned = None
         child.send(Start(options, this_process()))
-        answer = child.answers.get()
+        answer = child.answer()
         if isinstance(answer, Refused):
             self._end()
             raise SaverUnavailable(f"the options cannot be unpickled in another process ({answer.problem})")
@@ -174,7 +174,7 @@ class SaverProcess:
         self._damaged.update(found.damaged)
         written = found.written
         if found.error is not None or written is None or not written.is_near:
-            child.forget(ticket)
+            child.drop(ticket)
         if found.error is not None:
             raise found.error
         if written is None:
@@ -211,9 +211,9 @@ class SaverProcess:
         child = self._child
         if child is not None:
             child.send(GiveState())
-            answer = child.answers.get()
+            answer = child.answer()
             if isinstance(answer, StateGiven):
-                self._known = RunState()
+                self._known, child.claim = RunState(), None
                 return answer.state, child.last_save(answer)
         self._lose()
         state, self._known = self._known, RunState()
@@ -224,15 +224,17 @@ class SaverProcess:
         if self._owner.is_this_process and self._child is not None:
             self._child.send(Closing(in_flight))
 
-    def close(self) -> None:
-        """Release the run, and end the process. Idempotent."""
+    def close(self) -> bool:
+        """Release the run, and end the process. Idempotent. Returns False if the process has died with the run."""
         if not self._owner.is_this_process or self._child is None:
-            return
+            return True
         child = self._child
         child.send(Close())
-        child.answers.get()  # `Closed`, or the process has ended
+        if not isinstance(child.answer(), Closed) and child.claim is not None:
+            return False
         child.stop(patience=_END_SECONDS)
         self._child = None
+        return True
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -242,7 +244,7 @@ class SaverProcess:
         return self._child
 
     def _lose(self) -> None:
-        """Forget a saver that has died, except for what the next one needs."""
+        """Drop a saver that has died, except for what the next one needs."""
         child, self._child = self._child, None
         if child is not None:
             child.stop(patience=0)
@@ -273,8 +275,8 @@ class _Child:
         self.death: str | None = None
         """How the process has ended; None while it runs."""
         self.claim = claim
-        self.answers: queue.SimpleQueue[object] = queue.SimpleQueue()
-        """`Ready`, `Refused`, `StateGiven` and `Closed`; None after the end."""
+        # `Ready`, `Refused`, `StateGiven` and `Closed`; None at the end.
+        self._answers: queue.SimpleQueue[object] = queue.SimpleQueue()
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
         self._regions: set[int] = set()
@@ -301,6 +303,14 @@ class _Child:
         """Send a message. To a process that has ended, nothing is sent: who waits for the answer is notified."""
         with contextlib.suppress(OSError):
             self._channel.send(message, None if region is None else region.descriptor)
+
+    def answer(self) -> object:
+        """Wait for the answer to a message that has no ticket. None if the process has ended."""
+        if self.death is None:
+            return self._answers.get()
+        with contextlib.suppress(queue.Empty):
+            return self._answers.get_nowait()
+        return None
 
     def share(self, ticket: int, staged: StagedState) -> SharedState:
         """Make the memory of a state known to the process, and keep it until the process releases it."""
@@ -336,7 +346,7 @@ class _Child:
         try:
             found = self.wait(ticket, report, f"the upload of step {step}")
         finally:
-            self.forget(ticket)
+            self.drop(ticket)
         if not isinstance(found, Uploaded):
             raise AssertionError("an upload ends with its result")
         if found.error is not None:
@@ -345,7 +355,7 @@ class _Child:
             raise AssertionError("an upload without an error has a result")
         return found.result
 
-    def forget(self, ticket: int) -> None:
+    def drop(self, ticket: int) -> None:
         """Expect no further results of a save."""
         self._inboxes.pop(ticket, None)
 
@@ -409,7 +419,7 @@ class _Child:
         self._release_all()
         for inbox in list(self._inboxes.values()):
             inbox.put(None)
-        self.answers.put(None)
+        self._answers.put(None)
 
     def _handle(self, message: Any) -> None:
         if isinstance(message, Emitted):
@@ -428,7 +438,7 @@ class _Child:
         elif isinstance(message, Claimed):
             self.claim = message.claim
         elif isinstance(message, Ready | Refused | StateGiven | Closed):
-            self.answers.put(message)
+            self._answers.put(message)
         else:
             raise UsageError(f"an unknown message of the saver: {type(message).__name__}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import signal
@@ -110,6 +111,15 @@ def test_idle_saver_that_was_killed_is_replaced(tmp_path: Path) -> None:
         assert run.save(3, state(3.0)).step == 3
         check(run, 2, 2.0)
         check(run, 3, 3.0)
+
+
+def test_close_after_the_death_of_the_saver_releases_the_run(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save_async(1, state(1.0)).result()
+        (claim,) = (tmp_path / "run").glob("writer-*")
+        assert not json.loads(claim.read_bytes())["released"]
+        os.kill(pid_of(run), signal.SIGKILL)
+    assert json.loads(claim.read_bytes())["released"]
 
 
 def test_saver_that_cannot_start_again_leaves_the_run_to_threads(
