@@ -32,6 +32,7 @@ def prepare(options: Options) -> Iterator[Prepared]:
             "one intra-op thread; 'memcpy, one call' copies as many bytes between two blocks, 'a tensor each' as they lie.",
             "Steps: AdamW on a transformer of 2 layers of width 256, one intra-op thread, in turns alone and while a save "
             "runs (each turn as long as a save takes); 'slowdown' is the mean step beside a save to the mean step alone.",
+            "Small operations: AdamW without foreach on 12 linear layers of width 256, one intra-op thread.",
         ),
     )
 
@@ -241,45 +242,6 @@ def _threads(threads: int, niceness: int, switch_seconds: float | None = None) -
     return begin
 
 
-def _serve(pipe: Any, threads: int, niceness: int) -> None:
-    """The saving process: states in shared memory and places come in, a word goes out."""
-    import os
-    import warnings
-
-    import torch
-
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.nice(niceness)
-    while (order := pipe.recv()) is not None:
-        _save(*order, threads)
-        pipe.send("saved")
-
-
-@contextmanager
-def _process(threads: int, niceness: int) -> Iterator[Begin]:
-    """A process of its own, to which the tensors go in shared memory. An experiment: nothing of the library does this."""
-    import torch.multiprocessing as multiprocessing
-
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=_serve, args=(there, threads, niceness), daemon=True)
-    child.start()
-
-    def begin(state: Mapping[str, Any], place: str) -> Callable[[], bool]:
-        here.send((state, place))
-
-        def done() -> bool:
-            if not child.is_alive():
-                raise AssertionError("the saving process has ended")
-            return bool(here.poll()) and here.recv() == "saved"
-
-        return done
-
-    yield begin
-    here.send(None)
-    child.join()
-
-
 @case.contender("steps beside 1 thread")
 def one_thread(measure: Measure, context: Mapping[str, Any]) -> int:
     return _steps(measure, context, _threads(1, 0))
@@ -306,22 +268,19 @@ def two_nice_threads(measure: Measure, context: Mapping[str, Any]) -> int:
     return _steps(measure, context, _threads(2, _NICENESS))
 
 
-@case.contender("steps beside a process of 1 thread, nice")
-def nice_process(measure: Measure, context: Mapping[str, Any]) -> int:
-    with _process(1, _NICENESS) as begin:
-        # Torch sends a file descriptor for each tensor: 20,000 are more than a process may have.
-        return _steps(measure, context, begin, "large")
-
-
 # --- the manager ----------------------------------------------------------------------------------
 
 
 @contextmanager
-def _manager(place: str, *, save_process: bool) -> Iterator[Begin]:
+def _manager(place: str, *, in_threads: bool) -> Iterator[Begin]:
     """Full saves through a `CheckpointManager`; `place` of each is ignored."""
     from millrace.checkpoint import CheckpointManager
+    from millrace.checkpoint.run import manager
 
-    with CheckpointManager(place, full_every=1, thread_count=1, save_process=save_process) as run:
+    is_supported = manager.is_supported
+    manager.is_supported = (lambda: False) if in_threads else is_supported  # as with several ranks
+    with CheckpointManager(place, full_every=1, thread_count=1) as run:
+        manager.is_supported = is_supported
         steps = iter(range(1000))
 
         def begin(state: Mapping[str, Any], place: str) -> Callable[[], bool]:
@@ -330,37 +289,96 @@ def _manager(place: str, *, save_process: bool) -> Iterator[Begin]:
         yield begin
 
 
-def _steps_of_manager(measure: Measure, context: Mapping[str, Any], *, save_process: bool) -> int:
-    step, total = _training(), 0
+def _steps_of_manager(
+    measure: Measure, context: Mapping[str, Any], training: Callable[[], Callable[[], float]], *, in_threads: bool
+) -> int:
+    """Steps in turns: while a save runs, and then as many alone."""
+    step, total = training(), 0
     for name, state in _states(context).items():
         total += raw_bytes(state)
-        with _manager(f"{context['scratch']}/{name}", save_process=save_process) as begin:
-            done = begin(state, "")  # the first one maps its memory, and starts the process
-            while not done():
-                step()
+        with _manager(f"{context['scratch']}/{name}", in_threads=in_threads) as begin:
+            for _ in range(2):  # the first ones map their memory, and start the process
+                done = begin(state, "")
+                while not done():
+                    step()
             alone: list[float] = []
             beside: list[float] = []
+            blocked: list[float] = []
+            copied: list[float] = []
             with measure(f"steps, {name}") as figures:
                 for _ in range(context["saves"][name]):
                     before = len(beside)
+                    began = time.perf_counter()
                     done = begin(state, "")
+                    blocked.append(time.perf_counter() - began)
                     while not done():
                         beside.append(step())
                     alone += [step() for _ in range(len(beside) - before)]
+                    copied.append(_seconds_of_a_copy(raw_bytes(state)))
                 figures["step ms alone"] = statistics.mean(alone) * 1e3
                 figures["step ms beside"] = statistics.mean(beside) * 1e3
                 figures["slowdown"] = statistics.mean(beside) / statistics.mean(alone)
                 figures["median slowdown"] = statistics.median(beside) / statistics.median(alone)
                 figures["longest ms beside"] = max(beside) * 1e3
                 figures["s a save"] = sum(beside) / context["saves"][name]
+                figures["blocked ms"] = statistics.median(blocked) * 1e3
+                figures["blocked to a memcpy"] = statistics.median(blocked) / statistics.median(copied)
     return total
+
+
+_blocks: dict[int, tuple[Any, Any]] = {}
+
+
+def _seconds_of_a_copy(nbytes: int) -> float:
+    """Of one memcpy between two blocks that are mapped."""
+    import torch
+
+    if nbytes not in _blocks:
+        _blocks[nbytes] = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
+    target, source = _blocks[nbytes]
+    move = _memmove()
+    began = time.perf_counter()
+    move(target.data_ptr(), source.data_ptr(), nbytes)
+    return time.perf_counter() - began
+
+
+def _small_operations() -> Callable[[], float]:
+    """A step of many small operations on one thread, as a loop that drives a GPU; it returns the seconds that it took."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(12)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    batch = torch.randn(4, 256)
+
+    def step() -> float:
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        return time.perf_counter() - began
+
+    for _ in range(20):
+        step()
+    return step
 
 
 @case.contender("steps beside the manager, threads")
 def manager_threads(measure: Measure, context: Mapping[str, Any]) -> int:
-    return _steps_of_manager(measure, context, save_process=False)
+    return _steps_of_manager(measure, context, _training, in_threads=True)
 
 
-@case.contender("steps beside the manager, process")
+@case.contender("steps beside the manager")
 def manager_process(measure: Measure, context: Mapping[str, Any]) -> int:
-    return _steps_of_manager(measure, context, save_process=True)
+    return _steps_of_manager(measure, context, _training, in_threads=False)
+
+
+@case.contender("small operations beside the manager, threads")
+def small_operations_and_threads(measure: Measure, context: Mapping[str, Any]) -> int:
+    return _steps_of_manager(measure, context, _small_operations, in_threads=True)
+
+
+@case.contender("small operations beside the manager")
+def small_operations(measure: Measure, context: Mapping[str, Any]) -> int:
+    return _steps_of_manager(measure, context, _small_operations, in_threads=False)

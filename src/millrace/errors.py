@@ -247,6 +247,12 @@ class OutcomeUnknownError(RetryableError):
     code = "outcome-unknown"
 
 
+class SaverDiedError(RetryableError):
+    """The process that carries out asynchronous saves has ended during a save. The next save starts another one."""
+
+    code = "saver-died"
+
+
 class PeerError(RetryableError):
     """Another node of the cluster failed a request. Reads continue without it, and do not raise this."""
 

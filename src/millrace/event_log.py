@@ -53,15 +53,6 @@ EVENTS = {
     "checkpoint.claim.clean.failed": Declared(_WARNING, "an old claim on the run was not removed"),
     "checkpoint.claim.release.failed": Declared(_WARNING, "the run was not released; the next manager waits longer"),
     "checkpoint.discard.failed": Declared(_WARNING, "the files of a failed save were not removed"),
-    "checkpoint.encoder.failed": Declared(
-        _WARNING, "a chunk failed in the saving process; a thread encodes it (only with `save_process=True`)"
-    ),
-    "checkpoint.encoder.lost": Declared(
-        _WARNING, "the saving process ended; threads continue the save (only with `save_process=True`)"
-    ),
-    "checkpoint.encoder.start": Declared(
-        _WARNING, "the saving process did not start; threads save (only with `save_process=True`)"
-    ),
     "checkpoint.orphans.removed": Declared(_INFO, "files without a manifest were removed"),
     "checkpoint.previous.unreadable": Declared(_WARNING, "the checkpoint that is replaced cannot be listed"),
     "checkpoint.priority.failed": Declared(_INFO, "the priority of a saving thread was not lowered"),
@@ -121,6 +112,7 @@ EVENTS = {
     "run.save.ended": Declared(_WARNING, "a save failed"),
     "run.save.failed": Declared(_WARNING, "an earlier save failed"),
     "run.saved": Declared(_INFO, "a checkpoint was saved"),
+    "run.saver.unavailable": Declared(_WARNING, "asynchronous saves use threads of this process"),
     "run.upload.backlog": Declared(_DEBUG, "bytes of saves that are not uploaded yet"),
 }
 """Every event by name. `docs/reference/events.md` is generated from this table."""

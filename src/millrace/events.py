@@ -78,6 +78,12 @@ def add_hook(hook: Hook) -> Callable[[], None]:
     return _hooks.add(hook)
 
 
+def redirect(hook: Hook) -> None:
+    """Call only `hook` from now on, in a process that passes its events to another one."""
+    _hooks.registered.clear()
+    _hooks.add(hook)
+
+
 def emit(event: Event) -> None:
     """Call every hook with `event`. An exception of a hook is logged and does not reach the caller."""
     if _hooks.registered:

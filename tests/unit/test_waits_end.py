@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import queue
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -205,27 +203,3 @@ def test_copy_of_a_whole_object_that_fails_ends_its_readers(monkeypatch: pytest.
         origin = open_origin("http")
         error = ended(lambda: origin.read(f"{server.host}/x", 5, 10))
     assert isinstance(error, Collapse), repr(error)
-
-
-# --- the process that encodes checkpoints -----------------------------------------------------------
-
-ENCODER = """
-import socket
-from types import SimpleNamespace
-from millrace.checkpoint.writing import encoder_main
-
-class Collapse(BaseException): ...
-
-def collapse(self, codec, task):
-    raise Collapse
-
-encoder_main._Encoder._encode = collapse
-ours, theirs = socket.socketpair()
-encoder = encoder_main._Encoder(theirs, 1)
-encoder._tasks.put(SimpleNamespace(ticket=1))
-encoder.serve()
-"""
-
-
-def test_encoder_with_failed_thread_ends_and_parent_encodes() -> None:
-    subprocess.run([sys.executable, "-c", ENCODER], check=True, timeout=DEADLINE_SECONDS, capture_output=True)

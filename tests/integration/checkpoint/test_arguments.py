@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is .*single pr
 ANYTHING = [None, 0, -1, 1.5, True, "", "x", b"x", [], {}, float("nan"), object()]
 # Of those, what each argument may be. Whatever else is there is refused.
 NUMBERS = {"full_every": [], "local_keep": [], "base_memory": [None, 0], "thread_count": [None]}
-FLAGS = {"rewind": [True], "independent": [True], "save_process": [True]}
+FLAGS = {"rewind": [True], "independent": [True], "save_process": [None, True]}
 OTHERS = {
     "url": ["x"],
     "keep": [None],
@@ -106,6 +106,7 @@ def used_reader(**options) -> None:
     [(made_manager, MANAGER, "url"), (used_writer, WRITER, "path"), (used_reader, READER, "path")],
     ids=["manager", "writer", "reader"],
 )
+@pytest.mark.filterwarnings("ignore:save_process has no effect:FutureWarning")
 def test_argument_of_wrong_type_raises_in_one_line(tmp_path, monkeypatch, make, arguments, place):
     monkeypatch.chdir(tmp_path)
     assert unaccepted(make, arguments, place) == []

@@ -230,11 +230,11 @@ def test_checkpoint_bytes_contain_no_secret(
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.secret)
         monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint_url)
     url = f"s3://{bucket}/run"
-    with CheckpointManager(url, local=tmp_path / "near", target_options=options, save_process=True) as manager:
+    with CheckpointManager(url, local=tmp_path / "near", target_options=options) as manager:
         planted.saw_object("the manager", manager)
         for step in (1, 2):
-            planted.saw_object("a result", manager.save(step, state(step)))
-        assert saw_command_lines(planted, os.getpid()) >= 2  # the encoder's, next to this one
+            planted.saw_object("a result", manager.save_async(step, state(step)).result())
+        assert saw_command_lines(planted, os.getpid()) >= 2  # the saver's, next to this one
     origin = open_origin("s3", s3.target_options)
     stored = 0
     for page in origin.list_all(bucket):

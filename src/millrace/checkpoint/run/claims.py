@@ -83,6 +83,14 @@ class ClaimRecord:
             raise ValueError("not a claim") from error
 
 
+class ClaimState(NamedTuple):
+    """A claim for another process that represents the same one (`processes.represent`)."""
+
+    number: int
+    record: ClaimRecord
+    version: str
+
+
 class _Newest(NamedTuple):
     """The highest claim of a run: its number, its file, and its record (None if it cannot be read)."""
 
@@ -107,6 +115,16 @@ class Claim:
     def number(self) -> int:
         """One more than the number of the previous claim."""
         return self._number
+
+    @property
+    def state(self) -> ClaimState:
+        """What `resume` needs in another process."""
+        return ClaimState(self._number, self._record, self._version)
+
+    @classmethod
+    def resume(cls, run: Run, state: ClaimState) -> Claim:
+        """Continue with a claim of another process. Makes no request; the next `check` verifies the claim."""
+        return cls(run, *state)
 
     @classmethod
     def take(cls, run: Run, *, wait_seconds: float = 10.0) -> Claim:
@@ -175,6 +193,16 @@ class Claim:
             self._check()
             left = tuple(each for each in self._record.left if each not in directories)
             self._rewrite(replace(self._record, saving=tuple(directories), left=left))
+
+    def abandon_saves(self) -> None:
+        """List the announced saves as those of a dead writer, from the next `announce` on. Raises as `check`."""
+        with self._locked():
+            self._check()
+            stored = _claims(self._run).get(self._number)
+            record = None if stored is None else _read(self._run, stored)
+            if record is not None and record.token == self._record.token:
+                left = tuple(dict.fromkeys((*record.left, *record.saving)))
+                self._record = replace(record, left=left[-_MAX_LEFT:], saving=())
 
     def release(self) -> None:
         """Release the run, also if another process has taken it already. An error of the storage is an event."""

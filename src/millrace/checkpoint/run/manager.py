@@ -13,20 +13,31 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
 
-from millrace.checkpoint.arguments import classes, flag, function, mapping, patterns, thread_number, whole_number
+from millrace.checkpoint.arguments import (
+    classes,
+    flag,
+    function,
+    mapping,
+    path_text,
+    patterns,
+    thread_number,
+    whole_number,
+)
 from millrace.checkpoint.codec.effort import Compression, schedule_for
 from millrace.checkpoint.format.values import pack_value, unpack_value
+from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest
 from millrace.checkpoint.run.preemption import PreemptionWatch
-from millrace.checkpoint.run.pruning import PruneReport, Retention
+from millrace.checkpoint.run.pruning import PruneReport
 from millrace.checkpoint.run.ranks import Ranks
 from millrace.checkpoint.run.restoring import Restorer
 from millrace.checkpoint.run.retention import KeepAll, Policy, as_policy
 from millrace.checkpoint.run.run_info import CheckpointInfo
-from millrace.checkpoint.run.run_layout import MAX_STEP, ListedCheckpoint
-from millrace.checkpoint.run.run_saver import RunSaver, base_budget
+from millrace.checkpoint.run.run_layout import MAX_STEP
+from millrace.checkpoint.run.run_saver import Written
+from millrace.checkpoint.run.saver_process import SaverProcess, SaverUnavailable, Upload, is_supported
 from millrace.checkpoint.run.saving import (
     PendingSave,
-    ProgressMeter,
+    Report,
     SaveProgress,
     SaveResult,
     SaveRunner,
@@ -34,16 +45,16 @@ from millrace.checkpoint.run.saving import (
 )
 from millrace.checkpoint.run.tiers import ReplicaTier, open_tiers
 from millrace.checkpoint.run.timeline import timeline
-from millrace.checkpoint.run.uploading import TieredSave, Uploader
+from millrace.checkpoint.run.uploading import TieredSave
 from millrace.checkpoint.state.staging import StagedState, StateStager
-from millrace.checkpoint.writing.encoder_process import EncoderProcess
-from millrace.config import parse_timeout, shown
+from millrace.config import absolute_path, parse_timeout, shown
 from millrace.errors import ConfigurationError, MillraceError, RetryableError, UsageError
 from millrace.events import Event, emit
-from millrace.origin.base import Operation, part_of
+from millrace.origin.base import part_of
 
 _NICENESS = 10
 """Of the saving threads while the training runs."""
+_has_warned_of_save_process = False
 
 
 class CheckpointManager:
@@ -59,8 +70,8 @@ class CheckpointManager:
 
     `state` is a dict of tensors, plain values, and objects with `state_dict` and `load_state_dict` (model, optimizer,
     scheduler, `RandomState`, `DataPosition`), as for `dcp.save`. `save_async` returns as soon as the state is copied into
-    host memory; compression and upload run during the training. Most saves are *deltas* to the save before: unchanged parts
-    are references, changed parts are stored as differences.
+    host memory; a *saver process* compresses, writes and uploads during the training. Most saves are *deltas* to the save
+    before: unchanged parts are references, changed parts are stored as differences.
 
     - `keep`: which checkpoints stay: a number, a policy such as `KeepLast(5) | KeepEvery(1000)`, or its text
       (`"last=5,every=1000"`). None keeps all. The newest one and its bases always stay.
@@ -73,16 +84,15 @@ class CheckpointManager:
       the nearest place. The newest `local_keep` stay there, with their bases. A full or failing disk is skipped, with a
       warning. `replica`: a directory of the same kind on a second node's disk, if this node can write to it.
     - `on_busy`: what `save_async` does while a save is in flight: `"wait"`, or `"skip"` the new save.
-    - `on_progress`: is called with a `SaveProgress` from time to time, in a saving thread. It cannot call methods that wait
-      for a save.
+    - `on_progress`: is called with a `SaveProgress` from time to time, in a saving thread. The save continues after its
+      return. It cannot call methods that wait for a save.
     - `base_memory`: bytes of host memory for the copy of the last state between saves, which deltas are made against; by
       default half of the memory that is free at the first save. A larger state is saved in full, unless the last save is
       on a disk of this node (`local=`, or a run in a local directory).
     - `rewind`: whether a save may be of a step below the newest one without a restore. Otherwise that is a `UsageError`,
       and so is the newest step if another manager saved it. After a restore the next save may be of any step. The step
       that this manager saved last may be saved again: the new checkpoint replaces the earlier one when it is complete.
-    - `save_process`: whether a separate process compresses, where supported (Linux), instead of threads, which compete
-      with the training for the interpreter's lock. Threads do what the process cannot do, and all of it if it fails.
+    - `save_process`: has no effect, and is deprecated: asynchronous saves use a process.
     - `timeout`: a time such as `60` or `"2min"`. Every save, upload, pruning, restore and `close` ends within it, with an
       error, when the storage stops responding. A single request may take a third of it. The default is the value of
       `MILLRACE_TIMEOUT` or `millrace.toml`; without those, each request is retried for about a minute.
@@ -95,6 +105,11 @@ class CheckpointManager:
 
     An error of a save in flight is raised by `result()`, or by the next call if `result()` is not called. Leaving the
     process waits for the save in flight.
+
+    The first `save_async` starts the saver process (about 250 MB of memory), which ends with the manager and with this
+    process. If it dies, its save raises `SaverDiedError`, and the next save starts another one. `save` works in this
+    process, and so does `save_async`, in threads, where several ranks save, where the system lacks shared memory, and where
+    another process cannot unpickle `keep`, `replica` or `target_options` (the event `run.saver.unavailable`).
     """
 
     def __init__(
@@ -111,7 +126,7 @@ class CheckpointManager:
         base_memory: int | None = None,
         rewind: bool = False,
         independent: bool = True,
-        save_process: bool = False,
+        save_process: bool | None = None,
         thread_count: int | None = None,
         compression: Compression = "typed",
         target_options: Mapping[str, Any] | None = None,
@@ -126,43 +141,61 @@ class CheckpointManager:
             raise ConfigurationError(f"on_busy={on_busy!r}", next_step="give 'wait' or 'skip'")
         function("on_progress", on_progress)
         rewind, independent = flag("rewind", rewind), flag("independent", independent)
-        save_process = flag("save_process", save_process)
+        if save_process is not None:
+            flag("save_process", save_process)
+            _warn_of_save_process()
         threads = thread_number("thread_count", thread_count) or max(1, len(os.sched_getaffinity(0)) // 2)
         schedule_for(compression, threads)  # raises for an unknown name now, not at the first save
         target_options, trusted_types = (
             mapping("target_options", target_options),
             classes("trusted_types", trusted_types),
         )
-        limits = {"timeout": timeout}
         parse_timeout(timeout)  # raises for a bad one now, also where the run is in a local directory
-        self._tiers = open_tiers(url, local=local, replica=replica, target_options=target_options, limits=limits)
-        self._run, self._local_keep = self._tiers.origin, local_keep
-        self._full_every, self._on_busy, self._base_memory = full_every, on_busy, base_memory
-        self._writer_options = {
-            "target_options": target_options,
-            "trusted_types": trusted_types,
-            "compression": compression,
-            "thread_count": threads,
-        }
-        self._on_progress = on_progress
-        self._process = EncoderProcess(threads) if save_process else None
-        self._stager = StateStager(shared=save_process)
-        self._runner = SaveRunner(on_busy=on_busy)
-        # The caller's thread and the saving thread need one each.
-        self._ranks, self._saving_ranks = Ranks(), Ranks()
-        self._uploader = self._new_uploader() if self._tiers.local is not None else None
-        self._saver: RunSaver | None = None
-        self._watch: PreemptionWatch | None = None
-        self._newest_saved: int | None = None
-        self._rewind, self._may_go_back = rewind, False
-        self._damaged: set[str] = set()
-        self._retention = Retention(
-            run=self._run,
+        self._tiers = open_tiers(
+            url, local=local, replica=replica, target_options=target_options, limits={"timeout": timeout}
+        )
+        self._run, self._on_busy, self._on_progress = self._tiers.origin, on_busy, on_progress
+        options = EngineOptions(
+            url=_anywhere("url", url),
+            local=None if local is None else _anywhere("local", local),
+            replica=_anywhere("replica", replica) if isinstance(replica, str | os.PathLike) else replica,
+            target_options=target_options,
+            timeout=timeout,
             policy=KeepAll() if keep is None else as_policy(keep),
             local_keep=local_keep,
+            full_every=full_every,
+            base_memory=base_memory,
+            rewind=rewind,
             independent=independent,
-            damaged=self._damaged,
+            writer_options={
+                "target_options": target_options,
+                "trusted_types": trusted_types,
+                "compression": compression,
+                "thread_count": threads,
+            },
         )
+        self._runner, self._upload_runner = SaveRunner(on_busy=on_busy), SaveRunner()
+        # The caller's thread, the saving thread and the uploading thread need one each.
+        self._ranks, self._saving_ranks = Ranks(), Ranks()
+        self._upload_ranks = None if self._tiers.local is None else Ranks()
+        self._damaged: set[str] = set()
+        self._engine = SaveEngine(
+            options=options,
+            tiers=self._tiers,
+            ranks=self._saving_ranks,
+            upload_ranks=self._upload_ranks,
+            damaged=self._damaged,
+            niceness=_NICENESS,
+        )
+        # None where asynchronous saves run in this process.
+        self._saver: SaverProcess | None = None
+        if self._ranks.count == 1 and is_supported():
+            self._saver = SaverProcess(self._run.url, options, trusted_types, self._damaged)
+        # Whether the saver, and not the engine, continues the run.
+        self._is_in_saver = False
+        self._stager = StateStager(shared=self._saver is not None)
+        self._watch: PreemptionWatch | None = None
+        self._newest_saved: int | None = None
         self._restorer = Restorer(
             tiers=self._tiers,
             ranks=self._ranks,
@@ -170,7 +203,6 @@ class CheckpointManager:
             damaged=self._damaged,
         )
         self._last_save: tuple[int, float] | None = None
-        self._operation = Operation()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -210,7 +242,7 @@ class CheckpointManager:
         user: Mapping[str, Any] | None = None,
     ) -> SaveResult:
         """Save, and return when it is durable. Waits for a save in flight. Raises the error of any rank's save."""
-        result = self._submit(step, state, metrics, user, waits=True).result()
+        result = self._submit(step, state, metrics, user, waits=True, is_async=False).result()
         if result is None:
             raise AssertionError("a save that waits is not skipped")
         return result
@@ -228,7 +260,7 @@ class CheckpointManager:
         `metrics` are for `KeepBest` and for people; `user` are plain values to keep with the checkpoint. The state may be
         changed as soon as this returns. Raises the error of an earlier save that was not raised yet; then nothing is saved.
         """
-        return self._submit(step, state, metrics, user, waits=self._on_busy == "wait")
+        return self._submit(step, state, metrics, user, waits=self._on_busy == "wait", is_async=True)
 
     def wait(self) -> None:
         """Wait until the saves in flight are durable at the run's URL. Raises an error that was not raised yet."""
@@ -240,10 +272,12 @@ class CheckpointManager:
         if self._closed:
             return
         refuse_in_progress()
-        in_flight = self._runner.busy or (self._uploader is not None and self._uploader.runner.busy)
+        in_flight = self._runner.busy or self._upload_runner.busy
         if not in_flight:
-            self._operation.ended_by = None
-        self._closed = True
+            self._engine.renew_operation()
+        self._closed = self._engine.is_closing = True
+        if self._saver is not None:
+            self._saver.closing(in_flight=in_flight)
         try:
             self._drain()
             self._check(at_the_end=True)
@@ -251,18 +285,15 @@ class CheckpointManager:
             if self._watch is not None:
                 self._watch.close()
             self._runner.close()
-            if self._process is not None:
-                self._process.close()
-            if self._uploader is not None:
-                self._uploader.runner.close()
-                self._uploader.ranks.close()
+            self._upload_runner.close()
             # Last: no other manager may have the run until nothing is in flight, also after an interrupt.
-            if self._saver is not None:
-                with part_of(self._operation):
-                    self._saver.close()
+            if self._saver is not None and not self._saver.close():
+                self._move_here()
+            self._engine.close()
             self._stager.close()
-            self._ranks.close()
-            self._saving_ranks.close()
+            for ranks in (self._ranks, self._saving_ranks, self._upload_ranks):
+                if ranks is not None:
+                    ranks.close()
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -308,17 +339,18 @@ class CheckpointManager:
         step = None if step is None else _checked_step(step)
         chosen, fallback = patterns("keys", keys), flag("fallback", fallback)
         self._drain()
-        self._renew_operation()
-        with part_of(self._operation):
+        self._engine.renew_operation()
+        with part_of(self._engine.operation):
             self._upload_leftovers()
             candidates = self._restorer.choose(step)
             # From here on the same steps may be saved again with other states, also if this restore fails half-way.
             self._newest_saved = None
             found = self._restorer.restore(state, candidates, chosen, fallback=fallback, one_step=step is not None)
         if found is not None:
-            self._may_go_back = True
-            if self._saver is not None:
+            if self._saver is not None and self._is_in_saver:
                 self._saver.start_over()
+            else:
+                self._engine.start_over()
         return found
 
     # --- retention --------------------------------------------------------------------------------
@@ -330,11 +362,12 @@ class CheckpointManager:
         """
         self._open()
         self._drain()
-        policy = self._retention.policy if keep is None else as_policy(keep)
+        retention = self._engine.retention
+        policy = retention.policy if keep is None else as_policy(keep)
         dry_run = flag("dry_run", dry_run)
-        self._renew_operation()
-        with part_of(self._operation):
-            return self._ranks.run_on_first(lambda: self._retention.prune(policy, dry_run=dry_run))
+        self._engine.renew_operation()
+        with part_of(self._engine.operation):
+            return self._ranks.run_on_first(lambda: retention.prune(policy, dry_run=dry_run))
 
     # --- preemption -------------------------------------------------------------------------------
 
@@ -365,7 +398,7 @@ class CheckpointManager:
         if self._newest_saved != step:
             self._warn_of_failures()
             # After a restore that failed the step may be the newest one, with another state.
-            self._submit(step, state, metrics, None, waits=True).result()
+            self._submit(step, state, metrics, None, waits=True, is_async=False).result()
         self._watch.close()
         return True
 
@@ -379,6 +412,7 @@ class CheckpointManager:
         user: Mapping[str, Any] | None,
         *,
         waits: bool,
+        is_async: bool,
     ) -> PendingSave:
         self._open()
         step = _checked_step(step)
@@ -388,45 +422,56 @@ class CheckpointManager:
         # Wait first, then copy: so there are never more than two copies of the state in memory.
         waited = self._runner.drain()
         figures, notes = self._ranks.run_on_all(lambda: (_check_metrics(metrics), _check_user(user)))
-        self._ranks.run_on_first(lambda: self._retention.warn_of_mistakes(step, figures, self._last_save))
+        self._ranks.run_on_first(lambda: self._engine.retention.warn_of_mistakes(step, figures, self._last_save))
         staged = self._stage(state)
-        if self._saver is None:
-            self._saver = self._new_saver()
-        saver = self._saver
+        request = SaveRequest(step=step, metrics=figures, user=notes, waited_seconds=waited)
+        tiered = None if self._tiers.local is None else TieredSave(step)
 
-        tiered = None if self._uploader is None else TieredSave(step)
-
-        def work(report: Callable[[SaveProgress], None]) -> SaveResult:
-            progress = ProgressMeter(step, report)
-            try:
-                written = saver.save(
-                    step,
-                    staged,
-                    metrics=figures,
-                    user=notes,
-                    waited_seconds=waited,
-                    progress=progress,
-                )
-            except Exception as error:
-                if self._saving_ranks.is_first:
-                    text = f"step {step}: {type(error).__name__}: {error!s:.300}"
-                    values = {"save_failures": 1, "step": step}
-                    emit(Event(name="run.save.ended", subject=self.url, detail=text, values=values))
-                raise
-            if self._saving_ranks.is_first:
-                emit(_saved(self.url, written.result))
+        def work(report: Report) -> SaveResult:
+            written, upload = self._save(request, staged, report, is_async=is_async)
             self._newest_saved, self._last_save = step, (step, time.monotonic())
-            if tiered is not None and self._uploader is not None and written.is_near:
-                tiered.continue_with(self._uploader.submit(written, self._on_progress))
-            else:
-                self._prune_after_save()
-                progress.begin("done", written.result.stored_bytes)
+            if tiered is not None and written.is_near:
+                # This thread waits for the upload in flight, and so does the next save.
+                tiered.continue_with(self._upload_runner.submit(step, upload, on_progress=self._on_progress))
             return written.result
 
-        self._renew_operation()
-        with part_of(self._operation):
+        self._engine.renew_operation()
+        with part_of(self._engine.operation):
             near = self._runner.submit(step, work, on_progress=self._on_progress)
         return near if tiered is None else tiered.begin_with(near)
+
+    def _save(
+        self, request: SaveRequest, staged: StagedState, report: Report, *, is_async: bool
+    ) -> tuple[Written, Upload]:
+        """Carry out a save in the saver process or in this thread."""
+        if is_async and self._saver is not None and (staged.region is not None or not staged.nbytes):
+            try:
+                self._move_to_saver(self._saver)
+            except SaverUnavailable as error:
+                emit(Event(name="run.saver.unavailable", subject=self.url, detail=str(error)))
+                self._move_here()
+                self._saver = None
+            except BaseException:
+                staged.release()
+                raise
+            else:
+                return self._saver.save(request, staged, report if self._on_progress is not None else None)
+        self._move_here()
+        written = self._engine.save(request, staged, report)
+        return written, lambda report: self._engine.upload(written, report)
+
+    def _move_to_saver(self, saver: SaverProcess) -> None:
+        saver.start()  # or another one, after its death
+        if not self._is_in_saver:
+            self._upload_runner.drain()
+            self._is_in_saver = True
+            saver.take_state(*self._engine.give_state())
+
+    def _move_here(self) -> None:
+        if self._is_in_saver and self._saver is not None:
+            self._upload_runner.drain()
+            self._is_in_saver = False
+            self._engine.take_state(*self._saver.give_state())
 
     def _stage(self, state: Mapping[str, Any]) -> StagedState:
         """Copy the state. An error on one rank, or of an earlier save, is raised on all: none begins to save alone."""
@@ -445,71 +490,23 @@ class CheckpointManager:
             raise
         return staged[0]
 
-    def _new_saver(self) -> RunSaver:
-        return RunSaver(
-            run=self._run,
-            ranks=self._saving_ranks,
-            full_every=self._full_every,
-            base_bytes=base_budget() if self._base_memory is None else self._base_memory,
-            writer_options=self._writer_options,
-            scan=self._scan,
-            local=self._tiers.local,
-            near=self._tiers.local or (None if self._run.is_remote else self._run),
-            niceness=_NICENESS,
-            make_room=self._retention.make_room,
-            rewind=self._rewind,
-            may_go_back=self._may_go_back,
-            independent=self._retention.independent,
-            damaged=self._damaged,
-            process=self._process,
-        )
-
-    def _new_uploader(self) -> Uploader:
-        if self._tiers.local is None:
-            raise AssertionError("without a local place there is nothing to upload")
-        return Uploader(
-            tiers=self._tiers,
-            local=self._tiers.local,
-            ranks=Ranks(),
-            local_keep=self._local_keep,
-            check=lambda: self._saver.check_claim() if self._saver is not None else None,
-            after=self._prune_after_save,
-            give_up=lambda: self._saver.save_next_in_full() if self._saver is not None else None,
-            begin=self._renew_operation,
-        )
-
-    def _prune_after_save(self) -> None:
-        if self._saving_ranks.is_first:
-            self._retention.prune_after_save()
-
-    def _scan(self) -> list[ListedCheckpoint]:
-        """The checkpoints in all places, complete or not, each once."""
-        found = {each.name: each for run in self._tiers.places[:-1] for each in run.scan()}
-        found.update({each.name: each for each in self._run.scan() if each.complete or each.name not in found})
-        return list(found.values())
-
     def _upload_leftovers(self) -> None:
         """Upload the parts of checkpoints that a crash left on several nodes: only the origin gives every rank all parts."""
-        if self._uploader is None or not self._restorer.may_be_split:
+        if self._engine.uploader is None or not self._restorer.may_be_split:
             return
         try:
-            self._uploader.catch_up()
+            self._engine.uploader.catch_up()
         except MillraceError as error:
             emit(Event(name="checkpoint.tier.left", subject=self.url, detail=str(error)))
 
     def _drain(self) -> float:
-        waited = self._runner.drain()
-        if self._uploader is not None:
-            waited += self._uploader.runner.drain()
-        return waited
+        return self._runner.drain() + self._upload_runner.drain()
 
     def _check(self, *, at_the_end: bool = False) -> None:
         """Raise an error that was not raised yet. Before the end a failed upload only warns: the save is durable near."""
         self._runner.check()
-        if self._uploader is None:
-            return
         try:
-            self._uploader.runner.check()
+            self._upload_runner.check()
         except RetryableError as error:
             if at_the_end:
                 raise
@@ -528,33 +525,24 @@ class CheckpointManager:
             else:
                 return
 
-    def _renew_operation(self) -> None:
-        """Allow requests to the origin again after an operation that ended by its timeout, unless the manager is closed."""
-        if not self._closed:
-            self._operation.ended_by = None
-
     def _open(self) -> None:
         if self._closed:
             raise UsageError("the manager is closed", next_step="make another one")
 
 
-def _saved(url: str, result: SaveResult) -> Event:
-    """The event of a save that is durable; its values are named as the metrics of the store."""
-    blocked = result.waited_seconds + result.staged_seconds
-    return Event(
-        name="run.saved",
-        subject=url,
-        nbytes=result.stored_bytes,
-        detail=f"step {result.step}, {result.kind}, in {result.seconds:.2f} s; it blocked the training for {blocked:.2f} s",
-        values={
-            "step": result.step,
-            f"{result.kind}_saves": 1,
-            "save_raw_bytes": result.raw_bytes,
-            "save_bytes": result.stored_bytes,
-            "save_seconds": result.seconds,
-            "blocked_seconds": blocked,
-        },
-    )
+def _anywhere(name: str, path: str | os.PathLike[str]) -> str:
+    """A path or URL that means the same in a process with another current directory."""
+    text = path_text(name, path)
+    return text if "://" in text else absolute_path(text)
+
+
+def _warn_of_save_process() -> None:
+    """Warn once in a process."""
+    global _has_warned_of_save_process
+    if not _has_warned_of_save_process:
+        _has_warned_of_save_process = True
+        text = "save_process has no effect: asynchronous saves use a process; it will be removed"
+        warnings.warn(text, FutureWarning, stacklevel=3)
 
 
 def _checked_step(step: int) -> int:

@@ -49,7 +49,7 @@ class Ranks:
             try:
                 outcome[0] = function()
             except Exception as error:  # noqa: BLE001 - every rank raises it, whatever it is
-                outcome[1] = _picklable(error)
+                outcome[1] = picklable(error)
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
             raise outcome[1]
@@ -69,7 +69,7 @@ class Ranks:
 
     def raise_if_any_failed(self, failure: Exception | None) -> None:
         """Raise on every rank the failure of the lowest rank that has one."""
-        sent = failure if self.count == 1 or failure is None else _picklable(failure)
+        sent = failure if self.count == 1 or failure is None else picklable(failure)
         for error in self.gather(sent):
             if error is not None:
                 raise error
@@ -81,7 +81,7 @@ class Ranks:
         self.group = None
 
 
-def _picklable(error: Exception) -> Exception:
+def picklable(error: Exception) -> Exception:
     """`error`, or a `UsageError` with its text where it cannot be pickled: the other ranks wait for it."""
     try:
         pickle.loads(pickle.dumps(error))

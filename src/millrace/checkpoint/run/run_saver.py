@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 from millrace.checkpoint.format.manifest import DataFile, Manifest
-from millrace.checkpoint.run.claims import Claim
+from millrace.checkpoint.run.claims import Claim, ClaimState
 from millrace.checkpoint.run.driving import save
 from millrace.checkpoint.run.ranks import Ranks
 from millrace.checkpoint.run.run_info import CheckpointInfo, info_of_manifest, paths_of
@@ -21,9 +21,10 @@ from millrace.checkpoint.run.tiers import is_local_failure, report_local_failure
 from millrace.checkpoint.run.timeline import Point, next_revision, timeline
 from millrace.checkpoint.state.staging import StagedState
 from millrace.checkpoint.storage.storage import CheckpointStorage
-from millrace.checkpoint.writing.bases import Base, StoredBase, check_files, find_damage
+from millrace.checkpoint.writing.bases import Base, ItemKey, MemoryBase, StoredBase, check_files, find_damage
 from millrace.checkpoint.writing.delta import SaveRecord, choose_base
-from millrace.checkpoint.writing.encoder_process import EncoderProcess
+from millrace.checkpoint.writing.packing import ItemSource
+from millrace.checkpoint.writing.sources import WrapperParts
 from millrace.checkpoint.writing.writer import CheckpointWriter
 from millrace.errors import (
     BaseGoneError,
@@ -66,12 +67,58 @@ class Written:
     result: SaveResult
 
 
-@dataclass(kw_only=True)
-class _LastSave:
+class Staged(Protocol):
+    """A copy of a state that is not changed until its release: a `StagedState`, or its view in the saver process."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the copy."""
+        ...
+
+    def release(self) -> None: ...
+
+
+class LastSave(NamedTuple):
     """This rank's part of the last save, as the base of the next one."""
 
-    base: Base
-    staged: StagedState
+    base: MemoryBase
+    staged: Staged
+
+
+Write = Callable[[Staged, CheckpointWriter, Ranks, Callable[[int], None]], None]
+"""Saves a staged state with a writer, as `save_staged`."""
+
+
+def save_staged(staged: Staged, writer: CheckpointWriter, ranks: Ranks, count: Callable[[int], None]) -> None:
+    """Save a state that was staged in this process. `count` is called with the bytes of each tensor. Collective."""
+    if not isinstance(staged, StagedState):
+        raise AssertionError("the state was staged in another process")
+    save(staged.state, writer, ranks, count=count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """What a `RunSaver` has learned about its run, for another one that continues. Picklable.
+
+    `newest_own`: the checkpoint that this manager saved last. `attempted`: the step of a save that may have been published
+    by a saver that died. `is_abandoned`: whether the saves that the claim announces will not be finished.
+    """
+
+    claim: ClaimState | None = None
+    complete: tuple[Point, ...] | None = None
+    taken: tuple[tuple[int, int], ...] = ()
+    history: tuple[SaveRecord, ...] = ()
+    is_history_known: bool = False
+    newest_own: Point | None = None
+    attempted: int | None = None
+    is_next_full: bool = False
+    may_go_back: bool = False
+    is_abandoned: bool = False
+    versions: Mapping[str, str] = field(default_factory=dict)
+    damaged: tuple[str, ...] = ()
 
 
 class _RunWriter(CheckpointWriter):
@@ -89,23 +136,28 @@ class _RunWriter(CheckpointWriter):
         claim: Claim | None,
         is_near: bool,
         versions: dict[str, str] | None,
-        process: EncoderProcess | None,
         **options: Any,
     ) -> None:
         super().__init__(url, **options)
-        self._opened, self._process = storage, process
+        self._opened = storage
         self._claim, self._is_near, self._versions = claim, is_near, versions
         self.info: CheckpointInfo | None = None
         self.own_files: tuple[str, ...] = ()
 
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        future = super().write_data(plan, planner)
+    def write_sources(
+        self,
+        indices: Sequence[Any],
+        sources: Iterable[ItemSource],
+        kept: Mapping[ItemKey, ItemSource] | None,
+        wrapped: Mapping[int, WrapperParts],
+    ) -> list[Any]:
+        results = super().write_sources(indices, sources, kept, wrapped)
         if self._unconfirmed is not None:
             self.own_files = tuple(self._unconfirmed[1])
         if self._is_near:
-            for result in future.value()[:1]:  # all share one description of the files that this rank names
+            for result in results[:1]:  # all share one description of the files that this rank names
                 super()._check_files(result.storage_data.data.files)
-        return future
+        return results
 
     def _check_files(self, files: Sequence[DataFile]) -> None:
         if not self._is_near:
@@ -137,7 +189,8 @@ class RunSaver:
     if it is a local directory. `rewind`: whether a save may be of any step, also of one below the newest; `may_go_back`:
     the same for the next save only, after a restore. `independent`: whether deltas are made only while the run has a
     checkpoint that shares no file with them. `damaged` receives the names of checkpoints that were found to be damaged.
-    `make_room` prunes one of the places and returns the freed bytes; it never raises.
+    `make_room` prunes one of the places and returns the freed bytes; it never raises. `on_claim` is called with each new
+    claim.
     """
 
     run: Run
@@ -154,22 +207,26 @@ class RunSaver:
     may_go_back: bool = False
     independent: bool = True
     damaged: set[str] = field(default_factory=set)
-    process: EncoderProcess | None = None
+    write: Write = save_staged
+    on_claim: Callable[[ClaimState], None] = lambda state: None
     # Every save since the last full one; on the first rank.
     _history: list[SaveRecord] = field(default_factory=list)
     _is_history_known: bool = False
-    _complete: list[Point] = field(default_factory=list)
+    # None before the first listing.
+    _complete: list[Point] | None = None
     _taken: set[tuple[int, int]] = field(default_factory=set)
     _newest_own: Point | None = None
+    _attempted: int | None = None
+    _is_abandoned: bool = False
     _claim: Claim | None = None
-    _previous: _LastSave | None = None
+    _previous: LastSave | None = None
     _is_next_full: bool = False
     _versions: dict[str, str] = field(default_factory=dict)
 
     def save(
         self,
         step: int,
-        staged: StagedState,
+        staged: Staged,
         *,
         metrics: Mapping[str, float],
         user: Mapping[str, Any],
@@ -239,6 +296,39 @@ class RunSaver:
         """Make the next save full, because the bases of a delta do not reach the run's URL. From any thread."""
         self._is_next_full = True
 
+    def give_state(self) -> tuple[RunState, LastSave | None]:
+        """Hand over to another saver of this run: its state, and the last save, whose memory the other one releases."""
+        state = RunState(
+            claim=None if self._claim is None else self._claim.state,
+            complete=None if self._complete is None else tuple(self._complete),
+            taken=tuple(self._taken),
+            history=tuple(self._history),
+            is_history_known=self._is_history_known,
+            newest_own=self._newest_own,
+            attempted=self._attempted,
+            is_next_full=self._is_next_full,
+            may_go_back=self.may_go_back,
+            is_abandoned=self._is_abandoned,
+            versions=dict(self._versions),
+            damaged=tuple(self.damaged),
+        )
+        previous, self._previous, self._claim = self._previous, None, None
+        return state, previous
+
+    def take_state(self, state: RunState, previous: LastSave | None = None) -> None:
+        """Continue after another saver."""
+        self._drop_base()
+        self._claim = None if state.claim is None else Claim.resume(self.run, state.claim)
+        self._complete = None if state.complete is None else list(state.complete)
+        self._taken = set(state.taken)
+        self._history, self._is_history_known = list(state.history), state.is_history_known
+        self._newest_own, self._attempted = state.newest_own, state.attempted
+        self._is_next_full, self.may_go_back = state.is_next_full, state.may_go_back
+        self._is_abandoned = state.is_abandoned
+        self._versions = dict(state.versions)
+        self.damaged.update(state.damaged)
+        self._previous = previous
+
     def close(self) -> None:
         """Release the memory of the last save, and the run."""
         self._drop_base()
@@ -249,7 +339,7 @@ class RunSaver:
     # --- inside -----------------------------------------------------------------------------------
 
     def _attempt(
-        self, step: int, staged: StagedState, about: dict[str, Any], progress: ProgressMeter
+        self, step: int, staged: Staged, about: dict[str, Any], progress: ProgressMeter
     ) -> tuple[SaveOrder, _RunWriter, bool]:
         """Decide and write one save. Returns the order as it was carried out, the writer, and whether the save is near."""
         order = self._without_damage(self.ranks.run_on_first(lambda: self._order(step)))
@@ -309,7 +399,7 @@ class RunSaver:
         All checkpoints before the last full save do, because that refers to no file of another. Retention keeps one.
         """
         chain = {record.directory for record in self._history} | self.damaged
-        return any(checkpoint_name(*point) not in chain for point in self._complete)
+        return any(checkpoint_name(*point) not in chain for point in self._complete or ())
 
     def _without_damage(self, order: SaveOrder) -> SaveOrder:
         """`order`, or a full save if a rank finds damage in the stored bytes of the base. A collective call."""
@@ -350,8 +440,14 @@ class RunSaver:
 
         The manager that saved the newest step may save it again: a training loop saves at its end, too.
         """
-        live = timeline(self._complete if self._claim is not None else (each for each in self.scan() if each.complete))
-        if not live or live[-1].step < step or (live[-1].step == step and live[-1] == self._newest_own):
+        if self._claim is not None:
+            found, _ = self._known_names()
+        else:
+            found = [Point(each.step, each.revision) for each in self.scan() if each.complete]
+        live = timeline(found)
+        if not live or live[-1].step < step:
+            return
+        if live[-1].step == step and (live[-1] == self._newest_own or step == self._attempted):
             return
         newest, url = live[-1].step, self.run.url
         raise UsageError(
@@ -364,7 +460,12 @@ class RunSaver:
     def _known_names(self) -> tuple[list[Point], set[tuple[int, int]]]:
         """Complete checkpoints, and all used names. Listed once: while the claim holds, no other process adds any."""
         if self._claim is None:
-            self._claim = Claim.take(self.run)
+            self._claim, self._complete = Claim.take(self.run), None
+            self.on_claim(self._claim.state)
+        if self._is_abandoned:
+            self._claim.abandon_saves()
+            self._is_abandoned = False
+        if self._complete is None:
             found = self.scan()
             self._complete = [Point(each.step, each.revision) for each in found if each.complete]
             self._taken = {(each.step, each.revision) for each in found}
@@ -412,7 +513,7 @@ class RunSaver:
             return None
 
     def _write_somewhere(
-        self, order: SaveOrder, staged: StagedState, about: dict[str, Any], progress: ProgressMeter
+        self, order: SaveOrder, staged: Staged, about: dict[str, Any], progress: ProgressMeter
     ) -> tuple[SaveOrder, _RunWriter, bool]:
         """Write to the local place if there is one and it works, else to the run itself. Returns as `_attempt`."""
         if self.local is not None:
@@ -431,7 +532,7 @@ class RunSaver:
         return *self._write_with_base(order, staged, self.run, about, progress), False
 
     def _write_with_base(
-        self, order: SaveOrder, staged: StagedState, target: Run, about: dict[str, Any], progress: ProgressMeter
+        self, order: SaveOrder, staged: Staged, target: Run, about: dict[str, Any], progress: ProgressMeter
     ) -> tuple[SaveOrder, _RunWriter]:
         try:
             return order, self._write(order, staged, target, about, progress)
@@ -442,7 +543,7 @@ class RunSaver:
             return order, self._write(order, staged, target, about, progress)
 
     def _write(
-        self, order: SaveOrder, staged: StagedState, target: Run, about: Mapping[str, Any], progress: ProgressMeter
+        self, order: SaveOrder, staged: Staged, target: Run, about: Mapping[str, Any], progress: ProgressMeter
     ) -> _RunWriter:
         options = dict(self.writer_options)
         if target is not self.run:
@@ -454,7 +555,6 @@ class RunSaver:
             claim=self._claim if target is self.run else None,
             is_near=target is not self.run,
             versions=self._versions if self.run.is_remote else None,
-            process=self.process,
             overwrite=False,
             base=self._base(order.base),
             keep_base=self._fits_in_memory(staged),
@@ -463,7 +563,7 @@ class RunSaver:
         )
         progress.begin("writing", staged.nbytes)
         try:
-            save(staged.state, writer, self.ranks, count=progress.advance)
+            self.write(staged, writer, self.ranks, progress.advance)
         except ObjectExistsError as error:
             raise RunTakenError(
                 f"another manager has just saved {order.name} into {self.run.url}",
@@ -471,7 +571,7 @@ class RunSaver:
             ) from error
         return writer
 
-    def _fits_in_memory(self, staged: StagedState) -> bool:
+    def _fits_in_memory(self, staged: Staged) -> bool:
         """Whether there is memory to keep this state as the base of the next save."""
         return self.full_every > 1 and staged.nbytes <= self.base_bytes
 
@@ -480,19 +580,20 @@ class RunSaver:
         # A save without any reference or delta counts as full, even if it had a base.
         self._history = [record] if record.kind == "full" else [*self._history, record]
         self._is_history_known, self.may_go_back = True, False
-        self._newest_own = Point(info.step, info.revision)
-        self._complete.append(self._newest_own)
+        self._newest_own, self._attempted = Point(info.step, info.revision), None
+        if self._complete is not None:
+            self._complete.append(self._newest_own)
         paths = paths_of(info)
         self._versions = {path: version for path, version in self._versions.items() if path in paths}
 
-    def _keep_base(self, order: SaveOrder, writer: _RunWriter, staged: StagedState) -> None:
+    def _keep_base(self, order: SaveOrder, writer: _RunWriter, staged: Staged) -> None:
         """Keep the state as the base of the next save, if there is memory for it."""
         self._drop_base()
         base = writer.written_base(order.name) if self._fits_in_memory(staged) else None
         if base is None:
             staged.release()
         else:
-            self._previous = _LastSave(base=base, staged=staged)
+            self._previous = LastSave(base, staged)
 
     def _drop_base(self) -> None:
         previous, self._previous = self._previous, None

@@ -7,14 +7,14 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from millrace.checkpoint.run.pruning import prune
 from millrace.checkpoint.run.ranks import Ranks
 from millrace.checkpoint.run.retention import KeepLast
 from millrace.checkpoint.run.run_layout import Run
 from millrace.checkpoint.run.run_saver import Written
-from millrace.checkpoint.run.saving import PendingSave, ProgressMeter, SaveProgress, SaveResult, SaveRunner
+from millrace.checkpoint.run.saving import PendingSave, ProgressMeter, Report, SaveResult
 from millrace.checkpoint.run.tiers import Tiers, Upload, pending_uploads
 from millrace.checkpoint.storage.layered import StoredManifest
 from millrace.checkpoint.storage.replicating import copy_checkpoint, publish_manifest
@@ -63,7 +63,7 @@ class TieredSave(PendingSave):
 
 @dataclass(kw_only=True)
 class Uploader:
-    """Uploads saves from the local disk to the other places, in order, one at a time, in a background thread.
+    """Uploads saves from the local disk to the other places, in order. For one thread at a time.
 
     Every rank has one. `check` is called before a manifest is published (`RunTakenError`). `give_up` is called when a save
     can never reach the origin: no later one should build on it. `begin` is called before each upload, `after` after it. On
@@ -78,18 +78,16 @@ class Uploader:
     after: Callable[[], None]
     give_up: Callable[[], None]
     begin: Callable[[], None]
-    runner: SaveRunner = field(default_factory=SaveRunner)
     _is_behind: bool = True
     _backlog_bytes: int = 0
     _handles_node: bool | None = None
 
-    def submit(self, written: Written, report: Callable[[SaveProgress], None] | None) -> PendingSave:
-        """Start the upload of a save after the one in flight. The saving thread waits for that, and so does the next."""
-        return self.runner.submit(written.result.step, lambda count: self._upload(written, count), on_progress=report)
+    def fall_behind(self) -> None:
+        """Look for leftovers at the next upload: another process has saved near."""
+        self._is_behind = True
 
-    # --- in the thread ----------------------------------------------------------------------------
-
-    def _upload(self, written: Written, report: Callable[[SaveProgress], None]) -> SaveResult:
+    def upload(self, written: Written, report: Report) -> SaveResult:
+        """Copy a save to the other places. A collective call. Raises errors of the places."""
         began = time.monotonic()
         self._report_backlog(self._backlog_bytes + written.result.stored_bytes)
         self.begin()

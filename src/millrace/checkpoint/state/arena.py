@@ -1,6 +1,6 @@
 """Host memory of staged states: one mapping for all tensors of a state, reused by later saves.
 
-The memory can be shared: an encoder process with its descriptor reads the same pages. Private memory is a little faster.
+The memory can be shared: a saver process with its descriptor reads the same pages. Private memory is a little faster.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Arena:
         self._number = next(_numbers)
         memory = _shared(nbytes, self._number) if shared and nbytes else None
         if memory is None:
-            # Without shared memory, saves do not use an encoder process.
+            # Without shared memory, saves do not use a saver process.
             memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             memory.madvise(_MADV_WIPEONFORK)
         self._memory = memory
@@ -79,10 +79,6 @@ class Arena:
     def region(self) -> Region | None:
         """The shareable memory. None for private memory."""
         return _regions.get(self._number)
-
-    def view(self) -> memoryview:
-        """All of it, writable."""
-        return memoryview(self._memory)
 
     def _pin(self) -> None:
         """Pin the pages for the copy engine of a GPU. The tests do not cover it without a GPU."""

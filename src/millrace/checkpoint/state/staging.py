@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed._shard.sharded_tensor import Shard as OldShard
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from millrace.checkpoint.state.arena import Arena, aligned
+from millrace.checkpoint.state.arena import Arena, Region, aligned
 from millrace.checkpoint.state.copying import CopyJob, copy_memory, copy_tensors
 from millrace.checkpoint.state.flattening import PLAIN_TENSORS, nested_object, nested_too_deeply, state_dict_of
 from millrace.checkpoint.state.tensors import dense, lacks_memory, plain_memory
@@ -46,11 +46,22 @@ class StagedState:
 
     `state`: nested dicts, lists and tuples. Its tensors are on the CPU, contiguous, without gradients. After `release` it is
     empty, and its tensors have undefined values. `nbytes`: size of the copied tensors, each shared tensor counted once.
-    `seconds`: duration of the copy.
+    `seconds`: duration of the copy. `structure`: equal for two states if they differ only in the values of their tensors
+    and in plain values, and if all tensors are at the same offsets. `region`: the shared memory of the tensors, if any.
     """
 
-    def __init__(self, state: dict[str, Any], nbytes: int, seconds: float, give_back: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        state: dict[str, Any],
+        nbytes: int,
+        seconds: float,
+        give_back: Callable[[], None],
+        *,
+        structure: Structure | None = None,
+        region: Region | None = None,
+    ) -> None:
         self.state, self.nbytes, self.seconds = state, nbytes, seconds
+        self.structure, self.region = structure, region
         self._give_back: deque[Callable[[], None]] = deque([give_back])
 
     def release(self) -> None:
@@ -68,7 +79,7 @@ class StateStager:
     """Copies states into reusable buffers. A state has its own buffer until its release.
 
     `pin`: whether the buffers are pinned, which makes copies from a GPU faster. Default: pinned when a tensor is on a GPU.
-    `shared`: whether an encoder process can read the buffers. One thread at a time may call `stage`. Any thread may call
+    `shared`: whether a saver process can read the buffers. One thread at a time may call `stage`. Any thread may call
     `release` and `close`. Do not use a stager in a forked process.
     """
 
@@ -96,11 +107,18 @@ class StateStager:
             with torch.no_grad(), collection_paused():
                 gathered = _Gathered(state)
                 pinned = gathered.on_gpu() if self._pin is None else self._pin
-                nbytes = _fill(gathered, slot, pinned=pinned)
+                nbytes, structure = _fill(gathered, slot, pinned=pinned)
         except BaseException:
             self._free.append(slot)
             raise
-        return StagedState(gathered.state, nbytes, time.perf_counter() - began, lambda: self._put_back(slot))
+        return StagedState(
+            gathered.state,
+            nbytes,
+            time.perf_counter() - began,
+            lambda: self._put_back(slot),
+            structure=structure,
+            region=slot.region,
+        )
 
     def close(self) -> None:
         """Free all memory. The memory of staged states is freed at their release."""
@@ -124,6 +142,48 @@ class StateStager:
             self._free.append(slot)
 
 
+class Structure(NamedTuple):
+    """What a save plan depends on, apart from the values.
+
+    `places`: the containers and the places in them, in the order of a traversal. `tensors`: element type and shape of each
+    copied tensor, in the order of the memory. `numbers`: which of them each place has, if some share one. `pinned`: whether
+    the memory is pinned.
+    """
+
+    places: list[Any]
+    tensors: list[Any]
+    numbers: list[int] | None
+    pinned: bool
+
+
+class _Never:
+    """Equal to nothing: a save with such a value is always planned again."""
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Same:
+    """A foreign description (a sharding, a wrapper) whose `==` may raise, or return something else than a bool."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        try:
+            return isinstance(other, _Same) and (self.value == other.value) is True
+        except Exception:  # noqa: BLE001 - then the save is planned again
+            return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_VALUE, _END = "value", "end"
+
 # A tensor to copy to `holder[place]`: `(holder, place, prefix, tensor)`. There may be tens of thousands, so these are
 # plain tuples, and the whole key is built only when needed.
 _Leaf = tuple[Any, Any, str, Any]
@@ -134,6 +194,8 @@ class _Gathered:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.leaves: list[_Leaf] = []
+        # As `Structure.places`.
+        self.places: list[Any] = []
         # Completes values whose parts must be copied first, inner parts first.
         self.rest: list[Callable[[], None]] = []
         self.state: dict[str, Any] = {}
@@ -151,8 +213,10 @@ class _Gathered:
     def _put(self, holder: Any, place: Any, value: Any, prefix: str) -> None:
         """Set `holder[place]` to a copy of `value`: now, or later if the value contains tensors."""
         kind = type(value)
+        self.places.append(place)
         if kind in _ATOMS:
             holder[place] = value
+            self.places.append(_VALUE)
         elif kind in PLAIN_TENSORS:
             holder[place] = None  # so that a dict keeps its order
             self.leaves.append((holder, place, prefix, value))
@@ -160,8 +224,10 @@ class _Gathered:
             members: Any = OrderedDict() if isinstance(value, OrderedDict) else {}
             holder[place] = members
             within = f"{prefix}{place}."
+            self.places.append(dict)
             for key, member in value.items():
                 self._put(members, key, member, within)
+            self.places.append(_END)
         elif kind is list or kind is tuple:
             self._put_sequence(holder, place, value, prefix)
         elif isinstance(value, torch.Tensor):
@@ -170,14 +236,19 @@ class _Gathered:
             raise nested_object(f"{prefix}{place}", value)
         else:
             holder[place] = _copied(value, f"{prefix}{place}")
+            self.places.append(_VALUE)
 
     def _put_sequence(self, holder: Any, place: Any, value: Any, prefix: str) -> None:
         members = list(value)
         holder[place] = members
         # There may be millions of plain numbers.
         if not _ATOMS.issuperset(map(type, members)):
+            self.places.append(type(value))
             for number, member in enumerate(value):
                 self._put(members, number, member, f"{prefix}{place}.")
+            self.places.append(_END)
+        else:
+            self.places.append(_VALUE)
         if type(value) is tuple:
             self.rest.append(lambda: _set(holder, place, tuple(members)))
 
@@ -187,31 +258,37 @@ class _Gathered:
         key = f"{prefix}{place}"
         if is_lazy(value):
             holder[place] = value  # it has no values, and the save refuses it
+            self.places.append(_Never())
         elif is_wrapper(value):
             self._put_wrapper(holder, place, value, key)
         elif isinstance(value, DTensor):
             local: list[Any] = [None]
+            self.places.append(_Same(value._spec))
             self._put(local, 0, value.to_local(), f"{prefix}{place}.")
             # Not `from_local`, which would move the copy to the mesh's device.
             self.rest.append(lambda: _set(holder, place, DTensor(local[0], value._spec, requires_grad=False)))
         elif isinstance(value, ShardedTensor):
             shards = value.local_shards()
             copies: list[Any] = [None] * len(shards)
+            self.places.append(_Never())
             for number, shard in enumerate(shards):
                 self._put(copies, number, shard.tensor, f"{prefix}{place}.")
             self.rest.append(lambda: _set(holder, place, _with_shards(value, copies)))
         else:
             holder[place] = _copied(value, key)
+            self.places.append(_Never())
 
     def _put_wrapper(self, holder: Any, place: Any, value: Any, key: str) -> None:
         """A wrapper of the same class around copies of the plain tensors in `value`."""
         wrapper, tensors = take_apart(value, key)
         wrapper = replace(wrapper, context=_copied(wrapper.context, key))
         copies: dict[str, Any] = {}
+        self.places.append(_Same(wrapper))
         for name, tensor in tensors.items():
             if tensor.layout is torch.strided and tensor.is_contiguous():
                 self._put(copies, name, tensor, "")
             else:
+                self.places.append(_Never())
                 # Keep the strides with which the wrapper was built.
                 copies[name] = _copied(tensor, name).detach().cpu()
         self.rest.append(lambda: _set(holder, place, wrapper.build(copies, key)))
@@ -271,6 +348,13 @@ class _Slot:
         self.used, self._shared = 0, shared
         self._arena = Arena(0, pinned=False)
         self._tensors: list[Any] = []
+        self.kinds: list[Any] = []
+        """Element type and shape of each tensor. Replaced, never changed."""
+
+    @property
+    def region(self) -> Region | None:
+        """The shared memory of the tensors; None for private memory, and without tensors."""
+        return self._arena.region
 
     def fit(self, wanted: list[Any], *, pinned: bool) -> list[Any]:
         """A tensor with the shape and dtype of each wanted one. Overwrites all tensors that this slot returned before."""
@@ -288,15 +372,17 @@ class _Slot:
                 break
             offset += aligned(target.nbytes)
             same += 1
-        del held[same:]
-        for tensor in wanted[same:]:
-            held.append(self._arena.tensor(offset, tensor.dtype, tensor.shape))
-            offset += aligned(tensor.nbytes)
+        if same < max(len(held), len(wanted)):
+            del held[same:]
+            for tensor in wanted[same:]:
+                held.append(self._arena.tensor(offset, tensor.dtype, tensor.shape))
+                offset += aligned(tensor.nbytes)
+            self.kinds = [(tensor.dtype, tensor.shape) for tensor in held]
         return held
 
 
-def _fill(gathered: _Gathered, slot: _Slot, *, pinned: bool) -> int:
-    """Copy the tensors and complete the state. Returns the number of copied bytes."""
+def _fill(gathered: _Gathered, slot: _Slot, *, pinned: bool) -> tuple[int, Structure]:
+    """Copy the tensors and complete the state. Returns the number of copied bytes, and the structure of the state."""
     wanted: list[Any] = []
     # The memory of each tensor that is one run of bytes in this process. The key of any other tensor.
     sources: list[Memory | str] = []
@@ -309,6 +395,9 @@ def _fill(gathered: _Gathered, slot: _Slot, *, pinned: bool) -> int:
             name: Any = (memory.address, tensor.dtype, tensor.shape)
         elif not _has_values(tensor):
             holder[place] = _as_it_is(tensor, f"{prefix}{place}")
+            is_empty = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_meta
+            is_empty = is_empty and not tensor.is_nested and not tensor.is_quantized
+            gathered.places.append((tensor.dtype, tensor.shape) if is_empty else _Never())
             continue
         else:
             bits = (tensor.is_conj(), tensor.is_neg(), tensor._is_zerotensor())
@@ -336,7 +425,9 @@ def _fill(gathered: _Gathered, slot: _Slot, *, pinned: bool) -> int:
         holder[place] = targets[number]
     for complete in gathered.rest:
         complete()
-    return nbytes
+    is_shared = len(wanted) < len(places)
+    numbers = [number for *_, number in places] if is_shared else None
+    return nbytes, Structure(gathered.places, slot.kinds, numbers, pinned and nbytes > 0)
 
 
 def _has_values(tensor: Any) -> bool:

@@ -6,7 +6,7 @@ Key terms:
 - base: an earlier checkpoint, to which chunks are deltas or references.
 
 A save runs through `writer`, `sources`, `packing`, `encoding` and `chunk_forms`. Then `assembly` joins the ranks'
-tables into a manifest. `offloading` and `encoder_process` move the encoding to another process.
+tables into a manifest. `shared_plan` describes the items of a save to the saver process (`run/saver_process.py`).
 
 Start reading in `writer.py`.
 """

@@ -6,7 +6,7 @@ Bytes are read from near sources only: the tensors of the save before (`MemoryBa
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -111,22 +111,6 @@ class Readable(Protocol):
     def memory(self) -> Memory | None: ...
 
 
-Spans = tuple[list[int], list[int]]
-"""Addresses in this process's memory, and the number of bytes at each."""
-
-
-def spans_of(parts: Iterable[tuple[Readable, int, int]]) -> Spans | None:
-    """The spans of the bytes `[start, stop)` of each item; None unless this process's memory has all of them."""
-    addresses, lengths = [], []
-    for source, start, stop in parts:
-        memory = source.memory()
-        if memory is None:
-            return None
-        addresses.append(memory.address + start)
-        lengths.append(stop - start)
-    return addresses, lengths
-
-
 class MemoryBase:
     """This rank's last save, whose bytes are read from the saved tensors. They must not change while this is in use.
 
@@ -146,19 +130,15 @@ class MemoryBase:
         self.files = sibling_files(files, directory)
         self.chunks = chunks
         self.transforms = transforms
+        self.places, self.sources = places, sources
         self._finder = ChunkFinder(chunks, places)
-        self._sources = sources
 
     def find(self, key: ChunkKey, kind: Kind, nbytes: int) -> int | None:
         return self._finder.find(key, kind, nbytes)
 
     def read(self, row: int, key: ChunkKey) -> Buffer:
-        pieces = [self._sources[fqn, offsets].read(start, stop) for fqn, offsets, start, stop in key]
+        pieces = [self.sources[fqn, offsets].read(start, stop) for fqn, offsets, start, stop in key]
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def spans(self, key: ChunkKey) -> Spans | None:
-        """The addresses of these parts in this process's memory; None unless all are there."""
-        return spans_of((self._sources[fqn, offsets], start, stop) for fqn, offsets, start, stop in key)
 
 
 class StoredBase:

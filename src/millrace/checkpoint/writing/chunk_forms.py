@@ -1,6 +1,6 @@
 """Chooses the form of one chunk: whole, a delta to a chunk of an earlier checkpoint, or a reference to it.
 
-Threads of this process and the encoder process (`encoder_main`) use the same function. No torch, no I/O.
+Thread-safe with one codec per thread. No torch, no I/O.
 """
 
 from __future__ import annotations

@@ -16,12 +16,10 @@ from millrace.checkpoint.format.layout import ChunkPlan, Packer
 from millrace.checkpoint.format.manifest import DataFile
 from millrace.checkpoint.format.transforms import Transforms
 from millrace.checkpoint.storage.storage import CheckpointStorage
-from millrace.checkpoint.writing.bases import Base, ItemKey, Spans, spans_of
+from millrace.checkpoint.writing.bases import Base, ItemKey
 from millrace.checkpoint.writing.chunk_forms import Bytes
 from millrace.checkpoint.writing.delta import RESTORE_LIMIT, ChunkKey
-from millrace.checkpoint.writing.encoder_process import EncoderProcess
 from millrace.checkpoint.writing.encoding import ChunkEncoder, Encoded
-from millrace.checkpoint.writing.offloading import Offload
 from millrace.checkpoint.writing.rank_data import ChunkTableBuilder, StoredItem
 from millrace.errors import MillraceError
 from millrace.events import Event, emit
@@ -73,10 +71,6 @@ class _PlannedChunk:
         parts = zip(self.plan.parts, self.sources, strict=True)
         return tuple((*source.key, start, stop) for (_, start, stop), source in parts)
 
-    def spans(self) -> Spans | None:
-        parts = zip(self.plan.parts, self.sources, strict=True)
-        return spans_of((source, start, stop) for (_, start, stop), source in parts)
-
 
 @dataclass(slots=True)
 class _OpenFile:
@@ -108,14 +102,12 @@ def write_items(
     transforms: Transforms | None = None,
     base: Base | None = None,
     restore_limit: float = RESTORE_LIMIT,
-    process: EncoderProcess | None = None,
 ) -> list[StoredItem]:
     """Write every source, in order, to data files named after `stem`; returns the place of each.
 
     `schedule` chooses the compression effort (`Effort.TYPED` without one); `transforms` are applied after the codec. Chunks
     that are unchanged since `base`, or changed a little, are stored as references or deltas to it. To restore such a chunk
-    may then cost `restore_limit` times the bytes of the chunk alone. `process` encodes the sources in shared memory; the
-    written bytes are the same.
+    may then cost `restore_limit` times the bytes of the chunk alone.
 
     Everything is durable and visible on return. After an error no file is left.
     """
@@ -130,12 +122,8 @@ def write_items(
         return encoder.encode(chunk.read(), chunk.plan.kind, None if base is None else chunk.key())
 
     planned = each_paused(_planned_chunks(sources, places))
-    if process is not None and not after.descriptors and process.begin():
-        in_order = Offload(process, encoder, plan).run_in_order(planned, encode, threads)
-    else:
-        in_order = run_in_order(planned, encode, threads)
     try:
-        with contextlib.closing(in_order) as encoded_chunks:
+        with contextlib.closing(run_in_order(planned, encode, threads)) as encoded_chunks:
             for encoded in encoded_chunks:
                 if encoded.stored is None:
                     chunks.add(encoded, 0, 0)

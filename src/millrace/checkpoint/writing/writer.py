@@ -42,7 +42,6 @@ from millrace.checkpoint.storage.storage import CheckpointStorage, can_open_stor
 from millrace.checkpoint.writing.assembly import build_manifest, written_files
 from millrace.checkpoint.writing.bases import Base, ItemKey, MemoryBase, Place, check_files
 from millrace.checkpoint.writing.delta import RESTORE_LIMIT
-from millrace.checkpoint.writing.encoder_process import EncoderProcess
 from millrace.checkpoint.writing.packing import ItemSource, discard, write_items
 from millrace.checkpoint.writing.plans import check_cover
 from millrace.checkpoint.writing.rank_data import RankData, SaveStats, StoredItem, StoredWrapper, stats_of
@@ -140,8 +139,6 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
             )
         self._base, self._restore_limit = base, real_number("restore_limit", restore_limit, least=1)
         self._keep_base = flag("keep_base", keep_base)
-        # Set by the writer of a run (`run_saver.py`).
-        self._process: EncoderProcess | None = None
         # The last save: its data, the place of each item in it, and the sources of the values.
         self._kept: tuple[RankData, dict[ItemKey, Place], dict[ItemKey, ItemSource]] | None = None
         self.stats: SaveStats | None = None
@@ -151,7 +148,7 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
 
     def __getstate__(self) -> dict[str, Any]:
         # Torch's saving process gets a copy of the writer for each save, which must not continue another save.
-        dropped = dict.fromkeys(("_opened", "_unconfirmed", "_base", "_kept", "_process"))
+        dropped = dict.fromkeys(("_opened", "_unconfirmed", "_base", "_kept"))
         return {**self.__dict__, **dropped, "_save_id_is_used": True}
 
     @property
@@ -216,13 +213,28 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         return plans
 
     def write_data(self, plan: Any, planner: Any) -> Any:
+        kept: dict[ItemKey, ItemSource] | None = {} if self._keep_base else None
+        wrapped: dict[int, WrapperParts] = {}
+        sources = sources_of(plan, planner, self._trusted_types, kept, wrapped)
+        future: Any = torch.futures.Future()
+        future.set_result(self.write_sources([item.index for item in plan.items], sources, kept, wrapped))
+        return future
+
+    def write_sources(
+        self,
+        indices: Sequence[Any],
+        sources: Iterable[ItemSource],
+        kept: Mapping[ItemKey, ItemSource] | None,
+        wrapped: Mapping[int, WrapperParts],
+    ) -> list[Any]:
+        """Write the sources of the items with these indices; returns torch's results for `finish`.
+
+        `sources` fills `kept`, which `written_base` needs, and `wrapped` as `sources_of` does.
+        """
         began = time.monotonic()
         self._save_id_is_used = True
         stem = f"{uuid.uuid4().hex}-{self._rank}"
         schedule = schedule_for(self._compression, self._threads)
-        kept: dict[ItemKey, ItemSource] | None = {} if self._keep_base else None
-        wrapped: dict[int, WrapperParts] = {}
-        sources = sources_of(plan, planner, self._trusted_types, kept, wrapped)
         stored = write_items(
             self._storage(),
             stem,
@@ -232,22 +244,19 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
             self._transforms,
             self._usable_base(),
             self._restore_limit,
-            self._process,
         )
         with collection_paused():
             results = [
-                WriteResult(index=item.index, size_in_bytes=place.nbytes, storage_data=place)
-                for item, place in zip(plan.items, _by_item(len(plan.items), stored, wrapped), strict=True)
+                WriteResult(index=index, size_in_bytes=place.nbytes, storage_data=place)
+                for index, place in zip(indices, _by_item(len(indices), stored, wrapped), strict=True)
             ]
         data = stored[0].data if stored else RankData((), chunk_table())
         self._unconfirmed = (self._storage(), [file.name for file in data.own_files])
         self.stats = stats_of(data, stored, time.monotonic() - began)
-        if kept:
+        if kept and self._keep_base:
             places = {key: Place(*place[1:]) for key, place in zip(kept, stored, strict=True)}
-            self._kept = (data, places, kept)
-        future: Any = torch.futures.Future()
-        future.set_result(results)
-        return future
+            self._kept = (data, places, dict(kept))
+        return results
 
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
         storage = self._storage()

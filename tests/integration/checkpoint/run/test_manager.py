@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.support.savers import no_files_in
+from tests.support.waiting import wait_until
 
 from millrace.checkpoint import (
     CheckpointManager,
@@ -516,28 +517,18 @@ def test_manager_with_invalid_options_raises(tmp_path: Path, options: dict[str, 
         CheckpointManager(tmp_path / "run", **options)
 
 
-def test_error_of_background_save_is_raised_once_by_the_next_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_of_background_save_is_raised_once_by_the_next_call(tmp_path: Path) -> None:
     state = make_state()
     with CheckpointManager(tmp_path / "run") as run:
-        run.save(1, state)
-
-        def fail(*_: object, **__: object) -> None:
-            raise StorageError("the disk is gone", next_step="look for it")
-
-        with monkeypatch.context() as patched:
-            patched.setattr("millrace.checkpoint.writing.writer.CheckpointWriter.finish", fail)
+        run.save_async(1, state).result()
+        with no_files_in(run):
             pending = run.save_async(2, state)
-            assert isinstance(pending.exception(), StorageError)
-            with pytest.raises(StorageError, match="the disk is gone"):
+            assert isinstance(pending.exception(), DiskFullError)
+            with pytest.raises(StorageError, match="no room"):
                 pending.result()
             unseen = run.save_async(2, state)
-            until = time.monotonic() + 120
-            while not unseen.done():
-                assert time.monotonic() < until
-                time.sleep(0.01)
-        with pytest.raises(StorageError, match="the disk is gone"):
+            wait_until(unseen.done)
+        with pytest.raises(StorageError, match="no room"):
             run.wait()
         run.wait()
         change(state)

@@ -193,15 +193,15 @@ class Lazily:
         self.state = dict(state)
 
 
-@pytest.mark.parametrize("save_process", [False, True])
-def test_manager_restores_wrapper_tensors_and_their_deltas(tmp_path, save_process):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_manager_restores_wrapper_tensors_and_their_deltas(tmp_path, is_async):
     state = values()
-    with CheckpointManager(tmp_path / "run", independent=False, save_process=save_process) as run:
+    with CheckpointManager(tmp_path / "run", independent=False) as run:
         pending = run.save_async(1, state)
         before = copy.deepcopy(state["model"]["scaled"])
         state["model"]["scaled"].values_.add_(1)  # the state was copied
         assert pending.result().kind == "full"
-        second = run.save(2, state)
+        second = run.save_async(2, state).result() if is_async else run.save(2, state)
         assert second.kind == "delta"
         assert second.chunks_referenced > 0
         loaded = template(state)

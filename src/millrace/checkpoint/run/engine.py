@@ -1,0 +1,239 @@
+"""Carries out the saves of one run: writes them, uploads them from a local disk, and prunes the run.
+
+Runs in the training process for synchronous saves and for several ranks, and in the saver process for the asynchronous saves
+of a single rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace.checkpoint.run.claims import ClaimState
+from millrace.checkpoint.run.pruning import Retention
+from millrace.checkpoint.run.ranks import Ranks
+from millrace.checkpoint.run.retention import Policy
+from millrace.checkpoint.run.run_layout import ListedCheckpoint
+from millrace.checkpoint.run.run_saver import (
+    LastSave,
+    RunSaver,
+    RunState,
+    Staged,
+    Write,
+    Written,
+    base_budget,
+    save_staged,
+)
+from millrace.checkpoint.run.saving import ProgressMeter, Report, SaveResult
+from millrace.checkpoint.run.tiers import ReplicaTier, Tiers, open_tiers
+from millrace.checkpoint.run.uploading import Uploader
+from millrace.events import Event, emit
+from millrace.origin.base import Operation, part_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The arguments of a manager that its saves need. Picklable if `replica`, `policy` and `target_options` are."""
+
+    url: str
+    local: str | None
+    replica: ReplicaTier | str | None
+    target_options: Mapping[str, Any] | None
+    timeout: str | float | None
+    policy: Policy
+    local_keep: int
+    full_every: int
+    base_memory: int | None
+    rewind: bool
+    independent: bool
+    writer_options: Mapping[str, Any]
+
+    def open(self) -> Tiers:
+        """Open the places of the run, without a request."""
+        return open_tiers(
+            self.url,
+            local=self.local,
+            replica=self.replica,
+            target_options=self.target_options,
+            limits={"timeout": self.timeout},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveRequest:
+    """One save: its step, the user's figures and values, and how long the training waited for an earlier save."""
+
+    step: int
+    metrics: Mapping[str, float]
+    user: Mapping[str, Any]
+    waited_seconds: float
+
+
+@dataclass(kw_only=True)
+class SaveEngine:
+    """Saves the states of a run. Every rank has one, and calls the same methods in the same order.
+
+    `save` and `upload` are each for one thread at a time. `ranks` are for saves, `upload_ranks` for uploads. `damaged`
+    receives the names of damaged checkpoints. `write` and `on_claim` are those of `RunSaver`.
+    """
+
+    options: EngineOptions
+    tiers: Tiers
+    ranks: Ranks
+    upload_ranks: Ranks | None
+    damaged: set[str]
+    niceness: int = 0
+    write: Write = save_staged
+    on_claim: Callable[[ClaimState], None] = lambda state: None
+    operation: Operation = field(default_factory=Operation)
+    is_closing: bool = False
+    """Whether no further operation may begin a new period of the timeout."""
+    retention: Retention = field(init=False)
+    uploader: Uploader | None = field(init=False, default=None)
+    _saver: RunSaver | None = None
+    _may_go_back: bool = False
+
+    def __post_init__(self) -> None:
+        options, tiers = self.options, self.tiers
+        self.retention = Retention(
+            run=tiers.origin,
+            policy=options.policy,
+            local_keep=options.local_keep,
+            independent=options.independent,
+            damaged=self.damaged,
+        )
+        if tiers.local is not None and self.upload_ranks is not None:
+            self.uploader = Uploader(
+                tiers=tiers,
+                local=tiers.local,
+                ranks=self.upload_ranks,
+                local_keep=options.local_keep,
+                check=lambda: self._saver.check_claim() if self._saver is not None else None,
+                after=self._prune,
+                give_up=lambda: self._saver.save_next_in_full() if self._saver is not None else None,
+                begin=self.renew_operation,
+            )
+
+    def save(self, request: SaveRequest, staged: Staged, report: Report) -> Written:
+        """Save a state, which this object owns from now on. It is durable at least near on return.
+
+        A save that is not near is complete: the run was pruned. Raises as `RunSaver.save`.
+        """
+        step, progress = request.step, ProgressMeter(request.step, report)
+        try:
+            written = self._run_saver().save(
+                step,
+                staged,
+                metrics=request.metrics,
+                user=request.user,
+                waited_seconds=request.waited_seconds,
+                progress=progress,
+            )
+        except Exception as error:
+            if self.ranks.is_first:
+                emit(failed(self.tiers.origin.url, step, error))
+            raise
+        if self.ranks.is_first:
+            emit(_saved(self.tiers.origin.url, written.result))
+        if not (written.is_near and self.uploader is not None):
+            self._prune()
+            progress.begin("done", written.result.stored_bytes)
+        return written
+
+    def upload(self, written: Written, report: Report) -> SaveResult:
+        """Upload a save that is near, and prune. Raises errors of the places."""
+        if self.uploader is None:
+            raise AssertionError("without a local place there is nothing to upload")
+        return self.uploader.upload(written, report)
+
+    def renew_operation(self) -> None:
+        """Allow requests to the origin again after an operation that ended by its timeout, unless this is closing."""
+        if not self.is_closing:
+            self.operation.ended_by = None
+
+    def start_over(self) -> None:
+        """After a restore: the next save is full, and may be of any step."""
+        if self._saver is None:
+            self._may_go_back = True
+        else:
+            self._saver.start_over()
+
+    def give_state(self) -> tuple[RunState, LastSave | None]:
+        """As `RunSaver.give_state`."""
+        if self._saver is None:
+            return RunState(may_go_back=self._may_go_back, damaged=tuple(self.damaged)), None
+        return self._saver.give_state()
+
+    def take_state(self, state: RunState, previous: LastSave | None) -> None:
+        """As `RunSaver.take_state`."""
+        self._run_saver().take_state(state, previous)
+        if self.uploader is not None:
+            self.uploader.fall_behind()
+
+    def close(self) -> None:
+        """Release the run and the memory of the last save."""
+        if self._saver is not None:
+            with part_of(self.operation):
+                self._saver.close()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _run_saver(self) -> RunSaver:
+        if self._saver is None:
+            options, origin, local = self.options, self.tiers.origin, self.tiers.local
+            self._saver = RunSaver(
+                run=origin,
+                ranks=self.ranks,
+                full_every=options.full_every,
+                base_bytes=base_budget() if options.base_memory is None else options.base_memory,
+                writer_options=options.writer_options,
+                scan=self._scan,
+                local=local,
+                near=local or (None if origin.is_remote else origin),
+                niceness=self.niceness,
+                make_room=self.retention.make_room,
+                rewind=options.rewind,
+                may_go_back=self._may_go_back,
+                independent=options.independent,
+                damaged=self.damaged,
+                write=self.write,
+                on_claim=self.on_claim,
+            )
+        return self._saver
+
+    def _prune(self) -> None:
+        if self.ranks.is_first:
+            self.retention.prune_after_save()
+
+    def _scan(self) -> list[ListedCheckpoint]:
+        """The checkpoints in all places, complete or not, each once."""
+        *near, origin = self.tiers.places
+        found = {each.name: each for run in near for each in run.scan()}
+        found.update({each.name: each for each in origin.scan() if each.complete or each.name not in found})
+        return list(found.values())
+
+
+def failed(url: str, step: int, error: Exception) -> Event:
+    """The event of a save that failed."""
+    text = f"step {step}: {type(error).__name__}: {error!s:.300}"
+    return Event(name="run.save.ended", subject=url, detail=text, values={"save_failures": 1, "step": step})
+
+
+def _saved(url: str, result: SaveResult) -> Event:
+    """The event of a save that is durable; its values are named as the metrics of the store."""
+    blocked = result.waited_seconds + result.staged_seconds
+    return Event(
+        name="run.saved",
+        subject=url,
+        nbytes=result.stored_bytes,
+        detail=f"step {result.step}, {result.kind}, in {result.seconds:.2f} s; it blocked the training for {blocked:.2f} s",
+        values={
+            "step": result.step,
+            f"{result.kind}_saves": 1,
+            "save_raw_bytes": result.raw_bytes,
+            "save_bytes": result.stored_bytes,
+            "save_seconds": result.seconds,
+            "blocked_seconds": blocked,
+        },
+    )

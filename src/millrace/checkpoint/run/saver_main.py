@@ -1,0 +1,347 @@
+"""The process that carries out the asynchronous saves of one manager. `saver_process` starts it.
+
+It maps the staged states in shared memory, and encodes, writes, uploads, publishes and prunes. Its events, warnings and log
+lines go to the training process. It ends when the training process ends, for whatever reason, and when its socket is closed.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import pickle
+import queue
+import socket
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from millrace.checkpoint.run import processes
+from millrace.checkpoint.run.engine import EngineOptions, SaveEngine
+from millrace.checkpoint.run.ranks import Ranks, picklable
+from millrace.checkpoint.run.run_saver import LastSave, Staged, Written
+from millrace.checkpoint.run.saver_protocol import (
+    Acknowledge,
+    Channel,
+    Claimed,
+    Close,
+    Closed,
+    Closing,
+    DropRegion,
+    Emitted,
+    GiveState,
+    Logged,
+    MapRegion,
+    NewPlan,
+    Progressed,
+    Ready,
+    Refused,
+    Released,
+    Save,
+    Saved,
+    SharedState,
+    Start,
+    StartOver,
+    StateGiven,
+    TakeState,
+    Uploaded,
+    Warned,
+)
+from millrace.checkpoint.run.saving import Report, SaveProgress, SaveResult, SaveRunner
+from millrace.checkpoint.writing.shared_plan import SharedBase, SharedObject, SharedPlan, save_shared
+from millrace.checkpoint.writing.writer import CheckpointWriter
+from millrace.errors import MillraceError
+from millrace.events import Event, redirect
+from millrace.origin.base import part_of
+
+_REPORT_SECONDS = 0.05
+
+
+class _Mapping(NamedTuple):
+    """Shared memory of the training process, read-only. `memory` is None without tensors."""
+
+    memory: mmap.mmap | None
+    address: int
+    nbytes: int
+
+
+_NOTHING = _Mapping(None, 0, 0)
+
+
+@dataclass(kw_only=True)
+class _MappedState:
+    """A staged state of the training process. After `release` its memory may be overwritten."""
+
+    channel: Channel
+    ticket: int
+    nbytes: int
+    seconds: float
+    mapping: _Mapping
+    plan: SharedPlan | None = None
+    objects: list[SharedObject] = field(default_factory=list)
+    is_released: bool = False
+
+    def release(self) -> None:
+        if not self.is_released:
+            self.is_released = True
+            self.channel.send(Released(self.ticket))
+
+
+def _write(staged: Staged, writer: CheckpointWriter, ranks: Ranks, count: Callable[[int], None]) -> None:
+    if not isinstance(staged, _MappedState) or staged.plan is None:
+        raise AssertionError("the state was not staged by the training process")
+    save_shared(staged.plan, staged.objects, staged.mapping.address, staged.mapping.memory, writer, count)
+
+
+class _Saver:
+    """Receives messages in the calling thread, and carries them out in another one, in order."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._tasks: queue.SimpleQueue[object] = queue.SimpleQueue()
+        # Progress that was sent and is not acknowledged, by ticket.
+        self._acknowledged: dict[int, queue.SimpleQueue[None]] = {}
+        self._regions: dict[int, _Mapping] = {}
+        self._plan: SharedPlan | None = None
+        self._uploads = SaveRunner()
+        self._engine: SaveEngine | None = None
+
+    def serve(self) -> None:
+        """Handle messages until the training process closes the socket. Then raises `EOFError` or `OSError`."""
+        threading.Thread(target=self._work, name="millrace-saver", daemon=True).start()
+        while True:
+            message = self._channel.receive()
+            if isinstance(message, Acknowledge):
+                self._acknowledged[message.ticket].put(None)
+            elif isinstance(message, MapRegion):
+                self._regions[message.number] = self._mapped(message.nbytes)
+            elif isinstance(message, Closing):
+                self._begin_closing(message)
+            else:
+                self._tasks.put(message)
+
+    # --- in the thread ----------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while self._carry_out(self._tasks.get()):
+                continue
+        except OSError:
+            os._exit(0)  # the training process has ended
+        except BaseException:  # noqa: BLE001 - a defect: the training process reports that this one has ended
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+    def _carry_out(self, message: object) -> bool:
+        """Returns False after the last message."""
+        if isinstance(message, Start):
+            return self._start(message)
+        engine = self._engine
+        if engine is None:
+            raise AssertionError("the first message is `Start`")
+        if isinstance(message, Save):
+            self._save(engine, message)
+        elif isinstance(message, NewPlan):
+            self._plan = message.plan
+        elif isinstance(message, DropRegion):
+            self._regions.pop(message.number, None)
+        elif isinstance(message, StartOver):
+            engine.start_over()
+        elif isinstance(message, TakeState):
+            self._take_state(engine, message)
+        elif isinstance(message, GiveState):
+            self._give_state(engine)
+        elif isinstance(message, Close):
+            engine.close()
+            self._channel.send(Closed())
+            return False
+        else:
+            raise AssertionError(f"an unknown message: {type(message).__name__}")
+        return True
+
+    def _start(self, message: Start) -> bool:
+        processes.represent(message.process)
+        try:
+            options: EngineOptions = pickle.loads(message.options)
+        except Exception as error:  # noqa: BLE001 - whatever a class of the user raises
+            self._channel.send(Refused(f"{type(error).__name__}: {error!s:.300}"))
+            return False
+        tiers = options.open()
+        self._engine = SaveEngine(
+            options=options,
+            tiers=tiers,
+            ranks=Ranks(),
+            upload_ranks=None if tiers.local is None else Ranks(),
+            damaged=set(),
+            write=_write,
+            on_claim=lambda state: self._channel.send(Claimed(state)),
+        )
+        self._channel.send(Ready())
+        return True
+
+    def _save(self, engine: SaveEngine, message: Save) -> None:
+        ticket = message.state.ticket
+        logging.getLogger("millrace").setLevel(message.log_level)
+        engine.damaged.update(message.damaged)
+        staged = self._state(message.state)
+        staged.plan, staged.objects = self._plan, message.objects
+        report = self._report(ticket) if message.wants_progress else _ignore
+        written: Written | None = None
+        failure: Exception | None = None
+        engine.renew_operation()
+        with part_of(engine.operation):
+            try:
+                written = engine.save(message.request, staged, report)
+            except Exception as error:  # noqa: BLE001 - raised in the training process, whatever it is
+                failure = _portable(error)
+            del staged
+            self._channel.send(Saved(ticket, written, failure, tuple(engine.damaged)))
+            if written is not None and written.is_near and engine.uploader is not None:
+                near = written  # for the type of the closure
+                self._uploads.submit(near.result.step, lambda _: self._upload(engine, near, ticket, report))
+            else:
+                self._acknowledged.pop(ticket, None)
+
+    def _upload(self, engine: SaveEngine, written: Written, ticket: int, report: Report) -> SaveResult:
+        result: SaveResult | None = None
+        failure: Exception | None = None
+        try:
+            result = engine.upload(written, report)
+        except Exception as error:  # noqa: BLE001 - raised in the training process, whatever it is
+            failure = _portable(error)
+        self._acknowledged.pop(ticket, None)
+        self._channel.send(Uploaded(ticket, result, failure))
+        return written.result
+
+    def _report(self, ticket: int) -> Report:
+        """A function that passes progress on, not too often, and waits until it was reported."""
+        acknowledged = self._acknowledged[ticket] = queue.SimpleQueue()
+        last: list[Any] = [None, 0.0]
+
+        def report(progress: SaveProgress) -> None:
+            now = time.monotonic()
+            is_end = progress.done_bytes >= progress.total_bytes
+            if progress.phase == last[0] and not is_end and now - last[1] < _REPORT_SECONDS:
+                return
+            last[:] = progress.phase, now
+            self._channel.send(Progressed(ticket, progress))
+            acknowledged.get()
+
+        return report
+
+    def _take_state(self, engine: SaveEngine, message: TakeState) -> None:
+        previous: LastSave | None = None
+        if message.last is not None and message.base is not None:
+            staged = self._state(message.last)
+            previous = LastSave(message.base.base(staged.mapping.address, staged.mapping.memory), staged)
+        engine.take_state(message.state, previous)
+
+    def _give_state(self, engine: SaveEngine) -> None:
+        state, previous = engine.give_state()
+        ticket: int | None = None
+        base: SharedBase | None = None
+        if previous is not None:
+            staged = previous.staged
+            if not isinstance(staged, _MappedState):
+                raise AssertionError("the state was not staged by the training process")
+            base = SharedBase.of(previous.base, staged.mapping.address, staged.mapping.nbytes)
+            ticket = staged.ticket
+            if base is None:
+                staged.release()
+        self._channel.send(StateGiven(state, None if base is None else ticket, base))
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _mapped(self, nbytes: int) -> _Mapping:
+        descriptor = self._channel.take_descriptor()
+        try:
+            memory = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        return _Mapping(memory, np.frombuffer(memory, dtype=np.uint8).ctypes.data, nbytes)
+
+    def _state(self, state: SharedState) -> _MappedState:
+        return _MappedState(
+            channel=self._channel,
+            ticket=state.ticket,
+            nbytes=state.nbytes,
+            seconds=state.seconds,
+            mapping=_NOTHING if state.region is None else self._regions[state.region],
+        )
+
+    def _begin_closing(self, message: Closing) -> None:
+        if self._engine is not None:
+            if not message.in_flight:
+                self._engine.renew_operation()
+            self._engine.is_closing = True
+
+
+def _ignore(progress: SaveProgress) -> None:
+    """For a manager without `on_progress`."""
+
+
+def _portable(error: Exception) -> Exception:
+    """An error that can be pickled, with its type if possible. An unexpected one has a note of its traceback."""
+    if not isinstance(error, MillraceError):
+        error.add_note("".join(traceback.format_tb(error.__traceback__)))
+    # The frames refer to the state.
+    traceback.clear_frames(error.__traceback__)
+    return picklable(error)
+
+
+# --- events, warnings and log lines ---------------------------------------------------------------
+
+
+class _Forward(logging.Handler):
+    """Sends log records to the training process."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)  # with the traceback
+        plain = (str, int, float, bool, type(None))
+        kept = {name: value for name, value in record.__dict__.items() if isinstance(value, plain)}
+        try:
+            self._channel.send(Logged({**kept, "msg": text, "args": None, "exc_text": None}))
+        except OSError:
+            return  # the training process has ended
+
+
+def _forward_everything(channel: Channel) -> None:
+    def forward(event: Event) -> None:
+        channel.send(Emitted(event))
+
+    def warn(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
+        channel.send(Warned(str(message), category))
+
+    redirect(forward)
+    log = logging.getLogger("millrace")
+    log.addHandler(_Forward(channel))
+    log.propagate = False
+    warnings.simplefilter("always")
+    warnings.showwarning = warn
+
+
+def main(arguments: list[str]) -> None:
+    """Run with `descriptor niceness`: the socket, and the priority."""
+    descriptor, niceness = map(int, arguments)
+    # Not before the imports, for which the first save waits. All threads inherit it.
+    os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
+    torch.set_num_threads(1)
+    channel = Channel(socket.socket(fileno=descriptor))
+    _forward_everything(channel)
+    try:
+        _Saver(channel).serve()
+    except (EOFError, OSError):
+        # `exit` could wait for a thread in the middle of a chunk.
+        os._exit(0)

@@ -1,0 +1,484 @@
+"""The training process's side of the saver process: starts it, passes staged states to it, and receives the results.
+
+A saving thread would share the interpreter's lock with the training loop; a process does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from millrace.checkpoint.run.claims import ClaimState
+from millrace.checkpoint.run.engine import EngineOptions, SaveRequest, failed
+from millrace.checkpoint.run.processes import this_process
+from millrace.checkpoint.run.run_layout import parse_name
+from millrace.checkpoint.run.run_saver import LastSave, RunState, Written
+from millrace.checkpoint.run.saver_protocol import (
+    Acknowledge,
+    Channel,
+    Claimed,
+    Close,
+    Closed,
+    Closing,
+    DropRegion,
+    Emitted,
+    GiveState,
+    Logged,
+    MapRegion,
+    NewPlan,
+    Progressed,
+    Ready,
+    Refused,
+    Released,
+    Save,
+    Saved,
+    SharedState,
+    Start,
+    StartOver,
+    StateGiven,
+    TakeState,
+    Uploaded,
+    Warned,
+)
+from millrace.checkpoint.run.saving import Report, SaveResult
+from millrace.checkpoint.state.arena import Region, regions
+from millrace.checkpoint.state.staging import StagedState, Structure
+from millrace.checkpoint.writing.shared_plan import PlannedState, SharedBase
+from millrace.errors import SaverDiedError, UsageError
+from millrace.events import emit
+from millrace.runtime import forks
+
+_NICENESS = 10
+_END_SECONDS = 10.0
+# The first lines run before the imports, which take some seconds. The kernel kills the saver when the thread that started it
+# ends, and so with the training process, whose children may have the other end of the socket open. Signals to all processes
+# of a job are ignored: in a preemption the training process saves once more.
+_CODE = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv.pop()):
+    os._exit(0)
+for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+from millrace.checkpoint.run.saver_main import main
+main(sys.argv[1:])
+"""
+
+
+Upload = Callable[[Report | None], SaveResult]
+
+
+class SaverUnavailable(Exception):  # noqa: N818 - not an error of the save, which continues in this process
+    """There can be no saver process for this manager; the text is the reason."""
+
+
+def is_supported() -> bool:
+    """Whether this system has what a saver process needs: Linux, shared memory with a descriptor, an interpreter."""
+    return bool(sys.executable) and sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+class SaverProcess:
+    """Saves the states of one run in a child process, which the first save starts.
+
+    `save`, `take_state`, `give_state` and `start_over` are for one thread at a time. A saver that died fails the save in
+    flight with `SaverDiedError`. The next `start` starts another one, which continues with the claim of the dead one.
+    `damaged` is shared with the training process.
+    """
+
+    def __init__(self, url: str, options: EngineOptions, trusted_types: tuple[type, ...], damaged: set[str]) -> None:
+        self._url, self._trusted_types, self._damaged = url, trusted_types, damaged
+        # The classes in these are known to this process only.
+        self._options = replace(options, writer_options={**options.writer_options, "trusted_types": ()})
+        self._child: _Child | None = None
+        self._end: weakref.finalize[..., SaverProcess] | None = None
+        self._owner = forks.Owner()
+        self._tickets = itertools.count(1)
+        self._planned: tuple[Structure, PlannedState] | None = None
+        # What the next saver must have of the present one if it dies.
+        self._known = RunState()
+
+    @property
+    def pid(self) -> int | None:
+        """The pid of the saver; None if there is none."""
+        return None if self._child is None else self._child.process.pid
+
+    def start(self) -> None:
+        """Start the process if there is none, and wait until it is ready. Raises `SaverUnavailable` and `SaverDiedError`."""
+        if self._child is not None and self._child.death is None:
+            return
+        self._lose()
+        try:
+            options = pickle.dumps(self._options, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise SaverUnavailable(f"the options cannot be pickled ({type(error).__name__}: {error!s:.200})") from error
+        child = _Child(self._url, self._known.claim)
+        self._end = weakref.finalize(self, _end, os.getpid(), child)
+        self._planned = None
+        child.send(Start(options, this_process()))
+        answer = child.answer()
+        if isinstance(answer, Refused):
+            self._end()
+            raise SaverUnavailable(f"the options cannot be unpickled in another process ({answer.problem})")
+        self._child = child
+        if not isinstance(answer, Ready):
+            raise child.died("its start")
+        if self._known != RunState():
+            child.send(TakeState(self._known, None, None))
+
+    def save(self, request: SaveRequest, staged: StagedState, report: Report | None) -> tuple[Written, Upload]:
+        """Save a state, which this object owns from now on. `start` was called before. Returns also a function that waits
+        for the upload of a save that is near.
+
+        Raises errors of the save, and `SaverDiedError`.
+        """
+        ticket = next(self._tickets)
+        try:
+            try:
+                child = self._running()
+                plan, is_new = self._plan(staged)
+                objects = plan.objects_of(staged.state, self._trusted_types)
+                shared = child.share(ticket, staged)
+            except BaseException:
+                staged.release()
+                raise
+            if is_new:
+                child.send(NewPlan(plan.plan))
+                self._planned = self._planned_structure(staged), plan.without_items()
+            level = logging.getLogger("millrace").getEffectiveLevel()
+            # Before the message: if the saver dies, it may have published this step.
+            self._known = replace(self._known, attempted=request.step)
+            child.send(Save(shared, request, objects, tuple(self._damaged), report is not None, level))
+            found = child.wait(ticket, report, f"the save of step {request.step}")
+        except Exception as error:
+            # Errors in the saver emit this event there.
+            emit(failed(self._url, request.step, error))
+            raise
+        if not isinstance(found, Saved):
+            raise AssertionError("a save ends with its result")
+        self._damaged.update(found.damaged)
+        written = found.written
+        if found.error is not None or written is None or not written.is_near:
+            child.drop(ticket)
+        if found.error is not None:
+            raise found.error
+        if written is None:
+            raise AssertionError("a save without an error has a result")
+        self._known = replace(self._known, newest_own=parse_name(written.name), attempted=None, may_go_back=False)
+        return written, functools.partial(child.upload, ticket, written.result.step)
+
+    def start_over(self) -> None:
+        """After a restore: the next save is full, and may be of any step."""
+        self._known = replace(self._known, may_go_back=True)
+        if self._child is not None:
+            self._child.send(StartOver())
+
+    def take_state(self, state: RunState, previous: LastSave | None) -> None:
+        """Continue after the engine of the training process. `start` was called before."""
+        child = self._running()
+        self._known = replace(state, complete=None, taken=(), history=(), is_history_known=False, versions={})
+        if state.claim is not None:
+            child.claim = state.claim
+        last: SharedState | None = None
+        base: SharedBase | None = None
+        if previous is not None:
+            staged = previous.staged
+            if isinstance(staged, StagedState) and staged.region is not None:
+                base = SharedBase.of(previous.base, staged.region.address, staged.region.nbytes)
+            if base is None or not isinstance(staged, StagedState):
+                staged.release()
+            else:
+                last = child.share(next(self._tickets), staged)
+        child.send(TakeState(state, last, base))
+
+    def give_state(self) -> tuple[RunState, LastSave | None]:
+        """Hand the run over to the engine of the training process. After the death of the saver it continues from less."""
+        child = self._child
+        if child is not None:
+            child.send(GiveState())
+            answer = child.answer()
+            if isinstance(answer, StateGiven):
+                self._known, child.claim = RunState(), None
+                return answer.state, child.last_save(answer)
+        self._lose()
+        state, self._known = self._known, RunState()
+        return state, None
+
+    def closing(self, *, in_flight: bool) -> None:
+        """Announce `close`: saves in flight must not begin a new period of the timeout. From any thread."""
+        if self._owner.is_this_process and self._child is not None:
+            self._child.send(Closing(in_flight))
+
+    def close(self) -> bool:
+        """Release the run, and end the process. Idempotent. Returns False if the process has died with the run."""
+        if not self._owner.is_this_process or self._child is None:
+            return True
+        child = self._child
+        child.send(Close())
+        if not isinstance(child.answer(), Closed) and child.claim is not None:
+            return False
+        child.stop(patience=_END_SECONDS)
+        self._child = None
+        return True
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _running(self) -> _Child:
+        if self._child is None:
+            raise AssertionError("the saver was not started")
+        return self._child
+
+    def _lose(self) -> None:
+        """Drop a saver that has died, except for what the next one needs."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.stop(patience=0)
+            is_taken = child.claim is not None
+            # The history of the saves, and whether they have reached the run's URL, is lost.
+            self._known = replace(self._known, claim=child.claim, is_abandoned=is_taken, is_next_full=is_taken)
+
+    def _plan(self, staged: StagedState) -> tuple[PlannedState, bool]:
+        """The plan of the state, and whether it is new."""
+        if self._planned is not None and self._planned[0] == self._planned_structure(staged):
+            return self._planned[1], False
+        # Not the former plan either, if this fails: the saver keeps only the last one.
+        self._planned = None
+        return PlannedState.of(staged.state, staged.region, self._trusted_types), True
+
+    def _planned_structure(self, staged: StagedState) -> Structure:
+        if staged.structure is None:
+            raise AssertionError("the stager describes the structure")
+        return staged.structure
+
+
+class _Child:
+    """One process: its connection, the thread that receives its messages, and the states that it uses."""
+
+    def __init__(self, url: str, claim: ClaimState | None) -> None:
+        """Raises `SaverUnavailable` if the process cannot start."""
+        self._url = url
+        self.death: str | None = None
+        """How the process has ended; None while it runs."""
+        self.claim = claim
+        # `Ready`, `Refused`, `StateGiven` and `Closed`; None at the end.
+        self._answers: queue.SimpleQueue[object] = queue.SimpleQueue()
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        self._regions: set[int] = set()
+        # By ticket. The methods of a dict are atomic.
+        self._held: dict[int, StagedState] = {}
+        self._inboxes: dict[int, queue.SimpleQueue[object]] = {}
+        self._warned: deque[Warned] = deque()
+        started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._start_and_receive, args=(theirs, started), name="millrace-saver", daemon=True
+        )
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads, or the interpreter is about to end
+            theirs.close()
+            ours.close()
+            raise SaverUnavailable(f"no thread can start ({error})") from error
+        found = started.get()
+        if isinstance(found, OSError):
+            raise SaverUnavailable(f"it cannot start ({found})") from found
+        self.process = found
+
+    def send(self, message: object, region: Region | None = None) -> None:
+        """Send a message. To a process that has ended, nothing is sent: who waits for the answer is notified."""
+        with contextlib.suppress(OSError):
+            self._channel.send(message, None if region is None else region.descriptor)
+
+    def answer(self) -> object:
+        """Wait for the answer to a message that has no ticket. None if the process has ended."""
+        if self.death is None:
+            return self._answers.get()
+        with contextlib.suppress(queue.Empty):
+            return self._answers.get_nowait()
+        return None
+
+    def share(self, ticket: int, staged: StagedState) -> SharedState:
+        """Make the memory of a state known to the process, and keep it until the process releases it."""
+        self._held[ticket] = staged
+        self._inboxes[ticket] = queue.SimpleQueue()
+        region = staged.region
+        for number in self._regions - {each.number for each in regions()}:
+            self._regions.discard(number)
+            self.send(DropRegion(number))
+        if region is not None and region.number not in self._regions:
+            self._regions.add(region.number)
+            self.send(MapRegion(region.number, region.nbytes), region)
+        if self.death is not None:
+            self._release_all()
+        return SharedState(ticket, None if region is None else region.number, staged.nbytes, staged.seconds)
+
+    def wait(self, ticket: int, report: Report | None, what: str) -> object:
+        """Wait for the next result of a save, and report its progress. Raises `SaverDiedError`."""
+        inbox = self._inboxes[ticket]
+        if self.death is not None:
+            inbox.put(None)
+        while isinstance(message := inbox.get(), Progressed):
+            if report is not None:
+                report(message.progress)
+            self.send(Acknowledge(ticket))
+        self._warn()
+        if message is None:
+            raise self.died(what)
+        return message
+
+    def upload(self, ticket: int, step: int, report: Report | None) -> SaveResult:
+        """Wait for the upload of a save. Raises errors of the upload, and `SaverDiedError`."""
+        try:
+            found = self.wait(ticket, report, f"the upload of step {step}")
+        finally:
+            self.drop(ticket)
+        if not isinstance(found, Uploaded):
+            raise AssertionError("an upload ends with its result")
+        if found.error is not None:
+            raise found.error
+        if found.result is None:
+            raise AssertionError("an upload without an error has a result")
+        return found.result
+
+    def drop(self, ticket: int) -> None:
+        """Expect no further results of a save."""
+        self._inboxes.pop(ticket, None)
+
+    def last_save(self, given: StateGiven) -> LastSave | None:
+        """The last save, of which this process owns the state again."""
+        staged = None if given.ticket is None else self._held.pop(given.ticket, None)
+        if staged is None or given.base is None:
+            return None
+        region = staged.region
+        return LastSave(given.base.base(0 if region is None else region.address, staged), staged)
+
+    def died(self, what: str) -> SaverDiedError:
+        """The error of what was in progress when the process ended."""
+        return SaverDiedError(
+            f"the saver process {self.process.pid} of {self._url} ended during {what} ({self.death})",
+            next_step="save again, which starts another saver; see stderr and the kernel's log for the cause",
+        )
+
+    def stop(self, *, patience: float) -> None:
+        """Wait for the end of the process, then kill it. Idempotent."""
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self._channel.shut_down()
+        self.process.wait()
+        if threading.current_thread() is not self._thread:  # where the collector may have ended up
+            self._thread.join()
+        self._channel.close()
+
+    # --- in the thread ----------------------------------------------------------------------------
+
+    def _start_and_receive(
+        self, theirs: socket.socket, started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError]
+    ) -> None:
+        """Run the process: it ends with the thread that starts it."""
+        try:
+            process = _spawn(theirs.fileno())
+        except OSError as error:
+            self._channel.close()
+            started.put(error)
+            return
+        finally:
+            theirs.close()
+        started.put(process)
+        self._receive(process)
+
+    def _receive(self, process: subprocess.Popen[bytes]) -> None:
+        problem = ""
+        try:
+            while True:
+                self._handle(self._channel.receive())
+        except (EOFError, OSError):
+            pass  # it has ended
+        except Exception as error:  # noqa: BLE001 - a message that cannot be unpickled: the process is of no use
+            problem = f"{type(error).__name__}: {error!s:.200}"
+            process.kill()
+        self._channel.shut_down()
+        status = process.wait()
+        self.death = problem or (signal.Signals(-status).name if status < 0 else f"exit status {status}")
+        self._release_all()
+        for inbox in list(self._inboxes.values()):
+            inbox.put(None)
+        self._answers.put(None)
+
+    def _handle(self, message: Any) -> None:
+        if isinstance(message, Emitted):
+            emit(message.event)
+        elif isinstance(message, Logged):
+            record = logging.makeLogRecord(dict(message.record))
+            logging.getLogger(record.name).handle(record)
+        elif isinstance(message, Warned):
+            self._warned.append(message)
+        elif isinstance(message, Progressed | Saved | Uploaded):
+            self._inboxes[message.ticket].put(message)
+        elif isinstance(message, Released):
+            staged = self._held.pop(message.ticket, None)
+            if staged is not None:
+                staged.release()
+        elif isinstance(message, Claimed):
+            self.claim = message.claim
+        elif isinstance(message, Ready | Refused | StateGiven | Closed):
+            self._answers.put(message)
+        else:
+            raise UsageError(f"an unknown message of the saver: {type(message).__name__}")
+
+    def _release_all(self) -> None:
+        while self._held:
+            with contextlib.suppress(KeyError):  # the other thread took it
+                self._held.popitem()[1].release()
+
+    def _warn(self) -> None:
+        """Repeat the warnings of the saver in this thread. A filter may make an error of one."""
+        while self._warned:
+            warned = self._warned.popleft()
+            warnings.warn(warned.text, warned.category, stacklevel=2)
+
+
+def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
+    """Start the process. Raises `OSError`."""
+    parent = os.getpid()
+    # Relative to the whole process: the current thread may have a lower priority already.
+    niceness = min(19, os.getpriority(os.PRIO_PROCESS, parent) + _NICENESS)
+    without = ("PYTHONWARNINGS", "PYTHONSTARTUP", "PYTHONINSPECT")
+    return subprocess.Popen(
+        # Not `multiprocessing`, which imports the script of the user.
+        [sys.executable, "-P", "-c", _CODE, str(descriptor), str(niceness), str(parent)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[descriptor],
+        # Signals to the parent's process group must not reach the child.
+        start_new_session=True,
+        env={
+            **{name: value for name, value in os.environ.items() if name not in without},
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path if isinstance(path, str)),
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+    )
+
+
+def _end(parent: int, child: _Child) -> None:
+    if os.getpid() == parent:  # not in a fork of the parent
+        child.process.kill()
+        child.stop(patience=_END_SECONDS)

@@ -1,0 +1,272 @@
+"""The messages between a training process and its saver process: pickles over a Unix socket, each after its length.
+
+State dicts are not sent: their tensors are in shared memory, whose descriptors are sent once.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.checkpoint.run.claims import ClaimState
+from millrace.checkpoint.run.engine import SaveRequest
+from millrace.checkpoint.run.processes import Process
+from millrace.checkpoint.run.run_saver import RunState, Written
+from millrace.checkpoint.run.saving import SaveProgress, SaveResult
+from millrace.checkpoint.writing.shared_plan import SharedBase, SharedObject, SharedPlan
+from millrace.events import Event
+
+_LENGTH = struct.Struct("<Q")
+_FDS_AT_ONCE = 16
+
+
+# --- from the training process --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The first message: pickled `EngineOptions`, and the process for which the saver acts. The reply is `Ready` or
+    `Refused`.
+    """
+
+    options: bytes
+    process: Process
+
+
+@dataclass(frozen=True, slots=True)
+class MapRegion:
+    """Map shared memory, whose descriptor comes with the message."""
+
+    number: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropRegion:
+    """The memory was freed."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewPlan:
+    """The plan of the saves from now on."""
+
+    plan: SharedPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """A staged state. `ticket` names it in both processes until `Released`; `region` is None without tensors."""
+
+    ticket: int
+    region: int | None
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Save a state by the last plan. The replies are `Saved` and, if the save is near only, `Uploaded`."""
+
+    state: SharedState
+    request: SaveRequest
+    objects: list[SharedObject]
+    damaged: tuple[str, ...]
+    wants_progress: bool
+    log_level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """The progress of a save was reported."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartOver:
+    """A restore: the next save is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakeState:
+    """Continue after another saver of the run."""
+
+    state: RunState
+    last: SharedState | None
+    base: SharedBase | None
+
+
+@dataclass(frozen=True, slots=True)
+class GiveState:
+    """Give up the run. The reply is `StateGiven`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """`Close` follows when the saves in flight have ended; they must not begin a new period of the timeout."""
+
+    in_flight: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Release the run, and end. The reply is `Closed`."""
+
+
+# --- from the saver process -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The saver has started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The options cannot be unpickled there."""
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """An event."""
+
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A log record, without objects of the saver."""
+
+    record: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """A warning."""
+
+    text: str
+    category: type[Warning]
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """The progress of a save. The saver waits for `Acknowledge`."""
+
+    ticket: int
+    progress: SaveProgress
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The save has ended, with a result or an error."""
+
+    ticket: int
+    written: Written | None
+    error: Exception | None
+    damaged: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """The upload of a save has ended, with a result or an error."""
+
+    ticket: int
+    result: SaveResult | None
+    error: Exception | None
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The state is not needed any more."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """The saver has taken the run."""
+
+    claim: ClaimState
+
+
+@dataclass(frozen=True, slots=True)
+class StateGiven:
+    """The state of the run, and of the last save."""
+
+    state: RunState
+    ticket: int | None
+    base: SharedBase | None
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The run was released."""
+
+
+class Channel:
+    """Sends and receives messages. `send` may be called from several threads, `receive` from one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._sending = threading.Lock()
+        self._descriptors: deque[int] = deque()
+
+    def send(self, message: object, descriptor: int | None = None) -> None:
+        """Raises `OSError` when the other side has closed, and errors of pickle, after which the channel still works."""
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        length = _LENGTH.pack(len(data))
+        with self._sending:
+            if descriptor is None:
+                self._socket.sendall(length + data if len(data) < _LENGTH.size << 10 else length)
+                if len(data) >= _LENGTH.size << 10:
+                    self._socket.sendall(data)
+            else:
+                socket.send_fds(self._socket, [length], [descriptor])
+                self._socket.sendall(data)
+
+    def receive(self) -> object:
+        """The next message. Raises `EOFError` when the other side has closed, `OSError`, and errors of pickle."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        return pickle.loads(self._read(length))
+
+    def take_descriptor(self) -> int:
+        """The oldest received descriptor, which the caller closes."""
+        return self._descriptors.popleft()
+
+    def shut_down(self) -> None:
+        """End the connection, so that `receive` returns in another thread."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it has ended already
+
+    def close(self) -> None:
+        """Close the descriptor. No thread may use the channel any more."""
+        self._socket.close()
+
+    def _read(self, nbytes: int) -> bytearray:
+        data = bytearray(nbytes)
+        view, received = memoryview(data), 0
+        while received < nbytes:
+            if nbytes == _LENGTH.size:
+                # Descriptors come with the first byte of a length.
+                part, descriptors, _, _ = socket.recv_fds(self._socket, nbytes - received, _FDS_AT_ONCE)
+                self._descriptors.extend(descriptors)
+                view[received : received + len(part)] = part
+                count = len(part)
+            else:
+                count = self._socket.recv_into(view[received:])
+            if not count:
+                raise EOFError("the other side has closed")
+            received += count
+        return data

@@ -1,0 +1,313 @@
+"""The saver process of a manager that dies, whose training process dies, or that receives signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.runs import assert_whole, local_run
+from tests.support.savers import KILLED_AFTER, is_gone, pid_of, savers_with
+from tests.support.waiting import wait_until
+
+from millrace.checkpoint import CheckpointManager
+from millrace.checkpoint.run import saver_process
+from millrace.errors import RunTakenError, SaverDiedError, UsageError
+from millrace.events import Event
+
+
+def state(value: float) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    return {"w": torch.randn(400_000, generator=generator) * value, "b": torch.full((7,), value), "note": value}
+
+
+def check(run: CheckpointManager, step: int, value: float) -> None:
+    found = {"w": torch.zeros(400_000), "b": torch.zeros(7), "note": 0.0}
+    assert run.restore(found, step) == step
+    wanted = state(value)
+    assert torch.equal(found["w"], wanted["w"])
+    assert torch.equal(found["b"], wanted["b"])
+    assert found["note"] == value
+
+
+@pytest.mark.parametrize("operations", [0, 2, 4, 5, 6, 8])
+def test_saver_killed_during_a_save_fails_it_and_the_next_save_works(tmp_path: Path, operations: int) -> None:
+    with CheckpointManager(tmp_path / "run", keep=2) as run:
+        run.save(1, state(1.0))
+        run.save(2, state(1.5))
+        with savers_with(KILLED_AFTER.format(operations=operations)):
+            pending = run.save_async(3, state(2.0))
+            error = pending.exception()
+        died = error is not None
+        if died:
+            assert isinstance(error, SaverDiedError)
+            assert "SIGKILL" in error.message
+            assert f"{tmp_path}/run ended during the save of step 3" in error.message
+            again = pickle.loads(pickle.dumps(error))
+            assert (type(again), str(again)) == (type(error), str(error))
+        assert_whole(local_run(tmp_path / "run"))
+        # The same step: whether it was published just before the end is not known.
+        assert run.save_async(3, state(3.0)).exception() is None
+        assert run.save_async(4, state(4.0)).result() is not None
+        check(run, 3, 3.0)
+        check(run, 4, 4.0)
+        assert run.steps()[-2:] == [3, 4]
+        assert_whole(local_run(tmp_path / "run"))
+    names = {path.name for path in (tmp_path / "run").iterdir() if path.is_dir()}
+    complete = {path.parent.name for path in (tmp_path / "run").glob("step-*/manifest.millrace")}
+    needed = {file.parts[0] for name in complete for file in _siblings(tmp_path / "run" / name)}
+    assert names == complete | needed, "the files of the killed save were removed"
+    assert died or operations == 8
+
+
+def _siblings(place: Path) -> list[Path]:
+    from millrace.checkpoint.storage.manifests import read_manifest
+    from millrace.checkpoint.storage.storage import open_storage
+
+    files = read_manifest(open_storage(place)).manifest.files
+    return [Path(file.name.removeprefix("../")) for file in files if file.name.startswith("../")]
+
+
+def test_killed_saver_does_not_take_the_run_back(tmp_path: Path, events: list[Event]) -> None:
+    old = CheckpointManager(tmp_path / "run")
+    old.save_async(1, state(1.0)).result()
+    with CheckpointManager(tmp_path / "run") as new:
+        new.save(2, state(2.0))
+        os.kill(pid_of(old), signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises((SaverDiedError, RunTakenError)) as caught:
+                old.save_async(3, state(3.0)).result()
+            if isinstance(caught.value, RunTakenError):
+                break
+        assert isinstance(caught.value, RunTakenError)
+        new.save(3, state(4.0))
+        check(new, 3, 4.0)
+    old.close()
+    assert "run.save.ended" in {event.name for event in events}
+
+
+def test_idle_saver_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save_async(1, state(1.0)).result()
+        first = pid_of(run)
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: run._saver._child.death is not None)
+        # Nothing was in flight.
+        assert run.save_async(2, state(2.0)).exception() is None
+        assert pid_of(run) != first
+        with pytest.raises(UsageError, match="step 1 is not beyond step 2"):
+            run.save_async(1, state(3.0)).result()
+        # A synchronous save after the death of the saver, too.
+        os.kill(pid_of(run), signal.SIGKILL)
+        assert run.save(3, state(3.0)).step == 3
+        check(run, 2, 2.0)
+        check(run, 3, 3.0)
+
+
+def test_close_after_the_death_of_the_saver_releases_the_run(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save_async(1, state(1.0)).result()
+        (claim,) = (tmp_path / "run").glob("writer-*")
+        assert not json.loads(claim.read_bytes())["released"]
+        os.kill(pid_of(run), signal.SIGKILL)
+    assert json.loads(claim.read_bytes())["released"]
+
+
+def test_saver_that_cannot_start_again_leaves_the_run_to_threads(
+    tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save_async(1, state(1.0)).result()
+        saver = run._saver
+        os.kill(pid_of(run), signal.SIGKILL)
+        wait_until(lambda: saver._child.death is not None)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
+        assert run.save_async(2, state(2.0)).exception() is None
+        assert run.save_async(3, state(3.0)).exception() is None
+        check(run, 2, 2.0)
+        check(run, 3, 3.0)
+    assert [event.name for event in events].count("run.saver.unavailable") == 1
+    assert [path.name for path in (tmp_path / "run").glob("writer-*")] == ["writer-000000000001.json"]
+
+
+def test_saver_killed_during_an_upload_is_an_error_and_the_next_save_uploads_both(tmp_path: Path) -> None:
+    stop = """
+import os, signal
+from millrace.checkpoint.run.uploading import Uploader
+Uploader.upload = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with CheckpointManager(tmp_path / "run", local=tmp_path / "near") as run:
+        with savers_with(stop):
+            pending = run.save_async(1, state(1.0))
+            assert pending.near.result() is not None
+            assert isinstance(pending.exception(), SaverDiedError)
+        assert run.save_async(2, state(2.0)).result() is not None
+    with CheckpointManager(tmp_path / "run") as far:
+        assert far.steps() == [1, 2]
+        check(far, 1, 1.0)
+        check(far, 2, 2.0)
+
+
+def test_failed_thread_of_the_saver_ends_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    broken = """
+from millrace.checkpoint.run import engine
+class Collapse(BaseException): pass
+def collapse(*arguments): raise Collapse("a defect")
+engine.SaveEngine.save = collapse
+"""
+    with CheckpointManager(tmp_path / "run") as run, savers_with(broken):
+        error = run.save_async(1, state(1.0)).exception()
+    assert isinstance(error, SaverDiedError)
+    assert "exit status 1" in error.message
+    assert "a defect" in capfd.readouterr().err
+
+
+def test_unexpected_error_in_the_saver_keeps_its_type_and_traceback(tmp_path: Path) -> None:
+    broken = """
+from millrace.checkpoint.run import run_saver
+def fails(*arguments): raise ZeroDivisionError("a defect")
+run_saver.RunSaver._order = fails
+"""
+    with CheckpointManager(tmp_path / "run") as run, savers_with(broken):
+        error = run.save_async(1, state(1.0)).exception()
+        assert isinstance(error, ZeroDivisionError)
+        assert "in fails" in "".join(error.__notes__)
+
+
+# --- the end of the training process --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_saver_of_a_killed_training_process_ends(tmp_path: Path, forks: bool) -> None:
+    code = f"""
+        import os, signal, sys, time, torch
+        from millrace.checkpoint import CheckpointManager
+        run = CheckpointManager({str(tmp_path / "run")!r})
+        run.save_async(1, {{"w": torch.ones(500_000)}}).result()
+        if {forks} and os.fork() == 0:
+            # Holds this process's end of the socket.
+            os.close(1)
+            time.sleep(600)
+            os._exit(0)
+        for step in range(2, 50):
+            run.save_async(step, {{"w": torch.randn(3_000_000)}})
+            print(run._saver.pid, flush=True)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as parent:
+        assert parent.stdout is not None
+        saver = int(parent.stdout.readline())
+        parent.stdout.readline()
+        assert not is_gone(saver)
+        parent.kill()
+        parent.wait()
+        try:
+            wait_until(lambda: is_gone(saver))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(parent.pid, signal.SIGKILL)
+    assert_whole(local_run(tmp_path / "run"))
+    with CheckpointManager(tmp_path / "run") as run:
+        newest = run.latest()
+        assert newest is not None
+        run.save(newest + 1, {"w": torch.zeros(3)})
+        assert run.latest() == newest + 1
+
+
+def test_end_of_the_script_waits_for_the_save_and_ends_the_saver(tmp_path: Path) -> None:
+    """Without a guard of the main module, without `close`, and with an exception at the end."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import torch
+        from millrace.checkpoint import CheckpointManager
+        run = CheckpointManager({str(tmp_path / "run")!r})
+        run.save_async(1, {{"w": torch.ones(3_000_000)}})
+        run.save_async(2, {{"w": torch.randn(3_000_000)}})
+        print(run._saver.pid, flush=True)
+        raise SystemExit("the loop failed")
+        """)
+    )
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert ended.stderr == "the loop failed\n"
+    assert is_gone(int(ended.stdout))
+    with CheckpointManager(tmp_path / "run") as run:
+        assert run.steps() == [1, 2]
+
+
+# --- signals --------------------------------------------------------------------------------------
+
+INTERRUPTED = """
+import os, signal, sys, time, torch
+from millrace.checkpoint import CheckpointManager
+run = CheckpointManager(sys.argv[1])
+run.save_async(1, {"w": torch.ones(3)}).result()
+pending = run.save_async(2, {"w": torch.ones(20_000_000)})
+print(run._saver.pid, flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    print(pending.result().step, flush=True)
+    run.close()
+"""
+
+
+def test_ctrl_c_during_a_save_does_not_end_it(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as child:
+        assert child.stdout is not None
+        saver = int(child.stdout.readline())
+        # As a terminal does, to the whole group; and to the saver, as a scheduler does to all processes of a job.
+        os.killpg(child.pid, signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            os.kill(saver, number)
+        assert child.stdout.read().split() == ["interrupted", "2"]
+        assert child.wait() == 0
+    assert is_gone(saver)
+
+
+def test_saver_has_a_low_priority(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save_async(1, state(1.0)).result()
+        expected = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+        assert os.getpriority(os.PRIO_PROCESS, pid_of(run)) == expected
+
+
+def test_saver_without_a_training_process_ends() -> None:
+    """It was killed before the saver had asked the kernel to be ended with it."""
+    ended = subprocess.run(
+        [sys.executable, "-c", saver_process._CODE, "0", "0", "1"], capture_output=True, timeout=300, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_fork_during_a_save_does_not_affect_it(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save_async(1, state(1.0)).result()
+        os.kill(pid_of(run), signal.SIGSTOP)
+        pending = run.save_async(2, state(2.0))
+        worker = os.fork()
+        if worker == 0:
+            # As a data loader's worker that ends with all its objects.
+            run.close()
+            del run, pending
+            os._exit(0)
+        os.kill(pid_of(run), signal.SIGCONT)
+        assert os.waitpid(worker, 0)[1] == 0
+        assert pending.result() is not None
+        check(run, 2, 2.0)
