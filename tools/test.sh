@@ -23,7 +23,8 @@ fi
 # paths must be short.
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/millrace-test.XXXXXX") || exit 1
 # etcd waits for the disk at each write, and its clients do not wait long: its data is in memory where there is room.
-if (($(df --output=avail /dev/shm 2>/dev/null | tail -n 1) > 2000000)); then
+free_memory=$(df --output=avail /dev/shm 2>/dev/null | tail -n 1)
+if ((${free_memory:-0} > 2000000)); then
   TEST_MEMORY_DIR=$(mktemp -d /dev/shm/millrace-test.XXXXXX) && export TEST_MEMORY_DIR
 fi
 trap 'rm -rf "$scratch" "${TEST_MEMORY_DIR-}"' EXIT
