@@ -131,7 +131,7 @@ def stock(threads: int, extension: str | None = None, *, sync_files: bool = True
         extensions = {None: None, "zstd": [ZStandard()], "planes": [ZstdPlanes()]}[extension]
         return FileSystemWriter(place, sync_files=sync_files, thread_count=threads, _extensions=extensions)
 
-    return writer, lambda place: FileSystemReader(place, _extension_registry=extension_registry())
+    return writer, lambda place: FileSystemReader(place, _extension_registry=extension_registry(ZStandard))
 
 
 def millrace(threads: int, compression: Any = "typed", **options: Any) -> tuple[Opener, Opener]:

@@ -82,6 +82,16 @@ def decompress(stored: Buffer, nbytes: int) -> bytes:
     raise CorruptCheckpointError(f"a compressed frame of {memoryview(stored).nbytes} bytes cannot hold {nbytes}")
 
 
+class _ForwardReader(zstd.ZstdFile):
+    """Not seekable: torch would read an archive from its end, and each step back decompresses it from the beginning."""
+
+    def seekable(self) -> bool:
+        return False
+
+
 def reader(source: IO[bytes]) -> IO[bytes]:
-    """A stream of what the frames in `source` hold. Not thread-safe. A damaged frame raises the library's errors."""
-    return cast("IO[bytes]", zstd.ZstdFile(source))
+    """A stream of what the frames in `source` hold, to be read once from the beginning.
+
+    Not thread-safe. A damaged frame raises the library's errors.
+    """
+    return cast("IO[bytes]", _ForwardReader(source))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 import zstandard
@@ -97,3 +99,19 @@ def test_rows_of_different_scale_are_coded_in_short_blocks():
 
 def test_plane_of_one_scale_is_coded_in_long_blocks(plane):
     assert PlaneCodec()._encode_plane(plane, Effort.TYPED)[1] == zstd.without_matches().compress(plane.data)
+
+
+def test_stream_of_frames_is_read_once_as_torch_reads_it(plane):
+    """Torch copies a stream that cannot be sought, and seeks to the end of any other one."""
+    frames = zstd.at_level(1).compress(plane.data) * 2
+    read = []
+
+    class Source(io.BytesIO):
+        def read(self, size=-1, /):
+            read.append(super().read(size))
+            return read[-1]
+
+    stream = zstd.reader(Source(frames))
+    assert not stream.seekable()
+    assert stream.read(-1) == plane.tobytes() * 2
+    assert sum(map(len, read)) == len(frames)
