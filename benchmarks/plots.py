@@ -1,6 +1,6 @@
 """Draws the plots of the documentation from the JSON of benchmark runs.
 
-    python -m benchmarks opens checkpoint_sizes --json docs/figures/results.json
+    python -m benchmarks opens --json docs/figures/results.json
     python -m benchmarks.plots
 
 Reads `docs/figures/results.json`, a list of results of `python -m benchmarks --json`, and writes a page of SVG for each plot
@@ -56,19 +56,6 @@ PLOTS = (
             "fsspec filecache over s3fs": "fsspec, local files",
             "fsspec blockcache over s3fs": "fsspec, local files",
         },
-    ),
-    Plot(
-        file="figures-checkpoint-sizes.svg",
-        case="checkpoint_sizes",
-        title="Stored bytes of a checkpoint, to the bytes of the tensors (lower is better)",
-        figure="size to raw",
-        phases={
-            "save bf16": "bf16 weights",
-            "save fp32": "fp32 weights",
-            "save fp32 + Adam": "fp32 weights and Adam",
-            "save bf16 + Adam": "bf16 weights and Adam",
-        },
-        contenders={"Millrace": None, "Millrace max": None, "stock ZStandard": None},
     ),
 )
 

@@ -96,7 +96,7 @@ def test_doctor_with_url_reports_whether_its_origin_is_reachable(
     (tmp_path / "data" / "x").write_text("x")
     _, checks = doctor(capsys, f"file://{tmp_path}/data", "--cache-dir", str(tmp_path))
     assert checks["origin"]["state"] == "ok"
-    assert ": 1 objects" in checks["origin"]["detail"]
+    assert "directly below: 1" in checks["origin"]["detail"]
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "geheim")
     with socket.socket() as closed:

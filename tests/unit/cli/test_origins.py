@@ -52,7 +52,7 @@ def test_commands_with_hub_data_set_load_list_and_pin_it(
     assert ": 0 B fetched" in millrace("load", root)
     assert millrace("ls", "hf://datasets/user/set") == f"{root}/x.bin\n{root}/y.bin\n"
     assert millrace("pin", root) == f"pinned {root}\n"
-    assert f"{root}: 2 objects and folders" in millrace("doctor", root)
+    assert f"{root}: objects and folders directly below: 2" in millrace("doctor", root)
 
 
 def test_commands_with_web_server_load_list_and_check_it(millrace: Any) -> None:
@@ -60,7 +60,7 @@ def test_commands_with_web_server_load_list_and_check_it(millrace: Any) -> None:
         web.put("/d/x.bin", b"z" * 1000)
         assert millrace("load", f"{web.url}/d/").startswith("1 object, 1.00 kB")
         assert millrace("ls", f"{web.url}/d") == f"{web.url}/d/x.bin\n"
-        assert "1 objects and folders" in millrace("doctor", f"{web.url}/d/")
+        assert "objects and folders directly below: 1" in millrace("doctor", f"{web.url}/d/")
         assert "has no endpoint" in millrace("load", f"{web.url}/d/", "--endpoint-url", "http://127.0.0.1:9", code=1)
 
 
