@@ -423,13 +423,14 @@ class CheckpointManager:
         waited = self._runner.drain()
         figures, notes = self._ranks.run_on_all(lambda: (_check_metrics(metrics), _check_user(user)))
         self._ranks.run_on_first(lambda: self._engine.retention.warn_of_mistakes(step, figures, self._last_save))
+        began = time.monotonic()
         staged = self._stage(state)
         request = SaveRequest(step=step, metrics=figures, user=notes, waited_seconds=waited)
         tiered = None if self._tiers.local is None else TieredSave(step)
 
         def work(report: Report) -> SaveResult:
             written, upload = self._save(request, staged, report, is_async=is_async)
-            self._newest_saved, self._last_save = step, (step, time.monotonic())
+            self._newest_saved, self._last_save = step, (step, began)
             if tiered is not None and written.is_near:
                 # This thread waits for the upload in flight, and so does the next save.
                 tiered.continue_with(self._upload_runner.submit(step, upload, on_progress=self._on_progress))

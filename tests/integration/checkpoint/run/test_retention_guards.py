@@ -238,7 +238,7 @@ def test_policy_that_fails_is_reported_once_and_ends_no_save(
             run.save(step, state_of(step))
         (failure,) = (event for event in events if event.name == "run.prune.failed")
         assert "policy Custom" in failure.detail
-        assert run._retention.make_room(run._run) == 0
+        assert run._engine.retention.make_room(run._run) == 0
         with pytest.raises(UsageError, match="policy Custom"):
             run.prune()
         assert run.steps() == [1, 2, 3]
