@@ -20,7 +20,6 @@ SOURCE = Path(__file__).parents[2] / "src" / "millrace"
 # Names that the code composes.
 COMPOSED = {
     *(f"cluster.member.{what}" for what in ("here", "leaving", "lost")),
-    *(f"checkpoint.encoder.{what}" for what in ("lost", "start")),
     "cache.store.rebuilding",
     "cache.store.rebuilt",
     "run.base.damaged",

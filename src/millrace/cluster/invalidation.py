@@ -118,7 +118,7 @@ class Invalidations:
                 except RuntimeError:  # the interpreter is ending
                     self._pending.clear()
         if dropped:
-            emit(Event(name="peer.untold", subject=identity, detail=f"{dropped} keys, of too many"))
+            emit(Event(name="peer.invalidation_dropped", subject=identity, detail=f"{dropped} keys, of too many"))
 
     def _run(self) -> None:
         try:
@@ -157,7 +157,7 @@ class Invalidations:
                     del self._pending[member_id, identity, key]
         # Members and readers may have requested the old metadata from it in between, and cached it.
         self._send_all([each for each in members if each.id != member_id], identity, keys)
-        emit(Event(name="peer.told_late", subject=member_id, detail=f"{len(keys)} keys of {identity}"))
+        emit(Event(name="peer.invalidation_late", subject=member_id, detail=f"{len(keys)} keys of {identity}"))
 
 
 def record_failure(cluster: Cluster, member: Member, error: PeerError) -> None:

@@ -97,7 +97,7 @@ class DrainCoordinator:
                 self._cluster.client.call(member, method, path, body, deadline=_REQUEST_SECONDS)
             except MillraceError as error:
                 if not repeated:
-                    emit(Event(name="cluster.member.unheard", subject=member.address, detail=str(error)))
+                    emit(Event(name="cluster.member.no_response", subject=member.address, detail=str(error)))
                 if isinstance(error, PeerSilentError):
                     self._gone.add(member.id)
                 return False
