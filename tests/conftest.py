@@ -32,9 +32,11 @@ _MANY_OBJECTS = 50_000
 _number_of_bucket = itertools.count()
 _number_of_home = itertools.count()
 
-# No test is timed: the duration of an example depends on the load of the machine.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+# No test is timed: the duration of an example depends on the load of the machine. The examples are the same in every run,
+# so that a failure is that of the change; `make test-all ARGS=--hypothesis-profile=random` looks for new ones.
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("random", deadline=None)
+settings.load_profile("same")
 
 
 @pytest.fixture(autouse=True, scope="session")
