@@ -160,8 +160,13 @@ class SharedLocks:
     def release(self, number: int) -> None:
         """Release a lock."""
         with self._beating:  # a beat must not replace the sign of the next holder
-            self._held.discard(number)
-            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, number, 1, 0))
+            try:
+                self._held.discard(number)
+                fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, number, 1, 0))
+            except BaseException:
+                if self._descriptor >= 0:  # an interrupt: the file may be locked still
+                    self._held.add(number)
+                raise
 
     def let_go(self, number: int) -> None:
         """Release a lock if this process has it, also after an interrupt in `acquire`, and in spite of one here."""
@@ -308,8 +313,12 @@ class FileLock(SharedLocks):
         self.threads = threading.Lock()
 
     def __enter__(self) -> None:
-        if not self.acquire(0, limit=self._limit, pauses=_FILE_LOCK_PAUSES):
-            raise StoppedHolderError(self._holder)
+        try:
+            if not self.acquire(0, limit=self._limit, pauses=_FILE_LOCK_PAUSES):
+                raise StoppedHolderError(self._holder)
+        except BaseException:  # also an interrupt right after the file was locked
+            self.release(0)
+            raise
 
     def __exit__(self, *_: object) -> None:
         self.release(0)

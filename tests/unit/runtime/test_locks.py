@@ -1,6 +1,7 @@
 import fcntl
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -170,6 +171,36 @@ def test_file_lock_that_an_interrupt_left_locked_becomes_free(tmp_path: Path, mo
         pass
     with lock.threads, lock:
         pass
+    for each in (lock, other):
+        each.close()
+
+
+@pytest.mark.parametrize("at", [fcntl.F_WRLCK, fcntl.F_UNLCK], ids=["lock", "unlock"])
+def test_file_lock_is_free_after_an_interrupt_next_to_a_system_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """A Ctrl-C is raised after the call that locks the file, or before the one that unlocks it."""
+    path = tmp_path / "lock"
+    lock, other = FileLock(path, "a process"), FileLock(path, "another one", limit=60.0)
+    call, interrupts = fcntl.fcntl, [at]
+
+    def interrupted(descriptor: int, command: int, argument: bytes) -> object:
+        found = interrupts and struct.unpack_from("h", argument)[0] == at
+        if found and at == fcntl.F_UNLCK:
+            interrupts.clear()
+            raise KeyboardInterrupt
+        result = call(descriptor, command, argument)
+        if found:
+            interrupts.clear()
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(fcntl, "fcntl", interrupted)
+    with pytest.raises(KeyboardInterrupt), lock.threads, lock:
+        pass
+    assert not interrupts
+    lock.beat()
+    assert other.try_acquire(0)
     for each in (lock, other):
         each.close()
 
