@@ -24,6 +24,7 @@ import contextlib
 import fcntl
 import hashlib
 import itertools
+import math
 import os
 import struct
 import threading
@@ -46,6 +47,7 @@ from millrace.runtime.maintenance import TICK_SECONDS, PeriodicThread, Task
 _IDLE_BEATS = 10  # signs are written to an unused file this many times more
 GRACE_SECONDS = 0.3
 """A new holder may have taken a lock and not yet have written its sign; a process that waits looks again after this time."""
+_LOOK_SECONDS = 0.05  # between two looks at the threads of a process
 
 _FLOCK_PAUSES = (0.001, 0.02)
 _NAMED_PAUSES = (0.001, 0.05)
@@ -337,10 +339,17 @@ class Activity:
     """Whether processes run at all: on a machine on which hundreds want a processor, a sign of life may come late."""
 
     def __init__(self) -> None:
-        self._switches: dict[int, int] = {}
+        self._looks: dict[int, tuple[float, int, bool]] = {}  # when, the switches of its threads, and the result
 
     def continues(self, process: int) -> bool:
-        """Whether a thread of a process runs, waits for a processor or a disk, or has run since the last call, if any."""
+        """Whether a thread of a process runs, waits for a processor or a disk, or has run since the last look, if any.
+
+        Looks at intervals only: a process may have several locks that are checked one after the other.
+        """
+        now = time.monotonic()
+        looked, known, result = self._looks.get(process, (-math.inf, -1, False))
+        if now - looked < _LOOK_SECONDS:
+            return result
         running, switches = False, 0
         with contextlib.suppress(OSError):  # it has ended
             for thread in os.listdir(f"/proc/{process}/task"):
@@ -349,8 +358,9 @@ class Activity:
                         name, _, value = line.partition(b":")
                         running = running or (name == b"State" and value.split()[:1] in ([b"R"], [b"D"]))
                         switches += int(value) if name.endswith(b"voluntary_ctxt_switches") else 0
-        known, self._switches[process] = self._switches.get(process), switches
-        return running or known != switches
+        result = running or known != switches
+        self._looks[process] = now, switches, result
+        return result
 
     def any_holder_continues(self, descriptor: int) -> bool:
         """The same of the processes that have a lock (`flock`, `lockf`) of a file. False where none can be found."""

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import StorageError
-from millrace.runtime.locks import FileLock, NamedLocks, SharedLocks, lock_number, locked_directory
+from millrace.runtime.locks import (
+    FileLock,
+    NamedLocks,
+    SharedLocks,
+    SilenceCheck,
+    lock_number,
+    locked_directory,
+    this_process,
+)
 
 HOLD = (
     "import pathlib, sys; from millrace.runtime.locks import FileLock;"
@@ -244,6 +252,21 @@ def test_file_lock_of_a_killed_parent_is_free_while_its_child_runs(tmp_path: Pat
                 os.kill(child, 0)  # it lives
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_running_process_is_silent_for_none_of_its_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is too slow to write its signs, as on a busy machine; later it does not run at all."""
+    for name, seconds in {"SILENCE_SECONDS": 0.0, "GRACE_SECONDS": 0.0, "_LOOK_SECONDS": 600.0}.items():
+        monkeypatch.setattr(f"millrace.runtime.locks.{name}", seconds)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        check = SilenceCheck(lambda number: (1, process.pid, this_process()[1]), {})
+        assert [check.is_silent(number) for number in range(3)] == [False, False, False]
+        process.send_signal(signal.SIGSTOP)
+        assert os.waitpid(process.pid, os.WUNTRACED)[1] != 0
+        monkeypatch.setattr("millrace.runtime.locks._LOOK_SECONDS", 0.0)
+        check.is_silent(0)  # it has run since the last look
+        assert [check.is_silent(number) for number in range(3)] == [True, True, True]
+        process.kill()
 
 
 def test_named_lock_held_by_another_thread_is_taken_after_its_release(tmp_path: Path) -> None:
