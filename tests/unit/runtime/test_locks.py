@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -258,7 +259,9 @@ def test_running_process_is_silent_for_none_of_its_locks(monkeypatch: pytest.Mon
     """A process that is too slow to write its signs, as on a busy machine; later it does not run at all."""
     for name, seconds in {"SILENCE_SECONDS": 0.0, "GRACE_SECONDS": 0.0, "_LOOK_SECONDS": 600.0}.items():
         monkeypatch.setattr(f"millrace.runtime.locks.{name}", seconds)
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        while "State:\tS" not in Path(f"/proc/{process.pid}/status").read_text(encoding="ascii"):
+            time.sleep(0.01)
         check = SilenceCheck(lambda number: (1, process.pid, this_process()[1]), {})
         assert [check.is_silent(number) for number in range(3)] == [False, False, False]
         process.send_signal(signal.SIGSTOP)
