@@ -259,7 +259,8 @@ def test_running_process_is_silent_for_none_of_its_locks(monkeypatch: pytest.Mon
     """A process that is too slow to write its signs, as on a busy machine; later it does not run at all."""
     for name, seconds in {"SILENCE_SECONDS": 0.0, "GRACE_SECONDS": 0.0, "_LOOK_SECONDS": 600.0}.items():
         monkeypatch.setattr(f"millrace.runtime.locks.{name}", seconds)
-    with subprocess.Popen(["sleep", "600"]) as process:
+    process = subprocess.Popen(["sleep", "600"])
+    try:
         while "State:\tS" not in Path(f"/proc/{process.pid}/status").read_text(encoding="ascii"):
             time.sleep(0.01)
         check = SilenceCheck(lambda number: (1, process.pid, this_process()[1]), {})
@@ -269,7 +270,9 @@ def test_running_process_is_silent_for_none_of_its_locks(monkeypatch: pytest.Mon
         monkeypatch.setattr("millrace.runtime.locks._LOOK_SECONDS", 0.0)
         check.is_silent(0)  # it has run since the last look
         assert [check.is_silent(number) for number in range(3)] == [True, True, True]
+    finally:
         process.kill()
+        process.wait()
 
 
 def test_named_lock_held_by_another_thread_is_taken_after_its_release(tmp_path: Path) -> None:
