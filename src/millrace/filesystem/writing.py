@@ -197,7 +197,9 @@ class WritingFileSystem(ListingFileSystem):
                 )
             targets.add(self._identity(target))
         files = [source for source, _ in moves if source not in directories]
-        self._changed(*files)  # a newer version than the cached one would be removed and not copied
+        for start in range(0, len(files), _DELETE_KEYS):
+            # A newer version than the cached one would be removed and not copied.
+            self._changed(*files[start : start + _DELETE_KEYS])
         for source, target in moves:
             if source not in directories:
                 self.cp_file(source, target)
