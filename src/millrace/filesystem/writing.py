@@ -163,7 +163,8 @@ class WritingFileSystem(ListingFileSystem):
     def mv(self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
         """Copy files as `copy` does, and then remove those that were copied. A file onto itself stays as it is.
 
-        Raises `IsDirectoryError` for a directory without `recursive`, and `UsageError` for a directory into itself.
+        Raises `IsDirectoryError` for a directory without `recursive`, and `UsageError` for a directory into itself and for
+        two files with one target.
         """
         if isinstance(path1, str) and not recursive and not has_magic(path1) and self.isdir(path1):
             raise IsDirectoryError(f"{self.unstrip_protocol(path1)} is a directory", next_step="pass recursive=True")
@@ -173,9 +174,12 @@ class WritingFileSystem(ListingFileSystem):
             self.copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error="raise")
         finally:
             _planned_copies.reset(token)
-        moves = [(source, target) for source, target in planned if self._identity(source) != self._identity(target)]
+        moves = [pair for pair in dict.fromkeys(planned) if self._identity(pair[0]) != self._identity(pair[1])]
         directories = {source for source, _ in moves if self.isdir(source)}
+        links = sorted(key for key in directories if self._rooted and os.path.islink(key))
+        behind = tuple(f"{link}/" for link in links)
         sources = {self._identity(source) for source, _ in moves}
+        targets: set[str] = set()
         for source, target in moves:
             if source in directories and self._identity(target).startswith(f"{self._identity(source)}/"):
                 raise UsageError(
@@ -186,13 +190,24 @@ class WritingFileSystem(ListingFileSystem):
                     f"{self.unstrip_protocol(target)} would be overwritten before it is moved",
                     next_step="move it first, in a call of its own",
                 )
+            if source not in directories and self._identity(target) in targets:
+                raise UsageError(
+                    f"{self.unstrip_protocol(target)} would be the target of two files",
+                    next_step="move them one by one",
+                )
+            targets.add(self._identity(target))
+        files = [source for source, _ in moves if source not in directories]
+        for start in range(0, len(files), _DELETE_KEYS):
+            # A newer version than the cached one would be removed and not copied.
+            self._changed(*files[start : start + _DELETE_KEYS])
         for source, target in moves:
             if source not in directories:
                 self.cp_file(source, target)
             elif self._rooted:
                 self.makedirs(target, exist_ok=True)
-        self._delete([source for source, _ in moves if source not in directories])
-        self._remove_empty(sorted(directories, reverse=True))
+        # Of a link to a directory only the link is removed, not what it leads to.
+        self._delete([key for key in (*files, *links) if not key.startswith(behind)])
+        self._remove_empty(sorted((key for key in directories if not key.startswith(behind)), reverse=True))
 
     def _identity(self, key: str) -> str:
         """What two names of one file have in common: for local files, the name in the real directory."""

@@ -24,6 +24,7 @@ import contextlib
 import fcntl
 import hashlib
 import itertools
+import math
 import os
 import struct
 import threading
@@ -46,6 +47,7 @@ from millrace.runtime.maintenance import TICK_SECONDS, PeriodicThread, Task
 _IDLE_BEATS = 10  # signs are written to an unused file this many times more
 GRACE_SECONDS = 0.3
 """A new holder may have taken a lock and not yet have written its sign; a process that waits looks again after this time."""
+_LOOK_SECONDS = 0.05  # between two looks at the threads of a process
 
 _FLOCK_PAUSES = (0.001, 0.02)
 _NAMED_PAUSES = (0.001, 0.05)
@@ -160,8 +162,13 @@ class SharedLocks:
     def release(self, number: int) -> None:
         """Release a lock."""
         with self._beating:  # a beat must not replace the sign of the next holder
-            self._held.discard(number)
-            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, number, 1, 0))
+            try:
+                self._held.discard(number)
+                fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, number, 1, 0))
+            except BaseException:
+                if self._descriptor >= 0:  # an interrupt: the file may be locked still
+                    self._held.add(number)
+                raise
 
     def let_go(self, number: int) -> None:
         """Release a lock if this process has it, also after an interrupt in `acquire`, and in spite of one here."""
@@ -308,8 +315,12 @@ class FileLock(SharedLocks):
         self.threads = threading.Lock()
 
     def __enter__(self) -> None:
-        if not self.acquire(0, limit=self._limit, pauses=_FILE_LOCK_PAUSES):
-            raise StoppedHolderError(self._holder)
+        try:
+            if not self.acquire(0, limit=self._limit, pauses=_FILE_LOCK_PAUSES):
+                raise StoppedHolderError(self._holder)
+        except BaseException:  # also an interrupt right after the file was locked
+            self.release(0)
+            raise
 
     def __exit__(self, *_: object) -> None:
         self.release(0)
@@ -328,10 +339,17 @@ class Activity:
     """Whether processes run at all: on a machine on which hundreds want a processor, a sign of life may come late."""
 
     def __init__(self) -> None:
-        self._switches: dict[int, int] = {}
+        self._looks: dict[int, tuple[float, int, bool]] = {}  # when, the switches of its threads, and the result
 
     def continues(self, process: int) -> bool:
-        """Whether a thread of a process runs, waits for a processor or a disk, or has run since the last call, if any."""
+        """Whether a thread of a process runs, waits for a processor or a disk, or has run since the last look, if any.
+
+        Looks at intervals only: a process may have several locks that are checked one after the other.
+        """
+        now = time.monotonic()
+        looked, known, result = self._looks.get(process, (-math.inf, -1, False))
+        if now - looked < _LOOK_SECONDS:
+            return result
         running, switches = False, 0
         with contextlib.suppress(OSError):  # it has ended
             for thread in os.listdir(f"/proc/{process}/task"):
@@ -340,8 +358,9 @@ class Activity:
                         name, _, value = line.partition(b":")
                         running = running or (name == b"State" and value.split()[:1] in ([b"R"], [b"D"]))
                         switches += int(value) if name.endswith(b"voluntary_ctxt_switches") else 0
-        known, self._switches[process] = self._switches.get(process), switches
-        return running or known != switches
+        result = running or known != switches
+        self._looks[process] = now, switches, result
+        return result
 
     def any_holder_continues(self, descriptor: int) -> bool:
         """The same of the processes that have a lock (`flock`, `lockf`) of a file. False where none can be found."""

@@ -45,6 +45,11 @@ MOVES: dict[str, tuple[Callable[[Any, str], object], Any]] = {
         lambda fs, r: fs.mv([f"{r}/d/a", f"{r}/d/b"], [f"{r}/d/b", f"{r}/d/c"]),
         UsageError,
     ),
+    "two files to one name": (lambda fs, r: fs.mv([f"{r}/d/a", f"{r}/d/e/x"], [f"{r}/d/c", f"{r}/d/c"]), UsageError),
+    "one file twice": (
+        lambda fs, r: fs.mv([f"{r}/d/a", f"{r}/d/a"], f"{r}/d/e/"),
+        {"d/e/a": b"A", **{name: value for name, value in FILES.items() if name != "d/a"}},
+    ),
 }
 
 
@@ -97,6 +102,33 @@ def test_move_of_local_directory_takes_empty_ones_along(tmp_path: Path) -> None:
     assert not (tmp_path / "d").exists()
     assert (tmp_path / "new" / "empty").is_dir()
     assert (tmp_path / "new" / "a").read_bytes() == b"A"
+
+
+def test_move_of_object_that_another_client_has_replaced_keeps_the_new_version(
+    s3: S3Server, bucket: str, tmp_path: Path
+) -> None:
+    fs, other = (
+        filesystem("s3", s3.target_options, cache_dir=str(tmp_path / name), min_free=0) for name in ("cache", "other")
+    )
+    fs.pipe_file(f"{bucket}/a", b"old")
+    assert fs.cat_file(f"{bucket}/a") == b"old"
+    other.pipe_file(f"{bucket}/a", b"newer")
+    fs.mv(f"{bucket}/a", f"{bucket}/b")
+    assert other.cat_file(f"{bucket}/b") == b"newer"
+    assert not other.exists(f"{bucket}/a")
+
+
+def test_move_of_directory_keeps_what_its_links_lead_to(tmp_path: Path) -> None:
+    fs = filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0)
+    for name in ("d", "target"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a").write_bytes(name.encode())
+    os.symlink(tmp_path / "target", tmp_path / "d" / "link")
+    fs.mv(f"{tmp_path}/d", f"{tmp_path}/new", recursive=True)
+    assert (tmp_path / "target" / "a").read_bytes() == b"target"
+    assert (tmp_path / "new" / "link" / "a").read_bytes() == b"target"
+    assert (tmp_path / "new" / "a").read_bytes() == b"d"
+    assert not (tmp_path / "d").exists()
 
 
 def test_contents_of_a_link_are_not_removed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from millrace.errors import OriginUnavailableError
 from millrace.origin import open_origin
+from millrace.origin.web import connections
 
 BODY = b"0123456789" * 100
 
@@ -88,3 +90,19 @@ def test_response_with_invalid_length_is_not_taken_as_the_object(length: str) ->
         origin = open_origin("http", {}, limits={"timeout": "1s"})
         with pytest.raises(OriginUnavailableError):
             origin.head(url)
+
+
+def test_forked_child_does_not_shut_down_connections_of_its_parent() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connections._heads[ours] = 0.0  # late
+        try:
+            child = os.fork()
+            if not child:
+                os._exit(int(connections._shut_down_late_heads()))
+            assert os.waitpid(child, 0)[1] == 0
+        finally:
+            del connections._heads[ours]
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1)

@@ -1,9 +1,11 @@
 import fcntl
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from millrace.errors import StorageError
-from millrace.runtime.locks import FileLock, NamedLocks, SharedLocks, lock_number, locked_directory
+from millrace.runtime.locks import (
+    FileLock,
+    NamedLocks,
+    SharedLocks,
+    SilenceCheck,
+    lock_number,
+    locked_directory,
+    this_process,
+)
 
 HOLD = (
     "import pathlib, sys; from millrace.runtime.locks import FileLock;"
@@ -174,6 +184,36 @@ def test_file_lock_that_an_interrupt_left_locked_becomes_free(tmp_path: Path, mo
         each.close()
 
 
+@pytest.mark.parametrize("at", [fcntl.F_WRLCK, fcntl.F_UNLCK], ids=["lock", "unlock"])
+def test_file_lock_is_free_after_an_interrupt_next_to_a_system_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """A Ctrl-C is raised after the call that locks the file, or before the one that unlocks it."""
+    path = tmp_path / "lock"
+    lock, other = FileLock(path, "a process"), FileLock(path, "another one", limit=60.0)
+    call, interrupts = fcntl.fcntl, [at]
+
+    def interrupted(descriptor: int, command: int, argument: bytes) -> object:
+        found = interrupts and struct.unpack_from("h", argument)[0] == at
+        if found and at == fcntl.F_UNLCK:
+            interrupts.clear()
+            raise KeyboardInterrupt
+        result = call(descriptor, command, argument)
+        if found:
+            interrupts.clear()
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(fcntl, "fcntl", interrupted)
+    with pytest.raises(KeyboardInterrupt), lock.threads, lock:
+        pass
+    assert not interrupts
+    lock.beat()
+    assert other.try_acquire(0)
+    for each in (lock, other):
+        each.close()
+
+
 @pytest.mark.parametrize("method", ["acquire", "release"])
 def test_named_lock_is_free_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     path = tmp_path / "locks"
@@ -213,6 +253,26 @@ def test_file_lock_of_a_killed_parent_is_free_while_its_child_runs(tmp_path: Pat
                 os.kill(child, 0)  # it lives
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_running_process_is_silent_for_none_of_its_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is too slow to write its signs, as on a busy machine; later it does not run at all."""
+    for name, seconds in {"SILENCE_SECONDS": 0.0, "GRACE_SECONDS": 0.0, "_LOOK_SECONDS": 600.0}.items():
+        monkeypatch.setattr(f"millrace.runtime.locks.{name}", seconds)
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        while "State:\tS" not in Path(f"/proc/{process.pid}/status").read_text(encoding="ascii"):
+            time.sleep(0.01)
+        check = SilenceCheck(lambda number: (1, process.pid, this_process()[1]), {})
+        assert [check.is_silent(number) for number in range(3)] == [False, False, False]
+        process.send_signal(signal.SIGSTOP)
+        assert os.waitpid(process.pid, os.WUNTRACED)[1] != 0
+        monkeypatch.setattr("millrace.runtime.locks._LOOK_SECONDS", 0.0)
+        check.is_silent(0)  # it has run since the last look
+        assert [check.is_silent(number) for number in range(3)] == [True, True, True]
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_named_lock_held_by_another_thread_is_taken_after_its_release(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ end of the header. https://huggingface.co/docs/safetensors
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -119,18 +120,30 @@ def header_bytes(head: bytes, file_bytes: int) -> int:
 def parse_header(head: bytes, file_bytes: int) -> list[FileTensor]:
     """The tensors of a file of `file_bytes` bytes, from its first `header_bytes`. Raises `CorruptCheckpointError`."""
     try:
-        header = json.loads(head[LENGTH_BYTES:])
+        header = json.loads(head[LENGTH_BYTES:], object_pairs_hook=_unique)
         found = [
             _tensor(name, value, len(head), file_bytes) for name, value in header.items() if name != "__metadata__"
         ]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError("its header is damaged") from error
+    # The tensors of a small file could otherwise take any amount of memory.
+    by_place = sorted((each for each in found if each.start < each.stop), key=lambda each: each.start)
+    for before, after in itertools.pairwise(by_place):
+        if after.start < before.stop:
+            raise CorruptCheckpointError(f"the values of {before.name!r:.100} and {after.name!r:.100} overlap")
     return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a name twice")
+    return made
 
 
 def _tensor(name: str, value: Mapping[str, Any], first: int, file_bytes: int) -> FileTensor:
     shape, (start, stop) = tuple(value["shape"]), value["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in (*shape, start, stop)):
         raise ValueError(f"{name!r} has impossible numbers")
     stored = value["dtype"]
     dtype = _DTYPES.get(stored)
@@ -157,7 +170,7 @@ def parse_index(data: bytes) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError("it is not an index of safetensors files") from error
     for name in names.values():
-        if "/" in name or name in ("", ".", "..") or "\0" in name:
+        if "/" in name or name in ("", ".", "..") or "\0" in name or any("\ud800" <= each <= "\udfff" for each in name):
             raise CorruptCheckpointError(f"it contains the file name {name!r:.100}")
     return dict(names)
 

@@ -6,6 +6,8 @@ checkpoint reads them too. The format has no checksums: damage of the values can
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,6 +43,9 @@ _HEAD_BYTES = 64 << 10
 # A tensor is read in parts of this size, by several threads.
 _PART_BYTES = 1 << 20
 
+# A file of a model in several files, by their number.
+_NUMBERED = re.compile(r"(.*)-\d+-of-(\d+)\.safetensors", re.ASCII)
+
 _T = TypeVar("_T")
 
 
@@ -55,7 +60,8 @@ def read_hugging_face(storage: CheckpointStorage, threads: int, keys: Sequence[s
     """Describe the safetensors files of a directory. `keys` are the patterns of what will be read, as in `select_keys`.
 
     Uses the index, or else `model.safetensors`, or else every safetensors file. Raises `CheckpointNotFoundError` when there
-    is none, `CorruptCheckpointError`, and `UnsupportedObjectError` for a selected tensor of an unknown element type.
+    is none, `CorruptCheckpointError` (also when a numbered one is missing), and `UnsupportedObjectError` for a selected
+    tensor of an unknown element type.
     """
     named: dict[str, str] | None = None
     try:
@@ -153,6 +159,13 @@ def _file_names(storage: CheckpointStorage) -> list[str]:
         names = []
     if not names:
         raise CheckpointNotFoundError(f"{storage.url}: there are no safetensors files", next_step="check the name")
+    numbered = Counter(match.groups() for name in names if (match := _NUMBERED.fullmatch(name)))
+    for (start, total), count in numbered.items():
+        if count != int(total):  # as after a download or an export that was killed
+            raise CorruptCheckpointError(
+                f"{storage.url}: there are {count} of the {total} files of {start!r}, and no index",
+                next_step="load another copy",
+            )
     return names
 
 

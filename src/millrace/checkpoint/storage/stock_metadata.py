@@ -6,6 +6,7 @@ The metadata is a pickle. Unpickling accepts only the classes that torch writes.
 from __future__ import annotations
 
 import contextlib
+import enum
 import io
 import pathlib
 import pickle
@@ -77,20 +78,34 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 @contextlib.contextmanager
 def _unchanged_classes() -> Iterator[None]:
-    """Undo what a pickle does to attributes of the classes that it names, and raise `CorruptCheckpointError`."""
-    before = {kind: dict(vars(kind)) for kind in _CLASSES.values() if isinstance(kind, type) and kind is not dict}
+    """Undo what a pickle does to attributes of the classes that it names, and raise `CorruptCheckpointError`.
+
+    The same for the members of enumerations, which all of the process shares.
+    """
+    kinds = {kind for kind in _CLASSES.values() if isinstance(kind, type) and kind not in (dict, torch.Size)}
+    members = [member for kind in kinds if issubclass(kind, enum.Enum) for member in kind]
+    before = [(each, _attributes(each)) for each in (*kinds, *members)]
+    changed = False
     try:
         yield
     finally:
-        changed = [(kind, known) for kind, known in before.items() if dict(vars(kind)) != known]
-        for kind, known in changed:
-            for name in {*vars(kind)} - {*known}:
-                delattr(kind, name)
+        for each, known in before:  # the classes first: a changed one may not even return attributes of its members
+            now = _attributes(each)
             for name, value in known.items():
-                if vars(kind).get(name) is not value:
-                    setattr(kind, name, value)
+                if name not in now or now[name] is not value:
+                    setattr(each, name, value)
+                    changed = True
+            for name in now.keys() - known.keys():
+                delattr(each, name)
+                changed = True
     if changed:
         raise CorruptCheckpointError("the metadata of the checkpoint changes classes of torch")
+
+
+def _attributes(each: Any) -> dict[str, Any]:
+    """What can be set of a class or a member, those first on which the others depend."""
+    names = ("__class__", "__bases__", "__name__", "__qualname__") if isinstance(each, type) else ("__class__",)
+    return {**{name: getattr(each, name) for name in names}, **vars(each)}
 
 
 def unpickle_metadata(data: bytes, url: str) -> Any:

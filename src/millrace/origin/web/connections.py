@@ -132,6 +132,14 @@ _heads: dict[socket.socket, float] = {}
 _watch = PeriodicThread("millrace-heads")
 
 
+def _leave_heads_to_parent() -> None:
+    forks.keep_inherited(dict(_heads))  # to shut one down here would end the connection of the parent
+    _heads.clear()
+
+
+forks.reset_in_child(_leave_heads_to_parent)
+
+
 def _shut_down_late_heads() -> bool:
     now = time.monotonic()
     for sock, deadline in list(_heads.items()):

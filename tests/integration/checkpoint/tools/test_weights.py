@@ -166,8 +166,12 @@ def test_single_file_and_files_without_index_are_read(tmp_path: Path) -> None:
             lambda folder: save_file({"other": torch.ones(1)}, folder / "model-00001-of-00002.safetensors"),
             "'large' is in the index but not in its file",
         ),
+        (
+            lambda folder: [(folder / name).unlink() for name in (INDEX, "model-00001-of-00002.safetensors")],
+            "there are 1 of the 00002 files of 'model', and no index",
+        ),
     ],
-    ids=["missing", "short", "index", "other"],
+    ids=["missing", "short", "index", "other", "part"],
 )
 def test_damaged_hugging_face_directory_raises_corrupt(
     split: tuple[Path, dict[str, torch.Tensor]], harm: object, message: str
@@ -229,6 +233,9 @@ def test_export_converts_and_replaces_a_model_only_when_asked(
     assert same(load_file(out / "model.safetensors"), converted)
     with pytest.raises(UsageError, match="would be read and overwritten"):
         export_checkpoint(folder, folder, "safetensors", shard_bytes=1000, overwrite=True)
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(UsageError, match="would be read and overwritten"):
+        export_checkpoint(folder, tmp_path / "link", "safetensors", shard_bytes=1000, overwrite=True)
     assert same(load_weights(folder), tensors)
 
 

@@ -64,6 +64,7 @@ def test_header_with_a_new_element_type_keeps_the_other_tensors() -> None:
         {"dtype": "F32", "shape": [1]},
         {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]},
         {"dtype": "F4", "shape": [8], "data_offsets": [4, 2]},
+        {"dtype": "F32", "shape": [0, 1 << 63], "data_offsets": [0, 0]},
         [],
         None,
     ],
@@ -71,6 +72,20 @@ def test_header_with_a_new_element_type_keeps_the_other_tensors() -> None:
 def test_impossible_header_raises_corrupt(value: object) -> None:
     text = json.dumps({"a": value}).encode()
     data = len(text).to_bytes(8, "little") + text + b"0123"
+    with pytest.raises(CorruptCheckpointError):
+        parse_header(data[: header_bytes(data, len(data))], len(data))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]},"b":{"dtype":"F4","shape":[2],"data_offsets":[2,4]}}',
+        '{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]},"a":{"dtype":"I8","shape":[3],"data_offsets":[0,3]}}',
+    ],
+    ids=["overlap", "name twice"],
+)
+def test_header_with_ambiguous_values_raises_corrupt(text: str) -> None:
+    data = len(text).to_bytes(8, "little") + text.encode() + b"0123"
     with pytest.raises(CorruptCheckpointError):
         parse_header(data[: header_bytes(data, len(data))], len(data))
 
@@ -93,7 +108,16 @@ def test_any_damage_to_a_header_raises_corrupt_or_stays_inside_the_file() -> Non
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../b"}}', "[" * 9999],
+    [
+        "",
+        "[]",
+        "{}",
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": "../b"}}',
+        r'{"weight_map": {"a": "\ud800"}}',
+        "[" * 9999,
+    ],
 )
 def test_impossible_index_raises_corrupt(text: str) -> None:
     with pytest.raises(CorruptCheckpointError):

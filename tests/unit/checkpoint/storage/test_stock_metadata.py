@@ -52,6 +52,30 @@ def test_pickle_that_changes_a_class_is_refused_and_undone(name: str) -> None:
     assert not hasattr(kind, "planted")
 
 
+@pytest.mark.parametrize(
+    ("target", "attribute"),
+    [
+        (b"Metadata\n", "__qualname__"),
+        (b"Metadata\n", "__name__"),
+        (b"_MEM_FORMAT_ENCODING\nK\x00\x85R", "_value_"),  # a member
+    ],
+)
+def test_pickle_that_changes_what_is_saved_later_is_refused_and_undone(target: bytes, attribute: str) -> None:
+    before = pickle.dumps((metadata.Metadata, *metadata._MEM_FORMAT_ENCODING))
+    state = b"N}" + text(attribute) + text("planted") + b"s\x86b"
+    with pytest.raises(CorruptCheckpointError):
+        unpickle_metadata(b"\x80\x02ctorch.distributed.checkpoint.metadata\n" + target + state + b".", "x")
+    assert pickle.dumps((metadata.Metadata, *metadata._MEM_FORMAT_ENCODING)) == before
+
+
+def test_class_that_a_pickle_makes_unusable_is_restored() -> None:
+    module = b"ctorch.distributed.checkpoint.metadata\n"
+    state = b"N}" + text("__getattribute__") + module + b"Metadata\ns\x86b"
+    with pytest.raises(CorruptCheckpointError):
+        unpickle_metadata(b"\x80\x02" + module + b"_MEM_FORMAT_ENCODING\n" + state + b".", "x")
+    assert [each.value for each in metadata._MEM_FORMAT_ENCODING] == [0, 1, 2]
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_metadata_of_every_layout_that_torch_writes_is_read(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(3), "b": [1, "x"]}, storage_writer=FileSystemWriter(tmp_path))
