@@ -220,7 +220,9 @@ class Response:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def stream(self, chunk_bytes: int = 1 << 20) -> Iterator[bytes]:
-        """The whole body, in pieces."""
+        """The whole body, in pieces. One of known length may take any time; the caller checks its rate."""
+        if self._response.length_remaining is not None:
+            self._deadline = math.inf
         while part := self._read_part(chunk_bytes):
             yield part
 
