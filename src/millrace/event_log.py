@@ -90,7 +90,9 @@ EVENTS = {
     "peer.corrupt": Declared(_WARNING, "a peer sent damaged bytes; they were not used"),
     "peer.failed": Declared(_INFO, "a request to a peer failed"),
     "peer.handover.failed": Declared(_INFO, "blocks were not uploaded to their owner"),
-    "peer.invalidation_dropped": Declared(_WARNING, "invalidations for a peer were dropped; its metadata expires by age"),
+    "peer.invalidation_dropped": Declared(
+        _WARNING, "invalidations for a peer were dropped; its metadata expires by age"
+    ),
     "peer.invalidation_late": Declared(_INFO, "a peer received an invalidation late"),
     "peer.origin.denied": Declared(_WARNING, "this node has no access to an origin that other nodes read"),
     "peer.origin.unusable": Declared(_WARNING, "this node cannot read an origin that other nodes read"),
