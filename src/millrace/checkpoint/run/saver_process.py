@@ -159,7 +159,8 @@ class SaverProcess:
                 raise
             if is_new:
                 child.send(NewPlan(plan.plan))
-                self._planned = self._planned_structure(staged), plan.without_items()
+                if not plan.has_values:
+                    self._planned = self._planned_structure(staged), plan.without_items()
             level = logging.getLogger("millrace").getEffectiveLevel()
             # Before the message: if the saver dies, it may have published this step.
             self._known = replace(self._known, attempted=request.step)
@@ -180,7 +181,7 @@ class SaverProcess:
         if written is None:
             raise AssertionError("a save without an error has a result")
         self._known = replace(self._known, newest_own=parse_name(written.name), attempted=None, may_go_back=False)
-        return written, functools.partial(child.upload, ticket, written.result.step)
+        return written, functools.partial(self._upload, child, ticket, written.result.step)
 
     def start_over(self) -> None:
         """After a restore: the next save is full, and may be of any step."""
@@ -237,6 +238,10 @@ class SaverProcess:
         return True
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _upload(self, child: _Child, ticket: int, step: int, report: Report | None) -> SaveResult:
+        """Wait for an upload. A method, because the process ends when there is no reference to this object."""
+        return child.upload(ticket, step, report)
 
     def _running(self) -> _Child:
         if self._child is None:

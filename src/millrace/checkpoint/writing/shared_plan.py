@@ -116,6 +116,11 @@ class PlannedState:
         shared = SharedPlan(indices=indices, items=items, objects=objects, wrapped=wrapped, metadata=metadata)
         return cls(plan=shared, paths=[planner.mappings[item.index.fqn] for item in objects])
 
+    @property
+    def has_values(self) -> bool:
+        """Whether the plan contains the bytes of a tensor, so that it is of no use for the next save."""
+        return any(item.where and isinstance(item.where, bytes) and item.key[1] is not None for item in self.plan.items)
+
     def without_items(self) -> PlannedState:
         """The part that later saves need in the training process."""
         return replace(self, plan=replace(self.plan, indices=[], items=[], wrapped={}, metadata=None))

@@ -18,6 +18,7 @@ from tests.support.savers import is_gone, no_files_in, pid_of
 from millrace.checkpoint import CheckpointManager
 from millrace.checkpoint.run import manager as manager_module
 from millrace.checkpoint.run import saver_process
+from millrace.checkpoint.run.uploading import TieredSave
 from millrace.checkpoint.state.arena import regions
 from millrace.checkpoint.writing.shared_plan import PlannedState
 from millrace.errors import (
@@ -121,6 +122,35 @@ def test_structure_is_planned_once_and_again_after_each_change(tmp_path: Path, m
             found = empty_like(expected)
             run.restore(found, step)
             assert same(found, expected), step
+
+
+class Buffers(list[Any]):
+    pass
+
+
+A, B = torch.arange(3.0), torch.arange(3.0, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        # Two buffers of which one is empty.
+        ({"front": torch.empty(0), "back": A}, {"front": A, "back": torch.empty(0)}),
+        ({"a": A, "value": B, "b": 5}, {"a": 5, "b": A, "value": B}),
+        ({"a": A, "end": B, "b": {"c": 1}}, {"a": A, "b": {"c": 1}, "end": B}),
+        # Tensors outside of the shared memory.
+        ({"buffers": Buffers([A.clone()])}, {"buffers": Buffers([B.clone()])}),
+    ],
+)
+def test_structure_that_resembles_the_former_one_is_saved_as_it_is(
+    tmp_path: Path, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    with CheckpointManager(tmp_path / "run", trusted_types=(Buffers,)) as run:
+        for step, state in enumerate((one, other), 1):
+            run.save_async(step, state).result()
+        found = empty_like(other)
+        run.restore(found, 2)
+        assert same(found, other)
 
 
 def _copied(value: Any) -> Any:
@@ -299,6 +329,20 @@ def test_saver_starts_with_the_first_asynchronous_save_and_ends_with_the_manager
     del other
     gc.collect()
     assert is_gone(second)
+
+
+def test_upload_continues_without_a_reference_to_the_manager(tmp_path: Path) -> None:
+    def save() -> TieredSave:
+        run = CheckpointManager(tmp_path / "run", local=tmp_path / "near")
+        pending = run.save_async(1, {"w": torch.randn(2_000_000)})
+        assert isinstance(pending, TieredSave)
+        return pending
+
+    pending = save()
+    pending.near.result()
+    gc.collect()
+    assert pending.result() is not None
+    assert CheckpointManager(tmp_path / "run").steps() == [1]
 
 
 def test_save_process_is_accepted_and_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
