@@ -189,7 +189,7 @@ class CheckpointManager:
         )
         # None where asynchronous saves run in this process.
         self._saver: SaverProcess | None = None
-        if self._ranks.count == 1 and is_supported():
+        if self._ranks.count == 1 and is_supported(options.url):
             self._saver = SaverProcess(self._run.url, options, trusted_types, self._damaged)
         # Whether the saver, and not the engine, continues the run.
         self._is_in_saver = False
