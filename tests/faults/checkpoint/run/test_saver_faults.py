@@ -295,8 +295,8 @@ from millrace.checkpoint import CheckpointManager
 run = CheckpointManager(sys.argv[1])
 run.save_async(1, {"w": torch.ones(3)}).result()
 pending = run.save_async(2, {"w": torch.ones(20_000_000)})
-print(run._saver.pid, flush=True)
 try:
+    print(run._saver.pid, flush=True)
     time.sleep(600)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
