@@ -108,8 +108,9 @@ class CheckpointManager:
 
     The first `save_async` starts the saver process (about 250 MB of memory), which ends with the manager and with this
     process. If it dies, its save raises `SaverDiedError`, and the next save starts another one. `save` works in this
-    process, and so does `save_async`, in threads, where several ranks save, where the system lacks shared memory, and where
-    another process cannot unpickle `keep`, `replica` or `target_options` (the event `run.saver.unavailable`).
+    process, and so does `save_async`, in threads, where several ranks save, where the system lacks shared memory, for
+    `memory://`, and where another process cannot start, or cannot unpickle `keep`, `replica` or `target_options` (the event
+    `run.saver.unavailable`).
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class CheckpointManager:
         )
         # None where asynchronous saves run in this process.
         self._saver: SaverProcess | None = None
-        if self._ranks.count == 1 and is_supported():
+        if self._ranks.count == 1 and is_supported(options.url):
             self._saver = SaverProcess(self._run.url, options, trusted_types, self._damaged)
         # Whether the saver, and not the engine, continues the run.
         self._is_in_saver = False

@@ -72,6 +72,11 @@ def state_of(process: Process) -> State:
     return "alive" if started == process.started else "dead"
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped a process."""
+    return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] in (["T"], ["t"])
+
+
 def _started(pid: int) -> int | None:
     """The start of a running process in clock ticks since the boot; 0 for a zombie."""
     # The name, in parentheses, may contain any character.

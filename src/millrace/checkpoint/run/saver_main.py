@@ -171,10 +171,10 @@ class _Saver:
         processes.represent(message.process)
         try:
             options: EngineOptions = pickle.loads(message.options)
+            tiers = options.open()
         except Exception as error:  # noqa: BLE001 - whatever a class of the user raises
             self._channel.send(Refused(f"{type(error).__name__}: {error!s:.300}"))
             return False
-        tiers = options.open()
         self._engine = SaveEngine(
             options=options,
             tiers=tiers,

@@ -26,7 +26,7 @@ from typing import Any
 
 from millrace.checkpoint.run.claims import ClaimState
 from millrace.checkpoint.run.engine import EngineOptions, SaveRequest, failed
-from millrace.checkpoint.run.processes import this_process
+from millrace.checkpoint.run.processes import is_stopped, this_process
 from millrace.checkpoint.run.run_layout import parse_name
 from millrace.checkpoint.run.run_saver import LastSave, RunState, Written
 from millrace.checkpoint.run.saver_protocol import (
@@ -66,6 +66,8 @@ from millrace.runtime import forks
 
 _NICENESS = 10
 _END_SECONDS = 10.0
+# A saver that is stopped (SIGSTOP, a debugger) at so many looks in succession is killed.
+_LOOK_SECONDS, _MAX_STOPPED_LOOKS = 1.0, 30
 # The first lines run before the imports, which take some seconds. The kernel kills the saver when the thread that started it
 # ends, and so with the training process, whose children may have the other end of the socket open. Signals to all processes
 # of a job are ignored: in a preemption the training process saves once more.
@@ -81,6 +83,9 @@ main(sys.argv[1:])
 """
 
 
+# A forked process that kept the saver's end would hide the end of the saver.
+_connections: weakref.WeakSet[socket.socket] = forks.objects_reset_in_child(socket.socket.close)
+
 Upload = Callable[[Report | None], SaveResult]
 
 
@@ -88,9 +93,13 @@ class SaverUnavailable(Exception):  # noqa: N818 - not an error of the save, whi
     """There can be no saver process for this manager; the text is the reason."""
 
 
-def is_supported() -> bool:
-    """Whether this system has what a saver process needs: Linux, shared memory with a descriptor, an interpreter."""
-    return bool(sys.executable) and sys.platform == "linux" and hasattr(os, "memfd_create")
+def is_supported(url: str) -> bool:
+    """Whether there can be a saver process: Linux, shared memory with a descriptor, an interpreter, and a place that is not
+    in the memory of this process.
+    """
+    # The executable of a frozen application would run the application again.
+    has_interpreter = bool(sys.executable) and not getattr(sys, "frozen", False)
+    return has_interpreter and sys.platform == "linux" and hasattr(os, "memfd_create") and "memory://" not in url
 
 
 class SaverProcess:
@@ -119,7 +128,7 @@ class SaverProcess:
         return None if self._child is None else self._child.process.pid
 
     def start(self) -> None:
-        """Start the process if there is none, and wait until it is ready. Raises `SaverUnavailable` and `SaverDiedError`."""
+        """Start the process if there is none, and wait until it is ready. Raises `SaverUnavailable`."""
         if self._child is not None and self._child.death is None:
             return
         self._lose()
@@ -132,12 +141,12 @@ class SaverProcess:
         self._planned = None
         child.send(Start(options, this_process()))
         answer = child.answer()
-        if isinstance(answer, Refused):
-            self._end()
-            raise SaverUnavailable(f"the options cannot be unpickled in another process ({answer.problem})")
-        self._child = child
         if not isinstance(answer, Ready):
-            raise child.died("its start")
+            self._end()
+            # It would also end at the next start, for example where its imports fail.
+            problem = answer.problem if isinstance(answer, Refused) else f"it ended during its start: {child.death}"
+            raise SaverUnavailable(f"another process cannot use the options, or cannot start ({problem})")
+        self._child = child
         if self._known != RunState():
             child.send(TakeState(self._known, None, None))
 
@@ -159,7 +168,8 @@ class SaverProcess:
                 raise
             if is_new:
                 child.send(NewPlan(plan.plan))
-                self._planned = self._planned_structure(staged), plan.without_items()
+                if not plan.has_values:
+                    self._planned = self._planned_structure(staged), plan.without_items()
             level = logging.getLogger("millrace").getEffectiveLevel()
             # Before the message: if the saver dies, it may have published this step.
             self._known = replace(self._known, attempted=request.step)
@@ -176,11 +186,14 @@ class SaverProcess:
         if found.error is not None or written is None or not written.is_near:
             child.drop(ticket)
         if found.error is not None:
+            child.warn()
             raise found.error
         if written is None:
             raise AssertionError("a save without an error has a result")
         self._known = replace(self._known, newest_own=parse_name(written.name), attempted=None, may_go_back=False)
-        return written, functools.partial(child.upload, ticket, written.result.step)
+        if not written.is_near:  # else at the end of the upload, which needs a thread that receives its progress
+            child.warn()
+        return written, functools.partial(self._upload, child, ticket, written.result.step)
 
     def start_over(self) -> None:
         """After a restore: the next save is full, and may be of any step."""
@@ -221,8 +234,9 @@ class SaverProcess:
 
     def closing(self, *, in_flight: bool) -> None:
         """Announce `close`: saves in flight must not begin a new period of the timeout. From any thread."""
-        if self._owner.is_this_process and self._child is not None:
-            self._child.send(Closing(in_flight))
+        child = self._child  # a saving thread may replace it
+        if self._owner.is_this_process and child is not None:
+            child.send(Closing(in_flight))
 
     def close(self) -> bool:
         """Release the run, and end the process. Idempotent. Returns False if the process has died with the run."""
@@ -237,6 +251,10 @@ class SaverProcess:
         return True
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _upload(self, child: _Child, ticket: int, step: int, report: Report | None) -> SaveResult:
+        """Wait for an upload. A method, because the process ends when there is no reference to this object."""
+        return child.upload(ticket, step, report)
 
     def _running(self) -> _Child:
         if self._child is None:
@@ -278,13 +296,14 @@ class _Child:
         # `Ready`, `Refused`, `StateGiven` and `Closed`; None at the end.
         self._answers: queue.SimpleQueue[object] = queue.SimpleQueue()
         ours, theirs = socket.socketpair()
+        _connections.update((ours, theirs))
         self._channel = Channel(ours)
         self._regions: set[int] = set()
         # By ticket. The methods of a dict are atomic.
         self._held: dict[int, StagedState] = {}
         self._inboxes: dict[int, queue.SimpleQueue[object]] = {}
         self._warned: deque[Warned] = deque()
-        started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
+        started: queue.SimpleQueue[subprocess.Popen[bytes] | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._start_and_receive, args=(theirs, started), name="millrace-saver", daemon=True
         )
@@ -295,7 +314,7 @@ class _Child:
             ours.close()
             raise SaverUnavailable(f"no thread can start ({error})") from error
         found = started.get()
-        if isinstance(found, OSError):
+        if isinstance(found, Exception):
             raise SaverUnavailable(f"it cannot start ({found})") from found
         self.process = found
 
@@ -307,7 +326,7 @@ class _Child:
     def answer(self) -> object:
         """Wait for the answer to a message that has no ticket. None if the process has ended."""
         if self.death is None:
-            return self._answers.get()
+            return self._next(self._answers)
         with contextlib.suppress(queue.Empty):
             return self._answers.get_nowait()
         return None
@@ -332,14 +351,23 @@ class _Child:
         inbox = self._inboxes[ticket]
         if self.death is not None:
             inbox.put(None)
-        while isinstance(message := inbox.get(), Progressed):
+        while isinstance(message := self._next(inbox), Progressed):
             if report is not None:
                 report(message.progress)
             self.send(Acknowledge(ticket))
-        self._warn()
         if message is None:
             raise self.died(what)
         return message
+
+    def _next(self, messages: queue.SimpleQueue[object]) -> object:
+        """The next message. A process that stays stopped is killed: nothing may wait for it without end."""
+        stopped_looks = 0
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return messages.get(timeout=_LOOK_SECONDS)
+            stopped_looks = stopped_looks + 1 if is_stopped(self.process.pid) else 0
+            if stopped_looks >= _MAX_STOPPED_LOOKS:
+                self.process.kill()
 
     def upload(self, ticket: int, step: int, report: Report | None) -> SaveResult:
         """Wait for the upload of a save. Raises errors of the upload, and `SaverDiedError`."""
@@ -349,6 +377,7 @@ class _Child:
             self.drop(ticket)
         if not isinstance(found, Uploaded):
             raise AssertionError("an upload ends with its result")
+        self.warn()
         if found.error is not None:
             raise found.error
         if found.result is None:
@@ -389,12 +418,12 @@ class _Child:
     # --- in the thread ----------------------------------------------------------------------------
 
     def _start_and_receive(
-        self, theirs: socket.socket, started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError]
+        self, theirs: socket.socket, started: queue.SimpleQueue[subprocess.Popen[bytes] | Exception]
     ) -> None:
         """Run the process: it ends with the thread that starts it."""
         try:
             process = _spawn(theirs.fileno())
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - of the system, or of a text that cannot be an argument
             self._channel.close()
             started.put(error)
             return
@@ -447,7 +476,7 @@ class _Child:
             with contextlib.suppress(KeyError):  # the other thread took it
                 self._held.popitem()[1].release()
 
-    def _warn(self) -> None:
+    def warn(self) -> None:
         """Repeat the warnings of the saver in this thread. A filter may make an error of one."""
         while self._warned:
             warned = self._warned.popleft()
@@ -455,7 +484,7 @@ class _Child:
 
 
 def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
-    """Start the process. Raises `OSError`."""
+    """Start the process. Raises `OSError` and `ValueError`."""
     parent = os.getpid()
     # Relative to the whole process: the current thread may have a lower priority already.
     niceness = min(19, os.getpriority(os.PRIO_PROCESS, parent) + _NICENESS)

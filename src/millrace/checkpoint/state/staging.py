@@ -182,7 +182,8 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-_VALUE, _END = "value", "end"
+# Not texts, which could be keys of the state.
+_VALUE, _END = object(), object()
 
 # A tensor to copy to `holder[place]`: `(holder, place, prefix, tensor)`. There may be tens of thousands, so these are
 # plain tuples, and the whole key is built only when needed.
@@ -236,7 +237,8 @@ class _Gathered:
             raise nested_object(f"{prefix}{place}", value)
         else:
             holder[place] = _copied(value, f"{prefix}{place}")
-            self.places.append(_VALUE)
+            # A list of another class may contain tensors, each of which is saved by itself.
+            self.places.append(_Never() if isinstance(value, list) else _VALUE)
 
     def _put_sequence(self, holder: Any, place: Any, value: Any, prefix: str) -> None:
         members = list(value)
@@ -389,7 +391,7 @@ def _fill(gathered: _Gathered, slot: _Slot, *, pinned: bool) -> tuple[int, Struc
     # Tensors that share their values (tied weights) share one copy.
     known: dict[Any, int] = {}
     places: list[tuple[Any, Any, int]] = []
-    for holder, place, prefix, tensor in gathered.leaves:
+    for position, (holder, place, prefix, tensor) in enumerate(gathered.leaves):
         memory = None if tensor.is_nested or tensor.is_quantized else plain_memory(tensor)
         if memory is not None and memory.nbytes:
             name: Any = (memory.address, tensor.dtype, tensor.shape)
@@ -397,7 +399,7 @@ def _fill(gathered: _Gathered, slot: _Slot, *, pinned: bool) -> tuple[int, Struc
             holder[place] = _as_it_is(tensor, f"{prefix}{place}")
             is_empty = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_meta
             is_empty = is_empty and not tensor.is_nested and not tensor.is_quantized
-            gathered.places.append((tensor.dtype, tensor.shape) if is_empty else _Never())
+            gathered.places.append((position, tensor.dtype, tensor.shape) if is_empty else _Never())
             continue
         else:
             bits = (tensor.is_conj(), tensor.is_neg(), tensor._is_zerotensor())

@@ -7,7 +7,8 @@ meshes, objects. The saver process needs none of them.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -79,10 +80,10 @@ class SharedObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedState:
-    """A plan, and the paths of its objects in the state."""
+    """A plan, and the keys on the paths to its objects in the state."""
 
     plan: SharedPlan
-    paths: list[Path]
+    paths: list[tuple[Any, ...]]
 
     @classmethod
     def of(cls, state: dict[str, Any], region: Region | None, trusted_types: Sequence[type]) -> PlannedState:
@@ -114,7 +115,17 @@ class PlannedState:
                 else:
                     items.append(_tensor_item((key, offset), value, region))
         shared = SharedPlan(indices=indices, items=items, objects=objects, wrapped=wrapped, metadata=metadata)
-        return cls(plan=shared, paths=[planner.mappings[item.index.fqn] for item in objects])
+        paths: list[tuple[Any, ...]] = []
+        for item in objects:
+            path = planner.mappings[item.index.fqn]
+            keys = _keys_of(planner.state_dict[item.index.fqn], state, path)
+            paths.append(path if keys is None else keys)
+        return cls(plan=shared, paths=paths)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the plan contains the bytes of a tensor, so that it is of no use for the next save."""
+        return any(item.where and isinstance(item.where, bytes) and item.key[1] is not None for item in self.plan.items)
 
     def without_items(self) -> PlannedState:
         """The part that later saves need in the training process."""
@@ -167,13 +178,27 @@ def _is_inside(memory: Memory, region: Region | None) -> bool:
     return start >= 0 and start + memory.nbytes <= region.nbytes
 
 
-def _at(state: Any, path: Path) -> Any:
-    for part in path:
-        if isinstance(state, Mapping) and part not in state:
-            # Paths have the keys as texts.
-            state = next(value for key, value in state.items() if str(key) == part)
-        else:
-            state = state[part]
+def _keys_of(leaf: Any, state: Any, path: Path) -> tuple[Any, ...] | None:
+    """The keys on the path to a leaf. A path has them as texts, and a key may have the text of another one."""
+    if not path:
+        return () if state is leaf else None
+    part = path[0]
+    keys: Iterable[Any] = (part,)
+    if isinstance(state, Mapping):
+        others = (key for key in state if type(key) is not str and str(key) == part)
+        keys = itertools.chain((part,) if part in state else (), others)
+    elif not isinstance(state, list):
+        return None
+    for key in keys:
+        found = _keys_of(leaf, state[key], path[1:])
+        if found is not None:
+            return (key, *found)
+    return None
+
+
+def _at(state: Any, keys: Iterable[Any]) -> Any:
+    for key in keys:
+        state = state[key]
     return state
 
 

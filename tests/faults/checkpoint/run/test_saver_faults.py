@@ -95,6 +95,48 @@ def test_killed_saver_does_not_take_the_run_back(tmp_path: Path, events: list[Ev
     assert "run.save.ended" in {event.name for event in events}
 
 
+def test_stopped_saver_is_killed_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver_process, "_LOOK_SECONDS", 0.1)
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save_async(1, state(1.0)).result()
+        os.kill(pid_of(run), signal.SIGSTOP)
+        assert isinstance(run.save_async(2, state(2.0)).exception(timeout=100), SaverDiedError)
+        assert run.save_async(2, state(2.0)).exception() is None
+        check(run, 2, 2.0)
+        os.kill(pid_of(run), signal.SIGSTOP)
+    (claim,) = (tmp_path / "run").glob("writer-*")
+    assert json.loads(claim.read_bytes())["released"]
+
+
+def test_death_of_a_saver_whose_socket_a_fork_inherited_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = saver_process._spawn
+    children: list[int] = []
+
+    def spawn(descriptor: int) -> subprocess.Popen[bytes]:
+        process = original(descriptor)
+        child = os.fork()
+        if not child:
+            signal.pause()
+            os._exit(0)
+        children.append(child)
+        return process
+
+    monkeypatch.setattr(saver_process, "_spawn", spawn)
+    run = CheckpointManager(tmp_path / "run")
+    try:
+        run.save_async(1, state(1.0)).result()
+        saver = run._saver
+        os.kill(pid_of(run), signal.SIGKILL)
+        wait_until(lambda: saver._child.death is not None)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    run.close()
+
+
 def test_idle_saver_that_was_killed_is_replaced(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run") as run:
         run.save_async(1, state(1.0)).result()
@@ -253,8 +295,8 @@ from millrace.checkpoint import CheckpointManager
 run = CheckpointManager(sys.argv[1])
 run.save_async(1, {"w": torch.ones(3)}).result()
 pending = run.save_async(2, {"w": torch.ones(20_000_000)})
-print(run._saver.pid, flush=True)
 try:
+    print(run._saver.pid, flush=True)
     time.sleep(600)
 except KeyboardInterrupt:
     print("interrupted", flush=True)

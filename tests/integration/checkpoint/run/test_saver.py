@@ -8,16 +8,18 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support.savers import is_gone, no_files_in, pid_of
+from tests.support.savers import is_gone, no_files_in, pid_of, savers_with
 
 from millrace.checkpoint import CheckpointManager
 from millrace.checkpoint.run import manager as manager_module
 from millrace.checkpoint.run import saver_process
+from millrace.checkpoint.run.uploading import TieredSave
 from millrace.checkpoint.state.arena import regions
 from millrace.checkpoint.writing.shared_plan import PlannedState
 from millrace.errors import (
@@ -121,6 +123,44 @@ def test_structure_is_planned_once_and_again_after_each_change(tmp_path: Path, m
             found = empty_like(expected)
             run.restore(found, step)
             assert same(found, expected), step
+
+
+class Buffers(list[Any]):
+    pass
+
+
+A, B = torch.arange(3.0), torch.arange(3.0, 6.0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        # Two buffers of which one is empty.
+        ({"front": torch.empty(0), "back": A}, {"front": A, "back": torch.empty(0)}),
+        ({"a": A, "value": B, "b": 5}, {"a": 5, "b": A, "value": B}),
+        ({"a": A, "end": B, "b": {"c": 1}}, {"a": A, "b": {"c": 1}, "end": B}),
+        # Tensors outside of the shared memory.
+        ({"buffers": Buffers([A.clone()])}, {"buffers": Buffers([B.clone()])}),
+    ],
+)
+def test_structure_that_resembles_the_former_one_is_saved_as_it_is(
+    tmp_path: Path, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    with CheckpointManager(tmp_path / "run", trusted_types=(Buffers,)) as run:
+        for step, state in enumerate((one, other), 1):
+            run.save_async(step, state).result()
+        found = empty_like(other)
+        run.restore(found, 2)
+        assert same(found, other)
+
+
+def test_value_is_found_by_its_key_next_to_one_with_the_same_text(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as run:
+        for step in (1, 2):
+            run.save_async(step, {"a": {"1": {}, 1: step}}).result()
+        found = {"a": {1: 0}}
+        run.restore(found)
+    assert found == {"a": {1: 2}}
 
 
 def _copied(value: Any) -> Any:
@@ -257,6 +297,30 @@ def test_events_warnings_and_log_lines_reach_the_training_process(
     assert any("a checkpoint was saved" in record.getMessage() for record in caplog.records)
 
 
+def test_warning_that_is_an_error_does_not_block_the_upload(tmp_path: Path) -> None:
+    warns = """
+import warnings
+from millrace.checkpoint.run import run_saver
+original = run_saver.RunSaver._keep_base
+def keep(self, *rest):
+    warnings.warn("of the saver", RuntimeWarning)
+    original(self, *rest)
+run_saver.RunSaver._keep_base = keep
+"""
+    done: list[int] = []
+    with CheckpointManager(
+        tmp_path / "run", local=tmp_path / "near", on_progress=lambda progress: done.append(progress.done_bytes)
+    ) as run:
+        with savers_with(warns), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in (1, 2):
+                error = run.save_async(step, {"w": torch.ones(300_000)}).exception(timeout=100)
+                assert isinstance(error, RuntimeWarning)
+                assert "of the saver" in str(error)
+        assert run.steps() == [1, 2]
+    assert done
+
+
 def test_log_line_of_the_saver_is_handled_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from tests.support.savers import savers_with
 
@@ -301,6 +365,20 @@ def test_saver_starts_with_the_first_asynchronous_save_and_ends_with_the_manager
     assert is_gone(second)
 
 
+def test_upload_continues_without_a_reference_to_the_manager(tmp_path: Path) -> None:
+    def save() -> TieredSave:
+        run = CheckpointManager(tmp_path / "run", local=tmp_path / "near")
+        pending = run.save_async(1, {"w": torch.randn(2_000_000)})
+        assert isinstance(pending, TieredSave)
+        return pending
+
+    pending = save()
+    pending.near.result()
+    gc.collect()
+    assert pending.result() is not None
+    assert CheckpointManager(tmp_path / "run").steps() == [1]
+
+
 def test_save_process_is_accepted_and_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_module, "_has_warned_of_save_process", False)
     with pytest.warns(FutureWarning, match="save_process has no effect"):
@@ -328,6 +406,34 @@ def test_interpreter_that_cannot_start_saves_in_threads(
         run.save_async(1, {"w": torch.ones(3)}).result()
         assert run.steps() == [1]
     assert "run.saver.unavailable" in {event.name for event in events}
+
+
+def test_interpreter_that_ends_at_its_start_saves_in_threads(
+    tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its child is not a child of this process, and ends.
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\n{sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(wrapper))
+    with CheckpointManager(tmp_path / "run") as run:
+        for step in (1, 2):
+            assert run.save_async(step, {"w": torch.ones(3)}).exception() is None
+        assert run.steps() == [1, 2]
+    assert [event.name for event in events].count("run.saver.unavailable") == 1
+
+
+def test_run_in_the_memory_of_this_process_is_saved_in_threads() -> None:
+    with CheckpointManager("memory://saver/run") as run:
+        run.save_async(1, {"w": torch.ones(3)}).result()
+        assert run.steps() == [1]
+
+
+def test_executable_of_a_frozen_application_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with CheckpointManager(tmp_path / "run") as run:
+        assert run._saver is None
+        assert run.save_async(1, {"w": torch.ones(3)}).exception() is None
 
 
 def test_system_without_shared_memory_saves_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ _GUARDED = (
 def _guarded_storage() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # In this process, where the storage can be guarded. `test_saver_faults.py` ends saver processes.
-        patch.setattr("millrace.checkpoint.run.manager.is_supported", lambda: False)
+        patch.setattr("millrace.checkpoint.run.manager.is_supported", lambda url: False)
         for owner, names in _GUARDED:
             for name in names:
                 patch.setattr(owner, name, _guarded(getattr(owner, name)))
