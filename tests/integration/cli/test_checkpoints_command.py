@@ -414,7 +414,7 @@ def test_prune_on_a_terminal_requires_confirmation(run: Path) -> None:
         (["export", "{run}", "{tmp}/x"], 2, "--to"),
         (["export", "{run}", "{tmp}/x", "--to", "onnx"], 2, "onnx"),
         (["export", "{run}", "{tmp}", "--to", "torch"], 1, "is a directory"),
-        (["export", "{run}", "{tmp}/x", "--to", "dcp", "--strip-prefix", "a"], 1, "only be stripped for safetensors"),
+        (["export", "{run}", "{tmp}/x", "--to", "dcp", "--strip-prefix", "a"], 1, "only an export to safetensors"),
         (["prune", "{run}"], 2, "--keep"),
         (["prune", "{run}", "--keep", "last=few"], 1, "is not a retention policy"),
         (["prune", "{one}", "--keep", "last=1"], 1, "is one checkpoint, not a run"),

@@ -141,7 +141,7 @@ def test_missing_server_binary_raises_with_the_extra(tmp_path: Path, monkeypatch
     monkeypatch.setattr(s3_module.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(s3_module.importlib.metadata, "files", absent)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(errors.MissingDependencyError, match=r"millrace\[demo\]"):
+    with pytest.raises(errors.MissingDependencyError, match=r"millrace\[server\]"):
         S3Server(tmp_path / "data").start()
 
 
