@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from .preprocessing import LETTERS, SAMPLE_RATE, Preprocessor
 Inputs = dict[str, torch.Tensor]
 
 
-class SpeechModel:
+class SpeechModel(ABC):
     """What both families share. Picklable: it travels to the training workers."""
 
     processor: Any
@@ -48,22 +49,22 @@ class SpeechModel:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
+    @abstractmethod
     def collate(self, features: list[np.ndarray], labels: list[np.ndarray]) -> Inputs:
         """A padded batch: the keyword arguments of the forward pass."""
-        raise NotImplementedError
 
+    @abstractmethod
     def build(self) -> Any:
         """The model on the CPU in float32. Small models are the same for the same seed."""
-        raise NotImplementedError
 
     def loss(self, model: Any, inputs: Inputs) -> torch.Tensor:
         """The training loss of a batch. `model` may be wrapped in DDP."""
         loss: torch.Tensor = model(**inputs).loss
         return loss
 
+    @abstractmethod
     def transcribe(self, model: Any, inputs: Inputs) -> list[str]:
         """What the unwrapped model writes for each clip of a batch."""
-        raise NotImplementedError
 
     def spare_batch(self) -> Inputs:
         """One second of silence, for a worker without clips in a step that others still make."""

@@ -107,7 +107,7 @@ class CacheNode:
         """The error of a call that needs a disk, when none can be used."""
         if isinstance(self._failure, DiskFullError):
             return DiskFullError(self._failure.message, next_step=self._failure.next_step)
-        return StorageError("no cache directory can be used", next_step="'millrace doctor' says why")
+        return StorageError("no cache directory can be used", next_step="run 'millrace doctor'")
 
     def connect(
         self,
@@ -451,7 +451,7 @@ def _disk(directory: Path, options: CacheOptions) -> Disk:
     return disk
 
 
-def _forget_after_fork() -> None:
+def _reset_after_fork() -> None:
     global _process
     for disk in _process.disks.values():
         disk.abandon()
@@ -461,4 +461,4 @@ def _forget_after_fork() -> None:
     _process = _Process()
 
 
-forks.reset_in_child(_forget_after_fork)
+forks.reset_in_child(_reset_after_fork)

@@ -187,7 +187,7 @@ def _reach(url: str, endpoint_url: str | None) -> Check:
         try:
             size = None if url.endswith("/") else origin.head(key).size
         except (ObjectNotFoundError, UsageError):
-            size = None  # a prefix, a bucket, or nothing: the listing says which
+            size = None  # a prefix, a bucket, or nothing: the listing shows which
         if size is not None:
             return Check(name="origin", state="ok", detail=without_queries(f"{url}: an object of {size} bytes"))
         listing = origin.list_level(key)

@@ -67,7 +67,7 @@ class Origins:
                 self._unknown[identity] = time.monotonic() + _UNKNOWN_SECONDS
         return origin
 
-    def forget(self, identity: str) -> None:
+    def drop(self, identity: str) -> None:
         """Drop an origin that refused its credentials, so that it is looked up again, unless it is registered."""
         with self._lock:
             self._found.pop(identity, None)

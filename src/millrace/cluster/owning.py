@@ -155,7 +155,7 @@ class OwnedBlocks:
             return {block: data for future in futures for block, data in future.result().items()}
         except DeniedError as error:
             emit(Event(name="peer.origin.denied", subject=what.origin, detail=str(error)))
-            self._origins.forget(what.origin)
+            self._origins.drop(what.origin)
             if len(self._denied) >= _MAX_DENIED:
                 self._denied.clear()
             self._denied[bucket] = time.monotonic() + _DENIED_SECONDS

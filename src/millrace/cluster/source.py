@@ -68,12 +68,12 @@ def route(
     if mine is None and not serving:
         return steps
     # From here on this node acts as the owner, because no member before it responded.
-    promising = list(order[: placement.replicas]) if placement.replicas > 1 else []
+    candidates = list(order[: placement.replicas]) if placement.replicas > 1 else []
     if changed_lately:
-        promising += placement.former(object_id, stripe)[:1]
-        promising += [member for member in order if member.id != me][:1]
+        candidates += placement.former(object_id, stripe)[:1]
+        candidates += [member for member in order if member.id != me][:1]
     included = {me, *(member.id for member in before)}
-    for member in promising:
+    for member in candidates:
         if member.id not in included:
             included.add(member.id)
             steps.append(Step(member, Ask.CACHED))

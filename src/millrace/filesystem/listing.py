@@ -208,11 +208,11 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
         """
         metadata = self.node.metadata
         if path is None:
-            metadata.forget_all()
+            metadata.invalidate_all()
             return
         key = self.key_of(path)
-        metadata.forget(self._origin, key)
-        metadata.forget(self._origin, f"{key}/")  # the listing of the directory itself
+        metadata.invalidate(self._origin, key)
+        metadata.invalidate(self._origin, f"{key}/")  # the listing of the directory itself
 
     def created(self, path: str) -> datetime:
         return self.modified(path)

@@ -361,7 +361,7 @@ class WritingFileSystem(ListingFileSystem):
 
     def _changed(self, *keys: str) -> None:
         """Drop the cached metadata of `keys`."""
-        self.node.metadata.forget(self._origin, *keys)
+        self.node.metadata.invalidate(self._origin, *keys)
 
 
 def _is_current_directory(path: str) -> bool:

@@ -365,6 +365,13 @@ class IndexTransactions:
 
     def _open_tables(self) -> list[Table]:
         # With LMDB the handle of a table takes a transaction that writes.
+        with self._defining() as txn:
+            self.signals.lower_to(txn.id() - 1)
+            return [Table.named(name, self._env.open_db(name, txn=txn)) for name in _TABLES]
+
+    @contextmanager
+    def _defining(self) -> Iterator[Any]:
+        """A transaction that may create tables."""
         with (
             self._errors(lmdb.Error),
             self._write_lock.threads,
@@ -372,8 +379,7 @@ class IndexTransactions:
             self._guard,
             self._env.begin(write=True) as txn,
         ):
-            self.signals.lower_to(txn.id() - 1)
-            return [Table.named(name, self._env.open_db(name, txn=txn)) for name in _TABLES]
+            yield txn
 
     def close(self) -> None:
         """Close the environment. This process must not use the index afterwards."""
@@ -394,13 +400,7 @@ class IndexTransactions:
 
     def table(self, name: bytes) -> Table:
         """The table of this name, created if it is missing."""
-        with (
-            self._errors(lmdb.Error),
-            self._write_lock.threads,
-            self._write_lock,
-            self._guard,
-            self._env.begin(write=True) as txn,
-        ):
+        with self._defining() as txn:
             return Table.named(name, self._env.open_db(name, txn=txn))
 
     @contextmanager

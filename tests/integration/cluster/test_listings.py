@@ -140,10 +140,10 @@ def test_write_is_visible_on_its_own_node(make_nodes: MakeNodes, origin: MemoryO
     writer = in_order(nodes)[1]
     assert names(writer, origin, "b/data") == ["b/data/one"]
     origin.put("b/data/two", b"2")
-    writer.reading.metadata.forget(origin, "b/data/two")
+    writer.reading.metadata.invalidate(origin, "b/data/two")
     assert names(writer, origin, "b/data") == ["b/data/one", "b/data/two"]
     origin.put("b/data/one", b"another")
-    writer.reading.metadata.forget(origin, "b/data/one")
+    writer.reading.metadata.invalidate(origin, "b/data/one")
     assert writer.reading.metadata.stat(origin, "b/data/one").size == 7
 
 
@@ -172,7 +172,7 @@ def test_metadata_with_dead_owners_is_requested_from_the_origin(make_nodes: Make
     assert names(last, origin, "b/train") == expected  # by the second
     assert origin.count("list") == 2
     second.server.close()
-    last.reading.metadata.forget_all()
+    last.reading.metadata.invalidate_all()
     assert names(last, origin, "b/train") == expected  # from the origin
     assert origin.count("list") == 4
     with pytest.raises(ObjectNotFoundError):
@@ -243,11 +243,11 @@ def test_malformed_response_of_an_owner_is_replaced_by_the_origin(
     for path in ("/v1/listing", "/v1/level", "/v1/head", "/v1/forget"):
         teller.server.route("POST" if path == "/v1/forget" else "GET", path, lambda call: listing)
     assert names(asker, origin, "b/train") == expected
-    asker.reading.metadata.forget_all()
+    asker.reading.metadata.invalidate_all()
     assert [info.key for info in asker.reading.metadata.list_level(origin, "b/train").objects] == expected
-    asker.reading.metadata.forget_all()
+    asker.reading.metadata.invalidate_all()
     assert asker.reading.metadata.stat(origin, "b/train/00002").size == len("b/train/00002")
-    asker.reading.metadata.forget(origin, "b/train/00002")
+    asker.reading.metadata.invalidate(origin, "b/train/00002")
 
 
 def test_metadata_of_another_object_is_refused(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
@@ -268,7 +268,7 @@ def test_metadata_with_an_invalid_member_is_requested_from_the_origin(
         [asker.member, Member(id=teller.member.id, address="no address")]
     )
     assert asker.reading.metadata.stat(origin, "b/one").size == 1
-    asker.reading.metadata.forget(origin, "b/one")
+    asker.reading.metadata.invalidate(origin, "b/one")
 
 
 def test_writer_without_its_owner_reads_the_origin(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
@@ -279,7 +279,7 @@ def test_writer_without_its_owner_reads_the_origin(make_nodes: MakeNodes, origin
     assert names(writer, origin, "b/data") == ["b/data/one"]  # which the owner caches from now on
     writer.cluster.breakers.failed(teller.member.id)  # it does not respond for a moment
     origin.put("b/data/two", b"2")
-    writer.reading.metadata.forget(origin, "b/data/two")
+    writer.reading.metadata.invalidate(origin, "b/data/two")
     writer.cluster.breakers.worked(teller.member.id)
     assert names(writer, origin, "b/data") == ["b/data/one", "b/data/two"]
     assert [info.key for info in writer.reading.metadata.list_level(origin, "b/data").objects] == [
@@ -302,7 +302,7 @@ def test_invalidation_without_access_to_the_origin_is_applied(
     origin.put("b/one", b"22")
     with monkeypatch.context() as denied:
         denied.setattr(Origins, "find", lambda *_: None)
-        writer.reading.metadata.forget(origin, "b/one")
+        writer.reading.metadata.invalidate(origin, "b/one")
     assert reader.reading.metadata.stat(origin, "b/one").size == 2
 
 
@@ -319,14 +319,14 @@ def test_write_invalidates_every_node(make_nodes: MakeNodes, origin: MemoryOrigi
                 node.serving.metadata.stat(origin, key)
         for key in keys:
             origin.put(key, b"more than before" + writer.member.id.encode())
-        writer.reading.metadata.forget(origin, *keys)
+        writer.reading.metadata.invalidate(origin, *keys)
         size = len(b"more than before") + len(writer.member.id)
         for node in nodes:
             if node is not writer:  # whose own server shares the memory of its readers, but in these tests
                 assert [node.serving.metadata.known(origin, key) for key in keys] == [None] * len(keys)
                 assert [node.serving.metadata.stat(origin, key).size for key in keys] == [size] * len(keys)
             else:
-                node.serving.metadata.forget(origin, *keys)
+                node.serving.metadata.invalidate(origin, *keys)
 
 
 def test_write_with_consistency_always_invalidates_the_others(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
@@ -346,7 +346,7 @@ def test_write_with_consistency_always_invalidates_the_others(make_nodes: MakeNo
     ):
         for node in nodes[1:]:
             node.serving.metadata.stat(origin, "b/one")
-        metadata.forget(origin, "b/one")
+        metadata.invalidate(origin, "b/one")
         assert [node.serving.metadata.known(origin, "b/one") for node in nodes[1:]] == [None, None]
 
 
@@ -361,7 +361,7 @@ def test_invalidation_of_an_unreachable_member_is_sent_later(make_nodes: MakeNod
     writer.cluster.breakers = Breakers(None, clock=lambda: 0.0)  # it stays open until the test closes it
     writer.cluster.breakers.failed(away.member.id)
     origin.put("b/one", b"22")
-    writer.reading.metadata.forget(origin, "b/one")
+    writer.reading.metadata.invalidate(origin, "b/one")
     assert asking.pending() == 1
     assert away.serving.metadata.stat(origin, "b/one").size == 1
     assert reader.reading.metadata.stat(origin, "b/one").size == 1  # from the owner that was not invalidated
@@ -399,8 +399,8 @@ def test_invalidated_member_never_receives_old_metadata_from_an_owner(
         try:
             for size in range(1, 60):
                 origin.put("b/one", bytes(size))
-                writer.serving.metadata.forget(origin, "b/one")
-                writer.reading.metadata.forget(origin, "b/one")
+                writer.serving.metadata.invalidate(origin, "b/one")
+                writer.reading.metadata.invalidate(origin, "b/one")
                 assert [node.reading.metadata.stat(origin, "b/one").size for node in readers] == [size] * len(readers)
         finally:
             stop.set()

@@ -74,7 +74,7 @@ def test_origins_look_up_unknown_identities(monkeypatch: pytest.MonkeyPatch) -> 
     origins = Origins(lookup=lookup)
     assert [origins.find(name) for name in ("a", "a", "b", "b")] == [known["a"], known["a"], None, None]
     assert asked == ["a", "b"]  # an unknown identity is not looked up again at once
-    origins.forget("a")
+    origins.drop("a")
     assert origins.find("a") is known["a"]
     assert asked == ["a", "b", "a"]
     monkeypatch.setattr(module, "_MAX_UNKNOWN", 3)

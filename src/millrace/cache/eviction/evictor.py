@@ -515,9 +515,9 @@ class Evictor:
             self._records.gone(gone)
         return freed
 
-    def forget_survey(self) -> None:
+    def expire_survey(self) -> None:
         """Check every unit again before the next decision. For tests."""
-        self._surveyor.forget()
+        self._surveyor.expire()
 
     # --- one at a time ------------------------------------------------------------------------------
 

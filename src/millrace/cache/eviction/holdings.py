@@ -135,7 +135,7 @@ class Surveyor:
             self._due = ended + max(_LEAST_PAUSE_SECONDS, _SHARE * (ended - started))
         return self._survey
 
-    def forget(self) -> None:
+    def expire(self) -> None:
         """Repeat the survey at its next use."""
         self._due = 0.0
 

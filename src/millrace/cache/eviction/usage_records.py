@@ -86,9 +86,9 @@ class UsageRecords:
                 copy = tally.copy if group is None or not tally.segment else holds_copies(group)
                 if copy is not None and tally.kept:
                     book.mark(tally.key, copy=copy)
-            forgotten = self._forget_some(txn, book)
+            dropped = self._drop_some(txn, book)
             book.close()
-        return forgotten
+        return dropped
 
     def enter_unknown(self, units: Iterable[tuple[bytes, int, int, str]], *, now: float) -> None:
         """Create the missing records of units: (key, segment, bytes, group) of each."""
@@ -253,8 +253,8 @@ class UsageRecords:
             for record in records
         ]
 
-    def _forget_some(self, txn: Writing, book: _Book) -> list[bytes]:
-        forgotten = []
+    def _drop_some(self, txn: Writing, book: _Book) -> list[bytes]:
+        dropped = []
         units = txn.entries(self._residents)
         excess = txn.entries(self._ghosts) - max(
             _LEAST_GHOSTS, GHOSTS_PER_RESIDENT * max(units, self._index.object_count(txn))
@@ -265,8 +265,8 @@ class UsageRecords:
             unit = self._policy.least_promising(sample, clock=book.clock, capacity_bytes=book.capacity_bytes)
             txn.delete(unit.key, db=self._ghosts)
             book.shrink_group(unit)
-            forgotten.append(unit.key)
-        return forgotten
+            dropped.append(unit.key)
+        return dropped
 
 
 class _Book:

@@ -85,7 +85,7 @@ class MetadataCache:
             known = self._stat_by_listing(origin, key)
         return self._stat_alone(origin, key) if known is None else known
 
-    def forget(self, origin: Origin, *keys: str) -> None:
+    def invalidate(self, origin: Origin, *keys: str) -> None:
         """Drop the metadata of `keys` that were written or removed, on this node and on all others.
 
         Listings that could name them are requested again. A key that ends in a slash is a directory, and its listing is
@@ -100,7 +100,7 @@ class MetadataCache:
             # Other processes of this node may have received an older answer from a node that had not dropped it yet.
             self._report(origin, [self._map.change(origin.identity, key) for key in keys])
 
-    def forget_all(self) -> None:
+    def invalidate_all(self) -> None:
         """Drop all cached metadata, for every process of this node. Cached blocks stay, and are found again."""
         self._map.clear()
 
@@ -144,7 +144,7 @@ class MetadataCache:
             info, age = self._source().head(origin, key)
         except FileNotFoundError:
             if self._tolerantly(lambda: self._map.is_remembered(origin.identity, key), False):
-                self._tolerantly(lambda: self.forget(origin, key), None)
+                self._tolerantly(lambda: self.invalidate(origin, key), None)
             raise
         moment = moment.earlier(age)
         space = self._space(origin)

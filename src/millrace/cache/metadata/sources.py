@@ -199,13 +199,13 @@ class UncachedMetadata:
     def stat_until(self, origin: Origin, key: str) -> tuple[ObjectInfo, float]:
         return origin.head(key), 0.0
 
-    def forget(self, origin: Origin, *keys: str) -> None:
+    def invalidate(self, origin: Origin, *keys: str) -> None:
         self._source().changed(origin, keys)
 
     def listing_root(self, origin: Origin, key: str) -> str | None:
         return None
 
-    def forget_all(self) -> None:
+    def invalidate_all(self) -> None:
         pass
 
     def remembered_directory(self, origin: Origin, prefix: str) -> bool:

@@ -77,7 +77,7 @@ def threads_of(*memberships: EtcdMembers) -> list[threading.Thread]:
     return [thread for thread in threads if thread is not None]
 
 
-def all_hear_of_both(*memberships: EtcdMembers) -> bool:
+def all_have_both(*memberships: EtcdMembers) -> bool:
     """Whether etcd itself has both members: views alone may only remember them."""
     return all(
         each._roster.is_listed("a") and each._roster.is_listed("b") and not each._in_outage for each in memberships
@@ -91,7 +91,7 @@ def test_restart_of_etcd_with_its_data_changes_no_view(own: EtcdServer, connect:
     for _ in range(2):
         own.kill()
         own.start()
-        eventually(lambda: all_hear_of_both(*everybody))
+        eventually(lambda: all_have_both(*everybody))
     assert [each.view() for each in everybody] == [BOTH] * 3
     assert all(view.seen == [BOTH] for view in views)
     assert len(threads) == 5
@@ -109,7 +109,7 @@ def test_wiped_etcd_is_filled_again(own: EtcdServer, connect: Connect) -> None:
     own.kill()
     own.wipe()
     own.start()
-    eventually(lambda: all_hear_of_both(*everybody))
+    eventually(lambda: all_have_both(*everybody))
     assert all(view.always_had("a", "b") for view in views)
     late = connect(own.address)
     assert late.view() == BOTH
@@ -154,7 +154,7 @@ def test_silence_of_etcd_beyond_the_lease_removes_no_member(own: EtcdServer, con
     own.pause()
     time.sleep(1.5 * LEASE)
     own.go_on()
-    eventually(lambda: all_hear_of_both(*everybody))
+    eventually(lambda: all_have_both(*everybody))
     time.sleep(LEASE)
     assert [each.view() for each in everybody] == [BOTH] * 3
     assert all(view.always_had("a", "b") for view in views)
@@ -199,7 +199,7 @@ def test_dead_endpoint_is_replaced_by_another(etcd: EtcdServer, connect: Connect
         everybody[0].join(Member(id="a", address="127.0.0.1:1", weight=5.0))
         for each in everybody:
             wait_for(each, Member(id="a", address="127.0.0.1:1", weight=5.0), B)
-        eventually(lambda: all_hear_of_both(*everybody))
+        eventually(lambda: all_have_both(*everybody))
 
 
 def test_revoked_lease_is_granted_again(etcd: EtcdServer, connect: Connect) -> None:
@@ -216,7 +216,7 @@ def test_removed_key_is_written_again(etcd: EtcdServer, connect: Connect) -> Non
 
     a, b, client = two_and_a_client(connect, etcd.address)
     client.gateway.call("/v3/kv/deleterange", prefix_range(client._prefix))
-    eventually(lambda: all_hear_of_both(a, b, client))
+    eventually(lambda: all_have_both(a, b, client))
 
 
 def test_compaction_of_watched_revisions_is_handled(etcd: EtcdServer, connect: Connect) -> None:

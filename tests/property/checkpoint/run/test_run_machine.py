@@ -187,13 +187,13 @@ class RunMachine(RuleBasedStateMachine):
             self._begin()
         finally:
             _FUSE.left = None
-        self._forget_pruned()
+        self._drop_pruned()
 
     @rule(keep=st.integers(1, 3))
     def prune(self, keep: int) -> None:
         self._settle()
         self._run().prune(keep)
-        self._forget_pruned()
+        self._drop_pruned()
         # The full one that the newest builds on stays, as does the one that was published last with its own.
         assert len(self.durable) <= keep + 3
 
@@ -209,7 +209,7 @@ class RunMachine(RuleBasedStateMachine):
         """Restore an older one and continue from there: later saves are abandoned."""
         self._settle()
         self._clear_doubt()
-        self._forget_pruned()
+        self._drop_pruned()
         step, expected = self.durable[which % len(self.durable)]
         found = _empty_like(expected)
         assert self._run().restore(found, step) == step
@@ -252,7 +252,7 @@ class RunMachine(RuleBasedStateMachine):
     def _add(self, step: int, state: dict[str, Any]) -> None:
         self.durable = [(before, kept) for before, kept in self.durable if before < step]
         self.durable.append((step, state))
-        self._forget_pruned()
+        self._drop_pruned()
 
     def _settle(self) -> None:
         if self.pending is not None:
@@ -282,7 +282,7 @@ class RunMachine(RuleBasedStateMachine):
             if _same(found, expected):
                 self._add(step, expected)
 
-    def _forget_pruned(self) -> None:
+    def _drop_pruned(self) -> None:
         """The checkpoints that `keep` removed; never the newest."""
         there = self._run().steps()
         newest = self.durable[-1:]

@@ -176,7 +176,7 @@ def test_write_drops_the_object_and_the_listings_above(make: Make) -> None:
     cache, _, _ = make(math.inf)
     list(cache.list_all(origin, "b"))
     cache.list_level(origin, "b/d")
-    cache.forget(origin, "b/d/k")
+    cache.invalidate(origin, "b/d/k")
     assert cache.known(origin, "b/d/k") is None
     assert not cache.remembered_directory(origin, "b")
     assert not cache.remembered_directory(origin, "b/d")
@@ -210,7 +210,7 @@ def test_answer_from_before_a_write_is_not_cached(make: Make) -> None:
     def slow_head(key: str) -> ObjectInfo:
         info = real_head(key)
         origin.put("b/d/k", b"newer")  # another thread writes while the answer is on its way
-        cache.forget(origin, "b/d/k")
+        cache.invalidate(origin, "b/d/k")
         return info
 
     origin.head = slow_head  # type: ignore[method-assign]
@@ -227,30 +227,30 @@ def test_listing_from_before_a_write_is_not_cached(make: Make) -> None:
     pages = cache.list_all(origin, "b/d")
     next(pages)
     origin.put("b/d/zz", b"new")
-    cache.forget(origin, "b/d/zz")
+    cache.invalidate(origin, "b/d/zz")
     list(pages)
     assert sum(len(page) for page in cache.list_all(origin, "b/d")) == 1501
 
 
-def test_forget_all_removes_all_metadata(make: Make) -> None:
+def test_invalidate_all_removes_all_metadata(make: Make) -> None:
     origin = MemoryOrigin()
     origin.put("b/d/k", b"1")
     cache, _, _ = make(math.inf)
     cache.stat(origin, "b/d/k")
     cache.list_level(origin, "b/d")
-    cache.forget_all()
+    cache.invalidate_all()
     assert cache.known(origin, "b/d/k") is None
     assert not cache.remembered_directory(origin, "b/d")
     origin.put("b/d/k", b"22")
     assert cache.stat(origin, "b/d/k").size == 2
 
 
-def test_forget_removes_the_old_version(make: Make) -> None:
+def test_invalidation_removes_the_old_version(make: Make) -> None:
     origin = MemoryOrigin()
     origin.put("b/k", b"1")
     cache, _, changed = make(math.inf)
     old = cache.stat(origin, "b/k")
-    cache.forget(origin, "b/k")
+    cache.invalidate(origin, "b/k")
     assert changed == [old]
 
 
@@ -269,7 +269,7 @@ def test_repeated_listings_do_not_accumulate(make: Make, index: Index) -> None:
     counts = []
     for _ in range(5):
         clock.now += 1
-        cache.forget(origin, "b/d/00000")
+        cache.invalidate(origin, "b/d/00000")
         list(cache.list_all(origin, "b/d"))
         cache.stat(origin, "b/d/00000")
         counts.append(records() - changes())
@@ -466,7 +466,7 @@ def test_object_with_long_name_is_found_and_invalidated(make: Make) -> None:
         assert listed(cache, origin, "b/d") == keys
     for key in (keys[0], keys[999], keys[1000], keys[-1]):
         assert cache.stat(origin, key).size == 1
-    cache.forget(origin, keys[1000])
+    cache.invalidate(origin, keys[1000])
     origin.put(keys[1000], b"yy")
     assert cache.stat(origin, keys[1000]).size == 2
 
@@ -475,7 +475,7 @@ def test_write_of_other_key_keeps_answers_in_flight(make: Make) -> None:
     origin = MemoryOrigin()
     keys = fill(origin, 10)
     cache, _, _ = make(math.inf)
-    origin.before_list = lambda prefix, after: cache.forget(origin, "b/elsewhere")
+    origin.before_list = lambda prefix, after: cache.invalidate(origin, "b/elsewhere")
     assert listed(cache, origin, "b/d") == keys
     origin.before_list = None
     assert cache.known(origin, keys[3]) is not None
@@ -483,11 +483,11 @@ def test_write_of_other_key_keeps_answers_in_flight(make: Make) -> None:
     assert origin.count("list") == 1
 
 
-def test_answer_from_before_forget_all_is_not_cached(make: Make) -> None:
+def test_answer_from_before_invalidate_all_is_not_cached(make: Make) -> None:
     origin = MemoryOrigin()
     keys = fill(origin, 10)
     cache, _, _ = make(math.inf)
-    origin.before_list = lambda prefix, after: cache.forget_all()
+    origin.before_list = lambda prefix, after: cache.invalidate_all()
     listed(cache, origin, "b/d")
     assert cache.known(origin, keys[0]) is None
     assert not cache.remembered_directory(origin, "b/d")
@@ -616,7 +616,7 @@ def test_answers_after_random_changes_are_right(make: Make, kind: type[MemoryOri
                 else:
                     origin.delete([key])
                 if reported:
-                    cache.forget(origin, key)
+                    cache.invalidate(origin, key)
             if not reported:
                 clock.now += 61
         action, prefix = rng.randrange(5), some_prefix()

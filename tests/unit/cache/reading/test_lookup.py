@@ -186,7 +186,7 @@ def test_write_of_another_process_is_visible_at_once(make_node: MakeNode) -> Non
         report=disk.report,
     )
     origin.put(keys[7], b"new")
-    others.forget(origin, keys[7])
+    others.invalidate(origin, keys[7])
     assert node.find_known(origin, keys[7]) is None
     assert read(node, origin, keys[7]) == b"new"
     assert found(node, origin, keys[7]) == b"new"
