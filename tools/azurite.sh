@@ -27,7 +27,7 @@ cp tools/azurite/package.json tools/azurite/package-lock.json "$target"
 trap 'rm -rf "$target/.npm"' EXIT
 if ! (cd "$target" && "$node/bin/node" "$node/lib/node_modules/npm/bin/npm-cli.js" ci --ignore-scripts --omit=dev --omit=optional \
   --no-audit --no-fund --no-update-notifier --loglevel=error --cache "$target/.npm" --logs-max=0) >"$target/log" 2>&1; then
-  echo "azurite: npm failed: $(grep -v '^ *$' "$target/log" | tail -n 1) (log: $target/log)" >&2
+  echo "azurite: npm failed: $(grep -v -e '^ *$' -e 'Log files' "$target/log" | tail -n 1) (log: $target/log)" >&2
   exit 1
 fi
 echo "$wanted" >"$stamp"
