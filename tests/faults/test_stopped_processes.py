@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.support.held_locks import holding
 
 import millrace
 from millrace.cache.node import close_nodes
@@ -163,19 +164,6 @@ sys.stdin.read()
 """
 
 
-@contextmanager
-def holding(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has eight locks."""
-    command = [sys.executable, "-c", HOLDER, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "held\n"
-            yield process
-        finally:
-            process.kill()
-
-
 def looks_until_silent(wait: LockWait, byte: int) -> int:
     deadline = time.monotonic() + 120
     looks = 1
@@ -187,7 +175,7 @@ def looks_until_silent(wait: LockWait, byte: int) -> int:
 
 
 def test_running_holder_is_never_regarded_as_stopped(tmp_path: Path) -> None:
-    with holding(tmp_path / "locks"):
+    with holding(HOLDER, tmp_path / "locks"):
         locks = SharedLocks(tmp_path / "locks")
         wait = LockWait(locks)
         until = time.monotonic() + 2 * SILENCE_SECONDS
@@ -199,7 +187,7 @@ def test_running_holder_is_never_regarded_as_stopped(tmp_path: Path) -> None:
 
 
 def test_stopped_holder_of_many_locks_costs_one_deadline(tmp_path: Path) -> None:
-    with holding(tmp_path / "locks") as process:
+    with holding(HOLDER, tmp_path / "locks") as process:
         locks = SharedLocks(tmp_path / "locks")
         process.send_signal(signal.SIGSTOP)
         assert looks_until_silent(LockWait(locks), 0) > 1

@@ -6,11 +6,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.support.held_locks import holding
 
 from millrace.errors import StorageError
 from millrace.runtime.locks import (
@@ -30,19 +29,6 @@ HOLD = (
 )
 
 
-@contextmanager
-def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock until it is killed, which happens at the end."""
-    command = [sys.executable, "-c", HOLD, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "held\n"
-            yield process
-        finally:
-            process.kill()
-
-
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.runtime.locks.SILENCE_SECONDS", 0.3)
@@ -52,7 +38,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_file_lock_whose_holder_is_stopped_raises(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     lock = FileLock(path, f"the holder of {path}")
-    with holder(path) as other:
+    with holding(HOLD, path) as other:
         other.send_signal(signal.SIGSTOP)
         for _ in range(2):
             with pytest.raises(StorageError, match="does not continue: continue or end") as raised, lock:
@@ -75,7 +61,7 @@ def test_file_lock_whose_holder_is_stopped_raises_at_once_the_second_time(
     sleep = pauses.append
     path = tmp_path / "lock"
     lock = FileLock(path, f"the holder of {path}")
-    with holder(path) as other:
+    with holding(HOLD, path) as other:
         other.send_signal(signal.SIGSTOP)
         with pytest.raises(StorageError), lock:
             pass

@@ -364,7 +364,7 @@ def write_number(txn: Transaction, name: bytes, number: int) -> None:
 
 
 def changes_since(txn: Transaction, number: int, space: Space) -> list[bytes] | None:
-    """The positions that were changed since the change `number`; None if that is no longer known."""
+    """The positions that were changed since the change `number`; None if the record of them was removed."""
     latest = read_number(txn, b"changes")
     if number < read_number(txn, b"cleared") or not number <= latest < number + CHANGES_KEPT:
         return None

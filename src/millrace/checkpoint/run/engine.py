@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from millrace.checkpoint.run.claims import ClaimState
@@ -15,21 +16,16 @@ from millrace.checkpoint.run.pruning import Retention
 from millrace.checkpoint.run.ranks import Ranks
 from millrace.checkpoint.run.retention import Policy
 from millrace.checkpoint.run.run_layout import ListedCheckpoint
-from millrace.checkpoint.run.run_saver import (
-    LastSave,
-    RunSaver,
-    RunState,
-    Staged,
-    Write,
-    Written,
-    base_budget,
-    save_staged,
-)
+from millrace.checkpoint.run.run_saver import RunSaver, Write, save_staged
+from millrace.checkpoint.run.save_values import LastSave, RunState, Staged, Written
 from millrace.checkpoint.run.saving import ProgressMeter, Report, SaveResult
 from millrace.checkpoint.run.tiers import ReplicaTier, Tiers, open_tiers
 from millrace.checkpoint.run.uploading import Uploader
 from millrace.events import Event, emit
 from millrace.origin.base import Operation, part_of
+
+_MEMORY_SHARE = 0.5
+_UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,3 +233,45 @@ def _saved(url: str, result: SaveResult) -> Event:
             "blocked_seconds": blocked,
         },
     )
+
+
+# --- memory for bases -----------------------------------------------------------------------------
+
+
+def base_budget(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory for the base of the next save: half of what is free on the machine and in this control group.
+
+    Returns 0 where the kernel does not report free memory.
+    """
+    free = _available(proc / "meminfo")
+    return int(_MEMORY_SHARE * min(free, _left_in_group(proc / "self" / "cgroup", groups)))
+
+
+def _available(meminfo: Path) -> int:
+    try:
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        return 0
+    return 0
+
+
+def _left_in_group(membership: Path, groups: Path) -> int:
+    """Free bytes in the tightest of this process's control groups (version 2). Groups without a limit do not count."""
+    try:
+        name = next(line[3:].strip() for line in membership.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return _UNLIMITED
+    left = _UNLIMITED
+    directory = groups / name.strip("/")
+    for group in (directory, *directory.parents):
+        try:
+            limit = (group / "memory.max").read_text().strip()
+            if limit != "max":
+                left = min(left, max(0, int(limit) - int((group / "memory.current").read_text())))
+        except (OSError, ValueError):
+            pass  # the root has neither file; neither do machines with control groups of version 1
+        if group == groups:
+            break
+    return left

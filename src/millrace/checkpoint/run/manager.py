@@ -33,7 +33,7 @@ from millrace.checkpoint.run.restoring import Restorer
 from millrace.checkpoint.run.retention import KeepAll, Policy, as_policy
 from millrace.checkpoint.run.run_info import CheckpointInfo
 from millrace.checkpoint.run.run_layout import MAX_STEP
-from millrace.checkpoint.run.run_saver import Written
+from millrace.checkpoint.run.save_values import Written
 from millrace.checkpoint.run.saver_process import SaverProcess, SaverUnavailable, Upload, is_supported
 from millrace.checkpoint.run.saving import (
     PendingSave,

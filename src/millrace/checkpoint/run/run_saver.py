@@ -7,8 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 from millrace.checkpoint.format.manifest import DataFile, Manifest
 from millrace.checkpoint.run.claims import Claim, ClaimState
@@ -16,12 +15,13 @@ from millrace.checkpoint.run.driving import save
 from millrace.checkpoint.run.ranks import Ranks
 from millrace.checkpoint.run.run_info import CheckpointInfo, info_of_manifest, paths_of
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, checkpoint_name, parse_name
+from millrace.checkpoint.run.save_values import LastSave, RunState, SaveOrder, Staged, Written
 from millrace.checkpoint.run.saving import ProgressMeter, SaveResult
 from millrace.checkpoint.run.tiers import is_local_failure, report_local_failure
 from millrace.checkpoint.run.timeline import Point, next_revision, timeline
 from millrace.checkpoint.state.staging import StagedState
 from millrace.checkpoint.storage.storage import CheckpointStorage
-from millrace.checkpoint.writing.bases import Base, ItemKey, MemoryBase, StoredBase, check_files, find_damage
+from millrace.checkpoint.writing.bases import Base, ItemKey, StoredBase, check_files, find_damage
 from millrace.checkpoint.writing.delta import SaveRecord, choose_base
 from millrace.checkpoint.writing.packing import ItemSource
 from millrace.checkpoint.writing.sources import WrapperParts
@@ -41,53 +41,6 @@ from millrace.runtime import maintenance
 from millrace.runtime.forks import imported
 from millrace.runtime.pipeline import lower_priority
 
-_MEMORY_SHARE = 0.5
-_UNLIMITED = 1 << 62
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveOrder:
-    """The first rank's decision for all: the directory, and the base of the save (None: a full save)."""
-
-    name: str
-    base: str | None
-    is_anchor: bool
-    full: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """A save that is durable where it was written: its name, this rank's data files, its result, and whether only the near
-    place has it.
-    """
-
-    name: str
-    own_files: tuple[str, ...]
-    is_near: bool
-    result: SaveResult
-
-
-class Staged(Protocol):
-    """A copy of a state that is not changed until its release: a `StagedState`, or its view in the saver process."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def seconds(self) -> float:
-        """The duration of the copy."""
-        ...
-
-    def release(self) -> None: ...
-
-
-class LastSave(NamedTuple):
-    """This rank's part of the last save, as the base of the next one."""
-
-    base: MemoryBase
-    staged: Staged
-
-
 Write = Callable[[Staged, CheckpointWriter, Ranks, Callable[[int], None]], None]
 """Saves a staged state with a writer, as `save_staged`."""
 
@@ -97,28 +50,6 @@ def save_staged(staged: Staged, writer: CheckpointWriter, ranks: Ranks, count: C
     if not isinstance(staged, StagedState):
         raise AssertionError("the state was staged in another process")
     save(staged.state, writer, ranks, count=count)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunState:
-    """What a `RunSaver` has learned about its run, for another one that continues. Picklable.
-
-    `newest_own`: the checkpoint that this manager saved last. `attempted`: the step of a save that may have been published
-    by a saver that died. `is_abandoned`: whether the saves that the claim announces will not be finished.
-    """
-
-    claim: ClaimState | None = None
-    complete: tuple[Point, ...] | None = None
-    taken: tuple[tuple[int, int], ...] = ()
-    history: tuple[SaveRecord, ...] = ()
-    is_history_known: bool = False
-    newest_own: Point | None = None
-    attempted: int | None = None
-    is_next_full: bool = False
-    may_go_back: bool = False
-    is_abandoned: bool = False
-    versions: Mapping[str, str] = field(default_factory=dict)
-    damaged: tuple[str, ...] = ()
 
 
 class _RunWriter(CheckpointWriter):
@@ -616,45 +547,3 @@ def _record(info: CheckpointInfo, base: Literal["previous", "anchor"]) -> SaveRe
         own_bytes=info.stored_bytes,
         restore_bytes=info.restore_bytes,
     )
-
-
-# --- memory for bases -----------------------------------------------------------------------------
-
-
-def base_budget(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory for the base of the next save: half of what is free on the machine and in this control group.
-
-    Returns 0 where the kernel does not report free memory.
-    """
-    free = _available(proc / "meminfo")
-    return int(_MEMORY_SHARE * min(free, _left_in_group(proc / "self" / "cgroup", groups)))
-
-
-def _available(meminfo: Path) -> int:
-    try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        return 0
-    return 0
-
-
-def _left_in_group(membership: Path, groups: Path) -> int:
-    """Free bytes in the tightest of this process's control groups (version 2). Groups without a limit do not count."""
-    try:
-        name = next(line[3:].strip() for line in membership.read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        return _UNLIMITED
-    left = _UNLIMITED
-    directory = groups / name.strip("/")
-    for group in (directory, *directory.parents):
-        try:
-            limit = (group / "memory.max").read_text().strip()
-            if limit != "max":
-                left = min(left, max(0, int(limit) - int((group / "memory.current").read_text())))
-        except (OSError, ValueError):
-            pass  # the root has neither file; neither do machines with control groups of version 1
-        if group == groups:
-            break
-    return left

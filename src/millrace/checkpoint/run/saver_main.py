@@ -26,7 +26,7 @@ import torch
 from millrace.checkpoint.run import processes
 from millrace.checkpoint.run.engine import EngineOptions, SaveEngine
 from millrace.checkpoint.run.ranks import Ranks, picklable
-from millrace.checkpoint.run.run_saver import LastSave, Staged, Written
+from millrace.checkpoint.run.save_values import LastSave, Staged, Written
 from millrace.checkpoint.run.saver_protocol import (
     Acknowledge,
     Channel,

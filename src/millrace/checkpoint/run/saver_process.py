@@ -28,7 +28,7 @@ from millrace.checkpoint.run.claims import ClaimState
 from millrace.checkpoint.run.engine import EngineOptions, SaveRequest, failed
 from millrace.checkpoint.run.processes import is_stopped, this_process
 from millrace.checkpoint.run.run_layout import parse_name
-from millrace.checkpoint.run.run_saver import LastSave, RunState, Written
+from millrace.checkpoint.run.save_values import LastSave, RunState, Written
 from millrace.checkpoint.run.saver_protocol import (
     Acknowledge,
     Channel,

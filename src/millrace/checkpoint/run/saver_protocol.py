@@ -17,7 +17,7 @@ from typing import Any
 from millrace.checkpoint.run.claims import ClaimState
 from millrace.checkpoint.run.engine import SaveRequest
 from millrace.checkpoint.run.processes import Process
-from millrace.checkpoint.run.run_saver import RunState, Written
+from millrace.checkpoint.run.save_values import RunState, Written
 from millrace.checkpoint.run.saving import SaveProgress, SaveResult
 from millrace.checkpoint.writing.shared_plan import SharedBase, SharedObject, SharedPlan
 from millrace.events import Event

@@ -13,7 +13,7 @@ from millrace.checkpoint.run.pruning import prune
 from millrace.checkpoint.run.ranks import Ranks
 from millrace.checkpoint.run.retention import KeepLast
 from millrace.checkpoint.run.run_layout import Run
-from millrace.checkpoint.run.run_saver import Written
+from millrace.checkpoint.run.save_values import Written
 from millrace.checkpoint.run.saving import PendingSave, ProgressMeter, Report, SaveResult
 from millrace.checkpoint.run.tiers import Tiers, Upload, pending_uploads
 from millrace.checkpoint.storage.layered import StoredManifest

@@ -77,16 +77,7 @@ def export_checkpoint(
     Raises errors of a load, `UsageError`, `UnsupportedObjectError` for values that the format cannot hold, and
     `MissingDependencyError`.
     """
-    if to not in EXPORT_FORMATS:
-        raise UsageError(f"{to!r} is not an export format", next_step=f"choose one of {', '.join(EXPORT_FORMATS)}")
-    if to != "safetensors" and (strip_prefix or rename or dtype or shard_bytes):
-        raise UsageError(
-            "only an export to safetensors can strip a prefix, rename, convert or split", next_step="leave it out"
-        )
-    if dtype is not None and dtype not in _FLOATS:
-        raise UsageError(f"dtype={dtype!r:.100}", next_step=f"choose one of {', '.join(_FLOATS)}")
-    if shard_bytes is not None and (type(shard_bytes) is not int or shard_bytes < 1):
-        raise UsageError(f"shard_bytes={shard_bytes!r:.100}", next_step="give a number of bytes, at least 1")
+    _check_arguments(to, strip_prefix, rename, dtype, shard_bytes)
     began = time.monotonic()
     place = os.fspath(target)
     contents = open_contents(
@@ -145,6 +136,21 @@ def export_checkpoint(
         left_out=tuple(left_out),
         seconds=time.monotonic() - began,
     )
+
+
+def _check_arguments(
+    to: ExportFormat, strip_prefix: str, rename: Sequence[str], dtype: str | None, shard_bytes: int | None
+) -> None:
+    if to not in EXPORT_FORMATS:
+        raise UsageError(f"{to!r} is not an export format", next_step=f"choose one of {', '.join(EXPORT_FORMATS)}")
+    if to != "safetensors" and (strip_prefix or rename or dtype or shard_bytes):
+        raise UsageError(
+            "only an export to safetensors can strip a prefix, rename, convert or split", next_step="leave it out"
+        )
+    if dtype is not None and dtype not in _FLOATS:
+        raise UsageError(f"dtype={dtype!r:.100}", next_step=f"choose one of {', '.join(_FLOATS)}")
+    if shard_bytes is not None and (type(shard_bytes) is not int or shard_bytes < 1):
+        raise UsageError(f"shard_bytes={shard_bytes!r:.100}", next_step="give a number of bytes, at least 1")
 
 
 def _keys_of(wrapped: WrappedEntry) -> list[str]:

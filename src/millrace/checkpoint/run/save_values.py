@@ -1,0 +1,78 @@
+"""Values that the parts of a save exchange, in one process or between the training process and the saver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from millrace.checkpoint.run.claims import ClaimState
+from millrace.checkpoint.run.saving import SaveResult
+from millrace.checkpoint.run.timeline import Point
+from millrace.checkpoint.writing.bases import MemoryBase
+from millrace.checkpoint.writing.delta import SaveRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOrder:
+    """The first rank's decision for all: the directory, and the base of the save (None: a full save)."""
+
+    name: str
+    base: str | None
+    is_anchor: bool
+    full: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A save that is durable where it was written: its name, this rank's data files, its result, and whether only the near
+    place has it.
+    """
+
+    name: str
+    own_files: tuple[str, ...]
+    is_near: bool
+    result: SaveResult
+
+
+class Staged(Protocol):
+    """A copy of a state that is not changed until its release: a `StagedState`, or its view in the saver process."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the copy."""
+        ...
+
+    def release(self) -> None: ...
+
+
+class LastSave(NamedTuple):
+    """This rank's part of the last save, as the base of the next one."""
+
+    base: MemoryBase
+    staged: Staged
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """The state of a `RunSaver`, from which another one continues. Picklable.
+
+    `newest_own`: the checkpoint that this manager saved last. `attempted`: the step of a save that may have been published
+    by a saver that died. `is_abandoned`: whether the saves that the claim announces will not be finished.
+    """
+
+    claim: ClaimState | None = None
+    complete: tuple[Point, ...] | None = None
+    taken: tuple[tuple[int, int], ...] = ()
+    history: tuple[SaveRecord, ...] = ()
+    is_history_known: bool = False
+    newest_own: Point | None = None
+    attempted: int | None = None
+    is_next_full: bool = False
+    may_go_back: bool = False
+    is_abandoned: bool = False
+    versions: Mapping[str, str] = field(default_factory=dict)
+    damaged: tuple[str, ...] = ()
