@@ -3,6 +3,8 @@
 import pickle
 import time
 from email.utils import formatdate
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -159,13 +161,17 @@ def test_content_range_header_is_parsed(text: str, told: ContentRange | None) ->
     ],
 )
 def test_content_length_header_is_parsed(headers: dict[str, str], told: int | None) -> None:
-    assert content_length(HTTPHeaderDict(headers)) == told
+    assert content_length(_response(headers)) == told
+
+
+def _response(headers: dict[str, str]) -> Any:
+    return SimpleNamespace(headers=HTTPHeaderDict(headers), url="http://h/x")
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "-1", "x", "", str(1 << 63)])
 def test_invalid_content_length_raises(text: str) -> None:
-    with pytest.raises(OriginUnavailableError, match="the response has the length"):
-        content_length(HTTPHeaderDict({"Content-Length": text}))
+    with pytest.raises(OriginUnavailableError, match="http://h/x: the response has the invalid length"):
+        content_length(_response({"Content-Length": text}))
 
 
 def test_strong_tag_is_the_version() -> None:

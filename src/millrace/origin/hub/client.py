@@ -238,7 +238,7 @@ class HubClient:
         size = number(headers.get("X-Linked-Size"))
         if size is None and not is_elsewhere:
             found = content_range(headers)
-            size = found.total if response.status == 206 and found is not None else content_length(headers)
+            size = found.total if response.status == 206 and found is not None else content_length(response)
         commit = headers.get("X-Repo-Commit") or (revision if _COMMIT.fullmatch(revision) else "")
         location = headers.get("Location", "") if is_elsewhere else None
         if not version or size is None or not _COMMIT.fullmatch(commit) or location == "":

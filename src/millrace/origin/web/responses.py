@@ -63,18 +63,19 @@ def content_range(headers: Headers) -> ContentRange | None:
     return ContentRange(start, stop, total)
 
 
-def content_length(headers: Headers) -> int | None:
+def content_length(response: Response) -> int | None:
     """The size of the body in bytes; None if the response does not have it (as with chunks).
 
     Raises `OriginUnavailableError` for an invalid value: the end of the body is then unknown (RFC 9112, 6.3).
     """
-    text = headers.get("Content-Length")
-    if text is None or "Transfer-Encoding" in headers:
+    text = response.headers.get("Content-Length")
+    if text is None or "Transfer-Encoding" in response.headers:
         return None
     size = number(text)
     if size is None or size >= 1 << 63:
         raise OriginUnavailableError(
-            f"the response has the length {text!r:.40}", next_step="check the server, and proxies before it"
+            f"{shown(response.url)}: the response has the invalid length {text!r:.40}",
+            next_step="check the server, and proxies in front of it",
         )
     return size
 

@@ -129,7 +129,7 @@ class WebOrigin(BaseOrigin):
                 refused = response.status != 200
                 if refused and response.status not in _TRY_GET:
                     raise self._refusal(response)
-                size = content_length(response.headers) if not refused else None
+                size = content_length(response) if not refused else None
                 # Some servers send 0 to HEAD for generated objects.
                 return self._info(key, url, response, size) if size else None
 
@@ -155,7 +155,7 @@ class WebOrigin(BaseOrigin):
                 elif size:  # invalid: the first byte cannot be refused
                     size = None
             elif response.status == 200:
-                size = content_length(response.headers)
+                size = content_length(response)
             else:
                 raise self._refusal(response)
             return self._info(key, url, response, size) if size is not None else None
@@ -194,7 +194,7 @@ class WebOrigin(BaseOrigin):
         whole = self._sessions.get().whole
 
         def use(response: Response) -> Buffer | WholeCopy | _Unsatisfied:
-            length = content_length(response.headers)
+            length = content_length(response)
             if response.status == 416:
                 return _Unsatisfied(content_range(response.headers))
             if response.status != 200 or (start == 0 and stop == length):
@@ -329,7 +329,7 @@ class WebOrigin(BaseOrigin):
 
             def use_if_same(response: Response) -> Result | None:
                 found = content_range(response.headers)
-                size = found.total if found is not None else content_length(response.headers)
+                size = found.total if found is not None else content_length(response)
                 is_known = response.status in (200, 206) and size is not None
                 is_same = is_known and version in (None, version_of(response.headers, size or 0))
                 return use(response) if is_same else None

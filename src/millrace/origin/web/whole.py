@@ -39,7 +39,7 @@ class WholeCopy:
     def __init__(self, url: str, response: Response) -> None:
         """Download the body. Raises `OriginUnavailableError`, and `StorageError` for a problem of the temporary file."""
         self._url = url
-        self._descriptor = _temporary_file(url, content_length(response.headers) or 0)
+        self._descriptor = _temporary_file(url, content_length(response) or 0)
         # Not at the exit: a forked child has a copy of its parent's descriptors.
         weakref.finalize(self, os.close, self._descriptor).atexit = False
         try:
@@ -135,7 +135,7 @@ class WholeCopies:
 
 def _download(url: str, response: Response, descriptor: int) -> int:
     """Write the body to a file; returns its size. Raises `OriginUnavailableError` for an incomplete or slow body."""
-    announced, written, checked = content_length(response.headers), 0, 0
+    announced, written, checked = content_length(response), 0, 0
     began, before = time.monotonic(), 0
     for part in response.stream():
         if announced is None and written - checked > _CHECK_BYTES:
