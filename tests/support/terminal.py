@@ -43,8 +43,9 @@ class Terminal:
     def __enter__(self) -> Self:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, self._size)
-        streams = {"stdin": slave, "stdout": slave, "stderr": slave}
-        self._process = subprocess.Popen(self._command, env=self._environment, start_new_session=True, **streams)
+        self._process = subprocess.Popen(
+            self._command, env=self._environment, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+        )
         os.close(slave)
         return self
 
