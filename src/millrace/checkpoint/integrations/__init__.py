@@ -30,13 +30,13 @@ __all__ = [
     "accelerator_state",
 ]
 
-# The module of each name, and the packages to install for it.
+# The module of each name, and the extra with its library.
 _LAZY = {
-    "MillraceCheckpointIO": ("lightning", "lightning"),
-    "MillraceCheckpointer": ("torchtitan", "torchtitan==0.3.0"),
-    "MillraceTrainer": ("trainer", "transformers accelerate"),
-    "MillraceTrainerMixin": ("trainer", "transformers accelerate"),
-    "accelerator_state": ("accelerate", "accelerate"),
+    "MillraceCheckpointIO": ("lightning", "trainers"),
+    "MillraceCheckpointer": ("torchtitan", "torchtitan"),
+    "MillraceTrainer": ("trainer", "trainers"),
+    "MillraceTrainerMixin": ("trainer", "trainers"),
+    "accelerator_state": ("accelerate", "trainers"),
 }
 
 
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    module, packages = _LAZY[name]
+    module, extra = _LAZY[name]
     try:
         return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     except ImportError as error:
@@ -54,5 +54,5 @@ def __getattr__(name: str) -> Any:
         from millrace.errors import MissingDependencyError
 
         raise MissingDependencyError(
-            f"{name} cannot be imported ({error!s:.200})", next_step=f"pip install 'millrace[torch]' {packages}"
+            f"{name} cannot be imported ({error!s:.200})", next_step=f"pip install 'millrace[{extra}]'"
         ) from error

@@ -29,10 +29,10 @@ def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
         ...
         run.save_async(step, state)                      # after an optimizer step, on every process
 
-    It replaces `accelerator.save_state` and `load_state`, and may be extended (`state | {"data": position}`). The members
-    are `model`, `optimizer`, `scheduler` (a second one is `model_1`), `scaler`, `random` (the generators of each process), and
-    `custom`, `custom_1`, ... from `register_for_checkpointing`. They refer to the prepared objects, so one dict serves all
-    saves. The position in the data is not included: use `DataPosition` with a loader that was not prepared.
+    It replaces `accelerator.save_state` and `load_state`, and may be extended (`{**state, "data": position}`). The members
+    are `model`, `optimizer`, `scheduler` (a second one is `model_1`), `scaler`, `random` (the generators of each process),
+    and `custom`, `custom_1`, ... from `register_for_checkpointing`. They refer to the prepared objects, so one dict serves
+    all saves. The position in the data is not included: use `DataPosition` with a loader that was not prepared.
 
     With FSDP (versions 1 and 2) model and optimizer are sharded, each process saves its own shards, and a restore works with
     any number of processes. Raises `UsageError` for DeepSpeed, Megatron-LM and XLA, and before `prepare`.

@@ -104,7 +104,11 @@ class MillraceCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
 def _take_tensors(value: Any, path: str, tensors: dict[str, Any]) -> Any:
     """A copy of nested containers with each plain tensor replaced by the key under which it is added to `tensors`."""
-    if type(value) is torch.Tensor and value.layout is torch.strided and not (value.requires_grad or value.is_quantized):
+    if (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and not (value.requires_grad or value.is_quantized)
+    ):
         while path in tensors or path == _REST:  # keys may contain dots
             path += "_"
         tensors[path] = value

@@ -95,7 +95,9 @@ class MillraceCheckpointer(CheckpointManager):  # type: ignore[misc]
             self.dcp_load(states, path, from_hf=True, from_quantized=self.initial_load_in_hf_quantized)
         elif self.initial_load_path:
             states = self._states_to_load(self.initial_load_model_only)
-            dcp.load(states, storage_reader=CheckpointReader(self.initial_load_path, target_options=self.target_options))
+            dcp.load(
+                states, storage_reader=CheckpointReader(self.initial_load_path, target_options=self.target_options)
+            )
             self.states[MODEL].load_state_dict(states)
         else:
             return False

@@ -71,7 +71,9 @@ class MillraceTrainerMixin:
         train = getattr(super(), "train")  # noqa: B009 - the mixin's base has none
         if resume_from_checkpoint is True or type(resume_from_checkpoint) is int:
             step = self.checkpoints.latest() if resume_from_checkpoint is True else resume_from_checkpoint
-            result = train(None, *arguments, **options) if step is None else self._resume(train, step, arguments, options)
+            result = (
+                train(None, *arguments, **options) if step is None else self._resume(train, step, arguments, options)
+            )
         else:
             result = train(resume_from_checkpoint, *arguments, **options)
         self.checkpoints.wait()
