@@ -50,14 +50,14 @@ class MillraceTrainerMixin:
         run_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(*arguments, **options)
-        trainer: Any = self
+        given = options.get("args", arguments[1] if len(arguments) > 1 else None)
         for name in ("load_best_model_at_end", "push_to_hub", "deepspeed"):
-            if getattr(trainer.args, name, None):
+            if getattr(given, name, None):
                 raise ConfigurationError(
                     f"TrainingArguments({name}=...) needs the Trainer's own checkpoints",
                     next_step="leave it out, and use run_options={'keep': ...} and load_weights",
                 )
+        super().__init__(*arguments, **options)
         self.checkpoints = run if isinstance(run, CheckpointManager) else CheckpointManager(run, **(run_options or {}))
         # The directory that stands for the checkpoint to resume from, its step, and its random generators.
         self._placeholder: str | None = None
@@ -108,7 +108,8 @@ class MillraceTrainerMixin:
         metrics: dict[str, float] = {}
         for entry in state.log_history:
             if entry.get("step") == step:
-                metrics |= {name: value for name, value in entry.items() if isinstance(value, int | float)}
+                numbers = {name: value for name, value in entry.items() if isinstance(value, int | float)}
+                metrics |= {name: value for name, value in numbers.items() if name != "step"}
         text = json.dumps(dataclasses.asdict(state))
         self.checkpoints.save_async(step, self._training_state(), metrics, user={_STATE: text})
 
