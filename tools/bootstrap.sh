@@ -104,4 +104,7 @@ echo "bootstrap: installing into .venv, a few minutes the first time (log: $log)
 "${pip_command[@]}" install --quiet "pip==$pip_version" >>"$log" 2>&1 || diagnose "cannot install pip"
 .venv/bin/python -m pip install --constraint constraints.txt --editable '.[dev]' >>"$log" 2>&1 ||
   diagnose "cannot install the packages"
+# torchtitan 0.3.0 requires an older datasets, and with it an older fsspec than the tests use. Its checkpointer needs neither.
+.venv/bin/python -m pip install --constraint constraints.txt --no-deps torchtitan spmd_types torchdata >>"$log" 2>&1 ||
+  diagnose "cannot install torchtitan"
 echo "$wanted" >"$stamp"

@@ -11,6 +11,7 @@ import click
 import pytest
 
 from millrace import checkpoint, cli, config, errors, ray
+from millrace.checkpoint import integrations
 from millrace.cli import main
 from millrace.errors import MillraceError
 from millrace.origin import SCHEMES
@@ -25,7 +26,7 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
 def test_api_page_lists_every_public_name() -> None:
     listed = re.findall(r"^::: (millrace[\w.]*)\.(\w+)$", (REFERENCE / "api.md").read_text(), re.MULTILINE)
-    for module in (checkpoint, ray):
+    for module in (checkpoint, integrations, ray):
         assert sorted(name for package, name in listed if package == module.__name__) == sorted(module.__all__)
 
 

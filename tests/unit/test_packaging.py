@@ -27,7 +27,8 @@ def test_classifiers_name_the_tested_pythons_and_no_placeholder_is_left() -> Non
 def test_extra_all_has_all_but_the_extras_for_contributors_and_examples() -> None:
     [everything] = PROJECT["optional-dependencies"]["all"]
     extras = set(re.findall(r"[\w-]+", everything.partition("[")[2]))
-    assert extras == set(PROJECT["optional-dependencies"]) - {"all", "demo", "dev", "docs", "server", "speech"}
+    others = {"all", "demo", "dev", "docs", "server", "speech", "torchtitan"}  # the last one needs an old fsspec
+    assert extras == set(PROJECT["optional-dependencies"]) - others
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ Key terms:
 - run: the checkpoints of one training run, in one directory.
 
 Packages: `codec`, `format` (manifest, layout), `state` (tensors, copies), `storage` (local disk, object stores, tiers),
-`writing`, `reading`, `run` (manager, retention), `tools` (verify, export, diff).
+`writing`, `reading`, `run` (manager, retention), `tools` (verify, export, diff), `integrations` (other training libraries).
 
 Start reading in `run/manager.py`, `writing/writer.py` and `reading/reader.py`.
 """

@@ -277,7 +277,8 @@ class _RunLoadPlanner(CheckpointLoadPlanner):
     def _drop_later_state(self, template: dict[str, Any], prefix: str, saved: Sequence[str]) -> None:
         """Remove an optimizer's state of parameters that had no state yet when the checkpoint was saved."""
         known = {key.removeprefix(prefix).partition(".")[0] for key in saved if key.startswith(prefix)}
-        for number in list(template["state"]) if saved else ():
+        # A container of optimizers may have keys of its own.
+        for number in list(template.get("state", ())) if saved else ():
             keys = flatten({f"{prefix}{number}": template["state"][number]})[0]
             if str(number) not in known and all(map(self._wants, keys)):
                 del template["state"][number]
