@@ -168,7 +168,7 @@ class StoredBase:
         return self._finder.find(key, kind, nbytes)
 
     def read(self, row: int, key: ChunkKey) -> Buffer:
-        return self._fetcher.read_chunk(row)
+        return self._fetcher.read_chunks([row])[row]
 
 
 def sibling_files(files: tuple[DataFile, ...], directory: str) -> tuple[DataFile, ...]:
