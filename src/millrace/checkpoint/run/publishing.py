@@ -178,7 +178,7 @@ class WeightFollower:
         `timeout` is in seconds, or a time such as `"2min"`; None waits without a limit. Lists the publications every two
         seconds, and more often at first. Raises the errors of the storage.
         """
-        seconds = None if timeout is None else parse_seconds(timeout, option="timeout")
+        seconds = None if timeout is None else 0.0 if timeout == 0 else parse_seconds(timeout, option="timeout")
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             newest, ended = self._ranks.run_on_first(lambda: self._poll(newer_than, deadline))
@@ -192,8 +192,8 @@ class WeightFollower:
         replaced; modules load theirs. Use no tensor of it before this returns.
 
         Raises `CheckpointNotFoundError` before the first publication, `MissingKeyError` for keys that are not published,
-        `StateMismatchError` for other shapes, and the errors of a load. Then the tensors are unchanged, unless torch fails to
-        copy into one of them: the error is then torch's.
+        `StateMismatchError` for other shapes, and the errors of a load. Then the tensors are unchanged. The exception is an
+        error of a device or of a tensor subclass while the verified values are copied to it.
         """
         if not isinstance(weights, dict):
             raise UsageError(f"the weights are a {type(weights).__name__}", next_step="give a dict of tensors")
