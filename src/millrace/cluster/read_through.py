@@ -58,12 +58,12 @@ class ReadThrough:
         """The bytes `[start, stop)` of this version. Raises as `Readable.read` of the origin."""
         if not 0 <= start <= stop <= info.size:
             raise UsageError(f"the range [{start}, {stop}) ends past the {info.size} bytes of {info.key}")
-        try:
-            reader = self._reader(info)
-            if reader is not None:
+        reader = self._reader(info)
+        if reader is not None:
+            try:
                 return reader.read(start, stop)
-        except (StorageError, PeerError) as error:
-            _log.warning("%s is read from its origin, without the cache: %s", info.key, error)
+            except (StorageError, PeerError) as error:
+                _log.warning("%s: read from the origin, without the cache: %s", info.key, error)
         return self._origin.read(info.key, start, stop, version=info.version)
 
     def drop(self, keys: Sequence[str]) -> None:
@@ -96,7 +96,10 @@ class ReadThrough:
         if not self._owner.is_this_process:
             self._start()
         with self._lock:
-            node = self._node()
+            if not self._is_decided:
+                self._attached = self._attach()
+                self._is_decided = True
+            node = None if self._attached is None else self._node(self._attached)
             if node is None:
                 return None
             name = info.key, info.version
@@ -108,12 +111,6 @@ class ReadThrough:
                 self._readers.popitem(last=False)  # its last user closes it
             return reader
 
-    def _node(self) -> CacheNode | None:
-        if not self._is_decided:
-            self._attached = self._attach()
-            self._is_decided = True
-        return None if self._attached is None else self._attached.node
-
     def _attach(self) -> Attached | None:
         options = resolve({})
         if not options.names_cluster:
@@ -123,15 +120,18 @@ class ReadThrough:
         with importing():
             from millrace.cluster.attach import Attached
 
-        attached = Attached(options, self._origin)
+        return Attached(options, self._origin)
+
+    def _node(self, attached: Attached) -> CacheNode | None:
+        """The cache, at the first use of a process after a search for its cluster. None, and no more, if that fails."""
         try:
-            _ = attached.node  # attaches
+            return attached.node
         except ConfigurationError:
             raise
         except MillraceError as error:
-            _log.warning("%s is read without the cache of its cluster: %s", self._origin.identity, error)
+            _log.warning("%s: read without the cache of its cluster: %s", self._origin.identity, error)
+            self._attached = None
             return None
-        return attached
 
 
 def _read_through(origin: Origin, required: bool) -> ReadThrough:
