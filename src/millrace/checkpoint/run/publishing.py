@@ -12,7 +12,15 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from millrace.checkpoint.arguments import classes, mapping, path_text, thread_number, whole_number
+from millrace.checkpoint.arguments import (
+    ReadThroughMode,
+    classes,
+    mapping,
+    path_text,
+    read_through_mode,
+    thread_number,
+    whole_number,
+)
 from millrace.checkpoint.codec.effort import Compression
 from millrace.checkpoint.reading.updates import KeptChunks, UpdatingReader
 from millrace.checkpoint.run.manager import CheckpointManager
@@ -138,6 +146,8 @@ class WeightFollower:
     During an update it needs host memory for the decoded chunks that it reads.
 
     - `target_options`, `thread_count`, `trusted_types`: as in `CheckpointReader`.
+    - `read_through`: reads through the cache of the cluster, as in `CheckpointManager`, so that each byte of a version leaves
+      the storage once for all followers.
 
     Where `torch.distributed` is initialised, every rank makes the same calls: all ranks get the same version or none does.
     For one thread; not picklable.
@@ -150,12 +160,14 @@ class WeightFollower:
         thread_count: int | None = None,
         target_options: Mapping[str, Any] | None = None,
         trusted_types: Sequence[type] = (),
+        read_through: ReadThroughMode = "auto",
     ) -> None:
         self._path = path_text("url", url).rstrip("/")
         self._options = {
             "target_options": mapping("target_options", target_options),
             "trusted_types": classes("trusted_types", trusted_types),
             "thread_count": thread_number("thread_count", thread_count),
+            "read_through": read_through_mode(read_through),
         }
         self._run = open_run(url, target_options)
         self._ranks = Ranks()
