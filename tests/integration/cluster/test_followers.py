@@ -77,7 +77,7 @@ def test_four_followers_cost_the_storage_one_read_of_each_version(tmp_path: Path
                     follower.kill()
                     follower.communicate()
         found = filesystem("s3", s3.target_options, members="none").find(f"{bucket}/policy", detail=True).values()
-        sizes = {name: 0 for name in ("data", "manifest")}
+        sizes = dict.fromkeys(("data", "manifest"), 0)
         for entry in found:
             name = entry["name"].rpartition("/")[2].partition("-")[0].partition(".")[0]
             if name in sizes:

@@ -146,7 +146,7 @@ class WeightFollower:
     During an update it needs host memory for the decoded chunks that it reads.
 
     - `target_options`, `thread_count`, `trusted_types`: as in `CheckpointReader`.
-    - `read_through`: reads through the cache of the cluster, as in `CheckpointManager`, so that each byte of a version leaves
+    - `read_through`: reads through the cache of the cluster, as in `CheckpointManager`. Then each byte of a version leaves
       the storage once for all followers.
 
     Where `torch.distributed` is initialised, every rank makes the same calls: all ranks get the same version or none does.
