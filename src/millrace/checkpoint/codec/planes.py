@@ -149,7 +149,7 @@ class PlaneCodec:
         values -= values.dtype.type(1)
         of_base = sparse.exponents(bases) if kind.is_float and kind.width > 1 else None
         limits = [] if of_base is None else sparse.choose_limits(of_base, index)
-        lists = [(slice(None), index)]
+        lists: list[tuple[Any, Array]] = [(slice(None), index)]
         if of_base is not None and limits:
             lists = sparse.rank(of_base, sparse.classes(limits), index)
         parts: list[Buffer] = [bytes([kind.code | _DELTA | _SPARSE, len(lists), *limits])]
@@ -157,8 +157,8 @@ class PlaneCodec:
             distances = sparse.encode_distances(positions)
             planes = [distances.escaped, *(() if distances.low is None else (distances.low,))]
             planes += self._split(values[places].view(np.uint8), kind, 0)
-            coded = [self._encode_list(plane) for plane in planes if distances.count]
-            head = _LIST.pack(distances.count, distances.escaped.size, distances.low is not None)
+            coded = [self._encode_list(plane) for plane in planes if distances.number]
+            head = _LIST.pack(distances.number, distances.escaped.size, distances.low is not None)
             parts += [head, *_planes_of(coded)]
         return parts
 

@@ -34,9 +34,9 @@ _CANDIDATES = tuple((first, step) for first in (1, 0, -1) for step in (1, 2))
 
 
 class Distances(NamedTuple):
-    """Ascending positions as `count` distances, in the bytes `escaped`. `low`, if not None, has their lowest bytes."""
+    """Ascending positions as `number` distances, in the bytes `escaped`. `low`, if not None, has their lowest bytes."""
 
-    count: int
+    number: int
     escaped: Array
     low: Array | None
 
@@ -63,13 +63,13 @@ def most_bytes(count: int, elements: int) -> int:
 def decode_distances(coded: Distances, elements: int) -> Array:
     """The positions, all below `elements`. Raises `CorruptCheckpointError` for others."""
     ends = np.flatnonzero(coded.escaped != _ESCAPE)
-    if len(ends) != coded.count or (coded.count and ends[-1] != len(coded.escaped) - 1):
+    if len(ends) != coded.number or (coded.number and ends[-1] != len(coded.escaped) - 1):
         raise CorruptCheckpointError("the positions of a sparse chunk are malformed")
     distances = _ESCAPE * (np.diff(ends, prepend=-1) - 1) + coded.escaped[ends]
     if coded.low is not None:
         distances = (distances << 8) + coded.low
     positions: Array = np.cumsum(distances + 1) - 1
-    if coded.count and int(positions[-1]) >= elements:
+    if coded.number and int(positions[-1]) >= elements:
         raise CorruptCheckpointError("a position of a sparse chunk is outside of the chunk")
     return positions
 

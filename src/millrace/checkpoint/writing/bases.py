@@ -177,7 +177,7 @@ class StoredBase:
         return self._finder.find(key, kind, nbytes)
 
     def read(self, row: int, key: ChunkKey) -> Buffer:
-        return self._fetcher.read_chunks([row])[row]
+        return self._fetcher.read_chunks([row])[row].data
 
 
 def sibling_files(files: tuple[DataFile, ...], directory: str) -> tuple[DataFile, ...]:
