@@ -8,7 +8,7 @@ An update is staged: everything is read, decoded and verified before the first t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -56,25 +56,29 @@ class _Found(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StagedUpdate:
-    """An update whose bytes have all been read and verified. `apply` changes the tensors.
+    """An update whose bytes have all been read and verified. `apply` changes the tensors, once.
 
-    `kept` are the chunks for the next update. `chunks_read` of the `chunks` of the state were read.
+    `contents` are the chunks to copy, by row, and `kept` those for the next update.
     """
 
-    loads: Sequence[Load]
+    loads: list[Load]
     fetcher: ChunkFetcher
-    contents: Mapping[int, Bytes]
+    contents: dict[int, Bytes]
     kept: KeptChunks
-    chunks: int
-    chunks_read: int
     trusted_types: Sequence[type]
 
     def apply(self) -> None:
         """Copy the staged bytes into the tensors, and pass the values to the planner."""
-        for wave in _waves(self.loads):
+        self.loads.reverse()
+        while self.loads:
+            # Memory of a load is used from now on, and freed with it.
+            wave, staged = [self.loads.pop()], 0
+            while self.loads and (staged := staged + wave[-1].staging_bytes) < _WAVE_BYTES:
+                wave.append(self.loads.pop())
             self._fill(wave)
             for load in wave:
                 load.commit(self.trusted_types)
+        self.contents.clear()
 
     def check(self) -> None:
         """Raise the error, if any, with which `apply` would fail."""
@@ -134,8 +138,6 @@ def stage_update(
         fetcher=fetcher,
         contents=contents,
         kept={_content(manifest.chunks, row): data for row, data in contents.items() if place(row) is None},
-        chunks=len(rows),
-        chunks_read=len(missing),
         trusted_types=trusted_types,
     )
     update.check()
@@ -165,19 +167,6 @@ def _cut(manifest: Manifest, known: Mapping[int, Bytes]) -> Manifest:
     base = manifest.chunks["base"].copy()
     base[list(known)] = NO_BASE
     return replace(manifest, chunks=manifest.chunks.replaced(base=base))
-
-
-def _waves(loads: Sequence[Load]) -> Iterator[list[Load]]:
-    wave: list[Load] = []
-    staged = 0
-    for load in loads:
-        wave.append(load)
-        staged += load.staging_bytes
-        if staged >= _WAVE_BYTES:
-            yield wave
-            wave, staged = [], 0
-    if wave:
-        yield wave
 
 
 class UpdatingReader(CheckpointReader):
