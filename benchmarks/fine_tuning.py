@@ -105,3 +105,35 @@ def state_at(file: str | Path, number: int, parts: tuple[str, ...]) -> Mapping[s
     if "bf16" in parts:
         kept["bf16"] = {key: value.to(torch.bfloat16) for key, value in whole["fp32"].items()}
     return kept
+
+
+def further_steps(file: str | Path, rate: float, *, before: int, chunks: int, elements: int) -> tuple[Any, Any]:
+    """Weights of bf16 before and after one more step of the training of `checkpoints.train`, after `before` others.
+
+    AdamW continues with its moments, at `rate` and on other text. Returns the bits of `chunks` parts of so many elements
+    each, spread evenly over all weights.
+    """
+    import numpy as np
+    import torch
+
+    whole = torch.load(file, mmap=True)
+    width = whole["fp32"]["head.weight"].shape[1]
+    layers = 1 + max(int(key.split(".")[2]) for key in whole["fp32"] if key.startswith("body.layers."))
+    training = _Training(width, layers)
+    training.model.load_state_dict(whole["fp32"])
+    named = dict(training.model.named_parameters())
+    optimizer = torch.optim.AdamW(training.model.parameters(), lr=rate)
+    for name, value in named.items():
+        moments = {moment: whole[moment][name].clone() for moment in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[value] = {"step": torch.tensor(float(len(whole["losses"]))), **moments}
+
+    def taken() -> Any:
+        flat = torch.cat([value.detach().to(torch.bfloat16).reshape(-1) for value in named.values()])
+        starts = np.linspace(0, flat.numel() - elements, chunks).astype(int)
+        return np.stack([flat[start : start + elements].view(torch.int16).numpy().view(np.uint16) for start in starts])
+
+    text = _text("*/*.py", 4 << 20)
+    training.run(text, optimizer, before)
+    old = taken()
+    training.run(text, optimizer, 1)
+    return old, taken()

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,6 +136,21 @@ class CacheOptions:
     tls: Tls | None = None
     replicas: int = 1
     folder: str = LOCAL_FOLDER
+
+    @property
+    def names_cluster(self) -> bool:
+        """Whether this process now takes part in a cluster; with `"auto"` and `"ray"` only inside a Ray job."""
+        return is_in_ray() if self.members in BY_RAY else self.members != "none"
+
+
+BY_RAY = ("auto", "ray")
+"""Values of `members` for which Ray names the node of this machine."""
+
+
+def is_in_ray() -> bool:
+    """Whether this process is part of a Ray job. Does not import ray, which processes in a job have imported."""
+    is_initialized = getattr(sys.modules.get("ray"), "is_initialized", None)
+    return is_initialized is not None and bool(is_initialized())
 
 
 @dataclass(frozen=True, kw_only=True)

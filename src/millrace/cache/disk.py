@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -285,6 +285,11 @@ class Disk:
     @still_a_copy.setter
     def still_a_copy(self, ask: StillACopy | None) -> None:
         self._copies.still_a_copy = ask
+
+    def find_copies(self, origin_identity: str, keys: Collection[str]) -> list[bytes]:
+        """The ids of the cached objects with these keys that are copies, or in segments of copies."""
+        self.write_down_uses()
+        return self._copies.find(origin_identity, keys)
 
     def mark_copies(self) -> int:
         """Mark all units that this node should not hold as copies, after owners have changed. Returns their number."""

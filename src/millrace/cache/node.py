@@ -10,7 +10,7 @@ import ctypes
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +38,7 @@ from millrace.config import LOCAL_FOLDER, CacheOptions, resolve
 from millrace.errors import DiskFullError, StorageError
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
+from millrace.origin.keys import is_checkpoint_file
 from millrace.runtime import forks
 from millrace.runtime.failures import LostDataError, disk_errors
 from millrace.runtime.private_files import make_folder
@@ -226,11 +227,18 @@ class CacheNode:
         return None if stamp is None else IndexVersion(disk, stamp)
 
     def open_reader(
-        self, origin: Origin, info: ObjectInfo, *, threads: Threads | None = None, source: MakeSource | None = None
+        self,
+        origin: Origin,
+        info: ObjectInfo,
+        *,
+        threads: Threads | None = None,
+        source: MakeSource | None = None,
+        verify: bool = False,
     ) -> ObjectReader:
         """Random access to an object, from the disk and from the origin. The caller closes it.
 
-        `threads` fetch for it in place of the node's own, from `source` in place of the node's.
+        `threads` fetch for it in place of the node's own, from `source` in place of the node's. `verify` checks every read
+        from the disk, as without the option `native`.
         Without a usable disk the bytes come from the origin.
         """
         make = source or self._source
@@ -248,9 +256,9 @@ class CacheNode:
                     location=location,
                     disk=disk,
                     threads=threads or self._threads,
-                    verify=not self.options.native,
+                    verify=verify or not self.options.native,
                     group=lambda: self._group_of(origin, info),
-                    reopen=lambda: self._reopen().open_reader(origin, info),
+                    reopen=lambda: self._reopen().open_reader(origin, info, verify=verify),
                 )
             except LostDataError as error:
                 self._give_up(disk, name, error)
@@ -288,6 +296,16 @@ class CacheNode:
         disk = self.disk_of(name)
         if disk is not None:
             self._remove(disk, name)
+
+    def drop_checkpoint_files(self, origin_identity: str, keys: Collection[str]) -> None:
+        """Remove all versions of the checkpoint files among `keys`, which were removed at the origin."""
+        files = {key for key in keys if is_checkpoint_file(key)}
+        for disk in self.open_disks if files else ():
+            try:
+                for name in disk.find_copies(origin_identity, files):
+                    disk.remove(name)
+            except StorageError as error:
+                disk.report(error)
 
     def _remove(self, disk: Disk, name: bytes) -> None:
         """Remove an object. A disk error is reported and does not fail the caller."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from millrace.checkpoint.reading.load_planner import CheckpointLoadPlanner
     from millrace.checkpoint.reading.reader import CheckpointReader
     from millrace.checkpoint.run.manager import CheckpointManager
+    from millrace.checkpoint.run.publishing import WeightFollower, WeightPublisher
     from millrace.checkpoint.run.resuming import DataPosition, EpochPosition, RandomState
     from millrace.checkpoint.run.retention import KeepAll, KeepBest, KeepEvery, KeepLast, KeepNewerThan
     from millrace.checkpoint.run.run_info import CheckpointInfo
@@ -62,6 +63,8 @@ __all__ = [
     "SaveProgress",
     "SaveResult",
     "SaveStats",
+    "WeightFollower",
+    "WeightPublisher",
     "ZstdPlanes",
     "describe",
     "diff_checkpoints",
@@ -93,6 +96,8 @@ _LAZY = {
     "SaveProgress": "run.saving",
     "SaveResult": "run.saving",
     "SaveStats": "writing.rank_data",
+    "WeightFollower": "run.publishing",
+    "WeightPublisher": "run.publishing",
     "ZstdPlanes": "codec.extension",
     "diff_checkpoints": "tools.diffing",
     "export_checkpoint": "tools.exports",

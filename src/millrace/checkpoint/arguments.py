@@ -5,10 +5,20 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from millrace.config import shown
 from millrace.errors import ConfigurationError
+
+ReadThroughMode = Literal["auto", "cluster", "none"]
+"""Whether checkpoint files are read through the cache of a cluster: if there is one, in any case, or never."""
+
+
+def read_through_mode(value: Any) -> ReadThroughMode:
+    """The option `read_through`."""
+    if not isinstance(value, str) or value not in get_args(ReadThroughMode):
+        raise _wrong("read_through", value, "give 'auto', 'cluster' or 'none'")
+    return cast(ReadThroughMode, value)
 
 
 def path_text(name: str, value: Any) -> str:

@@ -8,7 +8,6 @@ own: only the first read of all waits for one. A process without a cluster impor
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 from millrace.cache.node import CacheNode, cache_node, store_directory
 from millrace.cache.reading.fetching import direct
 from millrace.cluster.node_starter import node_starter
-from millrace.config import LOCAL_FOLDER, CacheOptions
+from millrace.config import BY_RAY, LOCAL_FOLDER, CacheOptions, is_in_ray
 from millrace.errors import ConfigurationError, MillraceError, MissingDependencyError, OriginUnavailableError
 from millrace.origin import Origin
 from millrace.runtime import forks
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
     from millrace.cluster.membership import Membership, NodeLink
 
 _log = logging.getLogger("millrace.cluster")
-
-_BY_RAY = ("auto", "ray")
-"""Values of `members` for which Ray names the node of this machine."""
 
 _LOOK_SECONDS = 0.1  # between two checks of the facts that the machine's node publishes
 _ALIVE_SECONDS = 1.0  # between two checks whether the node runs, or whether there is one now
@@ -92,9 +88,9 @@ def link_for(options: CacheOptions, origin: Origin | None = None) -> NodeLink | 
     Raises `ConfigurationError` if an option is missing or wrong, `MissingDependencyError` without Ray.
     """
     members = options.members
-    if members == "none" or (members == "auto" and not _in_ray()):
+    if members == "none" or (members == "auto" and not is_in_ray()):
         return None
-    if members not in _BY_RAY:
+    if members not in BY_RAY:
         return _link_by_name(options)
     if _process.parents is not None:  # a forked child cannot use Ray
         return _link_without_ray(options, _process.parents.get(options))
@@ -106,7 +102,7 @@ def _link_by_ray(options: CacheOptions, origin: Origin | None) -> NodeLink | Non
     with importing():
         from millrace.cluster.folder import LocalNode, live_node
 
-    if not _in_ray():
+    if not is_in_ray():
         if not is_installed("ray"):
             raise MissingDependencyError("members='ray' needs ray", next_step="pip install 'millrace[ray]'")
         raise ConfigurationError("members='ray' outside of a Ray job", next_step="call ray.init() first")
@@ -140,7 +136,7 @@ def _link_without_ray(options: CacheOptions, directory: Path | None) -> NodeLink
 
     node = None if directory is None else LocalNode.at(directory)
     if node is None:
-        node = next((each for each in live_nodes(options) if each.facts.members in _BY_RAY), None)
+        node = next((each for each in live_nodes(options) if each.facts.members in BY_RAY), None)
     return None if node is None else node.link()
 
 
@@ -168,6 +164,17 @@ def _link_by_name(options: CacheOptions) -> NodeLink:
     )
 
 
+def known_cluster(options: CacheOptions) -> Cluster | None:
+    """The cluster of a node that runs on this machine, or that `members` names. None without one; starts no node.
+
+    Raises `ConfigurationError` if an option is missing or wrong.
+    """
+    if options.members == "none":
+        return None
+    link = _link_without_ray(options, None) if options.members in BY_RAY else _link_by_name(options)
+    return None if link is None else _process.cluster(options, link)
+
+
 def start_ray_nodes(options: CacheOptions) -> set[str]:
     """Start a node on every Ray node that has none; returns the member ids of the running ones.
 
@@ -186,12 +193,6 @@ def close_all() -> None:
     ended.close()
 
 
-def _in_ray() -> bool:
-    """Whether this process is part of a Ray job. Does not import ray, which processes in a job have imported."""
-    is_initialized = getattr(sys.modules.get("ray"), "is_initialized", None)
-    return is_initialized is not None and bool(is_initialized())
-
-
 class _Attachment:
     """The attachment of the file systems with one set of options: to a cluster through a link, or to none.
 
@@ -206,8 +207,8 @@ class _Attachment:
         self.process = process
         self._lock = threading.Lock()
         self._searching = False
-        self._by_ray = options.members in _BY_RAY
-        self._in_ray = _in_ray()
+        self._by_ray = options.members in BY_RAY
+        self._in_ray = is_in_ray()
         self._gone_since: float | None = None
         self._use(self._first_link(origin))
 
@@ -281,7 +282,7 @@ class _Attachment:
         if now < self._next_alive:
             return
         self._next_alive = now + _ALIVE_SECONDS
-        if self._by_ray and _in_ray() != self._in_ray:  # ray.init or ray.shutdown since the last check
+        if self._by_ray and is_in_ray() != self._in_ray:  # ray.init or ray.shutdown since the last check
             self._in_ray = not self._in_ray
             self._start_search()
         elif self._is_alive(facts):
@@ -297,7 +298,7 @@ class _Attachment:
         with importing():
             from millrace.cluster.membership.backends import same_cluster
 
-        ours = facts.members in _BY_RAY if self._by_ray else same_cluster(facts.members, self.options.members)
+        ours = facts.members in BY_RAY if self._by_ray else same_cluster(facts.members, self.options.members)
         return facts if ours else None
 
     def _take_over(self, facts: NodeFacts) -> bool:
@@ -476,7 +477,7 @@ def _reset_after_fork() -> None:
     # Connections and threads belong to the parent. Nothing of them is closed here.
     global _process
     known = {**(_process.parents or {}), **_process.folders()}
-    _process = _Process(parents=known if _in_ray() else None)
+    _process = _Process(parents=known if is_in_ray() else None)
 
 
 forks.reset_in_child(_reset_after_fork)

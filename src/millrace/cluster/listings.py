@@ -218,6 +218,7 @@ class MetadataOwner:
             self._open.clear()
         # Also without access now: metadata cached with access would be served when there is access again.
         self._node.metadata.invalidate(self._origins.find(identity) or NamedOrigin(identity), *keys)
+        self._node.drop_checkpoint_files(identity, keys)
         return {}
 
     def _arguments(self, call: Call) -> tuple[Origin, float]:

@@ -16,6 +16,7 @@ import ray.train
 import torch.distributed as dist
 from ray.train import Checkpoint, CheckpointUploadMode
 
+from millrace.checkpoint.arguments import ReadThroughMode
 from millrace.checkpoint.reading.reader import CheckpointReader
 from millrace.checkpoint.run.manager import CheckpointManager
 from millrace.checkpoint.run.ranks import Ranks
@@ -81,11 +82,13 @@ def restore(
     keys: str | Sequence[str] | None = None,
     target_options: Mapping[str, Any] | None = None,
     trusted_types: Sequence[type] = (),
+    read_through: ReadThroughMode = "auto",
 ) -> int | None:
     """Load the newest reported checkpoint (`ray.train.get_checkpoint()`) into `state`; returns its step.
 
     Returns None for a new run, without changes. Call it on all workers, whose number may differ from that of the save.
-    `keys` are patterns as for `CheckpointManager.restore`. Raises `UsageError` outside of a Ray Train worker, and the errors
+    `keys` are patterns as for `CheckpointManager.restore`. `read_through` is as in `CheckpointManager`: by default each byte
+    leaves an object store once for all nodes. Raises `UsageError` outside of a Ray Train worker, and the errors
     of `CheckpointManager.restore`.
     """
     context = _context()
@@ -96,7 +99,9 @@ def restore(
     ranks = Ranks()
     try:
         patterns = [keys] if isinstance(keys, str) else keys
-        reader = checkpoint_reader(checkpoint, target_options=target_options, trusted_types=trusted_types)
+        reader = checkpoint_reader(
+            checkpoint, target_options=target_options, trusted_types=trusted_types, read_through=read_through
+        )
         restore_into(state, reader, ranks, keys=patterns)
     finally:
         ranks.close()
@@ -104,14 +109,19 @@ def restore(
 
 
 def checkpoint_reader(
-    checkpoint: Checkpoint, *, target_options: Mapping[str, Any] | None = None, trusted_types: Sequence[type] = ()
+    checkpoint: Checkpoint,
+    *,
+    target_options: Mapping[str, Any] | None = None,
+    trusted_types: Sequence[type] = (),
+    read_through: ReadThroughMode = "auto",
 ) -> CheckpointReader:
     """A reader for a checkpoint of Ray, such as `Result.checkpoint`, without copying it to this machine first.
 
-    `target_options` replace those of Ray's file system. Raises `UsageError` for a file system of an unknown kind.
+    `target_options` replace those of Ray's file system. `read_through` is as in `CheckpointManager`. Raises `UsageError`
+    for a file system of an unknown kind.
     """
     url, found = location_of(checkpoint.filesystem, checkpoint.path, target_options)
-    return CheckpointReader(url, target_options=found, trusted_types=trusted_types)
+    return CheckpointReader(url, target_options=found, trusted_types=trusted_types, read_through=read_through)
 
 
 # --- inside ---------------------------------------------------------------------------------------

@@ -10,13 +10,14 @@ import os
 import time
 from collections.abc import Iterator
 
-from millrace.cache.eviction.usage import group_of
+from millrace.cache.eviction.usage import copies_of, group_of
 from millrace.cache.eviction.usage_records import UsageRecords
 from millrace.events import Event, emit
+from millrace.origin.keys import is_checkpoint_file
 from millrace.runtime.failures import disk_errors
 from millrace.store.environment import DATA_NAME
 from millrace.store.index import Index
-from millrace.store.records import segment_unit
+from millrace.store.records import ObjectName, segment_unit
 from millrace.store.segment_files import generations
 from millrace.store.segments import Segments
 from millrace.store.store import Store, unlink
@@ -64,13 +65,18 @@ class Audit:
         """Enter the objects of one page. Returns the start of the next page; empty after the last."""
         page = self._index.page(after, limit)
         large = [
-            (entry.object_id, 0, entry.size, group_of(entry.name.origin, entry.name.key))
+            (entry.object_id, 0, entry.size, _group_of(entry.name))
             for entry in page
             if not entry.place and entry.present
         ]
         if None in self._records.used_at([key for key, *_ in large]):
             self._records.enter_unknown(large, now=time.time())
         return page[-1].object_id if len(page) == limit else b""
+
+
+def _group_of(name: ObjectName) -> str:
+    group = group_of(name.origin, name.key)
+    return copies_of(group) if is_checkpoint_file(name.key) else group
 
 
 class Leftovers:

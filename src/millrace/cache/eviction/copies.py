@@ -1,4 +1,7 @@
-"""Which units of a store are copies that other nodes own: they use spare space, and are evicted first.
+"""Which units of a store use only spare space, and are evicted first: copies that other nodes own, and checkpoint files.
+
+A checkpoint is read once per start of a job, and its origin keeps it. So on every node, also on its owner, its files count
+as copies: no other data is evicted for them, and all other data replaces them.
 
 A unit is marked when a copy is kept (`usage_records.py`). A mark is a hint: owners change with the members of the cluster,
 so the evictor calls `still_a_copy`, which uses the present placement. A unit that this node owns now loses
@@ -12,10 +15,11 @@ none.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import Enum
 
 from millrace.cache.eviction.usage_records import Draw, UnitRecord, UsageRecords
+from millrace.origin.keys import is_checkpoint_file
 from millrace.store.index import Index
 
 StillACopy = Callable[[bytes, int], bool]
@@ -26,6 +30,10 @@ _ANSWER_SECONDS = 1.0  # for which the result of a segment is kept
 _MAX_ANSWERS = 4096
 _PAGE = 1000
 _DRAWS = 8  # each twice as large as the one before
+_DRAWS_ALONE = 2  # a process without a cluster marks checkpoint files only, and keeps the marks of others
+
+_RESTORE_SECONDS = 600.0
+"""Checkpoint files that were used within this time are not replaced by those of another checkpoint."""
 
 
 class Keep(Enum):
@@ -35,12 +43,18 @@ class Keep(Enum):
     """Other nodes read these bytes from this node: they compete with cached objects by the usual policy."""
     COPY = "copy"
     """Another node owns them: they are stored in spare space only, and are evicted first."""
+    CHECKPOINT = "checkpoint"
+    """They belong to a checkpoint: as `COPY`, on every node. They may replace older checkpoint files."""
+
+    def for_key(self, key: str) -> Keep:
+        """The same for an object with this key: checkpoint files are always `CHECKPOINT`."""
+        return Keep.CHECKPOINT if is_checkpoint_file(key) else self
 
 
 class Copies:
     """The copies in the store with this index. Thread- and process-safe; raises `StorageError` when the disk fails.
 
-    `still_a_copy` is None on a node without a cluster, and for a client of a cluster: then nothing is a copy.
+    `still_a_copy` is None on a node without a cluster, and for a client of a cluster: then only checkpoint files are copies.
     """
 
     def __init__(self, index: Index, records: UsageRecords) -> None:
@@ -51,7 +65,7 @@ class Copies:
 
     @property
     def are_told_apart(self) -> bool:
-        """Whether units of this store can be copies."""
+        """Whether data that other nodes own can be distinguished in this store."""
         return self.still_a_copy is not None
 
     def draw(self, count: int) -> Draw:
@@ -59,11 +73,12 @@ class Copies:
 
         None if no copies are left, or if this node owns the first two thousand that were checked.
         """
-        for attempt in range(_DRAWS if self.still_a_copy is not None else 0):
+        attempts = _DRAWS if self.still_a_copy is not None else _DRAWS_ALONE
+        for attempt in range(attempts if self._records.copy_count() else 0):
             drawn = self._records.draw_copies(count << attempt)
             copies = [record for record in drawn.records if self.is_copy(record)]
             owned = {record.unit.key for record in drawn.records} - {record.unit.key for record in copies}
-            if owned:
+            if owned and self.still_a_copy is not None:
                 self._records.mark_copies(owned, copy=False)
             if copies or not self._records.copy_count():
                 return Draw(copies, drawn.groups, drawn.clock)
@@ -72,6 +87,20 @@ class Copies:
     def is_copy(self, record: UnitRecord) -> bool:
         """Whether a unit is marked, and its mark still true."""
         return record.unit.copy and self._is_of_others(record)
+
+    def is_idle_checkpoint(self, record: UnitRecord) -> bool:
+        """Whether a unit with its own file belongs to a checkpoint that is not being restored."""
+        return not record.segment and time.time() - record.used_at > _RESTORE_SECONDS and self._is_checkpoint(record)
+
+    def find(self, origin_identity: str, keys: Collection[str]) -> list[bytes]:
+        """The ids of the cached objects with these keys in units that are marked."""
+        found: list[bytes] = []
+        for record in self._records.draw_copies(self._records.copy_count()).records:
+            entry = None if record.segment else self._index.get(record.unit.key)
+            entries = self._index.entries_in(record.segment) if record.segment else [entry] if entry else []
+            names = ((each.object_id, each.name) for each in entries)
+            found += [name for name, of in names if of.origin == origin_identity and of.key in keys]
+        return found
 
     def mark_all(self) -> int:
         """Mark all units that this node should not hold, after owners have changed. Returns the number of new marks."""
@@ -88,16 +117,23 @@ class Copies:
 
     def _is_of_others(self, record: UnitRecord) -> bool:
         ask = self.still_a_copy
-        if ask is None:
-            return False
         if not record.segment:
-            return ask(record.unit.key, record.unit.nbytes)
+            if ask is not None and ask(record.unit.key, record.unit.nbytes):
+                return True
+            return self._is_checkpoint(record)
         now = time.monotonic()
         until, answer = self._answers.get(record.segment, (0.0, False))
         if now >= until:
             some = self._index.entries_in(record.segment, limit=_ASKED_OF_A_SEGMENT)
-            answer = all(ask(entry.object_id, entry.size) for entry in some)
+            answer = all(
+                is_checkpoint_file(entry.name.key) or (ask is not None and ask(entry.object_id, entry.size))
+                for entry in some
+            )
             if len(self._answers) >= _MAX_ANSWERS:
                 self._answers.clear()
             self._answers[record.segment] = (now + _ANSWER_SECONDS, answer)
         return answer
+
+    def _is_checkpoint(self, record: UnitRecord) -> bool:
+        entry = self._index.get(record.unit.key)
+        return entry is not None and is_checkpoint_file(entry.name.key)

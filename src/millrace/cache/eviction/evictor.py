@@ -3,7 +3,8 @@
 Two occasions. A read that finds no free space calls `reserve`: the units that the policy selects are removed, or the read
 is served without being kept. And maintenance brings a store inside its limits again (`enforce`) when these were lowered,
 when another program fills the disk, when a time to live is over or a prefix exceeds its quota. In both cases copies that
-other nodes own are evicted first (`copies.py`), and nothing is evicted for a copy.
+other nodes own, and checkpoint files, are evicted first (`copies.py`). Nothing is evicted for a copy, and for a checkpoint
+file only an older one.
 
 A refusal is remembered for a second for its object, and for thirty times as long as its decision took for every other one:
 reads that may not be kept cost a thread at most 3 % of its time, whatever their number. Free space is checked again as soon
@@ -61,7 +62,8 @@ _NO_PLACES: Mapping[Place, int] = {}
 class Candidate:
     """An object with bytes that are about to be stored. `key` is its id, `nbytes` its whole size.
 
-    For a copy that another node owns nothing is evicted, if copies are distinguished at all.
+    For a copy that another node owns nothing is evicted, if copies are distinguished at all. For a file of a checkpoint only
+    older ones are evicted, unless it is pinned.
     """
 
     key: bytes
@@ -176,6 +178,11 @@ class Evictor:
         if candidate.keep is Keep.COPY and self._copies.are_told_apart:
             self._refuse(nbytes, candidate, state)
             return False
+        if candidate.keep is Keep.CHECKPOINT and not (rule is not None and rule.pinned):
+            if excess <= 0 and self._replace_checkpoints(nbytes, candidate) and self._reserve(nbytes):
+                return self._count(place, nbytes, candidate)
+            self._refuse(nbytes, candidate, state)
+            return False
         over = place if excess > 0 else None
         if rule is not None and rule.pinned and time.monotonic() >= self._pins_refused_until:
             # Others may take the space that is freed, and a block counts twice shortly after it was written.
@@ -285,13 +292,39 @@ class Evictor:
             victims[chosen.key] = sample[chosen.key]
         return self._remove(victims.values()) >= shortage
 
+    def _replace_checkpoints(self, nbytes: int, candidate: Candidate) -> bool:
+        """Evict files of checkpoints that are not being restored."""
+        try:
+            with self._my_turn(_TURN_SECONDS) as mine:
+                if not mine:
+                    return False
+                shortage = max(self._store.space.shortage(nbytes), self._space.short_of_headroom(nbytes))
+                if shortage <= 0:
+                    return True
+                self._feed()
+                rules = self._rules.current()
+                may_go = self._copies.is_idle_checkpoint
+                victims = self._copies_to_go(shortage, candidate, rules, _places(rules), may_go)
+                if shortage > sum(victim.nbytes for victim in victims.values()):
+                    return False
+                return self._remove(victims.values()) >= shortage
+        except StorageError as error:
+            self._report(error)
+            return False
+
     def _copies_to_go(
-        self, shortage: int, candidate: Candidate, rules: Rules, places: Mapping[Place, int]
+        self,
+        shortage: int,
+        candidate: Candidate,
+        rules: Rules,
+        places: Mapping[Place, int],
+        may_go: Callable[[UnitRecord], bool] = lambda record: True,
     ) -> dict[bytes, _Resident]:
-        """Copies that cover the shortage, or all copies: no candidate has to be better than these."""
+        """Copies that cover the shortage, or all copies that `may_go`: no candidate has to be better than these."""
         victims: dict[bytes, _Resident] = {}
         empty = 0
         while empty < _DRAWS and (draw := self._copies.draw(SAMPLE_SIZE)).records:
+            draw = Draw([record for record in draw.records if may_go(record)], draw.groups, draw.clock)
             sample = {
                 found.unit.key: found
                 for found in self._residents(draw, rules, places)

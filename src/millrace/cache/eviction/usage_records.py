@@ -21,6 +21,7 @@ import xxhash
 
 from millrace.cache.eviction.policy import GHOSTS_PER_RESIDENT, SAMPLE_SIZE, EvictionPolicy, Group, Unit
 from millrace.cache.eviction.usage import Tally, group_of, holds_copies
+from millrace.origin.keys import is_checkpoint_file
 from millrace.store.index import Index
 from millrace.store.records import ObjectName, number, pack_number
 from millrace.store.transactions import Cursor, Reading, Table, Writing
@@ -97,7 +98,7 @@ class UsageRecords:
             for key, segment, nbytes, group in units:
                 if txn.get(key, db=self._residents) is None:
                     book.add(key, segment, nbytes, group_number(group))
-                    if segment and holds_copies(group):
+                    if holds_copies(group):
                         book.mark(key, copy=True)
             book.close()
 
@@ -283,7 +284,9 @@ class _Book:
         self.clock = _clock(txn, self._numbers)
 
     def enter(self, tally: Tally, group: int | None) -> None:
-        self.clock += tally.hit_bytes + tally.miss_bytes
+        if not is_checkpoint_file(ObjectName.unpack(tally.packed_name).key):
+            # A restore reads much at once, which is no evidence that the data sets are idle.
+            self.clock += tally.hit_bytes + tally.miss_bytes
         for object_id in tally.joined:
             value = self._txn.pop(object_id, db=self._ghosts)
             if value is not None:

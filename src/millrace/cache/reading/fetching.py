@@ -226,6 +226,7 @@ class Fetcher:
         entry, counters = self.entry, self.disk.counters
         start, stop = span_of(part.start, part.stop, entry.size, entry.block_bytes)
         answer, how = self.source.read(start, stop)
+        how = how.for_key(self.key)
         self.disk.missed(entry, stop - start, self.group)
         candidate = Candidate(entry.object_id, entry.size, lambda: entry.name, self.group, how)
         nbytes = 0 if location is None else location.stored_bytes(stop - start)

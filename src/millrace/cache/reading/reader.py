@@ -367,7 +367,7 @@ class CachedReader:
         entry, spans = self._location.entry, self._spans(missing)
         # A block that another node fetches for this one is owned by that node, and a copy on this one.
         how = Keep.COPY if self._source.asks_to_fetch(spans[0][0]) else Keep.OWNED
-        candidate = Candidate(entry.object_id, entry.size, lambda: entry.name, self._group, how)
+        candidate = Candidate(entry.object_id, entry.size, lambda: entry.name, self._group, how.for_key(self._info.key))
         with self._disk.reserved(sum(stop - start for start, stop in spans), candidate) as room:
             return bool(room)
 

@@ -13,7 +13,7 @@ A stored chunk describes itself (little-endian, `W` = bytes of an element):
 
 ======================  ==========================================================
 1 byte                  kind: bits 0-1 log2(W), bit 2 zero, bit 3 halved, bit 4 float, bit 5 delta; bits 6-7: rotation
-                        of floats in bits, less one; in a delta, bit 6: grouped
+                        of floats in bits, less one; in a delta, bit 3: sparse, bit 6: grouped
 W bytes                 mode of each plane, lowest byte of the element first
 W x 4 bytes             stored length of each plane
 then                    the planes, one after the other
@@ -27,8 +27,10 @@ and split. The lower halves are one plane of two bytes per element, stored first
 nothing.
 
 A *delta* chunk holds, for each element, the zig-zag difference to the element of a base chunk of equal length. Both are read
-as integers that order like the values. Decoding needs the base. With `Effort.MAX` the differences of floats are grouped by
-the exponents in the base: up to 15 % smaller, but encoding and decoding take four times as long.
+as integers that order like the values. Where at most an eighth of the elements differ, the delta is *sparse*: bit 3 of its
+first byte is set, and it holds the positions and differences of these elements only (`sparse.py`). Decoding needs the base.
+With `Effort.MAX` the differences of other deltas of floats are grouped by the exponents in the base: up to 15 % smaller, but
+encoding and decoding take four times as long.
 """
 
 from __future__ import annotations
@@ -41,12 +43,22 @@ from typing import Any
 import numpy as np
 from typing_extensions import Buffer
 
-from millrace.checkpoint.codec import zstd
+from millrace.checkpoint.codec import sparse, zstd
 from millrace.checkpoint.codec.chunks import CHUNK_BYTES, MAX_CHUNK_BYTES, OPAQUE, Array, Effort, Kind, as_bytes
 from millrace.checkpoint.codec.zigzag import SIGNED, apply_difference, by_exponent, difference, worth_grouping
 from millrace.errors import CorruptCheckpointError
 
 _HALVED, _DELTA, _GROUPED, _ROTATION_SHIFT = 0x08, 0x20, 0x40, 6
+# In the first byte: a chunk of another codec.
+_OTHER = 0x04
+# In a delta, the bit of `_HALVED`.
+_SPARSE = 0x08
+# A delta is sparse if at most one element in this many differs. Below, a byte of each element takes at least a bit.
+_SPARSE_SHARE = 8
+# A plane of a sparse delta that shrinks by more than this factor may have matches.
+_LEAST_MATCHED = 5
+# Of one list of a sparse delta: the number of positions, the length of their bytes, and whether there are lower bytes.
+_LIST = struct.Struct("<IIB")
 _ROTATIONS = (1, 2, 3, 4)
 _SAMPLE_PIECES, _SAMPLE_BYTES = 4, 8192
 # A plane that shrinks by less than this on the sample is stored raw, which decodes faster.
@@ -115,9 +127,11 @@ class PlaneCodec:
             if reference.size != data.size:
                 raise ValueError("the base chunk has another length than the chunk")
             code |= _DELTA
-            words = _elements(data, kind)
+            words, bases = _elements(data, kind), _elements(reference, kind)
+            index = np.flatnonzero(words != bases)
+            if index.size * _SPARSE_SHARE <= words.size:
+                return self._encode_sparse(words, bases, index, kind)
             coded = self._array("coded", words.dtype, words.size)
-            bases = _elements(reference, kind)
             difference(words, bases, kind.is_float, coded, self._array)
             if effort == Effort.MAX and kind.is_float and kind.width > 1 and worth_grouping(coded):
                 code |= _GROUPED
@@ -126,6 +140,37 @@ class PlaneCodec:
                 )
             planes = self._split(coded.view(np.uint8), kind, 0)
         return _packed(code, [self._encode_plane(plane, effort) for plane in planes])
+
+    def _encode_sparse(self, words: Array, bases: Array, index: Array, kind: Kind) -> list[Buffer]:
+        """A delta of the elements `index`, which are all that differ."""
+        changed = bases[index]
+        values = np.empty_like(changed)
+        difference(words[index], changed, kind.is_float, values, self._array)
+        values -= values.dtype.type(1)
+        of_base = sparse.exponents(bases) if kind.is_float and kind.width > 1 else None
+        limits = [] if of_base is None else sparse.choose_limits(of_base, index)
+        lists: list[tuple[Any, Array]] = [(slice(None), index)]
+        if of_base is not None and limits:
+            lists = sparse.rank(of_base, sparse.classes(limits), index)
+        parts: list[Buffer] = [bytes([kind.code | _DELTA | _SPARSE, len(lists), *limits])]
+        for places, positions in lists:
+            distances = sparse.encode_distances(positions)
+            planes = [distances.escaped, *(() if distances.low is None else (distances.low,))]
+            planes += self._split(values[places].view(np.uint8), kind, 0)
+            coded = [self._encode_list(plane) for plane in planes if distances.number]
+            head = _LIST.pack(distances.number, distances.escaped.size, distances.low is not None)
+            parts += [head, *_planes_of(coded)]
+        return parts
+
+    def _encode_list(self, plane: Array) -> tuple[Mode, Buffer]:
+        """Encode one of the many short planes of a sparse delta, without a trial on a sample."""
+        if (plane == plane[0]).all():
+            return Mode.CONSTANT, bytes(plane[:1])
+        coded = Mode.HUFFMAN, self._huffman.compress(plane.data)
+        if _LEAST_MATCHED * len(coded[1]) < plane.size:
+            # One value is very frequent, and a Huffman code has at least one bit.
+            coded = min(coded, (Mode.ZSTD, self._zstd.compress(plane.data)), key=lambda each: len(each[1]))
+        return coded if len(coded[1]) < plane.size else (Mode.RAW, plane.tobytes())
 
     def _has_noisy_halves(self, data: Array) -> bool:
         """Whether compressing the two lower bytes of a 32-bit float saves nothing, by a sample."""
@@ -254,6 +299,9 @@ class PlaneCodec:
         """
         source = as_bytes(stored).data
         target = as_bytes(out)
+        if base is not None and is_sparse(source):
+            self._decode_sparse(source, kind, target, as_bytes(base))
+            return
         if base is None and source and source[0] == OPAQUE.code:
             kind = OPAQUE  # of any elements, not compressed
         width = kind.width
@@ -293,6 +341,65 @@ class PlaneCodec:
         else:
             self._join(planes, target, kind, 0)
         apply_difference(words, bases, kind.is_float, self._array)
+
+    def _decode_sparse(self, source: memoryview, kind: Kind, target: Array, reference: Array) -> None:
+        width, expected = kind.width, kind.code | _DELTA | _SPARSE
+        if target.size % width or target.size > MAX_CHUNK_BYTES or reference.size != target.size:
+            raise CorruptCheckpointError("the base chunk has another length than the chunk")
+        if source[0] != expected or len(source) < 2 or not 1 <= source[1] <= sparse.MAX_CLASSES:
+            raise CorruptCheckpointError(f"the chunk has the kind {source[0]:#x} instead of {expected:#x}")
+        words, bases = _elements(target, kind), _elements(reference, kind)
+        np.copyto(words, bases)
+        count, at = source[1], source[1] + 1
+        limits = list(source[2:at])
+        if len(limits) != count - 1 or limits != sorted(set(limits), reverse=True) or (limits and width == 1):
+            raise CorruptCheckpointError("the classes of a sparse chunk are malformed")
+        of_base = sparse.exponents(bases) if limits else None
+        for number in range(count):
+            members = None if of_base is None else sparse.members_of(of_base, sparse.classes(limits), number)
+            total = words.size if members is None else members.size
+            at = self._decode_list(source, at, kind, words, bases, members, total)
+        if at != len(source):
+            raise CorruptCheckpointError("the lengths of the planes do not add up to the length of the chunk")
+
+    def _decode_list(
+        self,
+        source: memoryview,
+        at: int,
+        kind: Kind,
+        words: Array,
+        bases: Array,
+        members: Array | None,
+        total: int,
+    ) -> int:
+        """Decode the list at byte `at` into `words`; returns the byte after it. `members`: the elements of its class."""
+        if len(source) < at + _LIST.size:
+            raise CorruptCheckpointError("a sparse chunk is cut off")
+        count, escaped, low = _LIST.unpack_from(source, at)
+        at += _LIST.size
+        if count > total or not count <= escaped <= sparse.most_bytes(count, total) or low > 1:
+            raise CorruptCheckpointError("a list of a sparse chunk has an impossible length")
+        if not count:
+            return at
+        sizes = [escaped, *([count] * (low + kind.width))]
+        head = at + 5 * len(sizes)
+        if len(source) < head:
+            raise CorruptCheckpointError("a sparse chunk is cut off")
+        lengths = struct.unpack_from(f"<{len(sizes)}I", source, at + len(sizes))
+        planes = []
+        for mode, length, size in zip(source[at : at + len(sizes)], lengths, sizes, strict=True):
+            planes.append(self._decode_plane(mode, source[head : head + length], size))
+            head += length
+        distances = sparse.Distances(count, planes[0], planes[1] if low else None)
+        positions = sparse.decode_distances(distances, total)
+        if members is not None:
+            positions = members[positions]
+        values = np.empty(count, dtype=words.dtype)
+        self._join(planes[1 + low :], values.view(np.uint8), kind, 0)
+        values += values.dtype.type(1)
+        apply_difference(values, bases[positions], kind.is_float, self._array)
+        words[positions] = values
+        return head
 
     def _decode_plane(self, mode: int, body: memoryview, count: int) -> Array:
         if mode == Mode.RAW and len(body) == count:
@@ -361,10 +468,20 @@ class PlaneCodec:
         return held[:needed].view(dtype)
 
 
+def is_sparse(stored: memoryview) -> bool:
+    """Whether a stored chunk of the plane codec is a sparse delta."""
+    return len(stored) > 0 and stored[0] & (_DELTA | _SPARSE | _OTHER) == _DELTA | _SPARSE
+
+
+def _planes_of(coded: Sequence[tuple[Mode, Buffer]]) -> list[Buffer]:
+    """The modes, lengths and bodies of planes."""
+    lengths = struct.pack(f"<{len(coded)}I", *(memoryview(body).nbytes for _, body in coded))
+    return [bytes([mode for mode, _ in coded]) + lengths, *(body for _, body in coded)]
+
+
 def _packed(code: int, coded: Sequence[tuple[Mode, Buffer]]) -> list[Buffer]:
     """The parts of a stored chunk with these planes."""
-    lengths = struct.pack(f"<{len(coded)}I", *(memoryview(body).nbytes for _, body in coded))
-    return [bytes([code, *(mode for mode, _ in coded)]) + lengths, *(body for _, body in coded)]
+    return [bytes([code]), *_planes_of(coded)]
 
 
 def _elements(data: Array, kind: Kind) -> Array:

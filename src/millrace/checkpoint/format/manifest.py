@@ -41,7 +41,7 @@ _CHECKSUM = struct.Struct("<Q")
 # A body longer than the first number of bytes is at most this many times as long as stored (in practice 10 to 70 times).
 # So the memory that a hostile manifest makes a reader allocate is proportional to its stored size.
 _BODY_BYTES, _BODY_RATIO = 4 << 20, 100
-_KNOWN_FEATURES = frozenset({"delta", "transforms", "wrapped"})
+_KNOWN_FEATURES = frozenset({"delta", "sparse", "transforms", "wrapped"})
 # Stream extensions may add this many bytes to a chunk, and an eighth of its length.
 _TRANSFORM_BYTES, _MAX_TRANSFORMS = 4096, 16
 # A data file in this directory or in a sibling directory. A hostile name must not match any other file.
@@ -116,7 +116,8 @@ class Manifest:
     `created` is in Unix seconds. `planner_data` consists of JSON values, tuples and bytes. `user` is data of the caller.
     `save_id` is unique to the save. `replaces` is the checksum of the metadata of torch's own writer that this save
     replaced: any other metadata in the directory is from a later save. `transforms` describes the stream extensions of
-    all stored chunks, in the order in which a reader reverses them.
+    all stored chunks, in the order in which a reader reverses them. `sparse`: whether there may be sparse deltas, which
+    older readers cannot decode.
     """
 
     created: float
@@ -132,6 +133,7 @@ class Manifest:
     replaces: str | None = None
     transforms: tuple[str, ...] = ()
     wrapped: tuple[WrappedEntry, ...] = ()
+    sparse: bool = False
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -149,6 +151,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         features.append("transforms")
     if manifest.wrapped:
         features.append("wrapped")
+    if manifest.sparse:
+        features.append("sparse")
 
     def row(entry: TensorEntry) -> list[Any]:
         shards = None if _is_whole(entry) else [[shard.offsets, shard.sizes] for shard in entry.shards]
@@ -262,6 +266,7 @@ def _decode_body(body: memoryview) -> Manifest:
         replaces=None if meta.get("replaces") is None else _text(meta["replaces"]),
         transforms=tuple(_text(descriptor) for descriptor in meta.get("transforms", ())),
         wrapped=tuple(_read_wrapped(meta.get("wrapped", ()), meta["dtypes"], properties)),
+        sparse="sparse" in meta["features"],
     )
     if len(manifest.transforms) > _MAX_TRANSFORMS:
         raise CorruptCheckpointError("the chunks have impossibly many extensions")

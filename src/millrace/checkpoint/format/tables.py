@@ -47,6 +47,11 @@ class Table:
     def __getitem__(self, name: str) -> Column:
         return self.columns[name]
 
+    def replaced(self, **columns: Column) -> Table:
+        """The same table with other values in some columns."""
+        dtypes = {name: column.dtype.str for name, column in self.columns.items()}
+        return Table(dtypes, {**self.columns, **columns})
+
     def to_bytes(self) -> bytes:
         return b"".join([_COUNT.pack(len(self)), *(column.tobytes() for column in self.columns.values())])
 

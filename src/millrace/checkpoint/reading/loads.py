@@ -36,13 +36,20 @@ def load_items(
     Raises `CorruptCheckpointError`, `StateMismatchError`, `UnsupportedObjectError`, `UsageError`, and the errors of the
     storage.
     """
-    with collection_paused():
-        index = _ItemIndex(manifest)
-    recipes = _read_recipes(items, index, fetcher)
-    for wave in each_paused(_waves(items, planner, index, recipes, trusted_types)):
+    for wave in planned_loads(items, planner, manifest, fetcher, trusted_types):
         fetcher.fetch([load.request for load in wave if load.request is not None])
         for load in wave:
             load.commit(trusted_types)
+
+
+def planned_loads(
+    items: Sequence[Any], planner: Any, manifest: Manifest, fetcher: ChunkFetcher, trusted_types: Sequence[type]
+) -> Iterator[list[Load]]:
+    """The loads of a plan, in waves with limited host memory. Reads only the recipes of wrapper tensors."""
+    with collection_paused():
+        index = _ItemIndex(manifest)
+    recipes = _read_recipes(items, index, fetcher)
+    return each_paused(_waves(items, planner, index, recipes, trusted_types))
 
 
 class _WrappedShard(NamedTuple):
@@ -107,7 +114,7 @@ class _ItemIndex:
             ) from error
 
 
-class _Load(Protocol):
+class Load(Protocol):
     """A part of a plan that is read in one go. It holds `staging_bytes` of host memory until `commit`."""
 
     @property
@@ -116,13 +123,24 @@ class _Load(Protocol):
     @property
     def staging_bytes(self) -> int: ...
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the request fills the memory of the value that is loaded into."""
+        ...
+
+    def check(self, trusted_types: Sequence[type]) -> None:
+        """Raise the error, if any, with which `commit` would fail. The request was carried out if this is an object."""
+        ...
+
     def commit(self, trusted_types: Sequence[type]) -> None:
         """Pass the value to the planner."""
         ...
 
 
-class _BlobLoad:
+class BlobLoad:
     """An object."""
+
+    is_in_place = False
 
     def __init__(self, item: Any, planner: Any, index: _ItemIndex) -> None:
         self._item, self._planner = item, planner
@@ -131,11 +149,13 @@ class _BlobLoad:
         self.staging_bytes = self._data.size
         self.request = whole_item(number, self._data) if self.staging_bytes else None
 
-    def commit(self, trusted_types: Sequence[type]) -> None:
-        data = self._data.tobytes()
+    def check(self, trusted_types: Sequence[type]) -> None:
         # The stock planner unpickles without restrictions, so check the object with the safe loader first.
-        check_blob(data, self._item.storage_index.fqn, trusted_types)
-        self._planner.load_bytes(self._item, io.BytesIO(data))
+        check_blob(self._data.data, self._item.storage_index.fqn, trusted_types)
+
+    def commit(self, trusted_types: Sequence[type]) -> None:
+        self.check(trusted_types)
+        self._planner.load_bytes(self._item, io.BytesIO(self._data.tobytes()))
 
 
 class _DirectLoad(NamedTuple):
@@ -147,6 +167,13 @@ class _DirectLoad(NamedTuple):
     request: ItemRequest | None
     staging_bytes: int = 0
 
+    @property
+    def is_in_place(self) -> bool:
+        return not self.staging_bytes
+
+    def check(self, trusted_types: Sequence[type]) -> None:
+        pass
+
     def commit(self, trusted_types: Sequence[type]) -> None:
         self.planner.commit_tensor(self.item, self.tensor)
 
@@ -156,6 +183,8 @@ class _StagedLoad:
     planner.
     """
 
+    is_in_place = False
+
     def __init__(
         self, item: Any, planner: Any, tensor: Any, piece: Any, staged: Any, request: ItemRequest | None
     ) -> None:
@@ -163,6 +192,16 @@ class _StagedLoad:
         self._piece, self._staged = piece, staged
         self.request = request
         self.staging_bytes = staged.numel() * staged.element_size()
+
+    def check(self, trusted_types: Sequence[type]) -> None:
+        overlaps = any(
+            length > 1 and not step for length, step in zip(self._piece.shape, self._piece.stride(), strict=True)
+        )
+        if not is_wrapper(self._piece) and overlaps:
+            raise StateMismatchError(
+                f"{self._item.dest_index.fqn!r}: its tensor has overlapping elements, so it cannot be copied into",
+                next_step="load into a dense tensor without overlapping elements",
+            )
 
     def commit(self, trusted_types: Sequence[type]) -> None:
         try:
@@ -177,7 +216,7 @@ class _StagedLoad:
             self._planner.commit_tensor(self._item, self._tensor)
 
 
-def _tensor_loads(item: Any, planner: Any, index: _ItemIndex) -> Iterable[_Load]:
+def _tensor_loads(item: Any, planner: Any, index: _ItemIndex) -> Iterable[Load]:
     number, shard, dtype_name = index.find(item.storage_index)
     if shard is None:
         raise UsageError(
@@ -212,7 +251,7 @@ def _tensor_loads(item: Any, planner: Any, index: _ItemIndex) -> Iterable[_Load]
 
 def _staged_loads(
     item: Any, planner: Any, tensor: Any, number: int, sizes: Sequence[int], dtype: Any
-) -> Iterator[_Load]:
+) -> Iterator[Load]:
     # Some subclasses cannot be sliced.
     limit = sys.maxsize if is_wrapper(tensor) else _STAGING_BYTES
     pieces = list(split_box(item.lengths, dtype.itemsize, limit))
@@ -249,7 +288,7 @@ class _WrapperLoad:
         self._tensors: dict[str, Any] = tensors
         self._left = len(stored.leaves)
 
-    def loads(self, index: _ItemIndex) -> Iterator[_Load]:
+    def loads(self, index: _ItemIndex) -> Iterator[Load]:
         items = [(key, *index.find_whole(key)) for key in self._stored.leaves]
         if any(
             self._tensors[key].shape != shape or self._tensors[key].dtype != dtype
@@ -312,14 +351,14 @@ def _waves(
     index: _ItemIndex,
     recipes: Mapping[str, bytes],
     trusted_types: Sequence[type],
-) -> Iterator[list[_Load]]:
+) -> Iterator[list[Load]]:
     """The loads of a plan in groups with limited staging memory. A large object is a group of its own."""
-    wave: list[_Load] = []
+    wave: list[Load] = []
     staged = 0
     for item in items:
-        loads: Iterable[_Load]
+        loads: Iterable[Load]
         if item.type == LoadItemType.BYTE_IO:
-            loads = (_BlobLoad(item, planner, index),)
+            loads = (BlobLoad(item, planner, index),)
         elif recipes and (wrapped := index.find_wrapped(item.storage_index)) is not None:
             loads = _WrapperLoad(item, planner, wrapped, recipes[wrapped.recipe], trusted_types).loads(index)
         else:

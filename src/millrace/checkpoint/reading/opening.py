@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.checkpoint.arguments import thread_number
+from millrace.checkpoint.arguments import ReadThroughMode, thread_number
 from millrace.checkpoint.format.inventory import StoredValue, inventory
 from millrace.checkpoint.format.manifest import DTYPES, Manifest, TensorEntry, WrappedEntry
 from millrace.checkpoint.format.slices import box_runs
@@ -36,15 +36,16 @@ def open_contents(
     extension_registry: Any = None,
     keys: Sequence[str] = (),
     origin: Readable | None = None,
+    read_through: ReadThroughMode = "none",
 ) -> Contents:
     """Open a checkpoint of Millrace or of torch's own writer, or a Hugging Face directory (safetensors files).
 
-    `keys` selects the values to read, as in `select_keys`. `origin` is as in `open_storage`. Raises as `read_manifest` and
-    `read_hugging_face`, and the errors of the storage. Raises `UnsupportedObjectError` when torch's own writer saved a
-    wrapper tensor of a class that is not trusted.
+    `keys` selects the values to read, as in `select_keys`. `origin` and `read_through` are as in `open_storage`. Raises as
+    `read_manifest` and `read_hugging_face`, and the errors of the storage. Raises `UnsupportedObjectError` when torch's own
+    writer saved a wrapper tensor of a class that is not trusted.
     """
     threads = thread_number("threads", threads) or default_threads()
-    storage = open_storage(url, target_options, origin=origin)
+    storage = open_storage(url, target_options, origin=origin, read_through=read_through)
     try:
         manifest = read_newest(storage).manifest
     except CheckpointNotFoundError as missing:

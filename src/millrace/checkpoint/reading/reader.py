@@ -16,7 +16,14 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import StorageReader
 
-from millrace.checkpoint.arguments import classes, mapping, path_text, thread_number
+from millrace.checkpoint.arguments import (
+    ReadThroughMode,
+    classes,
+    mapping,
+    path_text,
+    read_through_mode,
+    thread_number,
+)
 from millrace.checkpoint.codec.extension import extension_registry
 from millrace.checkpoint.format.transforms import transforms_for
 from millrace.checkpoint.reading.hugging_face import SafetensorsFetcher, SafetensorsFiles, read_hugging_face
@@ -48,6 +55,8 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
 
     - `target_options`: for the storage, as in s3fs.
     - `origin`: read from this origin (a cache) instead. `path` is then the key in it.
+    - `read_through`: read data files through the cache of the cluster (`"auto"`, `"cluster"`, `"none"`), as in
+      `CheckpointManager`.
     - `trusted_types`: classes of stored objects to accept in addition to those that torch trusts. Tensor subclasses in the
       state dict are accepted without an entry.
     - `thread_count`: threads that read and decompress. Default: one per core, at most eight.
@@ -62,6 +71,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         *,
         target_options: Mapping[str, Any] | None = None,
         origin: Readable | None = None,
+        read_through: ReadThroughMode = "auto",
         trusted_types: Sequence[type] = (),
         thread_count: int | None = None,
     ) -> None:
@@ -77,6 +87,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         self._extension_registry = extension_registry() if _extension_registry is None else _extension_registry
         self._target_options = mapping("target_options", target_options) or {}
         self._origin = origin
+        self._read_through = read_through_mode(read_through)
         self._trusted_types = classes("trusted_types", trusted_types)
         self._threads = thread_number("thread_count", thread_count) or default_threads()
         self.reset()
@@ -187,7 +198,9 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
 
     def _storage(self) -> CheckpointStorage:
         if self._opened is None:
-            self._opened = open_storage(self._path, self._target_options, origin=self._origin)
+            self._opened = open_storage(
+                self._path, self._target_options, origin=self._origin, read_through=self._read_through
+            )
         return self._opened
 
     def _read_metadata(self, rank: int | None) -> Any:

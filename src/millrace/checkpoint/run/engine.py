@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from millrace.checkpoint.arguments import ReadThroughMode
 from millrace.checkpoint.run.claims import ClaimState
 from millrace.checkpoint.run.pruning import Retention
 from millrace.checkpoint.run.ranks import Ranks
@@ -43,6 +44,7 @@ class EngineOptions:
     base_memory: int | None
     rewind: bool
     independent: bool
+    read_through: ReadThroughMode
     writer_options: Mapping[str, Any]
 
     def open(self) -> Tiers:
@@ -53,6 +55,7 @@ class EngineOptions:
             replica=self.replica,
             target_options=self.target_options,
             limits={"timeout": self.timeout},
+            read_through=self.read_through,
         )
 
 

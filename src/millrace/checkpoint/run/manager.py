@@ -14,12 +14,14 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
 
 from millrace.checkpoint.arguments import (
+    ReadThroughMode,
     classes,
     flag,
     function,
     mapping,
     path_text,
     patterns,
+    read_through_mode,
     thread_number,
     whole_number,
 )
@@ -83,6 +85,9 @@ class CheckpointManager:
       (`save_async(...).near`), and is then uploaded to the run's URL during the training. A restore takes every file from
       the nearest place. The newest `local_keep` stay there, with their bases. A full or failing disk is skipped, with a
       warning. `replica`: a directory of the same kind on a second node's disk, if this node can write to it.
+    - `read_through`: whether a restore reads data files from an object store through the cache of the cluster, so that each
+      byte leaves the storage once for all nodes. `"auto"`: inside a Ray job, or where `MILLRACE_MEMBERS` or `millrace.toml`
+      names a cluster. `"cluster"`: a process without one gets a `ConfigurationError`. `"none"`: never.
     - `on_busy`: what `save_async` does while a save is in flight: `"wait"`, or `"skip"` the new save.
     - `on_progress`: is called with a `SaveProgress` from time to time, in a saving thread. The save continues after its
       return. It cannot call methods that wait for a save.
@@ -122,6 +127,7 @@ class CheckpointManager:
         local: str | os.PathLike[str] | None = None,
         local_keep: int = 2,
         replica: ReplicaTier | str | os.PathLike[str] | None = None,
+        read_through: ReadThroughMode = "auto",
         on_busy: Literal["wait", "skip"] = "wait",
         on_progress: Callable[[SaveProgress], None] | None = None,
         base_memory: int | None = None,
@@ -153,7 +159,12 @@ class CheckpointManager:
         )
         parse_timeout(timeout)  # raises for a bad one now, also where the run is in a local directory
         self._tiers = open_tiers(
-            url, local=local, replica=replica, target_options=target_options, limits={"timeout": timeout}
+            url,
+            local=local,
+            replica=replica,
+            target_options=target_options,
+            limits={"timeout": timeout},
+            read_through=read_through_mode(read_through),
         )
         self._run, self._on_busy, self._on_progress = self._tiers.origin, on_busy, on_progress
         options = EngineOptions(
@@ -168,6 +179,7 @@ class CheckpointManager:
             base_memory=base_memory,
             rewind=rewind,
             independent=independent,
+            read_through=read_through,
             writer_options={
                 "target_options": target_options,
                 "trusted_types": trusted_types,

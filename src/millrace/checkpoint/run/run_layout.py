@@ -16,11 +16,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+from millrace.checkpoint.arguments import ReadThroughMode
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
 from millrace.checkpoint.run.run_info import CheckpointInfo, info_of_manifest
 from millrace.checkpoint.run.timeline import Point, last_revisions
 from millrace.checkpoint.storage.manifests import load_manifest
-from millrace.checkpoint.storage.storage import CheckpointStorage, LocalStorage, ObjectStorage, StoredFile, open_storage
+from millrace.checkpoint.storage.storage import (
+    CheckpointStorage,
+    LocalStorage,
+    ObjectStorage,
+    StoredFile,
+    cached_reads,
+    open_storage,
+)
 from millrace.errors import (
     ChangedError,
     CheckpointNotFoundError,
@@ -267,16 +275,17 @@ def open_run(
     *,
     limits: Mapping[str, Any] | None = None,
     sync: bool = True,
+    read_through: ReadThroughMode = "none",
 ) -> Run:
     """Open the run in a directory (a URL or local path), which need not exist yet. Makes no request.
 
-    `limits`, `sync` and the errors are those of `open_storage`.
+    `limits`, `sync`, `read_through` and the errors are those of `open_storage`.
     """
-    storage = open_storage(url, target_options, limits=limits, sync=sync)
+    storage = open_storage(url, target_options, limits=limits, sync=sync, read_through=read_through)
     if isinstance(storage, LocalStorage):
         return Run(storage, _LocalPlace(storage, sync))
     origin, key = origin_for_url(os.fspath(url), target_options, limits)
-    return Run(storage, _ObjectPlace(storage.url, origin, key.strip("/")))
+    return Run(storage, _ObjectPlace(storage.url, origin, key.strip("/"), read_through))
 
 
 def _found(directories: Mapping[str, Sequence[StoredFile]]) -> Iterator[ListedCheckpoint]:
@@ -305,8 +314,8 @@ def _found(directories: Mapping[str, Sequence[StoredFile]]) -> Iterator[ListedCh
 class _ObjectPlace:
     """A prefix of an object store. A listing has no directories, so it includes files that do not belong to the run."""
 
-    def __init__(self, url: str, origin: Origin, key: str) -> None:
-        self._url, self._origin, self._key = url, origin, key
+    def __init__(self, url: str, origin: Origin, key: str, read_through: ReadThroughMode = "none") -> None:
+        self._url, self._origin, self._key, self._read_through = url, origin, key, read_through
 
     def walk(self, prefix: str) -> Iterator[_Entry]:
         base = f"{self._key}/"
@@ -323,7 +332,9 @@ class _ObjectPlace:
             raise ObjectNotFoundError(f"{self._url}: {error.message}", next_step=error.next_step) from error
 
     def open(self, directory: str) -> CheckpointStorage:
-        return ObjectStorage(f"{self._url}/{directory}", self._origin, f"{self._key}/{directory}")
+        # Each has its own, because it keeps files open, also those that the cache has evicted.
+        cached = cached_reads(self._origin, self._read_through)
+        return ObjectStorage(f"{self._url}/{directory}", self._origin, f"{self._key}/{directory}", cached)
 
     def delete(self, directory: str, manifest: Sequence[str], files: Sequence[str]) -> None:
         storage = self.open(directory)

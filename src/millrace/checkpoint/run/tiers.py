@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from millrace.checkpoint.arguments import mapping, path_text
+from millrace.checkpoint.arguments import ReadThroughMode, mapping, path_text
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
 from millrace.checkpoint.run.run_info import CheckpointInfo, directory_of
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, open_run
@@ -205,8 +205,9 @@ def open_tiers(
     target_options: Mapping[str, Any] | None = None,
     limits: Mapping[str, Any] | None = None,
     sync: bool = True,
+    read_through: ReadThroughMode = "none",
 ) -> Tiers:
-    """Open the places of the run at `url`, without a request or a write. `limits` and `sync` as in `open_storage`.
+    """Open the places of the run at `url`, without a request or a write. The last three are as in `open_storage`.
 
     Raises `ConfigurationError`, also if two places are the same directory.
     """
@@ -218,7 +219,8 @@ def open_tiers(
     if isinstance(replica, str | os.PathLike) or (replica is not None and not callable(getattr(replica, "open", None))):
         replica = DirectoryReplica(path_text("replica", replica), sync)
     second = None if replica is None else replica.open(place, target_options)
-    tiers = Tiers(origin=open_run(place, target_options, limits=limits, sync=sync), local=near, replica=second)
+    origin = open_run(place, target_options, limits=limits, sync=sync, read_through=read_through)
+    tiers = Tiers(origin=origin, local=near, replica=second)
     urls = [run.url for run in tiers.places]
     if len(set(urls)) < len(urls):
         raise ConfigurationError(

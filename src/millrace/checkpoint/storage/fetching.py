@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,11 +47,37 @@ def whole_item(item: int, out: np.ndarray[Any, Any]) -> ItemRequest:
     return ItemRequest(item, Runs(0, out.size, (), ()), out)
 
 
-class _ChunkUse(NamedTuple):
+class ChunkUse(NamedTuple):
     """The use of a chunk by a request. The chunk begins at byte `begin` of the item (negative in a pack)."""
 
     request: ItemRequest
     begin: int
+
+    def place(self, raw_bytes: int) -> np.ndarray[Any, Any] | None:
+        """The memory of the request for all of the chunk; None if the request needs only a part of it."""
+        runs = self.request.runs
+        if runs.count == 1 and runs.first <= self.begin and self.begin + raw_bytes <= runs.first + runs.nbytes:
+            target = self.begin - runs.first
+            return _array(self.request.out)[target : target + raw_bytes]
+        return None
+
+    def copy(self, decoded: np.ndarray[Any, Any], address: int) -> None:
+        """Copy the bytes of the chunk that the request needs. `decoded` is at `address`."""
+        runs, out = self.request.runs, self.request.out
+        start = runs.first - self.begin
+        if runs.outer or start < 0 or start + runs.nbytes > decoded.size:
+            scatter_chunk(runs, decoded, self.begin, _array(out))
+        elif isinstance(out, Memory):
+            out.fill(address + start, runs.nbytes)
+        else:
+            out[:] = decoded[start : start + runs.nbytes]
+
+
+def copy_chunk(decoded: np.ndarray[Any, Any], uses: Sequence[ChunkUse]) -> None:
+    """Copy a decoded chunk to all that need a part of it."""
+    address = decoded.ctypes.data  # once: this takes longer than a small copy
+    for use in uses:
+        use.copy(decoded, address)
 
 
 def _array(out: np.ndarray[Any, Any] | Memory) -> np.ndarray[Any, Any]:
@@ -72,11 +99,20 @@ class _Local(threading.local):
 
 
 class ChunkFetcher:
-    """Fetches from one checkpoint. Thread-safe."""
+    """Fetches from one checkpoint. Thread-safe.
+
+    `bases`: decoded bases of deltas by the delta's row, for rows that `manifest` lists without a base.
+    """
 
     def __init__(
-        self, storage: CheckpointStorage, manifest: Manifest, threads: int, transforms: Transforms | None = None
+        self,
+        storage: CheckpointStorage,
+        manifest: Manifest,
+        threads: int,
+        transforms: Transforms | None = None,
+        bases: Mapping[int, np.ndarray[Any, Any]] = MappingProxyType({}),
     ) -> None:
+        self._bases = bases
         self._storage = storage
         self._transforms = transforms or Transforms()
         self._manifest = manifest
@@ -89,24 +125,31 @@ class ChunkFetcher:
 
     def fetch(self, requests: Sequence[ItemRequest]) -> None:
         """Fill `out` of every request. Raises `CorruptCheckpointError` and the errors of the storage."""
-        with collection_paused():
-            uses = self._uses(requests)
-        rows = np.fromiter(uses, dtype=np.int64, count=len(uses))
+        uses = self.uses(requests)
 
         def read(group: ReadGroup) -> None:
             stored = self._read_group(group)
             for row in group.rows:
                 self._deliver(row, stored, uses[row])
 
-        for _ in run_in_order(self._plan(rows), read, self._threads):
-            pass
+        self._read_groups(list(uses), read)
 
-    def read_chunk(self, row: int) -> memoryview:
-        """One chunk, decoded into new memory. Raises as `fetch`."""
-        (group,) = self._plan(np.array([row], dtype=np.int64))
-        out = np.empty(int(self._manifest.chunks["raw_bytes"][row]), dtype=np.uint8)
-        self._decode(row, self._read_group(group), out)
-        return out.data
+    def read_chunks(self, rows: Sequence[int]) -> dict[int, np.ndarray[Any, Any]]:
+        """Chunks, each decoded into new memory. Raises as `fetch`."""
+        raw = self._manifest.chunks["raw_bytes"]
+        found = {row: np.empty(int(raw[row]), dtype=np.uint8) for row in rows}
+
+        def read(group: ReadGroup) -> None:
+            stored = self._read_group(group)
+            for row in group.rows:
+                self._decode(row, stored, found[row])
+
+        self._read_groups(list(found), read)
+        return found
+
+    def _read_groups(self, rows: Sequence[int], read: Callable[[ReadGroup], None]) -> None:
+        for _ in run_in_order(self._plan(np.array(rows, dtype=np.int64)), read, self._threads):
+            pass
 
     def _plan(self, rows: np.ndarray[Any, Any]) -> list[ReadGroup]:
         try:
@@ -135,8 +178,12 @@ class ChunkFetcher:
                 stored[row] = data[start : start + int(chunks["stored_bytes"][row])]
         return stored
 
-    def _uses(self, requests: Sequence[ItemRequest]) -> dict[int, list[_ChunkUse]]:
+    def uses(self, requests: Sequence[ItemRequest]) -> dict[int, list[ChunkUse]]:
         """The uses of each needed row. Vectorised over the requests, which may be many and small."""
+        with collection_paused():
+            return self._uses(requests)
+
+    def _uses(self, requests: Sequence[ItemRequest]) -> dict[int, list[ChunkUse]]:
         items, raw = self._manifest.items, self._manifest.chunks["raw_bytes"]
         numbers = np.fromiter((request.item for request in requests), dtype=np.int64)
         first = items["chunk"][numbers].astype(np.int64)
@@ -147,44 +194,36 @@ class ChunkFetcher:
         lows = np.searchsorted(self._row_ends, begin, side="right")
         highs = np.searchsorted(self._row_ends, end, side="left") + 1
         starts = self._row_ends[lows] - raw[lows] - origins
-        uses: dict[int, list[_ChunkUse]] = {}
+        uses: dict[int, list[ChunkUse]] = {}
         for request, low, high, start in zip(requests, lows.tolist(), highs.tolist(), starts.tolist(), strict=True):
             if high == low + 1:
-                uses.setdefault(low, []).append(_ChunkUse(request, start))
+                uses.setdefault(low, []).append(ChunkUse(request, start))
                 continue
             for row in range(low, high):
                 stop = start + int(raw[row])
                 some, beyond = request.runs.overlapping(start, stop) if request.runs.outer else (0, 1)
                 if some < beyond:
-                    uses.setdefault(row, []).append(_ChunkUse(request, start))
+                    uses.setdefault(row, []).append(ChunkUse(request, start))
                 start = stop
         return uses
 
-    def _deliver(self, row: int, stored: Mapping[int, Buffer], uses: Sequence[_ChunkUse]) -> None:
+    def _deliver(self, row: int, stored: Mapping[int, Buffer], uses: Sequence[ChunkUse]) -> None:
         """Decode a chunk and copy its bytes to all requests. Decode in place if one request needs the whole chunk."""
         raw_bytes = int(self._manifest.chunks["raw_bytes"][row])
-        if len(uses) == 1:
-            runs, begin = uses[0].request.runs, uses[0].begin
-            if runs.count == 1 and runs.first <= begin and begin + raw_bytes <= runs.first + runs.nbytes:
-                target = begin - runs.first
-                self._decode(row, stored, _array(uses[0].request.out)[target : target + raw_bytes])
-                return
+        place = uses[0].place(raw_bytes) if len(uses) == 1 else None
+        if place is not None:
+            self._decode(row, stored, place)
+            return
         decoded = self._local.scratch("decoded", raw_bytes)
         self._decode(row, stored, decoded)
-        address = decoded.ctypes.data
-        for (_, runs, out), begin in uses:
-            start = runs.first - begin
-            if runs.outer or start < 0 or start + runs.nbytes > raw_bytes:
-                scatter_chunk(runs, decoded, begin, _array(out))
-            elif isinstance(out, Memory):
-                out.fill(address + start, runs.nbytes)
-            else:
-                out[:] = decoded[start : start + runs.nbytes]
+        copy_chunk(decoded, uses)
 
     def _decode(self, row: int, stored: Mapping[int, Buffer], out: np.ndarray[Any, Any]) -> None:
         """Decode a chunk into `out`, starting with the root of its chain. `stored` contains all its bases."""
-        base: memoryview | None = None
-        for depth, member in enumerate(chain(self._manifest.chunks, row)):
+        members = chain(self._manifest.chunks, row)
+        held = self._bases.get(members[0])
+        base = None if held is None else held.data
+        for depth, member in enumerate(members):
             # Alternate between two buffers: a delta cannot be decoded into its base.
             target = out if member == row else self._local.scratch(f"base {depth % 2}", out.size)
             self._decode_one(member, stored[member], target, base)

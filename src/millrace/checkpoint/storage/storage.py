@@ -23,7 +23,8 @@ from typing import Any, Protocol, Self
 import numpy as np
 from typing_extensions import Buffer
 
-from millrace.checkpoint.arguments import mapping, path_text
+from millrace.checkpoint.arguments import ReadThroughMode, mapping, path_text, read_through_mode
+from millrace.cluster.read_through import ReadThrough
 from millrace.config import absolute_path
 from millrace.errors import (
     ChangedError,
@@ -47,6 +48,9 @@ _PUBLISH_ATTEMPTS = 3
 # Errors of file systems without hard links: FAT, and some in user space.
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK})
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
+_EXACT_VERSIONS = frozenset({"s3", "az", "gs", "hf"})
+# Data files, whose names are unique to a save. Manifests and metadata are read from the storage.
+_DATA_FILE = re.compile(r"(?:^|/)(?:data-[^/]*\.millrace|[^/]*\.(?:distcp|safetensors))$")
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 
@@ -124,12 +128,15 @@ def open_storage(
     origin: Readable | None = None,
     limits: Mapping[str, Any] | None = None,
     sync: bool = True,
+    read_through: ReadThroughMode = "none",
 ) -> CheckpointStorage:
     """Open the directory of a checkpoint by URL or local path. Makes no request.
 
     `origin` replaces the storage, for reading only (through a cache, for example). `limits`: as in
     `millrace.origin.open_origin`. `sync`: whether local files are synced to disk before they become visible.
+    `read_through`: whether data files are read through the cache of a cluster (`cached_reads`).
     """
+    read_through_mode(read_through)
     url = path_text("the URL of a checkpoint", location)
     mapping("target_options", target_options)
     if not url:
@@ -145,27 +152,47 @@ def open_storage(
     if not key.strip("/"):
         raise ConfigurationError(f"{url!r} names no checkpoint", next_step="give a directory or scheme://bucket/path")
     if origin is not None:
+        if read_through == "cluster":
+            raise ConfigurationError("read_through='cluster' and an origin", next_step="give one of them")
         return ObjectStorage(url, origin, key)
     if service_of(scheme).rooted:
         if target_options:
             raise ConfigurationError("local files take no target_options", next_step="leave them out")
+        if read_through == "cluster":
+            raise ConfigurationError(
+                f"{url}: local files are not read through the cluster", next_step="leave read_through out"
+            )
         return LocalStorage(key, sync=sync)
     opened, key = origin_for_url(url, target_options, limits)
     if "/" not in key.strip("/"):
         raise ConfigurationError(f"{url!r} is a whole bucket", next_step="give scheme://bucket/path")
-    return ObjectStorage(url, opened, key)
+    return ObjectStorage(url, opened, key, cached_reads(opened, read_through))
+
+
+def cached_reads(origin: Origin, mode: ReadThroughMode) -> ReadThrough | None:
+    """Reads data files of one checkpoint through the cache of a cluster. None for the mode `"none"`.
+
+    With `"auto"` it has an effect for object stores only: other storages have no exact versions.
+    """
+    if mode == "none" or (mode == "auto" and origin.identity.partition("+")[0] not in _EXACT_VERSIONS):
+        return None
+    return ReadThrough(origin, required=mode == "cluster")
 
 
 # --- object store ---------------------------------------------------------------------------------
 
 
 class ObjectStorage:
-    """A prefix of an object store. Reading needs a `Readable`. Writing and listing need an `Origin`."""
+    """A prefix of an object store. Reading needs a `Readable`. Writing and listing need an `Origin`.
 
-    def __init__(self, url: str, origin: Readable, prefix: str) -> None:
+    `cached` reads data files, and drops those that are deleted.
+    """
+
+    def __init__(self, url: str, origin: Readable, prefix: str, cached: ReadThrough | None = None) -> None:
         self._url = url.rstrip("/")
         self._origin = origin
         self._prefix = prefix.rstrip("/")
+        self._cached = cached
 
     @property
     def url(self) -> str:
@@ -198,7 +225,10 @@ class ObjectStorage:
         return self._describe(name, self._origin.head(self._key(name)))
 
     def read(self, file: StoredFile, start: int, stop: int) -> Buffer:
-        return self._origin.read(self._key(file.name), start, stop, version=file.version)
+        key = self._key(file.name)
+        if self._cached is not None and _DATA_FILE.search(key):
+            return self._cached.read(ObjectInfo(key, file.size, file.version, file.modified), start, stop)
+        return self._origin.read(key, start, stop, version=file.version)
 
     def names(self) -> Sequence[str]:
         return [file.name for file in self.files()]
@@ -208,7 +238,10 @@ class ObjectStorage:
         return [self._describe(posixpath.basename(info.key), info) for info in objects]
 
     def delete(self, names: Sequence[str]) -> None:
-        self._whole().delete([self._key(name) for name in names])
+        keys = [self._key(name) for name in names]
+        self._whole().delete(keys)
+        if self._cached is not None:
+            self._cached.drop(keys)
 
     def _holds(self, name: str, data: Buffer, lost: RetryableError | None = None) -> bool:
         """Whether the file `name` contains exactly `data`. `lost` is the error of a PUT without response."""

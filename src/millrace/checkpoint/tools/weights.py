@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from millrace.checkpoint.arguments import path_text
+from millrace.checkpoint.arguments import ReadThroughMode, path_text
 from millrace.checkpoint.format.inventory import select_keys
 from millrace.checkpoint.format.manifest import TensorEntry, WrappedEntry
 from millrace.checkpoint.reading.contents import Box, Bytes, Contents, pieces, stream, whole
@@ -28,6 +28,7 @@ def load_weights(
     device: torch.device | str = "cpu",
     target_options: Mapping[str, Any] | None = None,
     origin: Readable | None = None,
+    read_through: ReadThroughMode = "auto",
     trusted_types: Sequence[type] = (),
     threads: int | None = None,
     progress: Callable[[WorkProgress], None] | None = None,
@@ -41,6 +42,7 @@ def load_weights(
       without one. Objects that are not tensors are left out.
     - `dtype`: converts floating-point tensors; others keep their type. `device`: where the tensors are created.
     - `origin`: reads from this origin (a cache) instead; `url` is then the key in it.
+    - `read_through`: reads data files through the cache of the cluster, as in `CheckpointManager`.
     - `trusted_types`: classes of wrapper tensors to accept in addition to those that torch trusts.
     - `progress`: called with a `WorkProgress` during the load, in this thread.
 
@@ -60,6 +62,7 @@ def load_weights(
         trusted_types=trusted_types,
         keys=patterns,
         origin=origin,
+        read_through=read_through,
     )
     wrapped, parts = _selected_wrappers(contents, patterns)
     chosen = select_keys([*contents.tensors, *contents.blob_bytes, *wrapped], patterns)

@@ -84,6 +84,7 @@ def build_manifest(
         replaces=replaces,
         transforms=next(iter(transforms), ()),
         wrapped=wrapped,
+        sparse=any(data.sparse for data in ranks),
     )
 
 

@@ -56,6 +56,11 @@ class Base(Protocol):
         """Descriptors of the stream extensions that were applied to its chunks."""
         ...
 
+    @property
+    def sparse(self) -> bool:
+        """Whether there may be sparse deltas among its chunks."""
+        ...
+
     def find(self, key: ChunkKey, kind: Kind, nbytes: int) -> int | None:
         """The row of the chunk with exactly these parts and elements of this kind; None if there is none."""
         ...
@@ -125,11 +130,14 @@ class MemoryBase:
         transforms: tuple[str, ...],
         places: Mapping[ItemKey, Place],
         sources: Mapping[ItemKey, Readable],
+        *,
+        sparse: bool = False,
     ) -> None:
         self.directory = directory
         self.files = sibling_files(files, directory)
         self.chunks = chunks
         self.transforms = transforms
+        self.sparse = sparse
         self.places, self.sources = places, sources
         self._finder = ChunkFinder(chunks, places)
 
@@ -149,6 +157,7 @@ class StoredBase:
         self.files = sibling_files(manifest.files, directory)
         self.chunks = manifest.chunks
         self.transforms = manifest.transforms
+        self.sparse = manifest.sparse
         self._finder = ChunkFinder(manifest.chunks, places_of(manifest))
         self._fetcher = fetcher
 
@@ -168,7 +177,7 @@ class StoredBase:
         return self._finder.find(key, kind, nbytes)
 
     def read(self, row: int, key: ChunkKey) -> Buffer:
-        return self._fetcher.read_chunk(row)
+        return self._fetcher.read_chunks([row])[row].data
 
 
 def sibling_files(files: tuple[DataFile, ...], directory: str) -> tuple[DataFile, ...]:

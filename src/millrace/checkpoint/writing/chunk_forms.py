@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from millrace.checkpoint.codec.chunks import Array, Effort, Kind, checksum
+from millrace.checkpoint.codec.planes import is_sparse
 from millrace.checkpoint.codec.registry import ChunkCodec
 from millrace.checkpoint.writing.delta import same_bytes, sample, worth_a_delta
 
@@ -41,7 +42,7 @@ class BaseChunk:
 @dataclass(frozen=True, slots=True)
 class Form:
     """A chunk as it will be stored: `stored`, then `rest`, which is empty unless the hooks allow it. `stored` is None for a
-    reference; `to_base`: whether it needs the base.
+    reference; `to_base`: whether it needs the base; `sparse`: whether it is a sparse delta.
     """
 
     stored: Bytes | None
@@ -49,6 +50,7 @@ class Form:
     stored_checksum: int = 0
     to_base: bool = False
     rest: Bytes = b""
+    sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +110,18 @@ class _Work:
         scale = raw.size / some.size
         full_bytes = scale * self._trial(some, None)
         if fits(scale * self._trial(some, others), full_bytes):
-            stored = self._stored(effort, reference, began)
+            stored, sparse = self._stored(effort, reference, began)
             # The result for the whole chunk decides: the sample may be misleading.
             if fits(len(stored), full_bytes):
-                return Form(stored, self.digest, checksum(stored), to_base=True)
+                return Form(stored, self.digest, checksum(stored), to_base=True, sparse=sparse)
             began = perf_counter()
-        stored = self._stored(effort, None, began)
+        stored, _ = self._stored(effort, None, began)
         return Form(stored, self.digest, checksum(stored))
 
     def whole(self, effort: Effort) -> Form:
         if effort == Effort.RAW and self.hooks.raw_stays:
             return self._uncompressed()
-        stored = self._stored(effort, None, perf_counter())
+        stored, _ = self._stored(effort, None, perf_counter())
         return Form(stored, self.digest, checksum(stored))
 
     def _uncompressed(self) -> Form:
@@ -134,9 +136,10 @@ class _Work:
         parts = self.codec.encode(some.data, self.kind, None if others is None else others.data)
         return sum(memoryview(part).nbytes for part in parts)
 
-    def _stored(self, effort: Effort, reference: Array | None, began: float) -> bytes:
+    def _stored(self, effort: Effort, reference: Array | None, began: float) -> tuple[bytes, bool]:
+        """The stored bytes, and whether they are a sparse delta."""
         base = None if reference is None else reference.data
         parts = self.codec.encode(self.raw.data, self.kind, base, effort=effort)
         stored = self.hooks.transform(b"".join(parts))
         self.hooks.encoded(effort, self.raw.size, len(stored), perf_counter() - began)
-        return stored
+        return stored, is_sparse(memoryview(parts[0]))

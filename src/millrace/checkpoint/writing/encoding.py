@@ -31,6 +31,7 @@ class Encoded:
     stored_checksum: int = 0
     base: int | None = None
     rest: Bytes = b""
+    sparse: bool = False
 
     @property
     def stored_bytes(self) -> int:
@@ -147,4 +148,5 @@ def encoded(form: Form, kind: Kind, raw_bytes: int, found: BaseMatch | None) -> 
         form.stored_checksum,
         found.row if found is not None and form.to_base else None,
         form.rest,
+        form.sparse,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,13 +21,14 @@ class RankData:
     that were applied to them. Picklable.
 
     In a save with a base, `files` include those of siblings that it refers to. The first `foreign` chunks contain no item of
-    this save: they are bases of other chunks.
+    this save: they are bases of other chunks. `sparse`: whether there may be sparse deltas among the chunks.
     """
 
     files: tuple[DataFile, ...]
     chunks: Table
     transforms: tuple[str, ...] = ()
     foreign: int = 0
+    sparse: bool = False
 
     @property
     def own_files(self) -> tuple[DataFile, ...]:
@@ -72,11 +73,13 @@ class ChunkTableBuilder:
         # Own rows that are references to a chunk of the base, and those that are deltas to one, each with its row there.
         self._references: dict[int, int] = {}
         self._deltas: dict[int, int] = {}
+        self._sparse = False
 
     def add(self, encoded: Encoded, file: int, offset: int) -> None:
         """Add the next chunk; `file` and `offset` are ignored for a reference."""
         if encoded.base is not None:
             (self._references if encoded.stored is None else self._deltas)[len(self._rows)] = encoded.base
+        self._sparse |= encoded.sparse
         where = (file, offset, encoded.stored_bytes, encoded.stored_checksum)
         self._rows.append((encoded.kind.code, encoded.raw_bytes, encoded.raw_checksum, *where))
 
@@ -88,7 +91,8 @@ class ChunkTableBuilder:
         own = chunk_table(columns)
         if self._base is None or not (self._references or self._deltas):
             return RankData(tuple(files), own, transforms)
-        return _with_base(own, files, transforms, self._base, self._references, self._deltas)
+        data = _with_base(own, files, transforms, self._base, self._references, self._deltas)
+        return replace(data, sparse=self._sparse or self._base.sparse)
 
 
 def _with_base(

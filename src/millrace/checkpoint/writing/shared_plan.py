@@ -332,6 +332,7 @@ class SharedBase:
     transforms: tuple[str, ...]
     places: dict[ItemKey, Place]
     items: list[SharedItem]
+    sparse: bool
 
     @classmethod
     def of(cls, base: MemoryBase, start: int, nbytes: int) -> SharedBase | None:
@@ -356,10 +357,13 @@ class SharedBase:
             transforms=base.transforms,
             places=dict(base.places),
             items=items,
+            sparse=base.sparse,
         )
 
     def base(self, address: int, owner: Any) -> MemoryBase:
         """The base in this process, where its memory begins at `address` and is kept alive by `owner`."""
         with collection_paused():
             sources: dict[ItemKey, Readable] = {item.key: _source(item, address, owner) for item in self.items}
-        return MemoryBase(self.directory, self.files, self.chunks, self.transforms, self.places, sources)
+        return MemoryBase(
+            self.directory, self.files, self.chunks, self.transforms, self.places, sources, sparse=self.sparse
+        )

@@ -301,7 +301,7 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         if kept is None:
             return None
         data, places, sources = kept
-        return MemoryBase(directory, data.files, data.chunks, data.transforms, places, sources)
+        return MemoryBase(directory, data.files, data.chunks, data.transforms, places, sources, sparse=data.sparse)
 
     # --- after a failure --------------------------------------------------------------------------
 

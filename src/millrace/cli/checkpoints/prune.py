@@ -74,7 +74,7 @@ def prune(
     options = options_of(url, endpoint_url)
     if is_checkpoint(url, options):
         raise UsageError(f"{url} is one checkpoint, not a run", next_step="give the URL of the run")
-    run = open_run(url, options)
+    run = open_run(url, options, read_through="auto")
     infos = _infos(run)
     plan = prune_run(run, policy, dry_run=True, independent=not no_independent, strict=True)
     if not as_json:

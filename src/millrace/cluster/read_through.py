@@ -1,0 +1,145 @@
+"""Reads checkpoint files through the cache of this node and its cluster, or from their origin.
+
+The cache never decides which version is read: the caller names the version, which the origin has described to it. A fault of
+the cache costs time, never a restore: the bytes are then read from the origin.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Buffer
+
+from millrace.config import CacheOptions, resolve
+from millrace.errors import ConfigurationError, MillraceError, PeerError, StorageError, UsageError
+from millrace.origin import ObjectInfo, Origin
+from millrace.origin.keys import is_checkpoint_file
+from millrace.runtime import forks
+from millrace.runtime.forks import importing
+
+if TYPE_CHECKING:
+    from millrace.cache.node import CacheNode
+    from millrace.cache.reading.reader import ObjectReader
+    from millrace.cluster.attach import Attached
+
+_log = logging.getLogger("millrace.cluster")
+
+_OPEN_READERS = 64
+
+
+class ReadThrough:
+    """Reads versions of the objects of one origin through the cache. Thread-safe, picklable, usable after a fork.
+
+    `required` raises `ConfigurationError` at the first read of a process that is in no cluster; otherwise such a process
+    reads from the origin. The options of the cache are those of the environment and of `millrace.toml`. Every byte from the
+    disk is verified when it is read. Open files are closed with this object.
+    """
+
+    def __init__(self, origin: Origin, *, required: bool = False) -> None:
+        self._origin = origin
+        self._required = required
+        self._start()
+
+    def _start(self) -> None:
+        self._owner = forks.Owner()
+        self._lock = threading.Lock()
+        self._readers: OrderedDict[tuple[str, str], ObjectReader] = OrderedDict()
+        self._attached: Attached | None = None
+        self._is_decided = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read_through, (self._origin, self._required)
+
+    def read(self, info: ObjectInfo, start: int, stop: int) -> Buffer:
+        """The bytes `[start, stop)` of this version. Raises as `Readable.read` of the origin."""
+        if not 0 <= start <= stop <= info.size:
+            raise UsageError(f"the range [{start}, {stop}) ends past the {info.size} bytes of {info.key}")
+        reader = self._reader(info)
+        if reader is not None:
+            try:
+                return reader.read(start, stop)
+            except (StorageError, PeerError) as error:
+                _log.warning("%s: read from the origin, without the cache: %s", info.key, error)
+        return self._origin.read(info.key, start, stop, version=info.version)
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Drop the cached data of removed objects on every node that responds. Starts no node; never raises."""
+        files = [key for key in keys if is_checkpoint_file(key)]
+        if not files:
+            return
+        try:
+            options = resolve({})
+            if options.members == "none":
+                return
+            with importing():
+                from millrace.cluster.attach import known_cluster
+
+            cluster = known_cluster(options)
+            if cluster is None:
+                return
+            with importing():
+                from millrace.cluster.invalidation import Invalidations
+
+            Invalidations(cluster).send(self._origin.identity, files, ())
+        except MillraceError as error:
+            # Checkpoint files are the first that eviction removes.
+            _log.warning("removed checkpoint files stay in the cache until their space is needed: %s", error)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _reader(self, info: ObjectInfo) -> ObjectReader | None:
+        """A reader of this version, kept for the next ranges; None to read from the origin."""
+        if not self._owner.is_this_process:
+            self._start()
+        with self._lock:
+            if not self._is_decided:
+                self._attached = self._attach()
+                self._is_decided = True
+            node = None if self._attached is None else self._node(self._attached)
+            if node is None:
+                return None
+            name = info.key, info.version
+            reader = self._readers.pop(name, None)
+            if reader is None:
+                reader = node.open_reader(self._origin, info, verify=True)
+            self._readers[name] = reader
+            while len(self._readers) > _OPEN_READERS:
+                self._readers.popitem(last=False)  # its last user closes it
+            return reader
+
+    def _attach(self) -> Attached | None:
+        options = resolve({})
+        if not options.names_cluster:
+            if self._required:
+                raise _no_cluster(options)
+            return None
+        with importing():
+            from millrace.cluster.attach import Attached
+
+        return Attached(options, self._origin)
+
+    def _node(self, attached: Attached) -> CacheNode | None:
+        """The cache, at the first use of a process after a search for its cluster. None, and no more, if that fails."""
+        try:
+            return attached.node
+        except ConfigurationError:
+            raise
+        except MillraceError as error:
+            _log.warning("%s: read without the cache of its cluster: %s", self._origin.identity, error)
+            self._attached = None
+            return None
+
+
+def _read_through(origin: Origin, required: bool) -> ReadThrough:
+    return ReadThrough(origin, required=required)
+
+
+def _no_cluster(options: CacheOptions) -> ConfigurationError:
+    return ConfigurationError(
+        f"read_through='cluster' in a process without a cluster (members={options.members!r})",
+        next_step="set MILLRACE_MEMBERS, or 'members' in millrace.toml; call ray.init() first; or leave it 'auto'",
+    )
