@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from millrace.cache.counters import NAMES, wait_until_settled
 from millrace.cache.disk import Disk
-from millrace.cache.eviction.usage import AccessRecord, group_of
+from millrace.cache.eviction.usage import AccessRecord, group_of, is_checkpoint_file
 from millrace.cache.metadata.metadata import MetadataCache
 from millrace.cache.metadata.page_map import PageMap
 from millrace.cache.metadata.sources import ORIGIN_METADATA, MetadataSource, UncachedMetadata
@@ -38,7 +38,6 @@ from millrace.config import LOCAL_FOLDER, CacheOptions, resolve
 from millrace.errors import DiskFullError, StorageError
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
-from millrace.origin.keys import is_checkpoint_file
 from millrace.runtime import forks
 from millrace.runtime.failures import LostDataError, disk_errors
 from millrace.runtime.private_files import make_folder
@@ -267,6 +266,13 @@ class CacheNode:
                 disk.report(error)
                 break
         return OriginReader(source=make(origin, info, name, disk.counters), info=info, counters=disk.counters)
+
+    def open_passing_reader(self, origin: Origin, info: ObjectInfo) -> OriginReader:
+        """Random access to an object from the source of missing blocks. Nothing is stored on this node."""
+        name = object_id(origin.identity, info.key, info.version, info.size)
+        disk = self.disk_of(name)
+        counters = None if disk is None else disk.counters
+        return OriginReader(source=self._source(origin, info, name, counters), info=info, counters=counters)
 
     @staticmethod
     def _locate(origin: Origin, info: ObjectInfo, name: bytes, disk: Disk) -> Location:

@@ -7,23 +7,23 @@ the cache costs time, never a restore: the bytes are then read from the origin.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from typing_extensions import Buffer
 
 from millrace.config import CacheOptions, resolve
 from millrace.errors import ConfigurationError, MillraceError, PeerError, StorageError, UsageError
 from millrace.origin import ObjectInfo, Origin
-from millrace.origin.keys import is_checkpoint_file
 from millrace.runtime import forks
 from millrace.runtime.forks import importing
 
 if TYPE_CHECKING:
     from millrace.cache.node import CacheNode
-    from millrace.cache.reading.reader import ObjectReader
+    from millrace.cache.reading.reader import ObjectReader, OriginReader
     from millrace.cluster.attach import Attached
 
 _log = logging.getLogger("millrace.cluster")
@@ -37,6 +37,8 @@ class ReadThrough:
     `required` raises `ConfigurationError` at the first read of a process that is in no cluster; otherwise such a process
     reads from the origin. The options of the cache are those of the environment and of `millrace.toml`. Every byte from the
     disk is verified when it is read. Open files are closed with this object.
+
+    A single rank of its node stores only what this node owns: copies of the rest would be read by nobody else.
     """
 
     def __init__(self, origin: Origin, *, required: bool = False) -> None:
@@ -47,7 +49,7 @@ class ReadThrough:
     def _start(self) -> None:
         self._owner = forks.Owner()
         self._lock = threading.Lock()
-        self._readers: OrderedDict[tuple[str, str], ObjectReader] = OrderedDict()
+        self._readers: OrderedDict[tuple[str, str], _Readers] = OrderedDict()
         self._attached: Attached | None = None
         self._is_decided = False
 
@@ -58,19 +60,16 @@ class ReadThrough:
         """The bytes `[start, stop)` of this version. Raises as `Readable.read` of the origin."""
         if not 0 <= start <= stop <= info.size:
             raise UsageError(f"the range [{start}, {stop}) ends past the {info.size} bytes of {info.key}")
-        reader = self._reader(info)
-        if reader is not None:
+        readers = self._readers_of(info)
+        if readers is not None:
             try:
-                return reader.read(start, stop)
+                return readers.read(start, stop)
             except (StorageError, PeerError) as error:
                 _log.warning("%s: read from the origin, without the cache: %s", info.key, error)
         return self._origin.read(info.key, start, stop, version=info.version)
 
     def drop(self, keys: Sequence[str]) -> None:
         """Drop the cached data of removed objects on every node that responds. Starts no node; never raises."""
-        files = [key for key in keys if is_checkpoint_file(key)]
-        if not files:
-            return
         try:
             options = resolve({})
             if options.members == "none":
@@ -84,15 +83,15 @@ class ReadThrough:
             with importing():
                 from millrace.cluster.invalidation import Invalidations
 
-            Invalidations(cluster).send(self._origin.identity, files, ())
+            Invalidations(cluster).send(self._origin.identity, keys, ())
         except MillraceError as error:
             # Checkpoint files are the first that eviction removes.
             _log.warning("removed checkpoint files stay in the cache until their space is needed: %s", error)
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _reader(self, info: ObjectInfo) -> ObjectReader | None:
-        """A reader of this version, kept for the next ranges; None to read from the origin."""
+    def _readers_of(self, info: ObjectInfo) -> _Readers | None:
+        """The readers of this version, kept for the next ranges; None to read from the origin."""
         if not self._owner.is_this_process:
             self._start()
         with self._lock:
@@ -103,13 +102,14 @@ class ReadThrough:
             if node is None:
                 return None
             name = info.key, info.version
-            reader = self._readers.pop(name, None)
-            if reader is None:
-                reader = node.open_reader(self._origin, info, verify=True)
-            self._readers[name] = reader
+            readers = self._readers.pop(name, None)
+            if readers is None:
+                passing = None if _ranks_share_node() else node.open_passing_reader(self._origin, info)
+                readers = _Readers(node.open_reader(self._origin, info, verify=True), passing)
+            self._readers[name] = readers
             while len(self._readers) > _OPEN_READERS:
                 self._readers.popitem(last=False)  # its last user closes it
-            return reader
+            return readers
 
     def _attach(self) -> Attached | None:
         options = resolve({})
@@ -132,6 +132,24 @@ class ReadThrough:
             _log.warning("%s: read without the cache of its cluster: %s", self._origin.identity, error)
             self._attached = None
             return None
+
+
+class _Readers(NamedTuple):
+    """Two ways to read one object version: with the disk of this node, and without storing anything on it."""
+
+    stored: ObjectReader
+    passing: OriginReader | None
+
+    def read(self, start: int, stop: int) -> Buffer:
+        if self.passing is not None and self.passing.is_fetched_by_peer(start, stop):
+            return self.passing.read(start, stop)
+        return self.stored.read(start, stop)
+
+
+def _ranks_share_node() -> bool:
+    """Whether other ranks on this node restore as well, by the variables of torchrun and Ray Train."""
+    count = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
+    return count != "1"
 
 
 def _read_through(origin: Origin, required: bool) -> ReadThrough:

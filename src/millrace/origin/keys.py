@@ -37,13 +37,6 @@ _PART_BYTES = 255
 # File systems (by device number) that can store a file, or refuse one with an error that obstore reports.
 _known: set[int] = set()
 
-_CHECKPOINT_FILES = (".millrace", ".distcp")
-
-
-def is_checkpoint_file(key: str) -> bool:
-    """Whether `key` names a file of a checkpoint of Millrace or of torch's own writer. The cache evicts these first."""
-    return key.endswith(_CHECKPOINT_FILES)
-
 
 def bucket_word(scheme: str) -> str:
     """The service's word for a bucket."""

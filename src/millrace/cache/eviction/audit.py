@@ -10,10 +10,9 @@ import os
 import time
 from collections.abc import Iterator
 
-from millrace.cache.eviction.usage import copies_of, group_of
+from millrace.cache.eviction.usage import copies_of, group_of, is_checkpoint_file
 from millrace.cache.eviction.usage_records import UsageRecords
 from millrace.events import Event, emit
-from millrace.origin.keys import is_checkpoint_file
 from millrace.runtime.failures import disk_errors
 from millrace.store.environment import DATA_NAME
 from millrace.store.index import Index

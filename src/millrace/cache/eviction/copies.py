@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Collection
 from enum import Enum
 
+from millrace.cache.eviction.usage import is_checkpoint_file
 from millrace.cache.eviction.usage_records import Draw, UnitRecord, UsageRecords
-from millrace.origin.keys import is_checkpoint_file
 from millrace.store.index import Index
 
 StillACopy = Callable[[bytes, int], bool]
@@ -30,7 +30,7 @@ _ANSWER_SECONDS = 1.0  # for which the result of a segment is kept
 _MAX_ANSWERS = 4096
 _PAGE = 1000
 _DRAWS = 8  # each twice as large as the one before
-_DRAWS_ALONE = 2  # a process without a cluster marks checkpoint files only, and keeps the marks of others
+_DRAWS_ALONE = 2  # without a cluster only checkpoint files are copies, and the marks of others stay
 
 _RESTORE_SECONDS = 600.0
 """Checkpoint files that were used within this time are not replaced by those of another checkpoint."""
@@ -45,10 +45,6 @@ class Keep(Enum):
     """Another node owns them: they are stored in spare space only, and are evicted first."""
     CHECKPOINT = "checkpoint"
     """They belong to a checkpoint: as `COPY`, on every node. They may replace older checkpoint files."""
-
-    def for_key(self, key: str) -> Keep:
-        """The same for an object with this key: checkpoint files are always `CHECKPOINT`."""
-        return Keep.CHECKPOINT if is_checkpoint_file(key) else self
 
 
 class Copies:

@@ -169,6 +169,16 @@ class UsageLog:
         tally.group = tally.group or read.group
 
 
+# --- checkpoint files -----------------------------------------------------------------------------------
+
+_CHECKPOINT_FILES = (".millrace", ".distcp")
+
+
+def is_checkpoint_file(key: str) -> bool:
+    """Whether `key` names a file of a checkpoint of Millrace or of torch's own writer. These are evicted first."""
+    return key.endswith(_CHECKPOINT_FILES)
+
+
 # --- groups ---------------------------------------------------------------------------------------------
 
 _COPIES = " (copies)"

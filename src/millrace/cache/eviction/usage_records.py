@@ -20,8 +20,7 @@ from typing import NamedTuple
 import xxhash
 
 from millrace.cache.eviction.policy import GHOSTS_PER_RESIDENT, SAMPLE_SIZE, EvictionPolicy, Group, Unit
-from millrace.cache.eviction.usage import Tally, group_of, holds_copies
-from millrace.origin.keys import is_checkpoint_file
+from millrace.cache.eviction.usage import Tally, group_of, holds_copies, is_checkpoint_file
 from millrace.store.index import Index
 from millrace.store.records import ObjectName, number, pack_number
 from millrace.store.transactions import Cursor, Reading, Table, Writing

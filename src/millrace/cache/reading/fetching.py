@@ -20,7 +20,7 @@ from millrace.cache.counters import Counters
 from millrace.cache.disk import Disk, Room
 from millrace.cache.eviction.copies import Keep
 from millrace.cache.eviction.evictor import Candidate
-from millrace.cache.eviction.usage import FindGroup
+from millrace.cache.eviction.usage import FindGroup, is_checkpoint_file
 from millrace.cache.reading.locations import Location
 from millrace.cache.reading.threads import Threads
 from millrace.errors import OriginUnavailableError, StorageError, shown_key
@@ -226,7 +226,8 @@ class Fetcher:
         entry, counters = self.entry, self.disk.counters
         start, stop = span_of(part.start, part.stop, entry.size, entry.block_bytes)
         answer, how = self.source.read(start, stop)
-        how = how.for_key(self.key)
+        if is_checkpoint_file(self.key):
+            how = Keep.CHECKPOINT
         self.disk.missed(entry, stop - start, self.group)
         candidate = Candidate(entry.object_id, entry.size, lambda: entry.name, self.group, how)
         nbytes = 0 if location is None else location.stored_bytes(stop - start)

@@ -90,9 +90,7 @@ class FileLocation:
             (self._original or self).removed = True
             return False
         self.verified.add(block)
-        # Without a cluster only checkpoint files are marked; a mark of another process stays.
-        copy = None if keep is Keep.COPY and self.disk.still_a_copy is None else keep is not Keep.OWNED
-        self.disk.usage.missed(entry, 0, group, kept=True, copy=copy)
+        self.disk.usage.missed(entry, 0, group, kept=True, copy=keep is not Keep.OWNED)
         if entry.complete and not entry.sealed:
             self.disk.sealer.start(entry)
         return True

@@ -15,7 +15,7 @@ from millrace.cache.counters import Counters
 from millrace.cache.disk import Disk
 from millrace.cache.eviction.copies import Keep
 from millrace.cache.eviction.evictor import Candidate
-from millrace.cache.eviction.usage import FindGroup
+from millrace.cache.eviction.usage import FindGroup, is_checkpoint_file
 from millrace.cache.held import HELD_BYTES, MOST_TAIL_BYTES
 from millrace.cache.reading.fetching import Fetcher, Source, log_wait
 from millrace.cache.reading.locations import FileLocation, Location, SegmentLocation
@@ -83,6 +83,10 @@ class OriginReader:
         if stop <= start:
             return b""
         return read_through(self._source, start, stop, self._counters)
+
+    def is_fetched_by_peer(self, start: int, stop: int) -> bool:
+        """Whether another node fetches, and stores, the blocks at the beginning and the end of a range."""
+        return self._source.asks_to_fetch(start) and self._source.asks_to_fetch(max(start, stop - 1))
 
     def prefetch(self, blocks: range) -> None:
         """Nothing: blocks cannot be stored."""
@@ -367,7 +371,9 @@ class CachedReader:
         entry, spans = self._location.entry, self._spans(missing)
         # A block that another node fetches for this one is owned by that node, and a copy on this one.
         how = Keep.COPY if self._source.asks_to_fetch(spans[0][0]) else Keep.OWNED
-        candidate = Candidate(entry.object_id, entry.size, lambda: entry.name, self._group, how.for_key(self._info.key))
+        if is_checkpoint_file(self._info.key):
+            how = Keep.CHECKPOINT
+        candidate = Candidate(entry.object_id, entry.size, lambda: entry.name, self._group, how)
         with self._disk.reserved(sum(stop - start for start, stop in spans), candidate) as room:
             return bool(room)
 

@@ -240,8 +240,9 @@ class ObjectStorage:
     def delete(self, names: Sequence[str]) -> None:
         keys = [self._key(name) for name in names]
         self._whole().delete(keys)
-        if self._cached is not None:
-            self._cached.drop(keys)
+        files = [key for key in keys if _DATA_FILE.search(key)]
+        if self._cached is not None and files:
+            self._cached.drop(files)
 
     def _holds(self, name: str, data: Buffer, lost: RetryableError | None = None) -> bool:
         """Whether the file `name` contains exactly `data`. `lost` is the error of a PUT without response."""
