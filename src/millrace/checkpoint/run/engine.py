@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from millrace.checkpoint.run.claims import ClaimState
+from millrace.checkpoint.run.peers import ClusterAccess
 from millrace.checkpoint.run.pruning import Retention
 from millrace.checkpoint.run.ranks import Ranks
+from millrace.checkpoint.run.replicator import Replicator
 from millrace.checkpoint.run.retention import Policy
 from millrace.checkpoint.run.run_layout import ListedCheckpoint
 from millrace.checkpoint.run.run_saver import RunSaver, Write, save_staged
 from millrace.checkpoint.run.save_values import LastSave, RunState, Staged, Written
 from millrace.checkpoint.run.saving import ProgressMeter, Report, SaveResult
-from millrace.checkpoint.run.tiers import ReplicaTier, Tiers, open_tiers
+from millrace.checkpoint.run.tiers import Tiers, open_tiers
 from millrace.checkpoint.run.uploading import Uploader
 from millrace.events import Event, emit
 from millrace.origin.base import Operation, part_of
@@ -30,11 +32,12 @@ _UNLIMITED = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The arguments of a manager that its saves need. Picklable if `replica`, `policy` and `target_options` are."""
+    """The arguments of a manager that its saves need. Picklable if `policy` and `target_options` are."""
 
     url: str
     local: str | None
-    replica: ReplicaTier | str | None
+    replicas: int
+    access: ClusterAccess | None
     target_options: Mapping[str, Any] | None
     timeout: str | float | None
     policy: Policy
@@ -50,7 +53,8 @@ class EngineOptions:
         return open_tiers(
             self.url,
             local=self.local,
-            replica=self.replica,
+            replicas=self.replicas,
+            access=self.access,
             target_options=self.target_options,
             limits={"timeout": self.timeout},
         )
@@ -100,15 +104,24 @@ class SaveEngine:
             damaged=self.damaged,
         )
         if tiers.local is not None and self.upload_ranks is not None:
+
+            def check() -> None:
+                if self._saver is not None:
+                    self._saver.check_claim()
+
+            peers = tiers.peers
             self.uploader = Uploader(
                 tiers=tiers,
                 local=tiers.local,
                 ranks=self.upload_ranks,
                 local_keep=options.local_keep,
-                check=lambda: self._saver.check_claim() if self._saver is not None else None,
+                check=check,
                 after=self._prune,
                 give_up=lambda: self._saver.save_next_in_full() if self._saver is not None else None,
                 begin=self.renew_operation,
+                replicator=None
+                if peers is None
+                else Replicator(peers, local=tiers.local, origin=tiers.origin, check_claim=check),
             )
 
     def save(self, request: SaveRequest, staged: Staged, report: Report) -> Written:
@@ -169,6 +182,8 @@ class SaveEngine:
 
     def close(self) -> None:
         """Release the run and the memory of the last save."""
+        if self.uploader is not None:
+            self.uploader.close()
         if self._saver is not None:
             with part_of(self.operation):
                 self._saver.close()
@@ -204,6 +219,7 @@ class SaveEngine:
 
     def _scan(self) -> list[ListedCheckpoint]:
         """The checkpoints in all places, complete or not, each once."""
+        self.tiers.look()
         *near, origin = self.tiers.places
         found = {each.name: each for run in near for each in run.scan()}
         found.update({each.name: each for each in origin.scan() if each.complete or each.name not in found})

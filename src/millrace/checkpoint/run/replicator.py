@@ -1,0 +1,191 @@
+"""Copies saves from this node's disk to other nodes' disks in the background, next to their upload. No torch.
+
+Every rank copies its own files. The first rank then waits until all files of the checkpoint are on other nodes or in the
+store, publishes the manifest next to them, and deletes the replicas that are obsolete. There are no collective calls: the
+files that exist are the state.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from millrace.checkpoint.format.manifest import MANIFEST_NAME
+from millrace.checkpoint.run.peers import CopyEndedError, Peers, absent_files, is_too_slow, obsolete_replicas
+from millrace.checkpoint.run.run_info import SIBLING, directory_of
+from millrace.checkpoint.run.run_layout import Run, parse_name
+from millrace.checkpoint.run.timeline import Point, age_of
+from millrace.checkpoint.storage.layered import StoredManifest, files_exist
+from millrace.checkpoint.storage.peer_files import Peer, PeerStorage
+from millrace.checkpoint.storage.replicating import publish_manifest
+from millrace.errors import MillraceError, ObjectExistsError, PeerError
+from millrace.events import Event, emit
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+_END_SECONDS = 30.0
+
+
+@dataclass(eq=False)
+class _Copy:
+    """The copy of one save in progress. `is_durable`: whether the store has the save, so that the copy may be ended."""
+
+    name: str
+    files: Collection[str]
+    is_first_rank: bool
+    is_durable: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+
+    def check(self) -> None:
+        """Raise `CopyEndedError` if the copy was ended."""
+        if self.ended.is_set():
+            raise CopyEndedError(f"the copy of {self.name} was ended", next_step="see the later saves")
+
+
+class Replicator:
+    """Copies one save at a time. For one thread, which never waits for a copy except in `close`.
+
+    `local` and `origin` are the run on this node's disk and in the store. `check_claim` raises `RunTakenError`. Nothing here
+    fails a save: a copy that fails is the event `checkpoint.replica.failed`, and a complete one is `checkpoint.replicated`.
+    """
+
+    def __init__(self, peers: Peers, *, local: Run, origin: Run, check_claim: Callable[[], None]) -> None:
+        self._peers, self._local, self._origin, self._check_claim = peers, local, origin, check_claim
+        self._current: _Copy | None = None
+        self._durable: set[str] = set()
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the next save may be copied: unless the only replica of a save that the store lacks is in progress.
+
+        For the first rank, which decides for all.
+        """
+        current = self._running()
+        return current is None or current.is_durable
+
+    def begin(self, name: str, files: Collection[str], *, is_first_rank: bool) -> None:
+        """Copy a save, `files` of which are this rank's, in the background. Ends an earlier copy."""
+        earlier = self._running()
+        if earlier is not None:
+            earlier.ended.set()
+        copy = self._current = _Copy(name, files, is_first_rank)
+        copy.thread = threading.Thread(
+            target=self._run, args=(copy, earlier), name=f"millrace-replica-{name}", daemon=True
+        )
+        try:
+            copy.thread.start()
+        except RuntimeError as error:  # no more threads, or the interpreter is about to end
+            self._failed(copy, error)
+
+    def uploaded(self, name: str) -> None:
+        """Note that the store has a save."""
+        self._durable.add(name)
+        if self._current is not None and self._current.name == name:
+            self._current.is_durable = True
+
+    def close(self) -> None:
+        """End the copy in progress if the store has the save; otherwise wait for the copy, which has its own limit."""
+        current = self._running()
+        if current is None or current.thread is None:
+            return
+        if current.is_durable:
+            current.ended.set()
+        current.thread.join(_END_SECONDS if current.is_durable else None)
+
+    # --- in the thread ------------------------------------------------------------------------------
+
+    def _running(self) -> _Copy | None:
+        current = self._current
+        is_running = current is not None and current.thread is not None and current.thread.is_alive()
+        return current if is_running else None
+
+    def _run(self, copy: _Copy, earlier: _Copy | None) -> None:
+        try:
+            if earlier is not None and earlier.thread is not None:
+                earlier.thread.join()
+            source = self._local.checkpoint(copy.name)
+            self._peers.look()
+            copy.check()
+            if copy.files and not self._peers.copy(source, copy.name, copy.files, check=copy.check):
+                return
+            if copy.is_first_rank:
+                self._complete(copy, StoredManifest.read(source))
+        except CopyEndedError:
+            return
+        except MillraceError as error:
+            self._failed(copy, error)
+        except Exception as error:  # noqa: BLE001 - a defect here must not end the training or its saves
+            self._failed(copy, error)
+
+    def _complete(self, copy: _Copy, stored: StoredManifest) -> None:
+        """Wait for the files of the other ranks, publish the manifest, and delete obsolete replicas."""
+        nbytes = sum(file.size for file in stored.manifest.files)
+        began, pause = time.monotonic(), _FIRST_PAUSE
+        while absent := self._absent(copy.name, stored):
+            if is_too_slow(nbytes, time.monotonic() - began):
+                raise PeerError(f"{copy.name}: {absent} and perhaps others did not arrive on another node in time")
+            copy.ended.wait(pause)
+            copy.check()
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            self._peers.look()
+        holders = [peer for peer in self._peers.responding() if copy.name in peer.directories()]
+        done = [peer for peer in holders if self._publish(peer, copy, stored)]
+        if not done and holders:
+            return
+        text = f"{copy.name} on {', '.join(peer.member.address for peer in done)}"
+        emit(Event(name="checkpoint.replicated", subject=self._origin.url, nbytes=nbytes, detail=text))
+        try:
+            self._delete_obsolete(parse_name(copy.name))
+        except MillraceError as error:
+            emit(Event(name="run.prune.failed", subject=self._peers.name, detail=f"obsolete replicas: {error}"))
+
+    def _absent(self, name: str, stored: StoredManifest) -> str:
+        """A file of the checkpoint that is neither on another node nor, if an earlier checkpoint has it, in the store."""
+        absent = absent_files(stored.manifest.files, name, self._peers.held())
+        # During an outage of the store, what it is known to have is not asked for.
+        absent = [file for file in absent if directory_of(file.name, name)[0] not in self._durable]
+        own = [file for file in absent if not file.name.startswith(SIBLING)]
+        if own or not absent:
+            return own[0].name if own else ""
+        exist = files_exist(self._origin.checkpoint(name), absent)
+        return next((file.name for file, exists in zip(absent, exist, strict=True) if not exists), "")
+
+    def _publish(self, peer: Peer, copy: _Copy, stored: StoredManifest) -> bool:
+        place = PeerStorage(peer, copy.name)
+        try:
+            try:
+                publish_manifest(place, stored)
+            except ObjectExistsError:
+                # Left by an earlier life of the run, which saved the same step.
+                self._check_claim()
+                place.delete([MANIFEST_NAME])
+                publish_manifest(place, stored)
+        except MillraceError as error:
+            emit(Event(name="checkpoint.replica.failed", subject=place.url, detail=str(error)))
+            return False
+        return True
+
+    def _delete_obsolete(self, replicated: Point | None) -> None:
+        """Delete replicas that are not needed any more, from all members. `replicated` has complete replicas."""
+        found = {
+            (peer, directory): point
+            for peer in self._peers.responding()
+            for directory in peer.directories()
+            if (point := parse_name(directory)) is not None
+        }
+        if replicated is None or len(set(found.values())) < 2:
+            return
+        self._check_claim()
+        complete = (Point(each.step, each.revision) for each in self._origin.scan() if each.complete)
+        durable = max(complete, key=age_of, default=None)
+        safe = replicated if durable is None else max(durable, replicated, key=age_of)
+        obsolete = set(obsolete_replicas(found.values(), durable=durable, safe=safe))
+        for (peer, directory), point in found.items():
+            if point in obsolete:
+                peer.delete(directory)
+
+    def _failed(self, copy: _Copy, error: Exception) -> None:
+        detail = str(error) if isinstance(error, MillraceError) else f"{type(error).__name__}: {error!s:.300}"
+        emit(Event(name="checkpoint.replica.failed", subject=f"{self._origin.url}/{copy.name}", detail=detail))
