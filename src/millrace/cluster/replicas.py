@@ -110,7 +110,7 @@ class ReplicaFiles:
         self._wall_clock = wall_clock
         self._places = [_Place(disk, disk.store.directory / REPLICAS_NAME) for disk in node.open_disks]
         for place in self._places:
-            with self._reporting(place):
+            with contextlib.suppress(StorageError), self._reporting(place):
                 place.nbytes = sum(stored.nbytes for stored in _walk(place.root))
                 place.count(0)
                 self._sweep(place)
@@ -141,7 +141,7 @@ class ReplicaFiles:
         run = parse_replica_name(call.path_rest, 1)
         rows = []
         for place in self._open_places():
-            with self._reporting(place):
+            with contextlib.suppress(StorageError), self._reporting(place):
                 for stored in _walk(place.root, run.run):
                     if not stored.is_part:
                         rows.append([stored.name.checkpoint, stored.name.file, stored.nbytes, stored.modified])
@@ -201,11 +201,9 @@ class ReplicaFiles:
             is_whole = (put.start, put.stop) == (0, put.size)
             # Only one request may write to it, or all of them write the same.
             part = directory / f".{put.name.file}{f'.{uuid.uuid4().hex[:8]}' if is_whole else ''}{_PART_SUFFIX}"
-            with disk_errors(part):
-                if put.start == 0:
+            if put.start == 0:
+                with disk_errors(directory):
                     make_folder(directory)
-                if put.start > _size(part) and not (directory / put.name.file).exists():
-                    return Refusal(status=409, message=f"{put.name.file} does not continue here")
             if (lacking := put.stop - put.start - self._reserved(place, put.name)) > 0:
                 self._take(place, put.name, lacking)
         try:
@@ -214,7 +212,8 @@ class ReplicaFiles:
                 if exchange.read_body(wire.SUM_BYTES) != wire.sum_of(data):
                     raise WireError("a piece of a replica has a wrong checksum")
                 with self._lock, self._reporting(place):
-                    self._write(place, put.name, part, start, data)
+                    if is_whole or not part.with_name(put.name.file).exists():
+                        self._write(place, put.name, part, start, data)
             if put.stop == put.size:
                 with self._lock, self._reporting(place):
                     return self._publish(place, put, part)
@@ -228,8 +227,9 @@ class ReplicaFiles:
     # --- inside, under the lock -----------------------------------------------------------------------
 
     def _write(self, place: _Place, name: ReplicaName, part: Path, start: int, data: bytearray) -> None:
-        flags = os.O_WRONLY | (os.O_CREAT if start == 0 else 0)
-        descriptor = opener(str(part), flags)
+        if start > _size(part):
+            raise WireError(f"{name.file} does not continue here", status=409)
+        descriptor = opener(str(part), os.O_WRONLY | (os.O_CREAT if start == 0 else 0))
         try:
             before, written = os.fstat(descriptor).st_size, 0
             with memoryview(data) as view:

@@ -46,7 +46,7 @@ _REFUSAL_FACTOR = 30.0
 _REFUSED_SECONDS = 1.0
 _MOST_REFUSALS = 4096
 _TURN_SECONDS = 0.05
-_LONG_TURN_SECONDS = 10.0
+_SHORT_TURN_SECONDS, _LONG_TURN_SECONDS = 2.0, 10.0
 _DRAWS = 8  # consecutive draws that may contain nothing to evict
 _TAKEN_OF_A_DRAW = 4  # this fraction (1/n) of a large draw is evicted before the next draw
 _PIN_ATTEMPTS = 5
@@ -371,7 +371,7 @@ class Evictor:
         """Reserve space for bytes that are not cached data, and evict anything but pins for it. The caller releases it."""
         if self._reserve(nbytes):
             return True
-        with self._my_turn(_LONG_TURN_SECONDS) as mine:
+        with self._my_turn(_SHORT_TURN_SECONDS) as mine:
             if mine:
                 self._feed()
                 self._audit.adopt()

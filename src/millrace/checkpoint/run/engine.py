@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from millrace.checkpoint.run.claims import ClaimState
-from millrace.checkpoint.run.peers import ClusterAccess
+from millrace.checkpoint.run.peers import ClusterAccess, Peers
 from millrace.checkpoint.run.pruning import Retention
 from millrace.checkpoint.run.ranks import Ranks
 from millrace.checkpoint.run.replicator import Replicator
 from millrace.checkpoint.run.retention import Policy
-from millrace.checkpoint.run.run_layout import ListedCheckpoint
+from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run
 from millrace.checkpoint.run.run_saver import RunSaver, Write, save_staged
 from millrace.checkpoint.run.save_values import LastSave, RunState, Staged, Written
 from millrace.checkpoint.run.saving import ProgressMeter, Report, SaveResult
 from millrace.checkpoint.run.tiers import Tiers, open_tiers
 from millrace.checkpoint.run.uploading import Uploader
+from millrace.config import parse_timeout
 from millrace.events import Event, emit
 from millrace.origin.base import Operation, part_of
 
@@ -109,7 +110,6 @@ class SaveEngine:
                 if self._saver is not None:
                     self._saver.check_claim()
 
-            peers = tiers.peers
             self.uploader = Uploader(
                 tiers=tiers,
                 local=tiers.local,
@@ -119,9 +119,7 @@ class SaveEngine:
                 after=self._prune,
                 give_up=lambda: self._saver.save_next_in_full() if self._saver is not None else None,
                 begin=self.renew_operation,
-                replicator=None
-                if peers is None
-                else Replicator(peers, local=tiers.local, origin=tiers.origin, check_claim=check),
+                replicator=None if tiers.peers is None else self._replicator(tiers.peers, tiers.local, check),
             )
 
     def save(self, request: SaveRequest, staged: Staged, report: Report) -> Written:
@@ -212,6 +210,10 @@ class SaveEngine:
                 on_claim=self.on_claim,
             )
         return self._saver
+
+    def _replicator(self, peers: Peers, local: Run, check: Callable[[], None]) -> Replicator:
+        seconds = parse_timeout(self.options.timeout)
+        return Replicator(peers, local=local, origin=self.tiers.origin, check_claim=check, end_seconds=seconds)
 
     def _prune(self) -> None:
         if self.ranks.is_first:

@@ -193,18 +193,20 @@ class Peers:
         files: Collection[str],
         *,
         with_manifest: bool = False,
+        or_here: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> list[str]:
         """Copy files of a checkpoint to this node's members, every chunk verified; returns the addresses that have them now.
 
         A member that fails, has no space or is too slow is an event, and one more member is tried. `check` is called now and
         then; what it raises ends the copy, as do errors of the source. `with_manifest`: publish the manifest there, too.
+        `or_here`: where there is no other member, copy to that of this machine.
         """
         stored = StoredManifest.read(source)
         sizes = {file.name: file.size for file in stored.manifest.files if file.name in files}
         copied: list[str] = []
         failures = 0
-        for peer in self._targets():
+        for peer in self._targets(or_here=or_here):
             if len(copied) == self.count or failures > _SPARE_ATTEMPTS:
                 break
             began = time.monotonic()
@@ -226,8 +228,8 @@ class Peers:
                 emit(Event(name="checkpoint.replica.failed", subject=place.url, detail=str(error)))
             else:
                 copied.append(peer.member.address)
-        if not copied and not failures:
-            text = "no other member of the cluster responds"
+        if len(copied) + failures < self.count:
+            text = f"{len(copied)} of {self.count} replicas: there are no more members that respond"
             emit(Event(name="checkpoint.replica.failed", subject=f"{self.name}/{directory}", detail=text))
         return copied
 
@@ -248,13 +250,13 @@ class Peers:
                 self._client = PeerClient(token=self._link.token, tls=self._link.tls)
             return self._link, self._client
 
-    def _targets(self) -> Iterator[Peer]:
-        """The members for this node's replicas, in order. Without any other, this machine's node."""
+    def _targets(self, *, or_here: bool) -> Iterator[Peer]:
+        """The members for this node's replicas, in order."""
         link, _ = self._open()
         peers = {peer.member.id: peer for peer in self.responding()}
         ids = [name for name, peer in peers.items() if str(peer.member.state) != "leaving"]
         order = replica_order(self.name, link.member_id or socket.gethostname(), ids)
-        yield from (peers[name] for name in order or ids)
+        yield from (peers[name] for name in (order or ids if or_here else order))
 
     @staticmethod
     def _report(subject: str, error: MillraceError) -> None:

@@ -24,7 +24,7 @@ from millrace.errors import MillraceError, ObjectExistsError, PeerError
 from millrace.events import Event, emit
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
-_END_SECONDS = 30.0
+_END_SECONDS, _STOP_SECONDS = 600.0, 15.0
 
 
 @dataclass(eq=False)
@@ -49,10 +49,20 @@ class Replicator:
 
     `local` and `origin` are the run on this node's disk and in the store. `check_claim` raises `RunTakenError`. Nothing here
     fails a save: a copy that fails is the event `checkpoint.replica.failed`, and a complete one is `checkpoint.replicated`.
+    `close` ends within `end_seconds`.
     """
 
-    def __init__(self, peers: Peers, *, local: Run, origin: Run, check_claim: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        *,
+        local: Run,
+        origin: Run,
+        check_claim: Callable[[], None],
+        end_seconds: float | None = None,
+    ) -> None:
         self._peers, self._local, self._origin, self._check_claim = peers, local, origin, check_claim
+        self._end_seconds = end_seconds or _END_SECONDS
         self._current: _Copy | None = None
         self._durable: set[str] = set()
 
@@ -86,13 +96,14 @@ class Replicator:
             self._current.is_durable = True
 
     def close(self) -> None:
-        """End the copy in progress if the store has the save; otherwise wait for the copy, which has its own limit."""
+        """End the copy in progress if the store has its save; otherwise wait for it."""
         current = self._running()
-        if current is None or current.thread is None:
-            return
-        if current.is_durable:
+        if current is not None and current.thread is not None:
+            if not current.is_durable:
+                current.thread.join(self._end_seconds)
             current.ended.set()
-        current.thread.join(_END_SECONDS if current.is_durable else None)
+            current.thread.join(_STOP_SECONDS)
+        self._peers.close()
 
     # --- in the thread ------------------------------------------------------------------------------
 

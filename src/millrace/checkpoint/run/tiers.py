@@ -190,7 +190,7 @@ class Tiers:
             if present:
                 publish_manifest(source, stored)
                 files = [file for file in present if (name, file) not in held]
-                self.peers.copy(source, name, files, with_manifest=True)
+                self.peers.copy(source, name, files, with_manifest=True, or_here=True)
         except MillraceError as error:
             emit(Event(name="checkpoint.replica.failed", subject=source.url, detail=str(error)))
 
