@@ -24,23 +24,35 @@ from millrace.errors import MillraceError, ObjectExistsError, PeerError
 from millrace.events import Event, emit
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
-_END_SECONDS, _STOP_SECONDS = 600.0, 15.0
+_END_SECONDS, _STOP_SECONDS, _LOOK_SECONDS = 600.0, 15.0, 0.05
 
 
 @dataclass(eq=False)
 class _Copy:
-    """The copy of one save in progress. `is_durable`: whether the store has the save, so that the copy may be ended."""
+    """The copy of one save. `is_durable`: whether the store has the save. `is_complete`: whether other nodes have it."""
 
     name: str
     files: Collection[str]
     is_first_rank: bool
     is_durable: bool = False
-    ended: threading.Event = field(default_factory=threading.Event)
+    is_complete: bool = False
+    is_ended: bool = False
+    changed: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the copy is the only one of the save that may survive the loss of this node."""
+        return not (self.is_durable or self.is_complete)
+
+    def end(self) -> None:
+        """Make the thread end."""
+        self.is_ended = True
+        self.changed.set()
 
     def check(self) -> None:
         """Raise `CopyEndedError` if the copy was ended."""
-        if self.ended.is_set():
+        if self.is_ended:
             raise CopyEndedError(f"the copy of {self.name} was ended", next_step="see the later saves")
 
 
@@ -68,18 +80,15 @@ class Replicator:
 
     @property
     def may_begin(self) -> bool:
-        """Whether the next save may be copied: unless the only replica of a save that the store lacks is in progress.
-
-        For the first rank, which decides for all.
-        """
+        """Whether the next save may be copied: unless that of an earlier one is still needed. The first rank's decides."""
         current = self._running()
-        return current is None or current.is_durable
+        return current is None or not current.is_needed
 
     def begin(self, name: str, files: Collection[str], *, is_first_rank: bool) -> None:
         """Copy a save, `files` of which are this rank's, in the background. Ends an earlier copy."""
         earlier = self._running()
         if earlier is not None:
-            earlier.ended.set()
+            earlier.end()
         copy = self._current = _Copy(name, files, is_first_rank)
         copy.thread = threading.Thread(
             target=self._run, args=(copy, earlier), name=f"millrace-replica-{name}", daemon=True
@@ -94,14 +103,16 @@ class Replicator:
         self._durable.add(name)
         if self._current is not None and self._current.name == name:
             self._current.is_durable = True
+            self._current.changed.set()
 
     def close(self) -> None:
         """End the copy in progress if the store has its save; otherwise wait for it."""
         current = self._running()
         if current is not None and current.thread is not None:
-            if not current.is_durable:
-                current.thread.join(self._end_seconds)
-            current.ended.set()
+            until = time.monotonic() + self._end_seconds
+            while current.is_needed and current.thread.is_alive() and time.monotonic() < until:
+                current.thread.join(_LOOK_SECONDS)
+            current.end()
             current.thread.join(_STOP_SECONDS)
         self._peers.close()
 
@@ -137,7 +148,8 @@ class Replicator:
         while absent := self._absent(copy.name, stored):
             if is_too_slow(nbytes, time.monotonic() - began):
                 raise PeerError(f"{copy.name}: {absent} and perhaps others did not arrive on another node in time")
-            copy.ended.wait(pause)
+            if copy.changed.wait(pause) and not copy.is_ended:
+                time.sleep(pause)
             copy.check()
             pause = min(2 * pause, _LONGEST_PAUSE)
             self._peers.look()
@@ -147,8 +159,18 @@ class Replicator:
             return
         text = f"{copy.name} on {', '.join(peer.member.address for peer in done)}"
         emit(Event(name="checkpoint.replicated", subject=self._origin.url, nbytes=nbytes, detail=text))
+        copy.is_complete = True
         try:
-            self._delete_obsolete(parse_name(copy.name))
+            while True:
+                uploaded = copy.is_durable
+                self._delete_obsolete(parse_name(copy.name))
+                if uploaded:
+                    return
+                copy.changed.wait()
+                copy.check()
+                self._peers.look()
+        except CopyEndedError:
+            raise
         except MillraceError as error:
             emit(Event(name="run.prune.failed", subject=self._peers.name, detail=f"obsolete replicas: {error}"))
 

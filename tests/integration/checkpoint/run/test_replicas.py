@@ -222,16 +222,19 @@ def test_run_continues_after_a_restore_from_a_replica(
             run.close()
     region.clear_faults()
     shutil.rmtree(tmp_path / "local")
-    with seen_events() as seen, nodes.on(2):
-        with CheckpointManager(url, local=tmp_path / "other", replicas=1, target_options=options) as run:
-            assert run.steps() == [1]
-            found = empty_like(state)
-            assert run.restore(found) == 1
-            assert_same(found, state)
-            change(found)
-            run.save(2, found)
-            wait_until(lambda: has(seen, "checkpoint.replicated", SECOND))
-            wait_until(lambda: not nodes.holders(FIRST))
+    with (
+        seen_events() as seen,
+        nodes.on(2),
+        CheckpointManager(url, local=tmp_path / "other", replicas=1, target_options=options) as run,
+    ):
+        assert run.steps() == [1]
+        found = empty_like(state)
+        assert run.restore(found) == 1
+        assert_same(found, state)
+        change(found)
+        run.save(2, found)
+        wait_until(lambda: has(seen, "checkpoint.replicated", SECOND))
+        wait_until(lambda: not nodes.holders(FIRST))
     with CheckpointManager(url, target_options=options) as run:
         again = empty_like(state)
         assert run.restore(again) == 2
