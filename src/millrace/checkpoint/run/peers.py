@@ -200,13 +200,13 @@ class Peers:
 
         A member that fails, has no space or is too slow is an event, and one more member is tried. `check` is called now and
         then; what it raises ends the copy, as do errors of the source. `with_manifest`: publish the manifest there, too.
-        `or_here`: where there is no other member, copy to that of this machine.
+        `or_here` as in `targets`.
         """
         stored = StoredManifest.read(source)
         sizes = {file.name: file.size for file in stored.manifest.files if file.name in files}
         copied: list[str] = []
         failures = 0
-        for peer in self._targets(or_here=or_here):
+        for peer in self.targets(or_here=or_here):
             if len(copied) == self.count or failures > _SPARE_ATTEMPTS:
                 break
             began = time.monotonic()
@@ -233,6 +233,17 @@ class Peers:
             emit(Event(name="checkpoint.replica.failed", subject=f"{self.name}/{directory}", detail=text))
         return copied
 
+    def targets(self, *, or_here: bool = False) -> list[Peer]:
+        """The members for this node's replicas, in order; of these the first `count` get them. Raises as `ClusterAccess`.
+
+        `or_here`: where there is no other member, that of this machine.
+        """
+        link, _ = self._open()
+        peers = {peer.member.id: peer for peer in self.responding()}
+        ids = [name for name, peer in peers.items() if str(peer.member.state) != "leaving"]
+        order = replica_order(self.name, link.member_id or socket.gethostname(), ids)
+        return [peers[name] for name in (order or ids if or_here else order)]
+
     def close(self) -> None:
         """Close the connections. The next use opens others."""
         if self._client is not None:
@@ -249,14 +260,6 @@ class Peers:
                 self._link = self._access.link()
                 self._client = PeerClient(token=self._link.token, tls=self._link.tls)
             return self._link, self._client
-
-    def _targets(self, *, or_here: bool) -> Iterator[Peer]:
-        """The members for this node's replicas, in order."""
-        link, _ = self._open()
-        peers = {peer.member.id: peer for peer in self.responding()}
-        ids = [name for name, peer in peers.items() if str(peer.member.state) != "leaving"]
-        order = replica_order(self.name, link.member_id or socket.gethostname(), ids)
-        yield from (peers[name] for name in (order or ids if or_here else order))
 
     @staticmethod
     def _report(subject: str, error: MillraceError) -> None:

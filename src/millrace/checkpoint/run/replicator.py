@@ -154,9 +154,11 @@ class Replicator:
             pause = min(2 * pause, _LONGEST_PAUSE)
             self._peers.look()
         holders = [peer for peer in self._peers.responding() if copy.name in peer.directories()]
+        # A save of an unchanged state has no files of its own.
+        holders = holders or self._peers.targets()[: self._peers.count]
         done = [peer for peer in holders if self._publish(peer, copy, stored)]
-        if not done and holders:
-            return
+        if not done:
+            raise PeerError(f"{copy.name}: no other node has its manifest")
         text = f"{copy.name} on {', '.join(peer.member.address for peer in done)}"
         emit(Event(name="checkpoint.replicated", subject=self._origin.url, nbytes=nbytes, detail=text))
         copy.is_complete = True

@@ -117,8 +117,8 @@ def test_replicas_of_steps_in_the_store_are_deleted_when_a_newer_one_is_safe(
         wait_until(lambda: {path.parent.name for path in nodes.replicas()[first]} == {THIRD})
         # During an outage of the store everything that it lacks stays.
         no_uploads(region)
-        failed = [run.save_async(step, state).exception() for step in (4, 5)]
-        assert None not in failed
+        assert run.save_async(4, state).exception() is not None
+        assert run.save_async(5, state).exception() is not None  # unchanged: it has no data files of its own
         last = f"step-{5:012d}"
         wait_until(lambda: has(seen, "checkpoint.replicated", last))
         wait_until(lambda: not nodes.holders(THIRD))
@@ -205,7 +205,6 @@ def test_damaged_replica_is_read_from_the_store(tmp_path: Path, bucket: S3Server
         assert_same(found, state)
         assert has(seen, "checkpoint.tier.damaged")
         (line,) = [event.detail for event in seen if event.name == "run.restored"]
-        assert "from other nodes" in line
         assert "from the store" in line
 
 
