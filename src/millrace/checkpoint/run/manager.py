@@ -161,16 +161,12 @@ class CheckpointManager:
             classes("trusted_types", trusted_types),
         )
         parse_timeout(timeout)  # raises for a bad one now, also where the run is in a local directory
-        access = _access() if replicas else None
-        self._tiers = open_tiers(
-            url,
-            local=local,
-            replicas=replicas,
-            access=access,
-            target_options=target_options,
-            limits={"timeout": timeout},
-        )
+        self._tiers = open_tiers(url, local=local, target_options=target_options, limits={"timeout": timeout})
         self._run, self._on_busy, self._on_progress = self._tiers.origin, on_busy, on_progress
+        # The caller's thread, the saving thread and the uploading thread need one each.
+        self._ranks, self._saving_ranks = Ranks(), Ranks()
+        self._upload_ranks = None if local is None else Ranks()
+        access = _access(self._ranks) if replicas else None
         options = EngineOptions(
             url=_anywhere("url", url),
             local=None if local is None else _anywhere("local", local),
@@ -191,10 +187,9 @@ class CheckpointManager:
                 "thread_count": threads,
             },
         )
+        if access is not None:
+            self._tiers = options.open()
         self._runner, self._upload_runner = SaveRunner(on_busy=on_busy), SaveRunner()
-        # The caller's thread, the saving thread and the uploading thread need one each.
-        self._ranks, self._saving_ranks = Ranks(), Ranks()
-        self._upload_ranks = None if self._tiers.local is None else Ranks()
         self._damaged: set[str] = set()
         self._engine = SaveEngine(
             options=options,
@@ -549,18 +544,23 @@ class CheckpointManager:
             raise UsageError("the manager is closed", next_step="make another one")
 
 
-def _access() -> ClusterAccess | None:
-    """This process's access to its cluster. A cluster that does not respond costs the replicas, with an event.
+def _access(ranks: Ranks) -> ClusterAccess | None:
+    """This process's access to its cluster. If that does not respond to a rank, there are no replicas, with an event.
 
     Raises `ConfigurationError` where no cluster is named.
     """
-    try:
-        return ClusterAccess.find()
-    except UsageError:
-        raise
-    except MillraceError as error:
-        emit(Event(name="checkpoint.replica.failed", subject="the cluster", detail=str(error)))
-        return None
+
+    def find() -> ClusterAccess | None:
+        try:
+            return ClusterAccess.find()
+        except UsageError:
+            raise
+        except MillraceError as error:
+            emit(Event(name="checkpoint.replica.failed", subject="the cluster", detail=str(error)))
+            return None
+
+    access = ranks.run_on_all(find)
+    return access if all(ranks.gather(access is not None)) else None
 
 
 def _anywhere(name: str, path: str | os.PathLike[str]) -> str:

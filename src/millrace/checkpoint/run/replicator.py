@@ -179,8 +179,9 @@ class Replicator:
     def _absent(self, name: str, stored: StoredManifest) -> str:
         """A file of the checkpoint that is neither on another node nor, if an earlier checkpoint has it, in the store."""
         absent = absent_files(stored.manifest.files, name, self._peers.held())
-        # During an outage of the store, what it is known to have is not asked for.
-        absent = [file for file in absent if directory_of(file.name, name)[0] not in self._durable]
+        # During an outage of the store, it is not asked for what it is known to have.
+        known = self._durable - {name}
+        absent = [file for file in absent if directory_of(file.name, name)[0] not in known]
         own = [file for file in absent if not file.name.startswith(SIBLING)]
         if own or not absent:
             return own[0].name if own else ""
