@@ -28,6 +28,7 @@ from millrace.cluster.membership import Member, Membership, MemberState, NodeLin
 from millrace.cluster.membership.backends import open_membership
 from millrace.cluster.membership.static import StaticMembers
 from millrace.cluster.origins import Origins
+from millrace.cluster.replicas import ReplicaFiles
 from millrace.cluster.serving import BlockService
 from millrace.cluster.source import ClusterSources
 from millrace.config import CacheOptions, address_text
@@ -172,6 +173,9 @@ class NodeProcess:
         server = PlaneServer(service, host=self._host, port=self._port, token=self.token, tls=options.tls)
         opened.callback(server.close)
         self.address = server.address
+        replicas = ReplicaFiles(self._node)
+        opened.callback(replicas.close)
+        replicas.add_routes(server)
         # Loads list through the metadata owner. The server's own node reads the origin on behalf of the others.
         listings = ClusterListings(self._cluster, options.max_age_seconds)
         loading = CacheNode(options, source=ClusterSources(self._cluster, serving=True), metadata_source=listings)

@@ -205,8 +205,14 @@ class Index(IndexTransactions):
             return [Entry.unpack(key, value) for key, value in rows]
 
     def used_bytes(self) -> int:
-        """Bytes of all cached blocks, and of all segments."""
-        return self._number(b"used")
+        """Bytes of all cached blocks, of all segments, and of all replicas of checkpoints."""
+        with self.reading(self._state) as txn:
+            return self._used(txn)
+
+    def set_replica_bytes(self, nbytes: int) -> None:
+        """Record the bytes of the replicas of checkpoints next to the store. Only the node process stores them."""
+        with self.writing() as txn:
+            txn.put(b"replicas", pack_number(nbytes), db=self._state)
 
     def reserved_bytes(self, *, but: bytes, now: float) -> int:
         """Bytes that processes other than `but` have reserved. `now` is in seconds since the start of the machine."""
@@ -221,7 +227,7 @@ class Index(IndexTransactions):
         with self.writing() as txn:
             rows = list(_reservations(txn.cursor(self._room)))
             others = sum(other for row, other, end in rows if row != owner and end > now)
-            if not fits(self._read(txn, b"used"), others):
+            if not fits(self._used(txn), others):
                 return False
             for row, _, end in rows:
                 if end <= now:
@@ -485,6 +491,9 @@ class Index(IndexTransactions):
     def _number(self, name: bytes) -> int:
         with self.reading(self._state) as txn:
             return self._read(txn, name)
+
+    def _used(self, txn: Reading) -> int:
+        return self._read(txn, b"used") + self._read(txn, b"replicas")
 
     def _next_generation(self, txn: Writing) -> int:
         """A number that was never used in the store. When the last one is lost, the index counts as damaged."""

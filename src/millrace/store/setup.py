@@ -67,8 +67,10 @@ _CHECK_PROGRAM = (
     "from millrace.store.setup import check_index; check_index()"
 )
 _DATA_FOLDERS = ("objects", "segments")
+REPLICAS_NAME = "replicas"
+_FOLDERS = ("index", "counters", REPLICAS_NAME, *_DATA_FOLDERS)
 _FILES = (_MARKER, "locks", _LOCK, RULES_NAME)
-_OWN_NAMES = frozenset({*_FILES, f"{_MARKER}.new", "index", *_DATA_FOLDERS, "counters", NEW_RULES_NAME})
+_OWN_NAMES = frozenset({*_FILES, f"{_MARKER}.new", *_FOLDERS, NEW_RULES_NAME})
 
 
 def open_directory(directory: Path, rebuild: Rebuild, *, on_dropped: Callable[[], None] = lambda: None) -> Index:
@@ -86,7 +88,8 @@ def open_directory(directory: Path, rebuild: Rebuild, *, on_dropped: Callable[[]
         with closing(lock), lock.threads, lock:
             _require_format(directory, _read_marker(directory))  # before anything is changed
             if close_folder(directory):
-                _discard(directory, ("index", *_DATA_FOLDERS), "every user of this machine could write there")
+                every_user = "every user of this machine could write there"
+                _discard(directory, ("index", REPLICAS_NAME, *_DATA_FOLDERS), every_user)
             _require_plain(directory)
             _make_way(directory)
             return _open(directory, rebuild, on_dropped)
@@ -111,7 +114,7 @@ def _require_plain(directory: Path) -> None:
 
     Checks only names that are read or written by path. Data files are opened without following links.
     """
-    folders = [directory / name for name in ("index", "counters", *_DATA_FOLDERS)]
+    folders = [directory / name for name in _FOLDERS]
     for folder in folders:
         require_file(folder)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory / "objects") as entries:
@@ -128,7 +131,7 @@ def _require_plain(directory: Path) -> None:
 
 def _make_way(directory: Path) -> None:
     """Move aside anything that is in the place of a part of the store."""
-    for name in ("index", "counters", *_DATA_FOLDERS):
+    for name in _FOLDERS:
         make_way(directory / name, folder=True)
     for name in _FILES:
         make_way(directory / name, lost=RULES_TEXT if name == RULES_NAME else "")

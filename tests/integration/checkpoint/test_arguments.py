@@ -26,13 +26,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is .*single pr
 
 ANYTHING = [None, 0, -1, 1.5, True, "", "x", b"x", [], {}, float("nan"), object()]
 # Of those, what each argument may be. Whatever else is there is refused.
-NUMBERS = {"full_every": [], "local_keep": [], "base_memory": [None, 0], "thread_count": [None]}
+NUMBERS = {"replicas": [0], "full_every": [], "local_keep": [], "base_memory": [None, 0], "thread_count": [None]}
 FLAGS = {"rewind": [True], "independent": [True], "save_process": [None, True]}
 OTHERS = {
     "url": ["x"],
     "keep": [None],
     "local": [None, "x"],
-    "replica": [None, "x"],
     "on_busy": [],
     "on_progress": [None],
     "compression": [],

@@ -47,7 +47,7 @@ _REFUSAL_FACTOR = 30.0
 _REFUSED_SECONDS = 1.0
 _MOST_REFUSALS = 4096
 _TURN_SECONDS = 0.05
-_LONG_TURN_SECONDS = 10.0
+_SHORT_TURN_SECONDS, _LONG_TURN_SECONDS = 2.0, 10.0
 _DRAWS = 8  # consecutive draws that may contain nothing to evict
 _TAKEN_OF_A_DRAW = 4  # this fraction (1/n) of a large draw is evicted before the next draw
 _PIN_ATTEMPTS = 5
@@ -243,7 +243,7 @@ class Evictor:
                 if not mine:
                     return False
                 started = time.thread_time()
-                shortage = max(excess, self._store.space.shortage(nbytes), self._space.short_of_headroom(nbytes))
+                shortage = max(excess, self._shortage(nbytes))
                 made = shortage <= 0 or self._replace(shortage, candidate, over)
                 if not made:
                     pause = _REFUSAL_FACTOR * (time.thread_time() - started)
@@ -399,6 +399,22 @@ class Evictor:
             for draw in (self._copies.draw, self._records.draw):
                 self._shrink(rules, self._pressing_soon, partial(draw, SHRINK_SAMPLE_SIZE))
             self._go_to_extremes(rules, patient=patient)
+
+    def reserve_without_candidate(self, nbytes: int) -> bool:
+        """Reserve space for bytes that are not cached data, and evict anything but pins for it. The caller releases it."""
+        if self._reserve(nbytes):
+            return True
+        with self._my_turn(_SHORT_TURN_SECONDS) as mine:
+            if mine:
+                self._feed()
+                self._audit.adopt()
+                for draw in (self._copies.draw, self._records.draw):
+                    pressing = partial(self._shortage, nbytes)
+                    self._shrink(self._rules.current(), pressing, partial(draw, SHRINK_SAMPLE_SIZE))
+        return self._reserve(nbytes)
+
+    def _shortage(self, nbytes: int) -> int:
+        return max(self._store.space.shortage(nbytes), self._space.short_of_headroom(nbytes))
 
     def _excess(self, survey: Survey, rules: Rules, place: Place) -> int:
         return survey.used.get(place, 0) - _quota_of(self._store, rules, place)

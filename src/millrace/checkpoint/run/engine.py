@@ -13,15 +13,18 @@ from typing import Any
 
 from millrace.checkpoint.arguments import ReadThroughMode
 from millrace.checkpoint.run.claims import ClaimState
+from millrace.checkpoint.run.peers import ClusterAccess, Peers
 from millrace.checkpoint.run.pruning import Retention
 from millrace.checkpoint.run.ranks import Ranks
+from millrace.checkpoint.run.replicator import Replicator
 from millrace.checkpoint.run.retention import Policy
-from millrace.checkpoint.run.run_layout import ListedCheckpoint
+from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run
 from millrace.checkpoint.run.run_saver import RunSaver, Write, save_staged
 from millrace.checkpoint.run.save_values import LastSave, RunState, Staged, Written
 from millrace.checkpoint.run.saving import ProgressMeter, Report, SaveResult
-from millrace.checkpoint.run.tiers import ReplicaTier, Tiers, open_tiers
+from millrace.checkpoint.run.tiers import Tiers, open_tiers
 from millrace.checkpoint.run.uploading import Uploader
+from millrace.config import parse_timeout
 from millrace.events import Event, emit
 from millrace.origin.base import Operation, part_of
 
@@ -31,11 +34,12 @@ _UNLIMITED = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The arguments of a manager that its saves need. Picklable if `replica`, `policy` and `target_options` are."""
+    """The arguments of a manager that its saves need. Picklable if `policy` and `target_options` are."""
 
     url: str
     local: str | None
-    replica: ReplicaTier | str | None
+    replicas: int
+    access: ClusterAccess | None
     target_options: Mapping[str, Any] | None
     timeout: str | float | None
     policy: Policy
@@ -52,7 +56,8 @@ class EngineOptions:
         return open_tiers(
             self.url,
             local=self.local,
-            replica=self.replica,
+            replicas=self.replicas,
+            access=self.access,
             target_options=self.target_options,
             limits={"timeout": self.timeout},
             read_through=self.read_through,
@@ -103,15 +108,21 @@ class SaveEngine:
             damaged=self.damaged,
         )
         if tiers.local is not None and self.upload_ranks is not None:
+
+            def check() -> None:
+                if self._saver is not None:
+                    self._saver.check_claim()
+
             self.uploader = Uploader(
                 tiers=tiers,
                 local=tiers.local,
                 ranks=self.upload_ranks,
                 local_keep=options.local_keep,
-                check=lambda: self._saver.check_claim() if self._saver is not None else None,
+                check=check,
                 after=self._prune,
                 give_up=lambda: self._saver.save_next_in_full() if self._saver is not None else None,
                 begin=self.renew_operation,
+                replicator=None if tiers.peers is None else self._replicator(tiers.peers, tiers.local, check),
             )
 
     def save(self, request: SaveRequest, staged: Staged, report: Report) -> Written:
@@ -172,6 +183,8 @@ class SaveEngine:
 
     def close(self) -> None:
         """Release the run and the memory of the last save."""
+        if self.uploader is not None:
+            self.uploader.close()
         if self._saver is not None:
             with part_of(self.operation):
                 self._saver.close()
@@ -201,12 +214,17 @@ class SaveEngine:
             )
         return self._saver
 
+    def _replicator(self, peers: Peers, local: Run, check: Callable[[], None]) -> Replicator:
+        seconds = parse_timeout(self.options.timeout)
+        return Replicator(peers, local=local, origin=self.tiers.origin, check_claim=check, end_seconds=seconds)
+
     def _prune(self) -> None:
         if self.ranks.is_first:
             self.retention.prune_after_save()
 
     def _scan(self) -> list[ListedCheckpoint]:
         """The checkpoints in all places, complete or not, each once."""
+        self.tiers.look()
         *near, origin = self.tiers.places
         found = {each.name: each for run in near for each in run.scan()}
         found.update({each.name: each for each in origin.scan() if each.complete or each.name not in found})

@@ -28,6 +28,7 @@ from millrace.checkpoint.arguments import (
 from millrace.checkpoint.codec.effort import Compression, schedule_for
 from millrace.checkpoint.format.values import pack_value, unpack_value
 from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest
+from millrace.checkpoint.run.peers import ClusterAccess
 from millrace.checkpoint.run.preemption import PreemptionWatch
 from millrace.checkpoint.run.pruning import PruneReport
 from millrace.checkpoint.run.ranks import Ranks
@@ -45,7 +46,7 @@ from millrace.checkpoint.run.saving import (
     SaveRunner,
     refuse_in_progress,
 )
-from millrace.checkpoint.run.tiers import ReplicaTier, open_tiers
+from millrace.checkpoint.run.tiers import open_tiers
 from millrace.checkpoint.run.timeline import timeline
 from millrace.checkpoint.run.uploading import TieredSave
 from millrace.checkpoint.state.staging import StagedState, StateStager
@@ -84,7 +85,10 @@ class CheckpointManager:
     - `local`: a directory on a disk of this node, in which each run gets its own directory. A save is durable there first
       (`save_async(...).near`), and is then uploaded to the run's URL during the training. A restore takes every file from
       the nearest place. The newest `local_keep` stay there, with their bases. A full or failing disk is skipped, with a
-      warning. `replica`: a directory of the same kind on a second node's disk, if this node can write to it.
+      warning.
+    - `replicas`: on how many other nodes' disks the newest save is copied next to its upload, so that it survives the loss
+      of this node. The nodes are those of the cluster that `members` names (`MILLRACE_MEMBERS`, or the Ray job). A restore
+      reads them, too. A node that is full, slow or missing costs the replica, with an event, and delays no save.
     - `read_through`: whether a restore reads data files from an object store through the cache of the cluster, so that each
       byte leaves the storage once for all nodes. `"auto"`: inside a Ray job, or where `MILLRACE_MEMBERS` or `millrace.toml`
       names a cluster. `"cluster"`: a process without one gets a `ConfigurationError`. `"none"`: never.
@@ -114,7 +118,7 @@ class CheckpointManager:
     The first `save_async` starts the saver process (about 250 MB of memory), which ends with the manager and with this
     process. If it dies, its save raises `SaverDiedError`, and the next save starts another one. `save` works in this
     process, and so does `save_async`, in threads, where several ranks save, where the system lacks shared memory, for
-    `memory://`, and where another process cannot start, or cannot unpickle `keep`, `replica` or `target_options` (the event
+    `memory://`, and where another process cannot start, or cannot unpickle `keep` or `target_options` (the event
     `run.saver.unavailable`).
     """
 
@@ -126,7 +130,7 @@ class CheckpointManager:
         full_every: int = 10,
         local: str | os.PathLike[str] | None = None,
         local_keep: int = 2,
-        replica: ReplicaTier | str | os.PathLike[str] | None = None,
+        replicas: int = 0,
         read_through: ReadThroughMode = "auto",
         on_busy: Literal["wait", "skip"] = "wait",
         on_progress: Callable[[SaveProgress], None] | None = None,
@@ -142,6 +146,11 @@ class CheckpointManager:
     ) -> None:
         full_every = whole_number("full_every", full_every, least=1)
         local_keep = whole_number("local_keep", local_keep, least=1)
+        replicas = whole_number("replicas", replicas, least=0)
+        if replicas and local is None:
+            raise ConfigurationError(
+                "replicas= without local=", next_step="give local=, a directory on this node's disk"
+            )
         if base_memory is not None:
             base_memory = whole_number("base_memory", base_memory, least=0)
         if not isinstance(on_busy, str) or on_busy not in ("wait", "skip"):
@@ -161,16 +170,20 @@ class CheckpointManager:
         self._tiers = open_tiers(
             url,
             local=local,
-            replica=replica,
             target_options=target_options,
             limits={"timeout": timeout},
             read_through=read_through_mode(read_through),
         )
         self._run, self._on_busy, self._on_progress = self._tiers.origin, on_busy, on_progress
+        # The caller's thread, the saving thread and the uploading thread need one each.
+        self._ranks, self._saving_ranks = Ranks(), Ranks()
+        self._upload_ranks = None if local is None else Ranks()
+        access = _access(self._ranks) if replicas else None
         options = EngineOptions(
             url=_anywhere("url", url),
             local=None if local is None else _anywhere("local", local),
-            replica=_anywhere("replica", replica) if isinstance(replica, str | os.PathLike) else replica,
+            replicas=replicas,
+            access=access,
             target_options=target_options,
             timeout=timeout,
             policy=KeepAll() if keep is None else as_policy(keep),
@@ -187,10 +200,9 @@ class CheckpointManager:
                 "thread_count": threads,
             },
         )
+        if access is not None:
+            self._tiers = options.open()
         self._runner, self._upload_runner = SaveRunner(on_busy=on_busy), SaveRunner()
-        # The caller's thread, the saving thread and the uploading thread need one each.
-        self._ranks, self._saving_ranks = Ranks(), Ranks()
-        self._upload_ranks = None if self._tiers.local is None else Ranks()
         self._damaged: set[str] = set()
         self._engine = SaveEngine(
             options=options,
@@ -354,7 +366,8 @@ class CheckpointManager:
         self._drain()
         self._engine.renew_operation()
         with part_of(self._engine.operation):
-            self._upload_leftovers()
+            if not self._restorer.make_reachable(step):
+                self._upload_leftovers()
             candidates = self._restorer.choose(step)
             # From here on the same steps may be saved again with other states, also if this restore fails half-way.
             self._newest_saved = None
@@ -506,7 +519,7 @@ class CheckpointManager:
 
     def _upload_leftovers(self) -> None:
         """Upload the parts of checkpoints that a crash left on several nodes: only the origin gives every rank all parts."""
-        if self._engine.uploader is None or not self._restorer.may_be_split:
+        if self._engine.uploader is None or self._ranks.count == 1:
             return
         try:
             self._engine.uploader.catch_up()
@@ -542,6 +555,25 @@ class CheckpointManager:
     def _open(self) -> None:
         if self._closed:
             raise UsageError("the manager is closed", next_step="make another one")
+
+
+def _access(ranks: Ranks) -> ClusterAccess | None:
+    """This process's access to its cluster. If that does not respond to a rank, there are no replicas, with an event.
+
+    Raises `ConfigurationError` where no cluster is named.
+    """
+
+    def find() -> ClusterAccess | None:
+        try:
+            return ClusterAccess.find()
+        except UsageError:
+            raise
+        except MillraceError as error:
+            emit(Event(name="checkpoint.replica.failed", subject="the cluster", detail=str(error)))
+            return None
+
+    access = ranks.run_on_all(find)
+    return access if all(ranks.gather(access is not None)) else None
 
 
 def _anywhere(name: str, path: str | os.PathLike[str]) -> str:

@@ -28,6 +28,7 @@ from millrace.checkpoint.run.timeline import newest_first, timeline
 from millrace.checkpoint.state.flattening import flatten, refuse_nested_objects, state_dict_of
 from millrace.checkpoint.state.tensors import WrapperMetadata
 from millrace.checkpoint.state.wrappers import WrapperSlot
+from millrace.checkpoint.storage.layered import LayeredStorage
 from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.errors import (
     CheckpointNotFoundError,
@@ -42,6 +43,7 @@ from millrace.errors import (
     UsageError,
 )
 from millrace.events import Event, emit
+from millrace.figures import size_text
 
 _NAMED = 3
 _MAX_LIST_INDEX = 1 << 20
@@ -88,7 +90,36 @@ class Restorer:
     @property
     def may_be_split(self) -> bool:
         """Whether a checkpoint that is not at the origin may be in parts on several nodes."""
-        return self.tiers.local is not None and self.ranks.count > 1
+        return self.tiers.peers is not None or (self.tiers.local is not None and self.ranks.count > 1)
+
+    def make_reachable(self, step: int | None) -> bool:
+        """Whether every rank can read all files of the first candidate. Where the nodes have replicas, files that only one
+        of them has are copied to others for that.
+        """
+        if self.tiers.peers is None:
+            return False
+        try:
+            for name, _ in self.choose(step)[:1]:
+                if self.ranks.run_on_first(functools.partial(self.tiers.is_at_origin, name)):
+                    return True
+                stored = self.ranks.run_on_first(functools.partial(self.tiers.manifest, name))
+                if not self._missing(name, stored.manifest.save_id):
+                    return True
+                self.ranks.run_on_all(functools.partial(self.tiers.share, name, stored))
+                return not self._missing(name, stored.manifest.save_id)
+        except MillraceError:  # the same on every rank; the restore reports it
+            pass
+        return False
+
+    def _missing(self, name: str, save_id: str) -> list[str]:
+        """Files of a checkpoint that any rank cannot read."""
+
+        def missing() -> list[str]:
+            self.tiers.look()
+            return self.tiers.missing_files(name, save_id)
+
+        lists = self.ranks.gather(self.ranks.run_on_all(missing))
+        return sorted({file for each in lists for file in each})
 
     def restore(
         self,
@@ -131,10 +162,9 @@ class Restorer:
 
     def _load(self, name: str, state: dict[str, Any], keys: Sequence[str] | None) -> None:
         url = self.tiers.origin.url
-        saved = self.ranks.run_on_first(lambda: self.tiers.save_id(name))
+        saved = self.ranks.run_on_first(lambda: self.tiers.manifest(name).manifest.save_id)
         if self.may_be_split and not self.ranks.run_on_first(lambda: self.tiers.is_at_origin(name)):
-            missing = self.ranks.gather(self.ranks.run_on_all(lambda: self.tiers.missing_files(name, saved)))
-            files = [file for each in missing for file in each]
+            files = self._missing(name, saved)
             if files:
                 raise CheckpointNotFoundError(
                     f"{name} of {url} is on disks of several nodes, and some of them are missing: {files[0]} was not found",
@@ -143,6 +173,21 @@ class Restorer:
         storage = self.tiers.checkpoint(name, save_id=saved)
         reader = _RunReader(self.tiers.origin.url_of(name), storage, **self.reader_options)
         restore_into(state, reader, self.ranks, keys=keys)
+        if self.ranks.is_first:
+            emit(Event(name="run.restored", subject=url, detail=f"{name}{self._sources(storage)}"))
+
+    def _sources(self, storage: CheckpointStorage) -> str:
+        """How much the first rank read from where, for people."""
+        if not isinstance(storage, LayeredStorage):
+            return ""
+        read = {"this node's disk": 0, "other nodes": 0, "the store": 0}
+        for number, (place, nbytes) in enumerate(zip(storage.urls, storage.read_bytes, strict=True)):
+            near = self.tiers.local is not None and number == 0
+            kind = "this node's disk" if near else "the store" if place == storage.url else "other nodes"
+            read[kind] += nbytes
+        return "; rank 0 read " + ", ".join(
+            f"{size_text(nbytes)} from {kind}" for kind, nbytes in read.items() if nbytes
+        )
 
     def _is_gone(self, name: str) -> bool:
         return all(each.name != name for each in self.tiers.complete())

@@ -96,7 +96,7 @@ class RunListing:
     empty: tuple[StoredFile, ...] = ()
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """A file of the run itself (`directory` is "") or of a checkpoint's directory; `file` is None for an empty directory."""
 
     directory: str
@@ -107,7 +107,7 @@ class _Entry(NamedTuple):
 class _Place(Protocol):
     """The storage of a run. Thread-safe."""
 
-    def walk(self, prefix: str) -> Iterator[_Entry]:
+    def walk(self, prefix: str) -> Iterator[Entry]:
         """List the entries of the run whose names begin with `prefix`, without directories of other kinds."""
         ...
 
@@ -317,7 +317,7 @@ class _ObjectPlace:
     def __init__(self, url: str, origin: Origin, key: str, read_through: ReadThroughMode = "none") -> None:
         self._url, self._origin, self._key, self._read_through = url, origin, key, read_through
 
-    def walk(self, prefix: str) -> Iterator[_Entry]:
+    def walk(self, prefix: str) -> Iterator[Entry]:
         base = f"{self._key}/"
         try:
             for page in self._origin.list_pages(self._key, after=base + prefix if prefix else ""):
@@ -327,7 +327,7 @@ class _ObjectPlace:
                         return
                     directory, _, file = path.rpartition("/")
                     if file and (not directory or parse_name(directory)):
-                        yield _Entry(directory, StoredFile(file, info.size, info.version, info.modified), info.modified)
+                        yield Entry(directory, StoredFile(file, info.size, info.version, info.modified), info.modified)
         except ObjectNotFoundError as error:
             raise ObjectNotFoundError(f"{self._url}: {error.message}", next_step=error.next_step) from error
 
@@ -352,18 +352,18 @@ class _LocalPlace:
     def __init__(self, storage: LocalStorage, sync: bool) -> None:
         self._storage, self._sync = storage, sync
 
-    def walk(self, prefix: str) -> Iterator[_Entry]:
+    def walk(self, prefix: str) -> Iterator[Entry]:
         for directory in self._storage.directories():
             if not directory.name.startswith(prefix) or parse_name(directory.name) is None:
                 continue
             files = self._open(directory.name).files()
             for file in files:
-                yield _Entry(directory.name, file, file.modified)
+                yield Entry(directory.name, file, file.modified)
             if not files:
-                yield _Entry(directory.name, None, directory.modified)
+                yield Entry(directory.name, None, directory.modified)
         for file in self._storage.files():
             if file.name.startswith(prefix):
-                yield _Entry("", file, file.modified)
+                yield Entry("", file, file.modified)
 
     def open(self, directory: str) -> CheckpointStorage:
         return self._open(directory)

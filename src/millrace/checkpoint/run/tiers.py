@@ -1,4 +1,4 @@
-"""The places that hold one run's checkpoints: this node's disk, a second node's, and the origin.
+"""The places that hold one run's checkpoints: this node's disk, other nodes' disks (`peers.py`), and the origin.
 
 A save is durable near first, and is then uploaded to the origin. A restore takes every file from the nearest place that
 has it intact (`layered.py`). Every place has the same layout, names and bytes, so a checkpoint is copied file by file
@@ -13,15 +13,16 @@ import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from millrace.checkpoint.arguments import ReadThroughMode, mapping, path_text
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
-from millrace.checkpoint.run.run_info import CheckpointInfo, directory_of
+from millrace.checkpoint.run.peers import ClusterAccess, Peers
+from millrace.checkpoint.run.run_info import SIBLING, CheckpointInfo, directory_of
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, open_run
 from millrace.checkpoint.run.timeline import age_of, last_revisions
-from millrace.checkpoint.storage.layered import LayeredStorage, StoredManifest, missing_files
+from millrace.checkpoint.storage.layered import LayeredStorage, StoredManifest, files_exist, missing_files
+from millrace.checkpoint.storage.replicating import publish_manifest
 from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.errors import (
     CheckpointNotFoundError,
@@ -58,36 +59,6 @@ def run_directory(url: str | os.PathLike[str], target_options: Mapping[str, Any]
     return f"{stem}-{digest[:_HASH_CHARACTERS]}"
 
 
-class ReplicaTier(Protocol):
-    """A place near the job, other than this node's disk, for copies of checkpoints: for example a second node's disk."""
-
-    def open(self, url: str, target_options: Mapping[str, Any] | None = None) -> Run:
-        """The place's directory for the run at `url`, always the same for the same run. Makes no request."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class DirectoryReplica:
-    """A `ReplicaTier` in a directory of this machine, for example a mount of another node's disk. Each run has a directory
-    below it. `sync`: whether files are flushed to the disk before they count as durable.
-    """
-
-    path: str | os.PathLike[str]
-    sync: bool = True
-
-    def __post_init__(self) -> None:
-        path = os.fspath(self.path)
-        if not path or "://" in path:
-            raise ConfigurationError(
-                f"{path!r} is not a directory of this machine", next_step="give a path, as /nvme/ckpt"
-            )
-
-    def open(self, url: str, target_options: Mapping[str, Any] | None = None) -> Run:
-        """Open the directory of the run at `url`, without creating it."""
-        path = Path(os.path.abspath(os.path.expanduser(self.path))) / run_directory(url, target_options)
-        return open_run(str(path), sync=self.sync)
-
-
 class Placed(NamedTuple):
     """A checkpoint in one of the places."""
 
@@ -113,16 +84,22 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Tiers:
-    """All places of one run; without `local` and `replica` only the origin. Thread-safe."""
+    """All places of one run; without `local` and `peers` only the origin. Thread-safe."""
 
     origin: Run
     local: Run | None = None
-    replica: Run | None = None
+    peers: Peers | None = None
 
     @property
     def places(self) -> tuple[Run, ...]:
-        """The nearest first, the origin last."""
-        return tuple(run for run in (self.local, self.replica, self.origin) if run is not None)
+        """The nearest first, the origin last. Of the other nodes those with replicas at the last look at them."""
+        near = () if self.local is None else (self.local,)
+        return (*near, *(() if self.peers is None else self.peers.runs()), self.origin)
+
+    def look(self) -> None:
+        """Ask the other nodes for their replicas again."""
+        if self.peers is not None:
+            self.peers.look()
 
     def complete(self) -> list[Placed]:
         """The complete checkpoints of all places, each once, by step and revision; of copies the one in the farthest place.
@@ -130,6 +107,7 @@ class Tiers:
         A place that does not respond is skipped with an event (`checkpoint.tier.unreachable`) if another place has any
         checkpoint. Otherwise its error is raised.
         """
+        self.look()
         found: dict[str, Placed] = {}
         errors: list[MillraceError] = []
         for run in self.places:
@@ -146,23 +124,29 @@ class Tiers:
             for each in sorted(found.values(), key=lambda each: (each.step, each.revision))
         ]
 
-    def save_id(self, name: str) -> str:
-        """The id of the save that a checkpoint's name stands for, from the farthest place whose manifest can be read.
+    def manifest(self, name: str) -> StoredManifest:
+        """The manifest of the save that a checkpoint's name stands for: that at the origin, else the last one elsewhere.
 
-        Ranks on several nodes must use the same id before they read, each from its own places. Raises
-        `CheckpointNotFoundError` or errors of the places.
+        Ranks on several nodes must use the same save, each from its own places. Raises `CheckpointNotFoundError` or errors
+        of the places.
         """
-        if len(self.places) == 1:
-            return _save_id(self.origin.checkpoint(name))
         failure: MillraceError | None = None
+        found: list[StoredManifest] = []
         for run in reversed(self.places):
             try:
-                return _save_id(run.checkpoint(name))
+                found.append(StoredManifest.read(run.checkpoint(name)))
             except MissingError:
                 continue
             except MillraceError as error:
+                if len(self.places) == 1:
+                    raise
                 failure = failure or error
                 emit(Event(name="checkpoint.tier.unreachable", subject=run.url_of(name), detail=str(error)))
+            else:
+                if run is self.origin:
+                    break
+        if found:
+            return max(found, key=lambda stored: stored.manifest.created)
         raise failure or CheckpointNotFoundError(
             f"no complete checkpoint at {self.origin.url_of(name)}", next_step="check the name, or load another one"
         )
@@ -190,6 +174,26 @@ class Tiers:
         except MissingError:
             return [MANIFEST_NAME]
 
+    def share(self, name: str, stored: StoredManifest) -> None:
+        """Copy the files of a save that only this node's disk has to other nodes, for the ranks there.
+
+        A failure is an event. This node may have other files of it than the node of the first rank, which has read the
+        manifest `stored`.
+        """
+        if self.local is None or self.peers is None:
+            return
+        source = self.local.checkpoint(name)
+        try:
+            held = self.peers.held()
+            own = [file for file in stored.manifest.files if not file.name.startswith(SIBLING)]
+            present = [file.name for file, exists in zip(own, files_exist(source, own), strict=True) if exists]
+            if present:
+                publish_manifest(source, stored)
+                files = [file for file in present if (name, file) not in held]
+                self.peers.copy(source, name, files, with_manifest=True, or_here=True)
+        except MillraceError as error:
+            emit(Event(name="checkpoint.replica.failed", subject=source.url, detail=str(error)))
+
     def checkpoint(self, name: str, *, save_id: str | None = None) -> CheckpointStorage:
         """Open a checkpoint for one restore, which reads each file from the nearest place (`LayeredStorage`)."""
         if len(self.places) == 1:
@@ -201,7 +205,8 @@ def open_tiers(
     url: str | os.PathLike[str],
     *,
     local: str | os.PathLike[str] | None = None,
-    replica: ReplicaTier | str | os.PathLike[str] | None = None,
+    replicas: int = 0,
+    access: ClusterAccess | None = None,
     target_options: Mapping[str, Any] | None = None,
     limits: Mapping[str, Any] | None = None,
     sync: bool = True,
@@ -209,28 +214,22 @@ def open_tiers(
 ) -> Tiers:
     """Open the places of the run at `url`, without a request or a write. The last three are as in `open_storage`.
 
-    Raises `ConfigurationError`, also if two places are the same directory.
+    `replicas`: on how many other nodes of the cluster, which `access` leads to. Raises `ConfigurationError`.
     """
     mapping("target_options", target_options)
     place = path_text("url", url)
-    near = None
-    if local is not None:
-        near = DirectoryReplica(path_text("local", local), sync).open(place, target_options)
-    if isinstance(replica, str | os.PathLike) or (replica is not None and not callable(getattr(replica, "open", None))):
-        replica = DirectoryReplica(path_text("replica", replica), sync)
-    second = None if replica is None else replica.open(place, target_options)
+    directory = run_directory(place, target_options)
+    near = None if local is None else open_run(_below(path_text("local", local), directory), sync=sync)
+    peers = None if access is None else Peers(access, directory, count=replicas)
     origin = open_run(place, target_options, limits=limits, sync=sync, read_through=read_through)
-    tiers = Tiers(origin=origin, local=near, replica=second)
-    urls = [run.url for run in tiers.places]
-    if len(set(urls)) < len(urls):
-        raise ConfigurationError(
-            f"two places of the run are one directory ({', '.join(urls)})", next_step="give local= and replica= apart"
-        )
-    return tiers
+    return Tiers(origin=origin, local=near, peers=peers)
 
 
-def _save_id(storage: CheckpointStorage) -> str:
-    return StoredManifest.read(storage).manifest.save_id
+def _below(path: str, directory: str) -> str:
+    """A run's directory in a place for several runs. Raises `ConfigurationError` for a URL."""
+    if not path or "://" in path:
+        raise ConfigurationError(f"{path!r} is not a directory of this machine", next_step="give a path, as /nvme/ckpt")
+    return os.path.join(os.path.abspath(os.path.expanduser(path)), directory)
 
 
 # --- pending uploads ------------------------------------------------------------------------------

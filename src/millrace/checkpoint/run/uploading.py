@@ -1,4 +1,4 @@
-"""Uploads saves from this node's disk to the replica and to the origin."""
+"""Uploads saves from this node's disk to the origin, and begins their copies to other nodes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from millrace.checkpoint.run.pruning import prune
 from millrace.checkpoint.run.ranks import Ranks
+from millrace.checkpoint.run.replicator import Replicator
 from millrace.checkpoint.run.retention import KeepLast
 from millrace.checkpoint.run.run_layout import Run
 from millrace.checkpoint.run.save_values import Written
@@ -63,7 +64,7 @@ class TieredSave(PendingSave):
 
 @dataclass(kw_only=True)
 class Uploader:
-    """Uploads saves from the local disk to the other places, in order. For one thread at a time.
+    """Uploads saves from the local disk to the origin, in order, and copies them to other nodes. For one thread at a time.
 
     Every rank has one. `check` is called before a manifest is published (`RunTakenError`). `give_up` is called when a save
     can never reach the origin: no later one should build on it. `begin` is called before each upload, `after` after it. On
@@ -78,16 +79,22 @@ class Uploader:
     after: Callable[[], None]
     give_up: Callable[[], None]
     begin: Callable[[], None]
+    replicator: Replicator | None = None
     _is_behind: bool = True
     _backlog_bytes: int = 0
     _handles_node: bool | None = None
+
+    def close(self) -> None:
+        """Wait for a copy to other nodes that is still needed, and end the others."""
+        if self.replicator is not None:
+            self.replicator.close()
 
     def fall_behind(self) -> None:
         """Look for leftovers at the next upload: another process has saved near."""
         self._is_behind = True
 
     def upload(self, written: Written, report: Report) -> SaveResult:
-        """Copy a save to the other places. A collective call. Raises errors of the places."""
+        """Upload a save, and begin its copy to other nodes. A collective call. Raises errors of the places."""
         began = time.monotonic()
         self._report_backlog(self._backlog_bytes + written.result.stored_bytes)
         self.begin()
@@ -95,12 +102,21 @@ class Uploader:
         progress.begin("uploading", written.result.stored_bytes)
         name = written.name
         try:
-            stored = self.ranks.run_on_first(lambda: StoredManifest.read(self.local.checkpoint(name)))
+            replicator = self.replicator
+            stored, is_copied = self.ranks.run_on_first(
+                lambda: (
+                    StoredManifest.read(self.local.checkpoint(name)),
+                    replicator is not None and replicator.may_begin,
+                )
+            )
             # A node's disk can be the source of a copy only if the manifest is there.
             self.ranks.run_on_all(lambda: publish_manifest(self.local.checkpoint(name), stored))
-            self._to_replica(name, written.own_files)
+            if replicator is not None and is_copied:
+                replicator.begin(name, written.own_files, is_first_rank=self.ranks.is_first)
             self.catch_up(name)
-            self._copy(name, written.own_files, self.tiers.origin, progress.reach)
+            self._copy(name, written.own_files, progress.reach)
+            if replicator is not None:
+                replicator.uploaded(name)
         except BaseException as error:
             self._is_behind = True
             if not isinstance(error, RetryableError):
@@ -123,24 +139,12 @@ class Uploader:
         self,
         name: str,
         files: Collection[str],
-        target: Run,
-        reach: Callable[[int, int], None] | None = None,
+        reach: Callable[[int, int], None],
     ) -> None:
-        """Every rank copies its own files, then the first one the manifest."""
-        source, place = self.local.checkpoint(name), target.checkpoint(name)
+        """Every rank uploads its own files, then the first one the manifest."""
+        source, place = self.local.checkpoint(name), self.tiers.origin.checkpoint(name)
         self.ranks.run_on_all(lambda: copy_checkpoint(source, place, files, manifest=False, progress=reach))
         self.ranks.run_on_first(lambda: copy_checkpoint(source, place, (), check=self.check))
-
-    def _to_replica(self, name: str, files: Collection[str]) -> None:
-        if self.tiers.replica is None:
-            return
-        try:
-            self._copy(name, files, self.tiers.replica)
-            if self._is_first_of_node():
-                prune(self.tiers.replica, KeepLast(self.local_keep), independent=False)
-        except MillraceError as error:
-            # There is one copy less. The upload to the origin continues.
-            emit(Event(name="checkpoint.tier.refused", subject=self.tiers.replica.url, detail=str(error)))
 
     def catch_up(self, newest: str = "") -> None:
         """Upload what an earlier process, or a failed upload, left only on the nodes' disks. A collective call."""

@@ -123,6 +123,11 @@ class LayeredStorage:
         return self._tiers[-1].storage.url
 
     @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs of the tiers."""
+        return tuple(tier.storage.url for tier in self._tiers)
+
+    @property
     def read_bytes(self) -> tuple[int, ...]:
         """Bytes read from each tier so far, in the order of `storages`."""
         with self._lock:

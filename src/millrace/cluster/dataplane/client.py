@@ -17,12 +17,16 @@ from millrace.cluster.dataplane.wire import (
     SUM_BYTES,
     Ask,
     ObjectDescription,
+    ReplicaName,
+    ReplicaPut,
     ResponseHead,
     Span,
     build_command,
     build_get,
     build_head,
     build_put,
+    build_replica_get,
+    build_replica_put,
     error_message,
     format_range,
     framed_bytes,
@@ -125,15 +129,34 @@ class PeerClient:
         view = memoryview(data).cast("B")
         self.require_version(member)
         head = build_put(what, start, start + len(view), host=member.address, token=self._token)
-        request: list[bytes | memoryview] = [head]
-        for first, stop in pieces(start, start + len(view)):
-            piece = view[first - start : stop - start]
-            request += [piece, sum_of(piece)]
-        exchange = _Exchange(self._pool, member.address, request, deadline)
+        exchange = _Exchange(self._pool, member.address, _framed(head, start, view), deadline)
         head_received, body = exchange.response(MAX_BODY_BYTES)
         if head_received.status in (204, 507):
             return head_received.status == 204
         raise _refusal(member.address, head_received.status, body, what)
+
+    def read_replica(self, member: Member, name: ReplicaName, span: Span, size: int, *, deadline: float) -> memoryview:
+        """The bytes of a range of a replica's file of `size` bytes, at most 64 MiB, verified on arrival."""
+        self.require_version(member)
+        request = build_replica_get(name, span, host=member.address, token=self._token)
+        what = ObjectDescription("replica", "/".join(name), "", size)
+        data, _, wrong = _receive(_Exchange(self._pool, member.address, [request], deadline), what, span)
+        if wrong:
+            _report_wrong(member, what, wrong)
+            raise PeerError(f"{member.address}: sent wrong bytes of {shown_key(what.key)}")
+        return data
+
+    def put_replica(self, member: Member, put: ReplicaPut, data: Buffer, *, deadline: float) -> None:
+        """Send the bytes `[put.start, put.stop)` of a replica's file, which the peer verifies. May be repeated.
+
+        Raises `PeerRefusedError`: with status 409 if the peer has another file of this name, 507 if it has no space.
+        """
+        self.require_version(member)
+        head = build_replica_put(put, host=member.address, token=self._token)
+        exchange = _Exchange(self._pool, member.address, _framed(head, put.start, data), deadline)
+        head_received, body = exchange.response(MAX_BODY_BYTES)
+        if head_received.status != 204:
+            raise _refusal(member.address, head_received.status, body)
 
     def call(
         self,
@@ -316,6 +339,16 @@ class _Exchange:
         except BaseException:
             self.fail()
             raise
+
+
+def _framed(head: bytes, start: int, data: Buffer) -> list[bytes | memoryview]:
+    """The parts of a request with a framed body, `data` from the byte `start` on."""
+    view = memoryview(data).cast("B")
+    request: list[bytes | memoryview] = [head]
+    for first, stop in pieces(start, start + len(view)):
+        piece = view[first - start : stop - start]
+        request += [piece, sum_of(piece)]
+    return request
 
 
 def _receive(exchange: _Exchange, what: ObjectDescription, span: Span) -> tuple[memoryview, bool, list[Span]]:

@@ -75,6 +75,14 @@ Handle = Callable[[Call], Any]
 """Executes a command and returns a JSON value. Raises `MillraceError`, which the client receives as one line."""
 
 
+class Replicas(Protocol):
+    """Responds to requests for files of replicas, see `replicas.ReplicaFiles`. Thread-safe."""
+
+    def get(self, name: protocol.ReplicaName, span: protocol.Span) -> Answer: ...
+
+    def put(self, put: protocol.ReplicaPut, exchange: Exchange) -> Answer: ...
+
+
 class Page(NamedTuple):
     """What a browser or a monitor receives: a status, the type of the content, the content, and additional headers."""
 
@@ -92,6 +100,7 @@ class Host(Protocol):
     """The server of a connection. Thread-safe."""
 
     service: Blocks
+    replicas: Replicas | None
     address: str
     repeated: RepeatedRequests
     ended: threading.Event
@@ -210,6 +219,8 @@ class Connection:
             self._body_left = self._announced_body(request)
             if request.path.startswith(protocol.OBJECTS_PATH):
                 self._answer_for_object(request, head)
+            elif request.path.startswith(protocol.REPLICA_FILES_PATH):
+                self._answer_for_replica(request)
             else:
                 self._answer_command(request)
         except WireError as error:
@@ -259,8 +270,8 @@ class Connection:
         nbytes = 0 if text is None else protocol.parse_number(text, "Content-Length")
         if nbytes and request.method in ("GET", "HEAD"):
             raise WireError(f"{request.method} must not have a body")
-        is_blocks = request.method == "PUT" and request.path.startswith(protocol.OBJECTS_PATH)
-        if nbytes > protocol.MAX_BODY_BYTES and not is_blocks:
+        has_pieces = request.path.startswith((protocol.OBJECTS_PATH, protocol.REPLICA_FILES_PATH))
+        if nbytes > protocol.MAX_BODY_BYTES and not (request.method == "PUT" and has_pieces):
             raise WireError("the body is too large", status=413)
         if "expect" in request.headers:
             raise WireError("Expect is not supported", status=417)
@@ -280,6 +291,18 @@ class Connection:
             answer = service.put(protocol.parse_put(request), self)
         else:
             raise WireError("objects support GET, HEAD and PUT", status=405)
+        self._send_answer(answer, request)
+
+    def _answer_for_replica(self, request: protocol.Request) -> None:
+        replicas = self._server.replicas
+        if replicas is None:
+            raise WireError("this node stores no replicas", status=404)
+        if request.method == "GET":
+            answer = replicas.get(*protocol.parse_replica_get(request))
+        elif request.method == "PUT":
+            answer = replicas.put(protocol.parse_replica_put(request), self)
+        else:
+            raise WireError("files of replicas support GET and PUT", status=405)
         self._send_answer(answer, request)
 
     def _answer_again(self, get: protocol.Get) -> bool:

@@ -1,8 +1,8 @@
 """The data plane's server: connections, tokens, limits and commands. `cluster/serving.py` serves the cached blocks.
 
 There is one thread per connection. With at most 512 connections this is cheaper than an event loop, and a thread that sends
-a file does not hold the interpreter's lock. Nothing is processed before the token was compared, and no path of a request
-ever becomes the name of a file.
+a file does not hold the interpreter's lock. Nothing is processed before the token was compared. No path of a request
+becomes the name of a file, except those of replicas, which are matched against patterns first (`wire.parse_replica_name`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections import deque
 
 from millrace.cluster.dataplane import wire as protocol
-from millrace.cluster.dataplane.conversation import Blocks, Call, Connection, Handle, MakePage, Page
+from millrace.cluster.dataplane.conversation import Blocks, Call, Connection, Handle, MakePage, Page, Replicas
 from millrace.cluster.dataplane.repeated import RepeatedRequests
 from millrace.cluster.dataplane.transport import PlainTransport, TlsTransport, Transport
 from millrace.config import Tls
@@ -62,6 +62,7 @@ class PlaneServer:
         head_seconds: float = HEAD_SECONDS,
     ) -> None:
         self.service = service
+        self.replicas: Replicas | None = None
         self.idle_seconds = idle_seconds
         self.send_seconds = send_seconds
         self.head_seconds = head_seconds

@@ -28,6 +28,7 @@ from millrace.store import records
 from millrace.store.records import BLOCK_BYTES
 
 OBJECTS_PATH = "/v1/objects/"
+REPLICA_FILES_PATH = "/v1/replica-files/"
 
 MAX_HEAD_BYTES = 8 << 10
 """The first line and the headers of a request or a response, with the empty line."""
@@ -47,6 +48,11 @@ _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
 _STATUS = re.compile(r"HTTP/1\.1 ([1-5]\d\d)(?: [\t\x20-\x7e\x80-\xff]*)?", re.ASCII)
 _OBJECT_ID = re.compile(r"[0-9a-f]{32}")
+# No part begins with a dot, so that none leaves its directory or names a hidden file.
+_REPLICA_NAMES = tuple(
+    re.compile(pattern, re.ASCII)
+    for pattern in (r"\w[\w.-]{0,99}", r"step-\d{12}(?:-r[1-9]\d{0,8})?", r"\w[\w.-]{0,199}")
+)
 _VALUE = re.compile(r"[\x20-\x7e\x80-\xff]*")
 
 # If one of these were repeated, this node and a proxy could interpret it differently.
@@ -410,6 +416,87 @@ def build_put(what: ObjectDescription, start: int, stop: int, *, host: str, toke
             ("Millrace-Object", what.to_header()),
         ],
     )
+
+
+# --- files of replicas of checkpoints -------------------------------------------------------------
+
+
+class ReplicaName(NamedTuple):
+    """A file of a replica: `run` is the name of its run, `checkpoint` that of the checkpoint's directory."""
+
+    run: str
+    checkpoint: str = ""
+    file: str = ""
+
+    @property
+    def path(self) -> str:
+        """The path of requests for its bytes."""
+        return REPLICA_FILES_PATH + "/".join(self)
+
+
+class ReplicaPut(NamedTuple):
+    """A `PUT` of the bytes `[start, stop)` of a replica's file of `size` bytes, framed."""
+
+    name: ReplicaName
+    start: int
+    stop: int
+    size: int
+
+
+def parse_replica_name(path: str, parts: int) -> ReplicaName:
+    """The name in a path of one to three parts, all of which could be names of files. Raises `WireError` (404)."""
+    names = path.split("/")
+    if len(names) != parts or not all(map(re.Pattern.fullmatch, _REPLICA_NAMES, names)):
+        raise WireError("not the name of a replica", status=404)
+    return ReplicaName(*names)
+
+
+def parse_replica_get(request: Request) -> tuple[ReplicaName, Span]:
+    """Parse the `GET` of a range of a replica's file. Raises `WireError`."""
+    require_version(request)
+    name = parse_replica_name(request.path.removeprefix(REPLICA_FILES_PATH), 3)
+    return name, parse_range(request.headers.get("range", ""))
+
+
+def build_replica_get(name: ReplicaName, span: Span, *, host: str, token: str) -> bytes:
+    """The framed request for a half-open range that is not empty. Raises `WireError`."""
+    fields = [*_who(host, token), ("Range", format_range(span)), _VERSION_FIELD]
+    return _build_head(f"GET {name.path} HTTP/1.1", fields)
+
+
+def parse_replica_put(request: Request) -> ReplicaPut:
+    """Parse a `PUT` into a replica's file, at most `MAX_FRAMED_BYTES`. Raises `WireError`."""
+    headers = request.headers
+    require_version(request)
+    name = parse_replica_name(request.path.removeprefix(REPLICA_FILES_PATH), 3)
+    match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
+    if match is None:
+        raise WireError("a PUT needs a Content-Range")
+    start, stop, size = int(match[1]), int(match[2]) + 1, int(match[3])
+    if not start < stop <= size:
+        raise WireError("a PUT must contain bytes of its file")
+    if stop - start > MAX_FRAMED_BYTES:
+        raise WireError("a PUT with too many bytes", status=413)
+    length = parse_number(headers.get("content-length"), "Content-Length", status=411)
+    if length != framed_bytes((start, stop)):
+        raise WireError("Content-Length differs from that of the framed bytes")
+    return ReplicaPut(name, start, stop, size)
+
+
+def build_replica_put(put: ReplicaPut, *, host: str, token: str) -> bytes:
+    """The head of a `PUT` into a replica's file; the framed body follows. Raises `WireError`."""
+    return _build_head(
+        f"PUT {put.name.path} HTTP/1.1",
+        [
+            *_who(host, token),
+            ("Content-Range", f"bytes {put.start}-{put.stop - 1}/{put.size}"),
+            ("Content-Length", str(framed_bytes((put.start, put.stop)))),
+            _VERSION_FIELD,
+        ],
+    )
+
+
+# --- commands -------------------------------------------------------------------------------------
 
 
 def build_command(

@@ -89,20 +89,20 @@ def test_completely_full_disk_is_pruned(small_disk):
 
 @pytest.mark.root
 def test_full_second_place_is_completed_when_it_has_space(tmp_path, small_disk):
-    tiers = open_tiers(tmp_path / "origin", local=tmp_path / "near", replica=small_disk)
+    tiers, second = open_tiers(tmp_path / "origin", local=tmp_path / "near"), open_run(small_disk / "second")
     state = random_state(3 << 20, 5 << 20, 4 << 20)
     manifest = make_checkpoint(tiers.local.checkpoint(checkpoint_name(1)), state, chunk_bytes=1 << 20)
     with pytest.raises(DiskFullError):
-        copy(tiers, tiers.local, tiers.replica, 1)
-    (files,) = contents(tiers.replica).values()
+        copy(tiers, tiers.local, second, 1)
+    (files,) = contents(second).values()
     sizes = {file.name: file.size for file in manifest.files}
-    place = Path(tiers.replica.url_of(checkpoint_name(1)))
+    place = Path(second.url_of(checkpoint_name(1)))
     assert files, "what was whole by then stays"
     assert all(os.path.getsize(place / name) == sizes[name] for name in files)
-    assert [each.run for each in tiers.complete()] == [tiers.local]
+    assert not any(found.complete for found in second.scan())
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
-    assert sorted(copy(tiers, tiers.local, tiers.replica, 1).skipped) == files
-    assert_same(load_all(tiers.replica.checkpoint(checkpoint_name(1))), state)
+    assert sorted(copy(tiers, tiers.local, second, 1).skipped) == files
+    assert_same(load_all(second.checkpoint(checkpoint_name(1))), state)
 
 
 def test_quota_reached_inside_a_file_leaves_no_part_of_it(tmp_path):
@@ -154,7 +154,7 @@ def test_unreadable_near_disk_fails_no_restore(tmp_path, monkeypatch, events):
         return read(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", broken)
-    saved = tiers.save_id(checkpoint_name(1))
+    saved = tiers.manifest(checkpoint_name(1)).manifest.save_id
     assert saved == read_manifest(tiers.origin.checkpoint(checkpoint_name(1))).manifest.save_id
     assert_same(load_all(tiers.checkpoint(checkpoint_name(1), save_id=saved)), state)
     assert {event.name for event in events} == {"checkpoint.tier.damaged"}

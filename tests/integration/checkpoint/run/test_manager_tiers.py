@@ -155,21 +155,6 @@ def test_near_save_of_dead_process_is_restored_and_uploaded(tmp_path: Path, buck
             assert_same(found, expected)
 
 
-def test_second_node_stores_a_copy(tmp_path: Path, bucket: S3Server) -> None:
-    url, options = "s3://runs/second", bucket.target_options
-    state = make_state()
-    with CheckpointManager(url, local=tmp_path / "one", replica=tmp_path / "two", target_options=options) as run:
-        run.save(1, state)
-        change(state)
-        run.save(2, state)
-    shutil.rmtree(tmp_path / "one")
-    open_run(url, options).remove("step-000000000002", ["manifest.millrace"])
-    with CheckpointManager(url, local=tmp_path / "one", replica=tmp_path / "two", target_options=options) as run:
-        found = empty_like(state)
-        assert run.restore(found) == 2
-    assert_same(found, state)
-
-
 def test_unwritable_near_disk_is_skipped(tmp_path: Path, bucket: S3Server) -> None:
     url, options = "s3://runs/full", bucket.target_options
     (tmp_path / "file").write_text("where a directory should be")

@@ -113,7 +113,7 @@ def test_bit_rot_near_reaches_neither_the_store_nor_a_restore(tiers, state):
     flip(rotten, manifest.files[1].size - 10)
     upload(tiers)
     flip(rotten, 5)
-    layers = tiers.checkpoint(NAME, save_id=tiers.save_id(NAME))
+    layers = tiers.checkpoint(NAME, save_id=tiers.manifest(NAME).manifest.save_id)
     assert_same(load_all(layers), state)
     assert 0 < layers.read_bytes[1] <= 8 << 20, "only the damaged range comes from afar"
 
@@ -136,7 +136,7 @@ def test_restore_after_loss_of_disk_or_store_reads_the_other(tmp_path, state):
             )
             (found,) = tiers.complete()
             assert found.name == NAME
-            layers = tiers.checkpoint(NAME, save_id=tiers.save_id(NAME))
+            layers = tiers.checkpoint(NAME, save_id=tiers.manifest(NAME).manifest.save_id)
             assert_same(load_all(layers), state)
             assert layers.read_bytes[1] == 0
             (Path(near(tiers).url) / manifest.files[2].name).unlink()
@@ -214,7 +214,7 @@ def test_two_savers_of_one_name_do_not_mix_files(tiers, state):
         upload(tiers, check=lambda: make_checkpoint(far(tiers), other))
     assert_same(load_all(far(tiers)), other)
     # A node that has the other save on its disk still reads the origin's.
-    assert_same(load_all(tiers.checkpoint(NAME, save_id=tiers.save_id(NAME))), other)
+    assert_same(load_all(tiers.checkpoint(NAME, save_id=tiers.manifest(NAME).manifest.save_id)), other)
 
 
 def test_saver_that_lost_the_run_publishes_nothing(tiers, state):
@@ -233,7 +233,7 @@ class TieredReader(CheckpointReader):
 
     def __init__(self, tiers: Tiers, name: str) -> None:
         super().__init__(tiers.origin.url_of(name))
-        self._layers = tiers.checkpoint(name, save_id=tiers.save_id(name))
+        self._layers = tiers.checkpoint(name, save_id=tiers.manifest(name).manifest.save_id)
 
     def _storage(self) -> CheckpointStorage:
         return self._layers

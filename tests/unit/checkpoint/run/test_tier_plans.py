@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from tests.support.checkpoints import assert_same, load_all, make_checkpoint, ra
 from millrace.checkpoint.run.run_info import CheckpointInfo
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, checkpoint_name, open_run
 from millrace.checkpoint.run.tiers import (
-    DirectoryReplica,
     Tiers,
     Upload,
     is_local_failure,
@@ -95,12 +93,9 @@ def test_near_places_are_separate_directories(tmp_path):
     for wrong in ("s3://bucket/x", ""):
         with pytest.raises(ConfigurationError):
             open_tiers("s3://bucket/run", local=wrong)
-    with pytest.raises(ConfigurationError, match="one directory"):
-        open_tiers("s3://bucket/run", local=tmp_path, replica=tmp_path)
-    tiers = open_tiers("s3://bucket/run", local=tmp_path / "a", replica=DirectoryReplica(tmp_path / "b"))
+    tiers = open_tiers("s3://bucket/run", local=tmp_path / "a")
     assert [run.url for run in tiers.places] == [
         f"{tmp_path}/a/{run_directory('s3://bucket/run')}",
-        f"{tmp_path}/b/{run_directory('s3://bucket/run')}",
         "s3://bucket/run",
     ]
     assert list(tmp_path.iterdir()) == [], "nothing is made before something is saved"
@@ -112,7 +107,7 @@ def test_near_places_are_separate_directories(tmp_path):
 
 @pytest.fixture
 def tiers(tmp_path) -> Tiers:
-    return open_tiers(tmp_path / "origin", local=tmp_path / "near", replica=tmp_path / "second", sync=False)
+    return open_tiers(tmp_path / "origin", local=tmp_path / "near", sync=False)
 
 
 def put(run: Run, step: int, seed: int = 0, revision: int = 0, **options):
@@ -130,12 +125,11 @@ def test_checkpoint_in_several_places_is_listed_once(tiers):
     put(tiers.origin, 10)
     put(tiers.local, 20)
     copy(tiers.local, tiers.origin, 20)
-    copy(tiers.local, tiers.replica, 20)
-    put(tiers.replica, 30)
+    put(tiers.local, 30)
     put(tiers.local, 40, publish=False)
     complete = tiers.complete()
     assert [(each.step, each.run) for each in complete] == [
-        (10, tiers.origin), (20, tiers.origin), (30, tiers.replica)
+        (10, tiers.origin), (20, tiers.origin), (30, tiers.local)
     ]  # fmt: skip
     assert [each.step for each in timeline(complete)] == [10, 20, 30]
     assert complete[2].describe().name == complete[2].name
@@ -164,32 +158,35 @@ class Down:
 
 def test_run_without_origin_lists_near_checkpoints(tiers, events):
     put(tiers.local, 20)
-    cut_off = Tiers(origin=Down(), local=tiers.local, replica=tiers.replica)
+    cut_off = Tiers(origin=Down(), local=tiers.local)
     (found,) = cut_off.complete()
     assert found.step == 20
     assert [event.name for event in events] == ["checkpoint.tier.unreachable"]
-    assert cut_off.save_id(found.name) == read_manifest(tiers.local.checkpoint(found.name)).manifest.save_id
+    assert (
+        cut_off.manifest(found.name).manifest.save_id
+        == read_manifest(tiers.local.checkpoint(found.name)).manifest.save_id
+    )
 
 
 def test_unavailable_origin_raises(tiers):
     with pytest.raises(OriginUnavailableError):
         Tiers(origin=Down(), local=tiers.local).complete()
     with pytest.raises(OriginUnavailableError):
-        Tiers(origin=Down(), local=tiers.local).save_id(checkpoint_name(1))
+        Tiers(origin=Down(), local=tiers.local).manifest(checkpoint_name(1))
 
 
 def test_save_id_is_that_of_the_origin(tiers):
     put(tiers.local, 20, seed=1)
     put(tiers.origin, 20, seed=2)
     name = checkpoint_name(20)
-    save_id = tiers.save_id(name)
+    save_id = tiers.manifest(name).manifest.save_id
     assert_same(load_all(tiers.checkpoint(name, save_id=save_id)), random_state(9000, 50, seed=2))
     (tmp := Path(tiers.origin.url) / name / "manifest.millrace").write_bytes(b"damaged")
-    assert tiers.save_id(name) != save_id, "a near copy heals a damaged origin"
+    assert tiers.manifest(name).manifest.save_id != save_id, "a near copy heals a damaged origin"
     tmp.unlink()
     (Path(tiers.local.url) / name / "manifest.millrace").unlink()
     with pytest.raises(CheckpointNotFoundError):
-        tiers.save_id(name)
+        tiers.manifest(name)
 
 
 def test_run_without_near_places_uses_the_origin_directly(tmp_path):
@@ -197,7 +194,8 @@ def test_run_without_near_places_uses_the_origin_directly(tmp_path):
     put(tiers.origin, 1)
     assert isinstance(tiers.checkpoint(checkpoint_name(1)), LocalStorage)
     assert (
-        tiers.save_id(checkpoint_name(1)) == read_manifest(tiers.origin.checkpoint(checkpoint_name(1))).manifest.save_id
+        tiers.manifest(checkpoint_name(1)).manifest.save_id
+        == read_manifest(tiers.origin.checkpoint(checkpoint_name(1))).manifest.save_id
     )
 
 
@@ -355,8 +353,3 @@ def test_failing_near_disk_emits_an_event(tmp_path, events):
     with pytest.warns(RuntimeWarning, match=r"step-000000000001 goes to the origin directly: .* \(no room\)"):
         report_local_failure(run, checkpoint_name(1), DiskFullError("no room"))
     assert [(event.name, event.subject) for event in events] == [("checkpoint.tier.refused", run.url)]
-
-
-def test_place_pickle_roundtrip_is_equal(tmp_path):
-    place = DirectoryReplica(tmp_path)
-    assert pickle.loads(pickle.dumps(place)) == place

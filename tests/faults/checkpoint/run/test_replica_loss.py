@@ -1,0 +1,124 @@
+"""A node is lost while three ranks train: the newest save that was reported as replicated is restored on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.local_cluster import TOKEN, LocalCluster
+from tests.support.waiting import wait_until
+
+from millrace.testing.region import EmulatedRegion
+from millrace.testing.s3 import S3Server
+
+TRIALS = int(os.environ.get("REPLICA_TRIALS", "3"))
+"""Twenty for the record, see docs/design/0025-replicas.md."""
+ROOT = Path(__file__).parents[4]
+
+
+class Job:
+    """The processes of one job; see `tests/support/replica_job.py`."""
+
+    def __init__(self, program: str, cluster: LocalCluster, nodes: Sequence[int], url: str, meeting: Path) -> None:
+        machines = [
+            {"cache_dir": str(cluster.nodes[node].cache_dir), "local": str(cluster.nodes[node].directory / "local")}
+            for node in nodes
+        ]
+        order = {"program": program, "machines": machines, "url": url, "meeting": str(meeting)}
+        order["target_options"] = cluster.target_options  # type: ignore[assignment]
+        self._errors = meeting.with_suffix(".err").open("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.support.replica_job", json.dumps(order)],
+            cwd=ROOT,
+            env={**os.environ, "MILLRACE_MEMBERS": cluster.members, "MILLRACE_CLUSTER_TOKEN": TOKEN},
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self.lines: list[tuple[str, int]] = []
+        self.ranks: dict[int, int] = {}
+        self.log = ""
+        """The last lines of stderr, after the end."""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            word, *numbers = line.split()
+            if word == "rank":
+                self.ranks[int(numbers[0])] = int(numbers[1])
+            else:
+                self.lines.append((word, int(numbers[0])))
+
+    def steps(self, word: str) -> list[int]:
+        return [step for found, step in list(self.lines) if found == word]
+
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    def kill(self, first: int) -> None:
+        """Kill the ranks, `first` before the others, and wait until everything that they printed was read."""
+        for rank in (first, *(rank for rank in self.ranks if rank != first)):
+            os.kill(self.ranks[rank], signal.SIGKILL)
+        self.end()
+
+    def end(self) -> int:
+        code = self._process.wait(300)
+        self._reader.join(60)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._errors.seek(0)
+        self.log = self._errors.read()[-6000:]
+        self._errors.close()
+        return code
+
+
+@pytest.fixture(scope="module")
+def slow_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A store to which an upload takes some seconds."""
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        server.create_bucket("runs")
+        with EmulatedRegion(server.endpoint_url, round_trip_seconds=0.01, bytes_per_second=4e6) as region:
+            yield {**server.target_options, "endpoint_url": region.endpoint_url}
+
+
+def test_newest_replicated_save_survives_the_loss_of_any_node(tmp_path: Path, slow_store: dict[str, Any]) -> None:
+    moments = random.Random(os.environ.get("REPLICA_SEED", "7"))
+    from_others = 0
+    with LocalCluster(tmp_path, 3, target_options=slow_store) as cluster:
+        for trial in range(TRIALS):
+            url = f"s3://runs/trial-{trial}"
+            job = Job("train", cluster, (0, 1, 2), url, tmp_path / f"train-{trial}")
+            wait_until(lambda job=job: bool(job.steps("replicated")) or job.is_over())
+            assert not job.is_over() or job.end() is None, job.log
+            time.sleep(moments.uniform(0.0, 4.0))  # the moment of the loss
+            victim = moments.randrange(3)
+            lost = cluster.nodes[victim]
+            lost.kill()
+            job.kill(victim)
+            shutil.rmtree(lost.directory)
+            newest = job.steps("replicated")[-1]
+            left = [node for node in range(3) if node != victim]
+            again = Job("restore", cluster, left, url, tmp_path / f"restore-{trial}")
+            assert again.end() == 0, f"trial {trial}, node {victim}, step {newest}: {again.log}"
+            restored = set(again.steps("restored"))
+            assert len(restored) == 1
+            print(f"trial {trial}: node {victim} lost, step {newest} replicated, step {min(restored)} restored")
+            assert min(restored) >= newest, f"trial {trial}, node {victim}: {again.log}"
+            from_others += "from other nodes" in again.log
+            cluster.start_one(victim)
+            for node in cluster.nodes:
+                shutil.rmtree(node.directory / "local", ignore_errors=True)
+    assert from_others > 0, "no restore needed a replica"

@@ -1,0 +1,103 @@
+"""Nodes of a cluster in this process, to which a `CheckpointManager` of this process copies replicas."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.cluster.attach import close_all
+from millrace.config import address_text, resolve
+from millrace.events import Event, add_hook
+from millrace.node.process import NodeProcess
+from millrace.testing.process import free_ports
+
+TOKEN = "a-token-for-tests-only"
+
+
+class ReplicaNodes:
+    """`count` static nodes with a cache directory each. The manager runs on the machine of number 0, see `on`.
+
+    `options` are those of all nodes. A context manager.
+    """
+
+    def __init__(self, directory: Path, count: int = 3, **options: Any) -> None:
+        self.directory = directory
+        self._options = options
+        self._ports = free_ports(count)
+        self.members = "static://" + ",".join(address_text("127.0.0.1", port) for port in self._ports)
+        self._running: dict[int, NodeProcess] = {}
+
+    def __enter__(self) -> ReplicaNodes:
+        for number in range(len(self._ports)):
+            self.start(number)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        close_all()
+        for number in list(self._running):
+            self.stop(number)
+
+    def start(self, number: int, **options: Any) -> NodeProcess:
+        """Start a node, with further options of its own."""
+        given = {
+            "cache_dir": str(self.cache_dir(number)),
+            "members": self.members,
+            "cluster_token": TOKEN,
+            "min_free": 0,
+            **self._options,
+            **options,
+        }
+        node = NodeProcess(resolve(given, environ={}, file={}), port=self._ports[number])
+        node.start()
+        self._running[number] = node
+        return node
+
+    def stop(self, number: int) -> None:
+        """End a node; its disk stays."""
+        self._running.pop(number).close()
+
+    def node(self, number: int) -> NodeProcess:
+        """A running node."""
+        return self._running[number]
+
+    def cache_dir(self, number: int) -> Path:
+        """The cache directory of a node."""
+        return self.directory / f"node-{number}"
+
+    @contextlib.contextmanager
+    def on(self, number: int) -> Iterator[None]:
+        """Managers of this process are on the machine of this node."""
+        close_all()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MILLRACE_CACHE_DIR", str(self.cache_dir(number)))
+            patch.setenv("MILLRACE_MEMBERS", self.members)
+            patch.setenv("MILLRACE_CLUSTER_TOKEN", TOKEN)
+            yield
+        close_all()
+
+    def replicas(self) -> dict[int, list[Path]]:
+        """The files of all replicas by node, also of nodes that do not run, without the parts of files."""
+        found = {}
+        for number in range(len(self._ports)):
+            paths = sorted(self.cache_dir(number).glob("millrace/*/replicas/*/*/*"))
+            found[number] = [path for path in paths if not path.name.startswith(".")]
+        return found
+
+    def holders(self, checkpoint: str) -> list[int]:
+        """The nodes with files of a checkpoint."""
+        return [number for number, paths in self.replicas().items() if any(p.parent.name == checkpoint for p in paths)]
+
+
+@contextlib.contextmanager
+def seen_events() -> Iterator[list[Event]]:
+    """The events of this process inside the block."""
+    seen: list[Event] = []
+    remove = add_hook(seen.append)
+    try:
+        yield seen
+    finally:
+        remove()
