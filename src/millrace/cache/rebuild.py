@@ -22,7 +22,7 @@ from millrace.figures import size_text
 from millrace.runtime.failures import disk_errors
 from millrace.store import records
 from millrace.store.index import Index
-from millrace.store.records import Entry, SegmentRecord, span_of
+from millrace.store.records import Entry, SegmentRecord
 from millrace.store.segment_files import SegmentObject, data_bytes, data_path, generations, group_in, idx_path, scan
 
 _log = logging.getLogger("millrace.cache")
@@ -168,7 +168,7 @@ def _segment_entry(generation: int, record: SegmentObject) -> Entry:
         generation,
         record.size,
         max(1, record.size),
-        1,
+        record.size,
         generation,
         record.offset,
         record.checksum,
@@ -177,11 +177,7 @@ def _segment_entry(generation: int, record: SegmentObject) -> Entry:
 
 
 def _enter(index: Index, batch: dict[bytes, tuple[Entry, list[tuple[int, int]]]], found: Found) -> None:
-    nbytes = 0
-    for entry, blocks in batch.values():
-        for block, _ in blocks:
-            start, stop = span_of(block, block + 1, entry.size, entry.block_bytes)
-            nbytes += stop - start
+    nbytes = sum(entry.cached_bytes for entry, _ in batch.values())
     index.restore(list(batch.values()), used_bytes=nbytes)
     found.objects += len(batch)
     found.nbytes += nbytes
@@ -218,7 +214,8 @@ def _read_file(path: Path) -> tuple[Entry, list[tuple[int, int]]] | None:
     except StorageError as error:
         emit(Event(name="cache.file.lost", subject=str(path), detail=str(error)))
         return None
-    return (entry._replace(present=len(blocks)), blocks) if blocks else None
+    nbytes = sum(records.cached_in(entry, block, checksum) for block, checksum in blocks)
+    return (entry._replace(cached_bytes=nbytes), blocks) if blocks else None
 
 
 def _read_footer(descriptor: int) -> Entry | None:

@@ -28,6 +28,9 @@ import xxhash
 BLOCK_BYTES = 4 << 20
 """Unit of caching and checksumming: large enough that a request's overhead is small, small enough for a footer."""
 
+PAGE_BYTES = 16 << 10
+"""Unit of caching and checksumming inside a block that is not completely cached, see docs/design/0022-cold-columns.md."""
+
 RUN_BLOCKS = 2
 """The most neighbouring blocks that one request fetches (8 MiB, see docs/design/0009-cold-reads.md)."""
 
@@ -37,11 +40,12 @@ READ_AHEAD_BLOCKS = 16
 _BITS = 52  # so that every hash is a float between 0 and 1, both excluded
 
 _LENGTHS = struct.Struct("<III")
-_OBJECT = struct.Struct("<QQIIQQQQq")
+_OBJECT = struct.Struct("<QQIQQQQQq")
 _SEGMENT = struct.Struct("<QQ")
 _BLOCK_KEY = struct.Struct(">16sQI")
 _MEMBER_KEY = struct.Struct(">Q16s")
 _U64 = struct.Struct("<Q")
+_PAGE = struct.Struct("<IQ")
 _GENERATION = struct.Struct(">Q")
 
 _MAGIC = b"MLRCobj2"
@@ -181,16 +185,17 @@ class Entry(NamedTuple):
     """The record of one object version in a store.
 
     `generation` is never used twice in a store. It names the file, so a file that may be mapped is never written again.
-    `present` is the number of cached blocks. `place` is 0 for an object with its own file, otherwise the generation of the
-    segment that contains the object, from `offset`, with `checksum`. `seal_inode` and `seal_ctime_ns` are those of the file
-    when all of its blocks were last verified; 0 when they were not. `packed_name` is a packed `ObjectName`.
+    `cached_bytes` are those of all cached blocks and pages. `place` is 0 for an object with its own file, otherwise the
+    generation of the segment that contains the object, from `offset`, with `checksum`. `seal_inode` and `seal_ctime_ns` are
+    those of the file when all of its blocks were last verified; 0 when they were not. `packed_name` is a packed
+    `ObjectName`.
     """
 
     object_id: bytes
     generation: int
     size: int
     block_bytes: int
-    present: int
+    cached_bytes: int
     place: int = 0
     offset: int = 0
     checksum: int = 0
@@ -201,7 +206,7 @@ class Entry(NamedTuple):
     @property
     def complete(self) -> bool:
         """Whether every block is cached."""
-        return self.present * self.block_bytes >= self.size
+        return self.cached_bytes >= self.size
 
     @property
     def sealed(self) -> bool:
@@ -253,6 +258,53 @@ def block_key(object_id: bytes, generation: int, block: int) -> bytes:
 def block_of(key: bytes) -> int:
     """The number of the block in a `block_key`."""
     return int(_BLOCK_KEY.unpack(key)[2])
+
+
+Pages = dict[int, int]
+"""The cached pages of a block that is not completely cached: their checksums, by the number of the page in the block."""
+
+
+def pack_pages(pages: Pages) -> bytes:
+    """The record of a block of which only these pages are cached. Its length is never that of a checksum."""
+    return b"".join(_PAGE.pack(*page) for page in sorted(pages.items()))
+
+
+def unpack_block(value: bytes) -> int | Pages:
+    """The record of a block: its checksum, or its cached pages."""
+    return number(value) if len(value) == _U64.size else dict(_PAGE.iter_unpack(value))
+
+
+def page_span(entry: Entry, block: int, page: int) -> tuple[int, int]:
+    """The byte range `[start, stop)` of a page in its object."""
+    start, stop = span_of(block, block + 1, entry.size, entry.block_bytes)
+    return start + page * PAGE_BYTES, min(start + (page + 1) * PAGE_BYTES, stop)
+
+
+def pages_of(entry: Entry, block: int, start: int, stop: int, *, touched: bool = False) -> range:
+    """The pages of a block inside the byte range `[start, stop)` of the object; with `touched`, those that it touches."""
+    base, end = span_of(block, block + 1, entry.size, entry.block_bytes)
+    start, stop = max(start, base) - base, min(stop, end) - base
+    if touched or stop == end - base:
+        stop += PAGE_BYTES - 1
+    return range((start if touched else start + PAGE_BYTES - 1) // PAGE_BYTES, stop // PAGE_BYTES)
+
+
+def page_count(entry: Entry, block: int) -> int:
+    """The number of pages of a block."""
+    return len(pages_of(entry, block, *span_of(block, block + 1, entry.size, entry.block_bytes)))
+
+
+def page_number(entry: Entry, block: int, page: int) -> int:
+    """A negative number that no other page of the object has; blocks have natural ones."""
+    return -1 - block * -(-entry.block_bytes // PAGE_BYTES) - page
+
+
+def cached_in(entry: Entry, block: int, state: int | Pages) -> int:
+    """The cached bytes of a block with this record."""
+    if isinstance(state, int):
+        start, stop = span_of(block, block + 1, entry.size, entry.block_bytes)
+        return stop - start
+    return sum(stop - start for start, stop in (page_span(entry, block, page) for page in state))
 
 
 BLOCK_KEY_BYTES = _BLOCK_KEY.size

@@ -26,7 +26,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 import xxhash
@@ -37,7 +37,17 @@ from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.runtime.failures import LostDataError, disk_errors
 from millrace.store import records
-from millrace.store.records import Entry, span_of
+from millrace.store.records import (
+    Entry,
+    Pages,
+    blocks_of,
+    coalesce,
+    page_count,
+    page_number,
+    page_span,
+    pages_of,
+    span_of,
+)
 from millrace.store.setup import Rebuild, open_directory
 from millrace.store.space import Space
 
@@ -179,7 +189,7 @@ class Store:
 
     def _require_no_blocks(self, entry: Entry, what: str) -> None:
         now = self.index.get(entry.object_id)
-        if now is None or now.generation != entry.generation or now.present:
+        if now is None or now.generation != entry.generation or now.cached_bytes:
             raise LostDataError(f"{self.path(entry)}: {what}", next_step="open the object again")
 
     def write_block(self, entry: Entry, descriptor: int, block: int, data: Buffer) -> Entry | None:
@@ -199,7 +209,88 @@ class Store:
         with disk_errors(self.path(entry)):
             _write(descriptor, view, start)
             _write(descriptor, records.pack_block(entry, block, value), records.block_offset(entry, block))
-        return self.index.add_block(entry, block, len(view), value)
+        return self.index.add_block(entry, block, value)
+
+    def write_pages(self, entry: Entry, descriptor: int, start: int, data: Buffer) -> Entry | None:
+        """Write and record the bytes from `start` on: whole pages, of any number of blocks. Returns as `write_block`.
+
+        A block whose last page is written becomes a complete one.
+        """
+        view = memoryview(data).cast("B")
+        stop = start + len(view)
+        now: Entry | None = entry
+        pages: dict[int, Pages] = {}
+        if self._remove_if_cut(entry, descriptor):
+            return None
+        for block in blocks_of(start, stop, entry.block_bytes):
+            first, end = span_of(block, block + 1, entry.size, entry.block_bytes)
+            if start <= first and end <= stop:
+                now = self.write_block(entry, descriptor, block, view[first - start : end - start])
+                continue
+            inside = [(page, page_span(entry, block, page)) for page in pages_of(entry, block, start, stop)]
+            if not inside:
+                continue
+            pages[block] = {page: checksum(view[begin - start : last - start]) for page, (begin, last) in inside}
+            begin, last = inside[0][1][0], inside[-1][1][1]
+            with disk_errors(self.path(entry)):
+                _write(descriptor, view[begin - start : last - start], begin)
+        if pages:
+            now = self.index.add_pages(entry, pages)
+            for block, state in zip(pages, self.index.block_states(entry, pages), strict=True):
+                if isinstance(state, dict) and len(state) == page_count(entry, block):
+                    now = self._join_pages(entry, descriptor, block) or now
+        return now
+
+    def _join_pages(self, entry: Entry, descriptor: int, block: int) -> Entry | None:
+        """Record a block, all of whose pages are cached and right, as a complete one."""
+        whole = self.read_pages(entry, descriptor, *span_of(block, block + 1, entry.size, entry.block_bytes))
+        if whole is None:
+            return None
+        value = checksum(whole)
+        with disk_errors(self.path(entry)):
+            _write(descriptor, records.pack_block(entry, block, value), records.block_offset(entry, block))
+        return self.index.add_block(entry, block, value)
+
+    def read_pages(
+        self, entry: Entry, descriptor: int, start: int, stop: int, verified: Container[int] = ()
+    ) -> bytes | None:
+        """The bytes `[start, stop)` inside one block, if its pages are cached and right; otherwise None.
+
+        Pages whose `page_number` is in `verified` are not verified. A wrong page is removed with its block, and reported.
+        """
+        block = start // entry.block_bytes
+        state = self.index.block_states(entry, [block])[0]
+        wanted = pages_of(entry, block, start, stop, touched=True)
+        if not isinstance(state, dict) or any(page not in state for page in wanted):
+            return None
+        first, end = page_span(entry, block, wanted[0])[0], page_span(entry, block, wanted[-1])[1]
+        with disk_errors(self.path(entry)):
+            data = os.pread(descriptor, end - first, first)
+        view = memoryview(data)
+        for page in wanted:
+            begin, last = page_span(entry, block, page)
+            in_doubt = len(data) != end - first or page_number(entry, block, page) not in verified
+            if in_doubt and checksum(view[begin - first : last - first]) != state[page]:
+                self._drop_block(entry, descriptor, block)
+                return None
+        return data if (first, end) == (start, stop) else data[start - first : stop - first]
+
+    def gaps(self, entry: Entry, start: int, stop: int) -> list[tuple[int, int]]:
+        """The byte ranges of whole pages to fetch so that `[start, stop)` is cached; ascending, and they do not touch."""
+        gaps: list[tuple[int, int]] = []
+        blocks = blocks_of(start, stop, entry.block_bytes)
+        for block, state in zip(blocks, self.index.block_states(entry, blocks), strict=True):
+            if isinstance(state, int):
+                continue
+            wanted = pages_of(entry, block, start, stop, touched=True)
+            runs = [wanted] if state is None else coalesce((page for page in wanted if page not in state), len(wanted))
+            for run in runs:
+                first, end = page_span(entry, block, run[0])[0], page_span(entry, block, run[-1])[1]
+                if gaps and gaps[-1][1] == first:
+                    gaps[-1] = gaps[-1][0], end
+                else:
+                    gaps.append((first, end))
+        return gaps
 
     def read_block(self, entry: Entry, descriptor: int, block: int) -> bytes | None:
         """Read one block and verify it. None when it is not cached; a wrong block is removed and reported, and also None."""
@@ -246,7 +337,7 @@ class Store:
             with disk_errors(path):
                 _write(descriptor, bytes(records.BLOCK_ENTRY_BYTES), records.block_offset(entry, block))
         finally:
-            if self.index.drop_block(entry, block, stop - start):
+            if self.index.drop_block(entry, block):
                 emit(Event(name="cache.block.corrupt", subject=path, nbytes=stop - start, detail=f"block {block}"))
                 self._on_corrupt()
 
@@ -266,7 +357,7 @@ class Store:
         return True
 
     def missing(self, entry: Entry, blocks: Sequence[int]) -> list[int]:
-        """Those of `blocks` that are not cached."""
+        """Those of `blocks` that are not completely cached."""
         present = self.index.checksums(entry, blocks)
         return [block for block, value in zip(blocks, present, strict=True) if value is None]
 

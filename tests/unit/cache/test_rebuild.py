@@ -150,7 +150,7 @@ def test_rebuild_keeps_the_younger_of_two_generations(
     reboot(tmp_path)
     store = open_store(tmp_path)
     entries = list(store.index.entries())
-    assert [entry.present for entry in entries] == [2, 2]
+    assert [entry.cached_bytes for entry in entries] == [2 * BLOCK, 2 * BLOCK]
     assert store.index.used_bytes() == 4 * BLOCK
     files = [path for path in (tmp_path / "objects").glob("*/*") if path.is_file()]
     assert sorted(files) == sorted(Path(store.path(entry)) for entry in entries)

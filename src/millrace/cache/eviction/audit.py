@@ -66,7 +66,7 @@ class Audit:
         large = [
             (entry.object_id, 0, entry.size, group_of(entry.name.origin, entry.name.key))
             for entry in page
-            if not entry.place and entry.present
+            if not entry.place and entry.cached_bytes
         ]
         if None in self._records.used_at([key for key, *_ in large]):
             self._records.enter_unknown(large, now=time.time())
