@@ -42,10 +42,9 @@ from millrace.store.transactions import SIGNALS_NAME
 _log = logging.getLogger("millrace.store")
 
 FORMAT_NAME = "millrace-store"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _FORMAT_LINE = f"{FORMAT_NAME} {FORMAT_VERSION}\n"
-_OLD_FORMATS = (f"{FORMAT_NAME} 1", f"{FORMAT_NAME} 2")
-_OLD_INDEX = _OLD_FORMATS[1]  # only its index differs, which is rebuilt
+_OLD_FORMATS = tuple(f"{FORMAT_NAME} {number}" for number in range(1, FORMAT_VERSION))
 
 RULES_NAME = "rules.json"
 NEW_RULES_NAME = "rules.json.new"
@@ -146,11 +145,9 @@ def _open(directory: Path, rebuild: Rebuild, on_dropped: Callable[[], None]) -> 
     lines = _read_marker(directory)
     _require_format(directory, lines)
     if lines and lines[0] in _OLD_FORMATS:
-        names = ("index",) if lines[0] == _OLD_INDEX else ("index", *_DATA_FOLDERS)
         old = lines[0].removeprefix(f"{FORMAT_NAME} ")
-        _discard(
-            directory, (*names, "counters"), f"written in format {old}, this version writes format {FORMAT_VERSION}"
-        )
+        reason = f"written in format {old}, this version writes format {FORMAT_VERSION}"
+        _discard(directory, ("index", *_DATA_FOLDERS, "counters"), reason)
         lines = []
     for name in ("counters", *_DATA_FOLDERS):
         (directory / name).mkdir(mode=0o700, exist_ok=True)

@@ -488,7 +488,7 @@ class IndexTransactions:
             entry = self._get(txn, key[:16])
             if entry is not None and key.startswith(block_key(*entry[:2], 0)[:BLOCK_PREFIX_BYTES]):
                 block = block_of(key)
-                self._put(txn, entry._replace(present=max(0, entry.present - 1), seal_inode=0, seal_ctime_ns=0))
+                self._put(txn, entry._replace(present=max(0, entry.present - 1)).with_seal(None))
                 start = block * entry.block_bytes
                 self._add(txn, b"used", -max(0, min(start + entry.block_bytes, entry.size) - start))
         elif table is self._objects:

@@ -16,7 +16,7 @@ from millrace.events import Event, emit
 from millrace.runtime.failures import disk_errors
 from millrace.store.environment import DATA_NAME
 from millrace.store.index import Index
-from millrace.store.records import segment_unit
+from millrace.store.records import SIDECAR_SUFFIX, segment_unit
 from millrace.store.segment_files import generations
 from millrace.store.segments import Segments
 from millrace.store.store import Store, unlink
@@ -111,7 +111,7 @@ class Leftovers:
             except FileNotFoundError:
                 return
         for name in names:
-            digits, _, generation = name.partition("-")
+            digits, _, generation = name.removesuffix(SIDECAR_SUFFIX).partition("-")
             if len(digits) != _ID_DIGITS or not generation.isdecimal():
                 continue  # another file: a rebuild decides
             entry = self._index.get(bytes.fromhex(digits))
