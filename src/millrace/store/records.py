@@ -214,7 +214,7 @@ class Entry(NamedTuple):
     def with_seal(self, file: os.stat_result | None) -> Entry:
         """The record with the seal of a file in this state, or without a seal."""
         seal = (0, 0, 0, 0) if file is None else (file.st_ino, file.st_ctime_ns, file.st_mtime_ns, file.st_nlink)
-        return self._make((*self[:8], *seal, self.packed_name))
+        return Entry(*self[:8], *seal, packed_name=self.packed_name)
 
     @property
     def name(self) -> ObjectName:

@@ -104,6 +104,17 @@ class Sealer(_Background):
             return None
         return self._seal_or_join(entry)
 
+    def seal(self, entry: Entry) -> Entry | None:
+        """As `sealed`, but waits however long it takes; the seal holds for the present state of the file."""
+        sealed = entry if entry.sealed else self._seal_or_join(entry)
+        if sealed is not None:
+            with lost_or_failed(self._store.path(entry)):
+                if seal_holds(sealed, os.stat(self._store.path(entry), follow_symlinks=False)):
+                    return sealed
+            sealed = self.check_seal(sealed)
+            sealed = sealed if sealed.sealed else self._seal_or_join(sealed)
+        return sealed
+
     def start(self, entry: Entry) -> None:
         """Seal a complete object in the background. Errors are reported."""
         with self._lock:

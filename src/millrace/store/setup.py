@@ -46,6 +46,7 @@ FORMAT_VERSION = 4
 _FORMAT_LINE = f"{FORMAT_NAME} {FORMAT_VERSION}\n"
 _OLD_FORMATS = tuple(f"{FORMAT_NAME} {number}" for number in range(1, FORMAT_VERSION))
 
+FOLDERS_NAME = "folders"
 RULES_NAME = "rules.json"
 NEW_RULES_NAME = "rules.json.new"
 RULES_TEXT = "the pins, quotas, times to live and the size that were set for this cache"
@@ -67,7 +68,7 @@ _CHECK_PROGRAM = (
 )
 _DATA_FOLDERS = ("objects", "segments")
 _FILES = (_MARKER, "locks", _LOCK, RULES_NAME)
-_OWN_NAMES = frozenset({*_FILES, f"{_MARKER}.new", "index", *_DATA_FOLDERS, "counters", NEW_RULES_NAME})
+_OWN_NAMES = frozenset({*_FILES, f"{_MARKER}.new", "index", *_DATA_FOLDERS, "counters", FOLDERS_NAME, NEW_RULES_NAME})
 
 
 def open_directory(directory: Path, rebuild: Rebuild, *, on_dropped: Callable[[], None] = lambda: None) -> Index:

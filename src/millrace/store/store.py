@@ -7,6 +7,7 @@ Layout of a store directory (format 4)::
     objects/ab/abcd...-7 one sparse file an object version: 32 hex digits of its id, a dash, its generation. It holds exactly
                          the object's bytes. Its name and checksums are in the sidecar abcd...-7.idx, see `records.py`
     segments/            small objects, many in a file, see `segments.py`
+    folders/             hard links to data files, see `folders.py`
     counters/            see `counters.py`
     locks                byte-range locks of fetches, see `locks.py`
 
@@ -69,6 +70,11 @@ def _write(descriptor: int, data: Buffer, offset: int) -> None:
         position += os.pwrite(descriptor, view[position:], offset + position)
 
 
+def _is_read_only(descriptor: int) -> bool:
+    """Whether a folder has, or had, the file (`folders.py`). It is never written again."""
+    return not os.fstat(descriptor).st_mode & stat.S_IWUSR
+
+
 class VerifiedBlocks:
     """The verified blocks of objects, by the generation of their file. Thread-safe.
 
@@ -122,6 +128,17 @@ class Store:
         """Close the index. Files opened from the store stay readable."""
         self.index.close()
 
+    # --- files in folders -------------------------------------------------------------------------
+
+    def is_linked(self, entry: Entry) -> bool:
+        """Whether a folder has the data file of an object: removing it from the store would free no space."""
+        if entry.place:
+            return False
+        try:
+            return os.lstat(self.path(entry)).st_nlink > 1
+        except OSError:  # then there is nothing to keep
+            return False
+
     # --- files ------------------------------------------------------------------------------------
 
     def path(self, entry: Entry) -> str:
@@ -131,8 +148,8 @@ class Store:
     def open_data(self, entry: Entry) -> int:
         """Open the data file for reading and writing blocks; returns a descriptor to close.
 
-        The file of an object without blocks is created, sparse, and its sidecar. Raises `LostDataError` when blocks are recorded but their
-        file is missing, not a file, or has another size.
+        The file of an object without blocks is created, sparse, and its sidecar. Raises `LostDataError` when blocks are
+        recorded but their file is missing, not a file, or has another size.
         """
         path = self.path(entry)
         # O_NONBLOCK: opening a FIFO in the file's place must not wait.
@@ -140,6 +157,8 @@ class Store:
         with disk_errors(path):
             try:
                 descriptor, created = os.open(path, flags), False
+            except PermissionError:  # the file is, or was, part of a folder, see `folders.py`
+                descriptor, created = os.open(path, flags & ~os.O_RDWR), False
             except FileNotFoundError:
                 self._require_no_blocks(entry, "is gone")
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
@@ -176,7 +195,7 @@ class Store:
             self._unless_removed(entry)
 
     def _write_sidecar(self, entry: Entry, data: bytes, offset: int, *, create: bool = False) -> None:
-        """Write to the sidecar. One that is missing, or not a file, is only needed for a rebuild, which then drops the blocks."""
+        """Write to the sidecar. A missing one is ignored: the blocks are then lost in the next rebuild."""
         path = self.path(entry) + records.SIDECAR_SUFFIX
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
         with disk_errors(path):
@@ -211,7 +230,11 @@ class Store:
         if self._remove_if_cut(entry, descriptor):
             return None
         with disk_errors(self.path(entry)):
-            _write(descriptor, view, start)
+            if not _is_read_only(descriptor):
+                _write(descriptor, view, start)
+            elif os.pread(descriptor, len(view), start) != view:
+                self._remove_current(entry)
+                return None
         self._write_sidecar(entry, records.pack_block(entry, block, value), records.block_offset(entry, block))
         return self.index.add_block(entry, block, len(view), value)
 
@@ -262,6 +285,8 @@ class Store:
             if self.index.drop_block(entry, block, stop - start):
                 emit(Event(name="cache.block.corrupt", subject=path, nbytes=stop - start, detail=f"block {block}"))
                 self._on_corrupt()
+                if _is_read_only(descriptor):  # it cannot be repaired
+                    self._remove_current(entry)
 
     def _remove_if_cut(self, entry: Entry, descriptor: int) -> bool:
         """Whether the file was cut or extended; the object is then removed.
@@ -272,10 +297,16 @@ class Store:
         with disk_errors(path):
             if os.fstat(descriptor).st_size == entry.size:
                 return False
-        now = self.index.get(entry.object_id)
-        if now is not None and now.generation == entry.generation:
+        if self._remove_current(entry):
             emit(Event(name="cache.file.lost", subject=path, detail="it has another size"))
-            self.remove(entry.object_id)
+        return True
+
+    def _remove_current(self, entry: Entry) -> bool:
+        """Remove an object unless it was removed, or removed and created again, meanwhile. Returns whether it was there."""
+        now = self.index.get(entry.object_id)
+        if now is None or now.generation != entry.generation:
+            return False
+        self.remove(entry.object_id)
         return True
 
     def missing(self, entry: Entry, blocks: Sequence[int]) -> list[int]:

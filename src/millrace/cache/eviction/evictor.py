@@ -132,7 +132,7 @@ class Evictor:
         self._remove_object = remove_object
         self._remove_segment = remove_segment
         self._report = report
-        self._holdings = Holdings(store.index)
+        self._holdings = Holdings(store)
         self._surveyor = Surveyor(records, self._holdings)
         self._turn = threading.Lock()
         self._quota_lock = threading.Lock()
