@@ -108,12 +108,28 @@ class LocalFolder:
     # --- files --------------------------------------------------------------------------------------
 
     def _fill(self, names: dict[str, str]) -> None:
+        wanted: list[tuple[set[bytes], bytes]] = []
+
+        def want(info: ObjectInfo) -> None:
+            number = self._id_of(info)
+            if (disk := self._fs.node.disk_of(number)) is not None:
+                disk.evictor.wanted.add(number)
+                wanted.append((disk.evictor.wanted, number))
+
+        try:
+            self._load_and_place(names, want)
+        finally:
+            for numbers, number in wanted:
+                numbers.discard(number)
+
+    def _load_and_place(self, names: dict[str, str], want: Callable[[ObjectInfo], None]) -> None:
         urls: list[str] = [self._url]
         for _ in range(_ATTEMPTS):
             loaded: dict[str, ObjectInfo] = {}
 
             def share(info: ObjectInfo, into: dict[str, ObjectInfo] = loaded) -> tuple[tuple[int, int], ...]:
                 into[info.key] = info  # the last one is the version that is loaded, see `_load_again`
+                want(info)
                 return tuple(everything(info))
 
             self.fetched_bytes += load(self._fs, urls, progress=self._progress, share=share).fetched_bytes
@@ -137,7 +153,7 @@ class LocalFolder:
                 self._write(target, ())
                 return self._done(linked=0, copied=0)
             node = self._fs.node
-            number = object_id(self._fs.origin.identity, info.key, info.version, info.size)
+            number = self._id_of(info)
             disk = node.disk_of(number)
             if disk is None:
                 raise node.unusable()
@@ -155,6 +171,9 @@ class LocalFolder:
                 self._require_room(disk, entry.size)
                 return self._copy_file(disk, entry, target) and self._done(linked=0, copied=entry.size)
             return self._link(disk, entry, target) and self._done(linked=entry.size, copied=0)
+
+    def _id_of(self, info: ObjectInfo) -> bytes:
+        return object_id(self._fs.origin.identity, info.key, info.version, info.size)
 
     def _done(self, *, linked: int, copied: int) -> bool:
         self.objects += 1

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.local_cluster import LocalCluster
 
 import millrace
 from millrace.errors import DiskFullError, ObjectNotFoundError, StorageError, UsageError
@@ -345,3 +346,37 @@ def test_directory_on_unusable_path_raises_one_line(put: Callable[..., str], s3_
         with pytest.raises(error, match=place) as raised, fs.local_folder(url, directory=place):
             pass
         assert "\n" not in str(raised.value)
+
+
+def test_full_cache_makes_room_for_a_folder(put: Callable[..., str], s3_options: dict[str, Any]) -> None:
+    """A load alone does not evict objects that are as useful as its own."""
+    other = put({str(number): os.urandom(4 * MIB) for number in range(8)}, "other")
+    url = put(content())
+    fs = millrace.filesystem("s3", capacity=34 * MIB, **s3_options)
+    for _ in range(3):
+        for name in fs.find(other):
+            fs.cat_file(name)
+    with pytest.raises(DiskFullError):
+        fs.load(url)
+    with fs.local_folder(url) as path:
+        assert_equal(path, content())
+    assert space(s3_options["cache_dir"] + "/millrace/local/objects") <= 34 * MIB
+
+
+def test_folder_on_a_node_of_a_cluster_has_the_bytes_of_its_peers(
+    s3: S3Server, put: Callable[..., str], bucket: str, tmp_path: Path
+) -> None:
+    url = put(content())
+    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None) as region:
+        options = {**s3.target_options, "endpoint_url": region.endpoint_url}
+        with LocalCluster(tmp_path / "cluster", 3, target_options=options) as cluster:
+            paths = []
+            for node in cluster.nodes:
+                fs = millrace.filesystem("s3", **cluster.arguments(node))
+                with fs.local_folder(url) as path:
+                    assert path.startswith(str(node.cache_dir))
+                    assert_equal(path, content())
+                    paths.append(path)
+            fetched = region.stats(f"/{bucket}/").by_kind["GET"].bytes_down
+            assert fetched == sum(SIZES.values())
+            assert not any(map(os.path.exists, paths))

@@ -329,7 +329,7 @@ def test_files_that_a_killed_process_left_are_removed_and_no_others(make_node: C
         info = origin.head(key)
         entry = disk.store.index.remove(object_id(origin.identity, key, info.version, info.size))
         assert entry is not None
-        left.append(Path(disk.store.path(entry)))
+        left += [Path(disk.store.path(entry) + suffix) for suffix in ("", ".idx")]
         if key.endswith("5"):  # it was fetched again since
             read(node, origin, key)
     disk.segments.close()
