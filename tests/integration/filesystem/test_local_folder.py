@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.forked import in_child
 from tests.support.local_cluster import LocalCluster
+from tests.support.waiting import wait_until
 
 import millrace
+from millrace.cache.node import close_nodes
 from millrace.errors import DiskFullError, ObjectNotFoundError, StorageError, UsageError
 from millrace.filesystem import MillraceFileSystem
 from millrace.origin import open_origin
@@ -380,3 +383,92 @@ def test_folder_on_a_node_of_a_cluster_has_the_bytes_of_its_peers(
             fetched = region.stats(f"/{bucket}/").by_kind["GET"].bytes_down
             assert fetched == sum(SIZES.values())
             assert not any(map(os.path.exists, paths))
+
+
+# --- what may go wrong ----------------------------------------------------------------------------------
+
+OWNER = """
+import sys, time, millrace
+fs = millrace.filesystem("file", cache_dir=sys.argv[1], min_free=0)
+with fs.local_folder(sys.argv[2]) as path:
+    print(path, flush=True)
+    time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The objects as local files, which are an origin as well."""
+    for name, data in content().items():
+        path = tmp_path / "model" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return tmp_path / "model"
+
+
+def test_folder_of_a_killed_process_is_removed_by_the_next_one(
+    make: Callable[..., MillraceFileSystem], model: Path, tmp_path: Path
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path / "cache"), str(model)], stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        path = Path(owner.stdout.readline().strip())
+        assert_equal(str(path), content())
+        fs = make()
+        with fs.local_folder(str(model)) as mine:
+            owner.kill()
+            owner.wait()
+            wait_until(lambda: not path.exists())
+            assert_equal(mine, content())
+    large = sum(size for size in SIZES.values() if size > MIB)
+    assert fs.free(str(model)) >= large
+
+
+def test_damaged_cached_object_is_fetched_again_for_a_folder(
+    make: Callable[..., MillraceFileSystem], model: Path, tmp_path: Path
+) -> None:
+    make().load(str(model))
+    close_nodes()
+    for number, path in enumerate((tmp_path / "cache").glob("millrace/local/objects/*/*[0-9]")):
+        with open(path, "r+b") as file:
+            file.seek(number * MIB)
+            file.write(b"damage")
+    fs = make()
+    with fs.local_folder(str(model)) as path:
+        assert_equal(path, content())
+    assert fs.cache_counters()["corrupt_blocks"] == 3
+
+
+def test_failed_folder_leaves_nothing(make: Callable[..., MillraceFileSystem], model: Path, tmp_path: Path) -> None:
+    fs = make()
+
+    def fail(_: object) -> None:
+        raise RuntimeError("the caller ends the load")
+
+    (tmp_path / "there").mkdir()
+    for directory in (None, tmp_path / "new", tmp_path / "there"):
+        with pytest.raises(RuntimeError), fs.local_folder(str(model), directory=directory, progress=fail):
+            pass
+    assert not (tmp_path / "new").exists()
+    assert list((tmp_path / "there").iterdir()) == []
+    assert list((tmp_path / "cache").glob("millrace/local/folders/*")) == []
+    with pytest.raises(ValueError, match="inside"), fs.local_folder(str(model)) as path:
+        raise ValueError("inside")
+    assert not os.path.exists(path)
+
+
+def test_forked_child_that_leaves_the_block_removes_nothing(
+    make: Callable[..., MillraceFileSystem], model: Path
+) -> None:
+    folder = make().local_folder(str(model))
+    path = folder.__enter__()
+
+    def leave() -> str:
+        folder.__exit__(None, None, None)
+        return "left"
+
+    assert in_child(leave) == "left"
+    assert_equal(path, content())
+    folder.__exit__(None, None, None)
+    assert not os.path.exists(path)
