@@ -130,7 +130,7 @@ def _is_at(entry: Entry, place: Place) -> bool:
 
 
 def free(node: CacheNode, place: Place | None, *, on_freed: Callable[[Freed], None] = lambda _: None) -> Freed:
-    """Drop everything at or below `place` (None: everything) from the cache, except for pinned objects.
+    """Drop everything at or below `place` (None: everything) from the cache, except for pinned objects and those in folders.
 
     Open readers continue. `on_freed` is called with the sums now and then.
     """
@@ -140,7 +140,7 @@ def free(node: CacheNode, place: Place | None, *, on_freed: Callable[[Freed], No
         rules = disk.rules.current()
         for entry in _entries(disk, place):
             name = entry.name
-            if rules.rule_for(name.origin, name.key).pinned:
+            if rules.rule_for(name.origin, name.key).pinned or disk.store.is_linked(entry):
                 freed = replace(freed, pinned_objects=freed.pinned_objects + 1)
                 continue
             nbytes = entry.cached_bytes

@@ -324,7 +324,7 @@ class Disk:
 
     def _evict_object(self, object_id: bytes) -> bool:
         entry = self.store.index.get(object_id)
-        if entry is None or entry.place:
+        if entry is None or entry.place or self.store.is_linked(entry):
             return False
         self.maps.drop(entry.generation)
         self.store.remove(object_id)

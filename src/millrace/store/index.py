@@ -15,6 +15,7 @@ How the records look: `records.py`.
 from __future__ import annotations
 
 import itertools
+import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -153,8 +154,8 @@ class Index(IndexTransactions):
             )
             return entry
 
-    def seal(self, entry: Entry, *, inode: int, ctime_ns: int) -> bool:
-        """Record that all blocks were verified from the file with this inode and change time.
+    def seal(self, entry: Entry, file: os.stat_result) -> bool:
+        """Record that all blocks were verified from the file with this inode, these times and this number of links.
 
         False when the object was removed or has lost blocks meanwhile.
         """
@@ -162,7 +163,7 @@ class Index(IndexTransactions):
             now = self._current(txn, entry)
             if now is None or not now.complete:
                 return False
-            self._put(txn, now._replace(seal_inode=inode, seal_ctime_ns=ctime_ns))
+            self._put(txn, now.with_seal(file))
             return True
 
     def unseal(self, entry: Entry) -> None:
@@ -170,7 +171,7 @@ class Index(IndexTransactions):
         with self.writing() as txn:
             now = self._current(txn, entry)
             if now is not None and now.sealed:
-                self._put(txn, now._replace(seal_inode=0, seal_ctime_ns=0))
+                self._put(txn, now.with_seal(None))
                 self.signals.removed(txn.id())
 
     def remove(self, object_id: bytes) -> Entry | None:
@@ -301,7 +302,7 @@ class Index(IndexTransactions):
             now = self._current(txn, entry)
             if now is not None:
                 left = max(0, now.cached_bytes - nbytes)
-                self._put(txn, now._replace(cached_bytes=left, seal_inode=0, seal_ctime_ns=0))
+                self._put(txn, now._replace(cached_bytes=left).with_seal(None))
             self._add(txn, b"used", -nbytes)
             self.signals.removed(txn.id())
             return True

@@ -490,7 +490,7 @@ class IndexTransactions:
             entry = self._get(txn, key[:16])
             if entry is not None and key.startswith(block_key(*entry[:2], 0)[:BLOCK_PREFIX_BYTES]):
                 left = self._bytes_of_blocks(txn, entry)
-                self._put(txn, entry._replace(cached_bytes=left, seal_inode=0, seal_ctime_ns=0))
+                self._put(txn, entry._replace(cached_bytes=left).with_seal(None))
                 self._add(txn, b"used", left - entry.cached_bytes)
         elif table is self._objects:
             self._delete_prefix(raw, self._blocks, key)

@@ -18,6 +18,7 @@ from millrace.store.transactions import WRITE_LOCK_NAME
 NAME = ObjectName("s3://?region=eu", "bucket/a key with ü and \udc80", "etag")
 ID = bytes(range(16))
 OTHER = bytes(range(16, 32))
+FILE = os.stat(__file__)
 
 
 @pytest.fixture
@@ -40,7 +41,13 @@ def test_record_is_read_as_written(index: Index) -> None:
     entry = index.create(ID, 299, 100, NAME)
     assert index.get(ID) == entry
     assert entry.name == NAME
-    assert (entry.size, entry.block_bytes, entry.cached_bytes, entry.complete, entry.sealed) == (299, 100, 0, False, False)
+    assert (entry.size, entry.block_bytes, entry.cached_bytes, entry.complete, entry.sealed) == (
+        299,
+        100,
+        0,
+        False,
+        False,
+    )
     assert index.create(ID, 299, 100, NAME) == entry
 
 
@@ -70,17 +77,23 @@ def test_record_after_each_block_counts_it(index: Index) -> None:
 
 def test_seal_of_incomplete_or_replaced_object_is_refused(index: Index) -> None:
     entry = index.create(ID, 150, 100, NAME)
-    assert not index.seal(entry, inode=5, ctime_ns=6)
+    assert not index.seal(entry, FILE)
     index.remove(ID)
     new = fill(index)
-    assert not index.seal(entry, inode=5, ctime_ns=6)
-    assert index.seal(new, inode=5, ctime_ns=6)
+    assert not index.seal(entry, FILE)
+    assert index.seal(new, FILE)
     sealed = index.get(ID)
     assert sealed is not None
-    assert (sealed.sealed, sealed.seal_inode, sealed.seal_ctime_ns, sealed.name) == (True, 5, 6, NAME)
+    assert (sealed.sealed, sealed.name) == (True, NAME)
+    assert (sealed.seal_inode, sealed.seal_ctime_ns, sealed.seal_mtime_ns, sealed.seal_links) == (
+        FILE.st_ino,
+        FILE.st_ctime_ns,
+        FILE.st_mtime_ns,
+        FILE.st_nlink,
+    )
     index.unseal(sealed)
     assert index.get(ID) == new
-    index.seal(new, inode=5, ctime_ns=6)
+    index.seal(new, FILE)
     index.drop_block(new, 1)
     dropped = index.get(ID)
     assert dropped is not None
@@ -166,7 +179,7 @@ def test_restore_of_objects_is_one_step(index: Index) -> None:
 
 def test_removals_raise_a_signal(index: Index) -> None:
     entry = fill(index)
-    index.seal(entry, inode=1, ctime_ns=2)
+    index.seal(entry, FILE)
     segment = index.new_generation()
     index.add_segment(segment, "")
     removals = [

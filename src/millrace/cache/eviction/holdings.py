@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from millrace.cache.eviction.retention import NO_RULE, AppliedRule, Place, Rules
 from millrace.cache.eviction.usage_records import UnitRecord, UsageRecords
-from millrace.store.index import Index
 from millrace.store.records import ObjectName, SegmentRecord
+from millrace.store.store import Store
 
 _PAGE = 1000
 _SHARE = 20  # a survey takes at most this fraction (1/n) of a thread's time
@@ -31,10 +31,11 @@ class Holding:
 
 
 class Holdings:
-    """Looks up units in the index, with their retention rules. Thread-safe."""
+    """Looks up units of a store, with their retention rules. Thread-safe. Objects in folders count as pinned."""
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._index = store.index
         self._rules: Rules | None = None
         self._segments: dict[tuple[int, int], AppliedRule] = {}
 
@@ -46,7 +47,10 @@ class Holdings:
         entry = self._index.get(record.unit.key)
         if entry is None or entry.place or not entry.cached_bytes:
             return None
-        return Holding(entry.cached_bytes, rule_of(rules, entry.name))
+        rule = rule_of(rules, entry.name)
+        if self._store.is_linked(entry):
+            rule = replace(rule, pinned=True)
+        return Holding(entry.cached_bytes, rule)
 
     def _rule_of(self, segment: SegmentRecord, rules: Rules) -> AppliedRule:
         if not rules.by_place:

@@ -155,8 +155,8 @@ class FileLocation:
             return False
         if seal_holds(entry, os.fstat(self.descriptor)):
             return True
-        self.entry = self.disk.sealer.break_seal(entry)
-        return False
+        self.entry = self.disk.sealer.check_seal(entry)
+        return self.entry.sealed
 
 
 class SegmentLocation:
@@ -328,7 +328,7 @@ def open_entry(disk: Disk, entry: Entry, stamp: Stamp | None) -> NativeObject | 
         found = open_file(disk, sealed, stamp)
         if found is not None:
             return found
-        entry = disk.sealer.break_seal(sealed)
+        entry = disk.sealer.check_seal(sealed)
     return None
 
 

@@ -288,7 +288,7 @@ def seal(node: CacheNode) -> None:
 
 def data_file(node: CacheNode) -> Path:
     directory = node.disks()[0][0]
-    return next(path for place in ("objects/*/*", "segments/*.data") for path in directory.glob(place))
+    return next(path for place in ("objects/*/*[0-9]", "segments/*.data") for path in directory.glob(place))
 
 
 @pytest.mark.parametrize("native", [True, False])
