@@ -36,7 +36,7 @@ def read_ranges(reader: ObjectReader, ranges: Sequence[Range]) -> list[bytes]:
     """The bytes of each range of one object. Missing blocks are fetched at once."""
     spans = [bounds(wanted, reader.size) for wanted in ranges]
     if len(spans) > 1:
-        reader.prefetch_ranges(sorted(span for span in spans if span[0] < span[1]))
+        reader.prefetch_ranges(sorted(span for span in spans if span[0] < span[1]), wait=True)
     return [bytes(reader.read(start, stop)) for start, stop in spans]
 
 

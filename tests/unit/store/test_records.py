@@ -46,7 +46,7 @@ def test_block_entries_torn_or_of_others_are_skipped() -> None:
     entry = entry_of(10_000)
     checksums = [random.Random(block).getrandbits(64) for block in range(10)]
     whole = sidecar(entry, checksums)
-    complete = entry._replace(present=10)
+    complete = entry._replace(cached_bytes=10_000)
     assert records.parse_sidecar(whole) == (complete, list(enumerate(checksums)))
     assert records.parse_sidecar(whole + b"more") == (complete, list(enumerate(checksums)))
     header, blocks = records.pack_header(entry), whole[len(records.pack_header(entry)) :]
@@ -73,4 +73,4 @@ def test_entries_torn_at_any_byte_are_skipped() -> None:
                 for block in range(3)
                 if torn[block * 16 : block * 16 + 16] == packed[block * 16 : block * 16 + 16]
             ]
-            assert found == (entry._replace(present=len(intact)), intact)
+            assert found == (entry._replace(cached_bytes=1000 * len(intact)), intact)

@@ -28,7 +28,7 @@ from millrace.errors import OriginUnavailableError, StorageError, shown_key
 from millrace.events import Event, emit, fetch_id
 from millrace.origin import ObjectInfo, Origin
 from millrace.runtime.locks import Flight, LockWait, in_fetch, lock_number, new_fetch_id
-from millrace.store.records import RUN_BLOCKS, coalesce, span_of
+from millrace.store.records import RUN_BLOCKS, blocks_of, coalesce, span_of
 
 _log = logging.getLogger("millrace.cache")
 
@@ -258,7 +258,8 @@ class Fetcher:
         if not isinstance(location, FileLocation) or sum(end - begin for begin, end in gaps) in (0, stop - start):
             return *self.source.read(start, stop), stop - start
         data, keep, fetched_bytes = bytearray(stop - start), Keep.OWNED, 0
-        for begin, end, is_gap in _with_gaps(start, stop, bridged(gaps, 0), self.entry.block_bytes):
+        most = MOST_REQUESTS * len(blocks_of(start, stop, self.entry.block_bytes))
+        for begin, end, is_gap in _with_gaps(start, stop, bridged(gaps, 0, most=most), self.entry.block_bytes):
             piece: Buffer | None = None if is_gap else self.cached_pages(location, begin, end)
             if piece is None:
                 piece, how = self.source.read(begin, end)
@@ -288,24 +289,26 @@ class Fetcher:
 
 
 MOST_REQUESTS = 8
-"""The most requests for the missing parts of neighbouring blocks. Beyond it, cached pages in between are fetched again."""
+"""The most requests for the missing parts of a block. Beyond it, cached pages in between are fetched again."""
 
 
-def bridged(spans: Sequence[tuple[int, int]], waste_bytes: int) -> list[tuple[int, int]]:
+def bridged(spans: Sequence[tuple[int, int]], waste_bytes: int, *, most: int) -> list[tuple[int, int]]:
     """Ascending byte ranges, joined across the smallest holes while these have at most `waste_bytes` together, or while
-    more than `MOST_REQUESTS` are left.
+    more than `most` ranges are left.
     """
-    holes = sorted((after[0] - before[1], number) for number, (before, after) in enumerate(itertools.pairwise(spans)))
+    holes = sorted(
+        (max(0, after[0] - before[1]), number) for number, (before, after) in enumerate(itertools.pairwise(spans))
+    )
     joined: set[int] = set()
     for nbytes, number in holes:
         waste_bytes -= nbytes
-        if waste_bytes < 0 and len(spans) - len(joined) <= MOST_REQUESTS:
+        if waste_bytes < 0 and len(spans) - len(joined) <= most:
             break
         joined.add(number)
     result: list[tuple[int, int]] = []
     for number, (start, stop) in enumerate(spans):
         if number - 1 in joined:
-            result[-1] = result[-1][0], stop
+            result[-1] = result[-1][0], max(result[-1][1], stop)
         else:
             result.append((start, stop))
     return result

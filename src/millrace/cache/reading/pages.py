@@ -12,13 +12,14 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 
 from typing_extensions import Buffer
 
 from millrace.cache.eviction.copies import Keep
 from millrace.cache.eviction.evictor import Candidate
-from millrace.cache.reading.fetching import Fetcher, bridged, log_wait, number_flights
+from millrace.cache.reading.fetching import MOST_REQUESTS, Fetcher, bridged, log_wait, number_flights
 from millrace.cache.reading.locations import FileLocation
 from millrace.errors import StorageError, shown_key
 from millrace.runtime.locks import Flight, LockWait, in_fetch
@@ -68,7 +69,7 @@ class PageFetcher:
 
     def start(self, spans: Sequence[Span], location: FileLocation) -> None:
         """Start to fetch the missing pages of ascending byte ranges without waiting. Errors are left to the reads."""
-        for group in self._by_block(spans):
+        for group in self._groups(spans):
             copy = location.duplicate()
             if copy is None:
                 return
@@ -78,7 +79,11 @@ class PageFetcher:
                 copy.close()
                 return
 
-    def _by_block(self, spans: Sequence[Span]) -> list[list[Span]]:
+    def joined(self, spans: Sequence[Span]) -> list[Span]:
+        """Ascending byte ranges, joined where that saves requests."""
+        return [span for group in self._groups(spans) for span in group]
+
+    def _groups(self, spans: Sequence[Span]) -> list[list[Span]]:
         """The ranges in groups of which no two share a block, joined where that saves requests."""
         groups: list[list[Span]] = []
         for start, stop in spans:
@@ -87,7 +92,11 @@ class PageFetcher:
                 groups[-1].append((start, stop))
             else:
                 groups.append([(start, stop)])
-        return [bridged(group, sum(stop - start for start, stop in group) // _WASTED_PART) for group in groups]
+        return [self._bridged(group, sum(stop - start for start, stop in group) // _WASTED_PART) for group in groups]
+
+    def _bridged(self, spans: Sequence[Span], waste_bytes: int = 0) -> list[Span]:
+        touched = {block for span in spans for block in blocks_of(*span, self._block_bytes)}
+        return bridged(spans, waste_bytes, most=MOST_REQUESTS * len(touched))
 
     def _load_ahead(self, spans: Sequence[Span], location: FileLocation) -> None:
         try:
@@ -167,7 +176,7 @@ class PageFetcher:
             time.sleep(patience.next_pause())
 
     def _request(self, gaps: Sequence[Span], location: FileLocation, *, waited_for: bool) -> Pieces:
-        requests = [part for gap in bridged(gaps, 0) for part in self._requests(gap)]
+        requests = [part for gap in self._bridged(gaps) for part in self._requests(gap)]
         if len(requests) < 2 or not waited_for:
             return {start: self._request_one(start, stop, location) for start, stop in requests}
         futures: dict[int, Future[Buffer]] = {}
@@ -179,7 +188,7 @@ class PageFetcher:
             except RuntimeError:  # the interpreter is shutting down
                 futures[start] = Future()
                 futures[start].set_result(self._request_and_close(start, stop, copy))
-        wait(futures.values())
+        wait_for(futures.values())
         return {start: future.result() for start, future in futures.items()}
 
     def _requests(self, gap: Span) -> Iterable[Span]:

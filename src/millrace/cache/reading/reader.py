@@ -58,10 +58,10 @@ class ObjectReader(Protocol):
         """Start to fetch missing blocks without waiting. A later read of these blocks raises their errors."""
         ...
 
-    def prefetch_ranges(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Start to fetch missing parts of ascending byte ranges without waiting, and little around them.
+    def prefetch_ranges(self, spans: Sequence[tuple[int, int]], *, wait: bool = False) -> None:
+        """Start to fetch the missing parts of ascending byte ranges, and little around them.
 
-        A later read of these bytes raises its own errors.
+        With `wait` they are cached when this returns, and it raises the errors of `read`; otherwise a later read does.
         """
         ...
 
@@ -95,7 +95,7 @@ class OriginReader:
     def prefetch(self, blocks: range) -> None:
         """Nothing: blocks cannot be stored."""
 
-    def prefetch_ranges(self, spans: Sequence[tuple[int, int]]) -> None:
+    def prefetch_ranges(self, spans: Sequence[tuple[int, int]], *, wait: bool = False) -> None:
         """Nothing: blocks cannot be stored."""
 
     def close(self) -> None:
@@ -244,18 +244,22 @@ class CachedReader:
         if len(held) < len(missing):
             self._fetcher.start([block for block in missing if block not in held], waited_for=False)
 
-    def prefetch_ranges(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Start to fetch the missing pages of ascending byte ranges without waiting, if there is space for them."""
+    def prefetch_ranges(self, spans: Sequence[tuple[int, int]], *, wait: bool = False) -> None:
+        """See `ObjectReader.prefetch_ranges`. Ranges that find no space are not fetched."""
         if self._closed or self._whole is not None:
             return
         if self._is_stale:
-            self._reopen_once().prefetch_ranges(spans)
+            self._reopen_once().prefetch_ranges(spans, wait=wait)
         elif isinstance(self._location, SegmentLocation):
             self.prefetch(range(1))
         else:
             missing = [span for span in spans if self._gaps(*span)]
             if missing and self.has_room(sum(stop - start for start, stop in missing)):
-                PageFetcher(self._fetcher).start(missing, self._location)
+                fetcher = PageFetcher(self._fetcher)
+                if wait:
+                    fetcher.load(fetcher.joined(missing), self._location)
+                else:
+                    fetcher.start(missing, self._location)
 
     @property
     def _fetcher(self) -> Fetcher:
