@@ -38,15 +38,17 @@ def _import_all() -> None:
     import pyarrow.dataset  # noqa: F401
 
 
-def write_columns(file: Path, rows: int) -> None:
-    """A Parquet file of many columns of numbers, in eight row groups: what a job has of which it reads a few."""
+def write_columns(file: Path, rows: int, *, group_rows: int | None = None) -> None:
+    """A Parquet file of many columns of numbers, in eight row groups or of `group_rows` each: what a job has of which it
+    reads a few.
+    """
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     random = np.random.default_rng(0)
     table = pa.table({f"c{number}": random.integers(0, 1 << 40, rows) for number in range(COLUMNS)})
-    pq.write_table(table, file, row_group_size=rows // 8, use_dictionary=False, compression="none")
+    pq.write_table(table, file, row_group_size=group_rows or rows // 8, use_dictionary=False, compression="none")
 
 
 def sum_of_one_column(reader: Reader, path: str) -> int:

@@ -86,7 +86,7 @@ def store_files(cache: Path) -> list[str]:
     return sorted(
         str(path.relative_to(root))
         for path in root.rglob("*")
-        if path.is_file() and "objects" not in path.parts and path.suffix != ".data"
+        if path.is_file() and ("objects" not in path.parts or path.suffix == ".idx") and path.suffix != ".data"
     )
 
 

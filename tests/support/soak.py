@@ -134,7 +134,7 @@ def _damage(node: LocalNode, chance: random.Random) -> None:
     What a live process has verified and mapped is beyond what any check can see, so its node and reader are not alive.
     """
     node.kill()
-    files = [path for path in node.cache_dir.glob("millrace/*/objects/*/*") if path.stat().st_size > 1]
+    files = [path for path in node.cache_dir.glob("millrace/*/objects/*/*[0-9]") if path.stat().st_size > 1]
     for path in chance.sample(files, min(3, len(files))):
         copy = path.with_name(f"{path.name}.copy")
         data = bytearray(path.read_bytes())

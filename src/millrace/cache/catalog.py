@@ -8,7 +8,6 @@ from functools import partial
 from itertools import accumulate
 
 from millrace.cache.disk import Disk
-from millrace.cache.eviction.holdings import held_bytes
 from millrace.cache.eviction.retention import Place, Rule, Rules, covers, prefixes_of
 from millrace.cache.node import CacheNode
 from millrace.config import Amount
@@ -106,7 +105,7 @@ def cached_objects(node: CacheNode, place: Place | None = None) -> Iterator[Cach
                 key=name.key,
                 version=name.version,
                 size=entry.size,
-                cached_bytes=held_bytes(disk.store.index, entry),
+                cached_bytes=entry.cached_bytes,
                 pinned=rules.rule_for(name.origin, name.key).pinned,
                 last_used=disk.last_used(entry),
             )
@@ -118,7 +117,7 @@ def _entries(disk: Disk, place: Place | None) -> Iterator[Entry]:
     while page := disk.store.index.page(after, _PAGE):
         after = page[-1].object_id
         for entry in page:
-            if entry.present and (place is None or _is_at(entry, place)):
+            if entry.cached_bytes and (place is None or _is_at(entry, place)):
                 yield entry
 
 
@@ -131,7 +130,7 @@ def _is_at(entry: Entry, place: Place) -> bool:
 
 
 def free(node: CacheNode, place: Place | None, *, on_freed: Callable[[Freed], None] = lambda _: None) -> Freed:
-    """Drop everything at or below `place` (None: everything) from the cache, except for pinned objects.
+    """Drop everything at or below `place` (None: everything) from the cache, except for pinned objects and those in folders.
 
     Open readers continue. `on_freed` is called with the sums now and then.
     """
@@ -141,10 +140,10 @@ def free(node: CacheNode, place: Place | None, *, on_freed: Callable[[Freed], No
         rules = disk.rules.current()
         for entry in _entries(disk, place):
             name = entry.name
-            if rules.rule_for(name.origin, name.key).pinned:
+            if rules.rule_for(name.origin, name.key).pinned or disk.store.is_linked(entry):
                 freed = replace(freed, pinned_objects=freed.pinned_objects + 1)
                 continue
-            nbytes = held_bytes(disk.store.index, entry)
+            nbytes = entry.cached_bytes
             disk.remove(entry.object_id)
             freed = replace(freed, objects=freed.objects + 1, nbytes=freed.nbytes + nbytes)
             if freed.objects % _PAGE == 0:
@@ -225,7 +224,7 @@ def placed_rules(node: CacheNode) -> list[PlacedRule]:
             held = disk.rules.current()
             for entry in _entries(disk, None):
                 quota_place = held.rule_for(entry.name.origin, entry.name.key).quota_place
-                _count(used, places, entry.name, held_bytes(disk.store.index, entry), quota_place)
+                _count(used, places, entry.name, entry.cached_bytes, quota_place)
     return [
         PlacedRule(
             origin=place[0],

@@ -15,7 +15,7 @@ from millrace.cache.eviction import keep_policy
 from millrace.cache.eviction.audit import Audit, Leftovers
 from millrace.cache.eviction.copies import Copies, Keep, StillACopy
 from millrace.cache.eviction.evictor import Candidate, Evictor
-from millrace.cache.eviction.holdings import held_bytes, rule_of
+from millrace.cache.eviction.holdings import rule_of
 from millrace.cache.eviction.policy import EvictionPolicy
 from millrace.cache.eviction.retention import Place, RulesFile
 from millrace.cache.eviction.usage import FindGroup, UsageLog, copies_of
@@ -320,7 +320,7 @@ class Disk:
         forgotten = self.records.note(tallies, capacity_bytes=self.store.space.capacity_bytes(), now=time.time())
         for object_id in forgotten:
             entry = self.store.index.get(object_id)
-            if entry is not None and not entry.present:  # opened once, never kept
+            if entry is not None and not entry.cached_bytes:  # opened once, never kept
                 self.store.remove(object_id)
 
     def last_used(self, entry: Entry) -> int | None:
@@ -329,12 +329,11 @@ class Disk:
 
     def _evict_object(self, object_id: bytes) -> bool:
         entry = self.store.index.get(object_id)
-        if entry is None or entry.place:
+        if entry is None or entry.place or self.store.is_linked(entry):
             return False
-        nbytes = held_bytes(self.store.index, entry)
         self.maps.drop(entry.generation)
         self.store.remove(object_id)
-        self._evicted(self.store.path(entry), nbytes)
+        self._evicted(self.store.path(entry), entry.cached_bytes)
         return True
 
     def _evict_segment(self, generation: int) -> bool:

@@ -1,4 +1,4 @@
-"""Rebuilds the index from the data files of a store: after a crash or reboot, or if the index was lost.
+"""Rebuilds the index from the sidecars and segments of a store: after a crash or reboot, or if the index was lost.
 
 Every block with a valid checksum record is entered, and other files in the store's folders are removed. An entry does
 not prove the bytes, since nothing was flushed: they are verified before their first use. No file is sealed here.
@@ -22,13 +22,12 @@ from millrace.figures import size_text
 from millrace.runtime.failures import disk_errors
 from millrace.store import records
 from millrace.store.index import Index
-from millrace.store.records import Entry, SegmentRecord, span_of
+from millrace.store.records import Entry, SegmentRecord
 from millrace.store.segment_files import SegmentObject, data_bytes, data_path, generations, group_in, idx_path, scan
 
 _log = logging.getLogger("millrace.cache")
 
 _BATCH_OBJECTS = 1000
-_TAIL_BYTES = 4096
 _REPORT_SECONDS = 5.0
 
 # A process may still use the lost index, and create files with its generations.
@@ -71,10 +70,14 @@ def rebuild(
 def _enter_files(objects: Path, index: Index, found: Found, reporter: _Reporter) -> None:
     batch: dict[bytes, tuple[Entry, list[tuple[int, int]]]] = {}
     for path in _files(objects):
+        if path.suffix == records.SIDECAR_SUFFIX:
+            if not os.path.lexists(path.with_suffix("")):
+                _remove(path)
+            continue
         read = _read_file(path)
         if read is None:
             found.dropped += 1
-            _remove(path)
+            _remove_object(path)
             continue
         entry, blocks = read
         found.last_generation = max(found.last_generation, entry.generation)
@@ -84,12 +87,12 @@ def _enter_files(objects: Path, index: Index, found: Found, reporter: _Reporter)
         if older is not None and older.generation >= entry.generation:
             if older.generation > entry.generation:
                 found.dropped += 1
-                _remove(path)
+                _remove_object(path)
             continue
         if older is not None:
             found.dropped += 1
             index.remove(entry.object_id)
-            _remove(objects / records.file_name(older))
+            _remove_object(objects / records.file_name(older))
         batch[entry.object_id] = (entry, blocks)
         if len(batch) == _BATCH_OBJECTS:
             _enter(index, batch, found)
@@ -168,7 +171,7 @@ def _segment_entry(generation: int, record: SegmentObject) -> Entry:
         generation,
         record.size,
         max(1, record.size),
-        1,
+        record.size,
         generation,
         record.offset,
         record.checksum,
@@ -177,11 +180,7 @@ def _segment_entry(generation: int, record: SegmentObject) -> Entry:
 
 
 def _enter(index: Index, batch: dict[bytes, tuple[Entry, list[tuple[int, int]]]], found: Found) -> None:
-    nbytes = 0
-    for entry, blocks in batch.values():
-        for block, _ in blocks:
-            start, stop = span_of(block, block + 1, entry.size, entry.block_bytes)
-            nbytes += stop - start
+    nbytes = sum(entry.cached_bytes for entry, _ in batch.values())
     index.restore(list(batch.values()), used_bytes=nbytes)
     found.objects += len(batch)
     found.nbytes += nbytes
@@ -200,36 +199,34 @@ def _files(objects: Path) -> Iterator[Path]:
 
 
 def _read_file(path: Path) -> tuple[Entry, list[tuple[int, int]]] | None:
-    """The record in a data file, and the checksums of its blocks. None if it is not an intact data file.
+    """The record of a data file, and the checksums of its blocks, from its sidecar. None if they are not intact.
 
-    Also None if it cannot be read: the disk may have lost only this file.
+    Also None if one cannot be read: the disk may have lost only this file.
     """
     try:
         with disk_errors(path):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                entry = _read_footer(descriptor)
-                if entry is None or f"{path.parent.name}/{path.name}" != records.file_name(entry):
-                    return None
-                start = records.entries_offset(entry)
-                blocks = records.parse_blocks(entry, os.pread(descriptor, records.footer_offset(entry) - start, start))
-            finally:
-                os.close(descriptor)
+            found = os.lstat(path)
+            parsed = records.parse_sidecar(_read_sidecar(f"{path}{records.SIDECAR_SUFFIX}"))
     except StorageError as error:
-        emit(Event(name="cache.file.lost", subject=str(path), detail=str(error)))
+        if not isinstance(error.__cause__, FileNotFoundError):
+            emit(Event(name="cache.file.lost", subject=str(path), detail=str(error)))
         return None
-    return (entry._replace(present=len(blocks)), blocks) if blocks else None
+    if parsed is None or not parsed[1] or not stat.S_ISREG(found.st_mode) or found.st_size != parsed[0].size:
+        return None
+    return parsed if f"{path.parent.name}/{path.name}" == records.file_name(parsed[0]) else None
 
 
-def _read_footer(descriptor: int) -> Entry | None:
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        return None
-    wanted = min(_TAIL_BYTES, status.st_size)
-    parsed = records.parse_footer(os.pread(descriptor, wanted, status.st_size - wanted), status.st_size)
-    if isinstance(parsed, int):
-        parsed = records.parse_footer(os.pread(descriptor, parsed, status.st_size - parsed), status.st_size)
-    return parsed if isinstance(parsed, Entry) else None
+def _read_sidecar(path: str) -> bytes:
+    """The content of a sidecar; nothing if it is not a file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        return file.read() if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+
+
+def _remove_object(path: Path) -> None:
+    """Remove a data file, or anything else in its place, and its sidecar."""
+    _remove(path)
+    _remove(path.with_name(f"{path.name}{records.SIDECAR_SUFFIX}"))
 
 
 def _remove(path: Path) -> None:

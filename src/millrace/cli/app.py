@@ -17,14 +17,14 @@ from millrace.cli.logs import log_to_stderr
 from millrace.errors import MillraceError
 
 EPILOG = (
-    "Exit codes: 0 success; 1 error, reported in one line on stderr; 2 wrong command line; 3 the cache is full (load), "
-    "damage was found (checkpoints verify), or the checkpoints differ (checkpoints diff); 129 hung up; 130 interrupted; "
-    "141 the reader closed the output; 143 terminated. Set MILLRACE_DEBUG=1 for the traceback of an error."
+    "Exit codes: 0 success; 1 error, reported in one line on stderr; 2 wrong command line; 3 the cache is full (load, "
+    "files), damage was found (checkpoints verify), or the checkpoints differ (checkpoints diff); 129 hung up; 130 "
+    "interrupted; 141 the reader closed the output; 143 terminated. Set MILLRACE_DEBUG=1 for the traceback of an error."
 )
 
 
 SECTIONS = {
-    "Cached data": ("load", "ls", "pin", "unpin", "free", "limit", "resize"),
+    "Cached data": ("load", "files", "ls", "pin", "unpin", "free", "limit", "resize"),
     "Checkpoints": ("checkpoints",),
     "Cluster": ("node",),
     "Observe": ("status", "stats"),
@@ -110,6 +110,7 @@ def add_commands() -> None:
     from millrace.cli.config import config
     from millrace.cli.debug import debug
     from millrace.cli.doctor import doctor
+    from millrace.cli.files import files
     from millrace.cli.load import load
     from millrace.cli.ls import ls
     from millrace.cli.node import node
@@ -119,7 +120,7 @@ def add_commands() -> None:
     from millrace.cli.status import status
 
     for command in (
-        checkpoints, config, debug, doctor, free, limit, load, ls, node, pin, plan, resize, stats, status, unpin,
+        checkpoints, config, debug, doctor, files, free, limit, load, ls, node, pin, plan, resize, stats, status, unpin,
     ):  # fmt: skip
         millrace.add_command(command)
 

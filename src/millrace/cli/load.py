@@ -67,7 +67,7 @@ def load(
     from millrace.errors import DiskFullError
 
     fs = file_system(urls, cache_dir, endpoint_url, asks=True)
-    display = _Display()
+    display = LoadDisplay()
     try:
         with remembered():
             done = _load(fs, urls, node, cache_dir, display, verify=verify)
@@ -78,8 +78,8 @@ def load(
     except KeyboardInterrupt as end:
         display.clear()
         word, code = end.args if len(end.args) == 2 else ("interrupted", 130)
-        print_message(f"{word}: {_progress_so_far(display.last)}; run the same command again to continue")
-        return _leave(code)
+        print_message(f"{word}: {progress_so_far(display.last)}; run the same command again to continue")
+        return leave(code)
     except BaseException:
         display.clear()
         raise
@@ -141,7 +141,7 @@ def _warn_if_alone(cache_dir: Sequence[str]) -> None:
         )
 
 
-def _progress_so_far(state: LoadProgress | None) -> str:
+def progress_so_far(state: LoadProgress | None) -> str:
     if state is None or not state.objects:
         return "nothing was loaded yet"
     more = "" if state.listed else " or more"
@@ -151,7 +151,7 @@ def _progress_so_far(state: LoadProgress | None) -> str:
     )
 
 
-def _leave(code: int) -> int:
+def leave(code: int) -> int:
     """End the process now if a request still waits for a server: it has no state to lose."""
     if any(thread.name.startswith("millrace-load") for thread in threading.enumerate()):
         sys.stdout.flush()
@@ -160,7 +160,7 @@ def _leave(code: int) -> int:
     return code
 
 
-class _Display:
+class LoadDisplay:
     """Shows the progress of a load; `last` is the last progress."""
 
     def __init__(self) -> None:

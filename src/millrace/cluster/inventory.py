@@ -127,7 +127,7 @@ def inventory_page(
             return InventoryPage(tuple(offers), after)
         scanned += 1
         after = entry.object_id
-        if not entry.present or not (entry.place or entry.block_bytes == BLOCK_BYTES):
+        if not entry.cached_bytes or not (entry.place or entry.block_bytes == BLOCK_BYTES):
             continue
         stripes = placement.stripes_of(member_id, entry.object_id, entry.size)
         blocks = _cached_runs(disk, entry, stripes) if stripes else ()

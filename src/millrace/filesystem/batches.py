@@ -1,6 +1,6 @@
 """Reads many ranges of many objects at once, for fsspec's `cat_ranges` and `cat`.
 
-Each object is opened once. All blocks of its ranges are requested before the first wait, neighbours with one request, and
+Each object is opened once. All of its ranges are requested before the first wait, neighbours with one request, and
 several objects are read at the same time.
 """
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from millrace.cache.reading.reader import ObjectReader
-from millrace.store.records import RUN_BLOCKS, blocks_of, coalesce
 
 _OBJECTS_AT_A_TIME = 16
 
@@ -37,9 +36,7 @@ def read_ranges(reader: ObjectReader, ranges: Sequence[Range]) -> list[bytes]:
     """The bytes of each range of one object. Missing blocks are fetched at once."""
     spans = [bounds(wanted, reader.size) for wanted in ranges]
     if len(spans) > 1:
-        blocks = {block for start, stop in spans for block in blocks_of(start, stop, reader.block_bytes)}
-        for run in coalesce(blocks, RUN_BLOCKS):
-            reader.prefetch(run)
+        reader.prefetch_ranges(sorted(span for span in spans if span[0] < span[1]), wait=True)
     return [bytes(reader.read(start, stop)) for start, stop in spans]
 
 

@@ -20,6 +20,7 @@ from typing_extensions import Buffer
 
 from millrace.cache.reading.reader import ObjectReader
 from millrace.errors import ObjectChangedError, ObjectNotFoundError
+from millrace.filesystem.columns import ColumnAhead
 from millrace.store.records import READ_AHEAD_BLOCKS, ReadAhead
 
 _BUFFER_BYTES = 256 << 10
@@ -51,6 +52,7 @@ class CachedFile(io.RawIOBase):
         self._on_changed = on_changed
         self._position = 0
         self._ahead = ReadAhead(window=READ_AHEAD_BLOCKS if sequential else 0)
+        self._columns = ColumnAhead(reader.size)
         self.name = path
         self.mode = "rb"
         self.size = reader.size
@@ -104,7 +106,7 @@ class CachedFile(io.RawIOBase):
             return b""
         self._ahead = self._ahead.after(start, stop)
         if self._begun:
-            self._fetch_ahead()
+            self._fetch_ahead(start, stop)
         try:
             data = self._reader.read(start, stop)
         except (ObjectChangedError, ObjectNotFoundError):
@@ -112,15 +114,18 @@ class CachedFile(io.RawIOBase):
             raise
         if not self._begun:
             self._begun = True
-            self._fetch_ahead()
+            self._fetch_ahead(start, stop)
+        self._columns.noticed(start, data)
         self._position = stop
         return data
 
-    def _fetch_ahead(self) -> None:
+    def _fetch_ahead(self, start: int, stop: int) -> None:
         wanted = self._ahead.wanted(self.size, self._reader.block_bytes)
         if wanted and wanted != self._wanted:  # small reads in one block need the same blocks
             self._wanted = wanted
             self._reader.prefetch(wanted)
+        if not self._ahead.scans and (spans := self._columns.after(start, stop)):
+            self._reader.prefetch_ranges(spans)
 
     def _check_open(self) -> None:
         if self.closed:

@@ -141,10 +141,14 @@ def _below(fs: ListingFileSystem, key: str) -> Iterator[ObjectInfo]:
 
 
 def _matching(fs: ListingFileSystem, pattern: str) -> Iterator[ObjectInfo]:
-    wildcard = _WILDCARD.search(pattern)
-    root = pattern[: wildcard.start() if wildcard else None].rpartition("/")[0]
     matches = re.compile(glob_translate(pattern)).match
-    return (info for info in _below(fs, root) if matches(info.key))
+    return (info for info in _below(fs, pattern_root(pattern)) if matches(info.key))
+
+
+def pattern_root(pattern: str) -> str:
+    """The directory that contains everything that a pattern can match."""
+    wildcard = _WILDCARD.search(pattern)
+    return pattern[: wildcard.start() if wildcard else None].rpartition("/")[0]
 
 
 def load(

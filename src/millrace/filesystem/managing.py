@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from millrace.cache import catalog
@@ -98,6 +99,35 @@ class CacheManagement(ListingFileSystem):
             from millrace.filesystem.prefetching import Prefetch
 
         return Prefetch(self, paths, window=window, follow_opens=follow_opens, on_error=on_error)
+
+    @contextmanager
+    def local_folder(
+        self,
+        url: str,
+        *,
+        directory: str | os.PathLike[str] | None = None,
+        copy: bool = False,
+        progress: Callable[[LoadProgress], None] | None = None,
+    ) -> Iterator[str]:
+        """A directory of read-only files with the objects of `url`, for a `with` block; yields its path.
+
+        `url` is an object, a prefix or a pattern, as for `load`, which first loads what is not cached on this node. Every
+        file has one version of its object, complete and verified. Files above 1 MiB are hard links to the cache's own, and
+        take no more space; smaller ones are copies. Eviction, overwrites and removals do not change them. The objects stay
+        in the cache while the directory exists, and count to its capacity.
+
+        The directory is removed at the end, or, if the process was killed, by the next process that uses the cache. With
+        `directory`, a new or empty one on the file system of the cache, it stays until it is deleted. `copy` copies every
+        file, so that it may be on any file system.
+
+        Raises what `load` raises, `UsageError` for names that are not file names and a `directory` that cannot be used, and
+        `StorageError` for a file system without hard links.
+        """
+        with importing():
+            from millrace.filesystem.folders import LocalFolder
+
+        with LocalFolder(self, text_of(url), directory=directory, copy=copy, progress=progress) as folder:
+            yield folder.path
 
     def cached(self, prefix: str | None = None) -> Iterator[CachedObject]:
         """Every object with cached bytes on this node, at or below `prefix`; without it, of any origin."""

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from millrace.cache.catalog import PlacedRule, placed_rules
 from millrace.cache.disk import Disk
-from millrace.cache.eviction.holdings import held_bytes
 from millrace.cache.eviction.usage import group_of
 from millrace.cache.node import CacheNode
 from millrace.errors import StorageError
@@ -118,7 +117,7 @@ class NodeFigures:
             while page := index.page(after, _PAGE):
                 after = page[-1].object_id
                 for entry in page:
-                    if not entry.present:
+                    if not entry.cached_bytes:
                         continue
                     origin, key, _ = entry.name
                     place = origin, key.rpartition("/")[0]
@@ -132,7 +131,7 @@ class NodeFigures:
                         dataset.complete_objects += 1
                         dataset.nbytes += entry.size
                     else:
-                        dataset.nbytes += held_bytes(index, entry)
+                        dataset.nbytes += entry.cached_bytes
         return Contents(found, placed_rules(self._node))
 
 

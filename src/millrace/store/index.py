@@ -1,6 +1,7 @@
 """The index of a store: LMDB, which any process reads in about a microsecond without a message.
 
-The tables: `objects` (one record per object version), `blocks` (one checksum per block of an object with its own file),
+The tables: `objects` (one record per object version), `blocks` (per block of an object with its own file its checksum, or
+the checksums of its cached pages if it is not complete),
 `segments` and `members` (the objects of each segment), `meta` (descriptions of keys by the origin, and pages of listings),
 `tails` (ends of objects that were not stored), `room` (reservations) and `state` (the store's own numbers). A block is
 cached if and only if its checksum is in `blocks` under the object's current generation, or the object is in a segment. The
@@ -14,8 +15,9 @@ How the records look: `records.py`.
 from __future__ import annotations
 
 import itertools
+import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
@@ -26,14 +28,17 @@ from millrace.store.records import (
     BLOCK_PREFIX_BYTES,
     Entry,
     ObjectName,
+    Pages,
     SegmentRecord,
     block_key,
     block_of,
+    cached_in,
     generation_key,
     member_key,
     member_of,
-    number,
     pack_number,
+    pack_pages,
+    unpack_block,
 )
 from millrace.store.signals import Stamp
 from millrace.store.transactions import Cursor, IndexTransactions, Reading, Writing
@@ -137,7 +142,7 @@ class Index(IndexTransactions):
             if entry is None:
                 generation = self._next_generation(txn)
                 entry = Entry(
-                    object_id, generation, size, max(1, size), 1, segment, offset, checksum, packed_name=name.pack()
+                    object_id, generation, size, max(1, size), size, segment, offset, checksum, packed_name=name.pack()
                 )
                 self._put(txn, entry)
                 txn.put(member_key(segment, object_id), b"", db=self._members)
@@ -149,8 +154,8 @@ class Index(IndexTransactions):
             )
             return entry
 
-    def seal(self, entry: Entry, *, inode: int, ctime_ns: int) -> bool:
-        """Record that all blocks were verified from the file with this inode and change time.
+    def seal(self, entry: Entry, file: os.stat_result) -> bool:
+        """Record that all blocks were verified from the file with this inode, these times and this number of links.
 
         False when the object was removed or has lost blocks meanwhile.
         """
@@ -158,7 +163,7 @@ class Index(IndexTransactions):
             now = self._current(txn, entry)
             if now is None or not now.complete:
                 return False
-            self._put(txn, now._replace(seal_inode=inode, seal_ctime_ns=ctime_ns))
+            self._put(txn, now.with_seal(file))
             return True
 
     def unseal(self, entry: Entry) -> None:
@@ -166,7 +171,7 @@ class Index(IndexTransactions):
         with self.writing() as txn:
             now = self._current(txn, entry)
             if now is not None and now.sealed:
-                self._put(txn, now._replace(seal_inode=0, seal_ctime_ns=0))
+                self._put(txn, now.with_seal(None))
                 self.signals.removed(txn.id())
 
     def remove(self, object_id: bytes) -> Entry | None:
@@ -247,7 +252,11 @@ class Index(IndexTransactions):
     # --- blocks -----------------------------------------------------------------------------------
 
     def checksums(self, entry: Entry, blocks: Iterable[int]) -> list[int | None]:
-        """The checksum of each block; None for one that is not cached."""
+        """The checksum of each block; None for one that is not completely cached."""
+        return [state if isinstance(state, int) else None for state in self.block_states(entry, blocks)]
+
+    def block_states(self, entry: Entry, blocks: Iterable[int]) -> list[int | Pages | None]:
+        """The checksum of each block, or its cached pages; None for one without any."""
         object_id, generation = entry.object_id, entry.generation
         try:
             with self._guard, self._env.begin(buffers=True) as raw:
@@ -255,29 +264,51 @@ class Index(IndexTransactions):
                 values = [txn.get(block_key(object_id, generation, block)) for block in blocks]
         except INDEX_ERRORS as error:
             raise self._failed(error) from error
-        return [None if value is None else number(value) for value in values]
+        return [None if value is None else unpack_block(value) for value in values]
 
-    def add_block(self, entry: Entry, block: int, nbytes: int, checksum: int) -> Entry | None:
+    def add_block(self, entry: Entry, block: int, checksum: int) -> Entry | None:
         """Record that a block's bytes are in the file. Returns the present record; None when the object was removed."""
-        key = block_key(entry.object_id, entry.generation, block)
+        return self._add_states(entry, {block: checksum})
+
+    def add_pages(self, entry: Entry, pages: Mapping[int, Pages]) -> Entry | None:
+        """Record that the bytes of these pages, by block, are in the file. Returns as `add_block`."""
+        return self._add_states(entry, pages)
+
+    def _add_states(self, entry: Entry, states: Mapping[int, int | Pages]) -> Entry | None:
         with self.writing() as txn:
-            known = txn.get(key, db=self._blocks) is not None  # first: a damaged record changes the object's
+            before = {
+                block: self._block_state(txn, entry, block) for block in states
+            }  # a damaged one changes the object
             now = self._current(txn, entry)
-            if now is not None and not known:
-                txn.put(key, pack_number(checksum), db=self._blocks)
-                now = now._replace(present=now.present + 1)
+            if now is None:
+                return None
+            added = 0
+            for block, state in states.items():
+                old = before[block]
+                if isinstance(old, int):
+                    continue
+                merged = state if isinstance(state, int) else {**old, **state} if old else state
+                value = pack_number(merged) if isinstance(merged, int) else pack_pages(merged)
+                txn.put(block_key(entry.object_id, entry.generation, block), value, db=self._blocks)
+                added += cached_in(entry, block, merged) - cached_in(entry, block, old or {})
+            if added:
+                now = now._replace(cached_bytes=now.cached_bytes + added)
                 self._put(txn, now)
-                self._add(txn, b"used", nbytes)
+                self._add(txn, b"used", added)
             return now
 
-    def drop_block(self, entry: Entry, block: int, nbytes: int) -> bool:
-        """Remove a block with wrong bytes, and the seal of its file. False when it was not cached."""
+    def drop_block(self, entry: Entry, block: int) -> bool:
+        """Remove a block with wrong bytes, all of its pages, and the seal of its file. False when nothing was cached."""
         with self.writing() as txn:
-            if not txn.delete(block_key(entry.object_id, entry.generation, block), db=self._blocks):
+            state = self._block_state(txn, entry, block)
+            if state is None:
                 return False
+            txn.delete(block_key(entry.object_id, entry.generation, block), db=self._blocks)
+            nbytes = cached_in(entry, block, state)
             now = self._current(txn, entry)
             if now is not None:
-                self._put(txn, now._replace(present=now.present - 1, seal_inode=0, seal_ctime_ns=0))
+                left = max(0, now.cached_bytes - nbytes)
+                self._put(txn, now._replace(cached_bytes=left).with_seal(None))
             self._add(txn, b"used", -nbytes)
             self.signals.removed(txn.id())
             return True
@@ -468,6 +499,10 @@ class Index(IndexTransactions):
         now = self._get(txn, entry.object_id)
         return now if now is not None and now.generation == entry.generation else None
 
+    def _block_state(self, txn: Reading, entry: Entry, block: int) -> int | Pages | None:
+        value = txn.get(block_key(entry.object_id, entry.generation, block), db=self._blocks)
+        return None if value is None else unpack_block(value)
+
     def _delete_blocks(self, txn: Writing, entry: Entry) -> int:
         """Delete the checksums of an object; returns the bytes of their blocks."""
         freed = 0
@@ -475,8 +510,7 @@ class Index(IndexTransactions):
         cursor = txn.cursor(self._blocks)
         cursor.set_range(prefix)
         while cursor.key()[:BLOCK_PREFIX_BYTES] == prefix:
-            block = block_of(cursor.key())
-            freed += min((block + 1) * entry.block_bytes, entry.size) - block * entry.block_bytes
+            freed += cached_in(entry, block_of(cursor.key()), unpack_block(cursor.value()))
             cursor.delete()
         return freed
 

@@ -1,14 +1,14 @@
-"""Objects and blocks as values: identity, ranges, read-ahead, owners; their records in the index and in data files. No I/O.
+"""Objects and blocks as values: identity, ranges, read-ahead, owners; their records in the index and in sidecars. No I/O.
 
 Records of the index are packed structs, not JSON or pickle: a lookup takes about a microsecond, and decoding must not take
 longer.
 
-The trailer follows the object's bytes in a data file, and the index can be rebuilt from it. Layout of a data file::
+A data file holds exactly the object's bytes, with holes for missing blocks. Its sidecar, a small file next to it, holds the
+rest, and the index can be rebuilt from it. Layout of a sidecar::
 
-    0                                the object's bytes, with holes for missing blocks
-    size, rounded up to 4 KiB        16 bytes per block: its checksum and a mark, or zeros
-    then                             the packed name (origin, key, version)
-    the last 64 bytes                magic, object id, generation, size, block bytes, length of name, checksum of all this
+    64 bytes    magic, object id, generation, size, block bytes, length of name, checksum of all this
+    then        the packed name (origin, key, version)
+    then        16 bytes per block: its checksum and a mark, or zeros
 
 A mark is a checksum of the block's identity and of its checksum. Zeros, torn writes and entries of other files have no valid
 mark. A valid mark does not prove that the bytes are right: they are verified before their first use.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ import xxhash
 BLOCK_BYTES = 4 << 20
 """Unit of caching and checksumming: large enough that a request's overhead is small, small enough for a footer."""
 
+PAGE_BYTES = 16 << 10
+"""Unit of caching and checksumming inside a block that is not completely cached, see docs/design/0022-cold-columns.md."""
+
 RUN_BLOCKS = 2
 """The most neighbouring blocks that one request fetches (8 MiB, see docs/design/0009-cold-reads.md)."""
 
@@ -37,22 +41,22 @@ READ_AHEAD_BLOCKS = 16
 _BITS = 52  # so that every hash is a float between 0 and 1, both excluded
 
 _LENGTHS = struct.Struct("<III")
-_OBJECT = struct.Struct("<QQIIQQQQq")
+_OBJECT = struct.Struct("<QQIQQQQqqqI")
 _SEGMENT = struct.Struct("<QQ")
 _BLOCK_KEY = struct.Struct(">16sQI")
 _MEMBER_KEY = struct.Struct(">Q16s")
 _U64 = struct.Struct("<Q")
+_PAGE = struct.Struct("<IQ")
 _GENERATION = struct.Struct(">Q")
 
-_MAGIC = b"MLRCobj2"
-_FOOTER = struct.Struct("<8s16sQQIIQ8x")
-_CHECKED_BYTES = 48  # of the footer: all before its checksum
+_MAGIC = b"MLRCobj4"
+_HEADER = struct.Struct("<8s16sQQIIQ8x")
+_CHECKED_BYTES = 48  # of the header: all before its checksum
 _BLOCK = struct.Struct("<QQ")
 _MARKED = struct.Struct("<16sQQQ")
-_ALIGNMENT = 4096
 
-FOOTER_BYTES = _FOOTER.size
 BLOCK_ENTRY_BYTES = _BLOCK.size
+SIDECAR_SUFFIX = ".idx"
 
 
 # --- blocks -------------------------------------------------------------------------------------------
@@ -158,7 +162,7 @@ class ObjectName(NamedTuple):
     version: str
 
     def pack(self) -> bytes:
-        """The name as it is stored in records, trailers and segments."""
+        """The name as it is stored in records, sidecars and segments."""
         parts = [part.encode("utf-8", "surrogatepass") for part in self]
         return _LENGTHS.pack(*map(len, parts)) + b"".join(parts)
 
@@ -181,32 +185,41 @@ class Entry(NamedTuple):
     """The record of one object version in a store.
 
     `generation` is never used twice in a store. It names the file, so a file that may be mapped is never written again.
-    `present` is the number of cached blocks. `place` is 0 for an object with its own file, otherwise the generation of the
-    segment that contains the object, from `offset`, with `checksum`. `seal_inode` and `seal_ctime_ns` are those of the file
-    when all of its blocks were last verified; 0 when they were not. `packed_name` is a packed `ObjectName`.
+    `cached_bytes` are those of all cached blocks and pages. `place` is 0 for an object with its own file, otherwise the
+    generation of the segment that contains the object, from `offset`, with `checksum`. The seal is the inode, the times (ns)
+    and the number of links of the file when all of its blocks were last verified; the inode is 0 when they were not.
+    `packed_name` is a packed
+    `ObjectName`.
     """
 
     object_id: bytes
     generation: int
     size: int
     block_bytes: int
-    present: int
+    cached_bytes: int
     place: int = 0
     offset: int = 0
     checksum: int = 0
     seal_inode: int = 0
     seal_ctime_ns: int = 0
+    seal_mtime_ns: int = 0
+    seal_links: int = 0
     packed_name: bytes = b""
 
     @property
     def complete(self) -> bool:
         """Whether every block is cached."""
-        return self.present * self.block_bytes >= self.size
+        return self.cached_bytes >= self.size
 
     @property
     def sealed(self) -> bool:
         """Whether every block was verified while the file had the inode and change time of the seal."""
         return self.seal_inode != 0
+
+    def with_seal(self, file: os.stat_result | None) -> Entry:
+        """The record with the seal of a file in this state, or without a seal."""
+        seal = (0, 0, 0, 0) if file is None else (file.st_ino, file.st_ctime_ns, file.st_mtime_ns, file.st_nlink)
+        return Entry(*self[:8], *seal, packed_name=self.packed_name)
 
     @property
     def name(self) -> ObjectName:
@@ -215,7 +228,7 @@ class Entry(NamedTuple):
 
     def pack(self) -> bytes:
         """The record, without the object's id, which is its key."""
-        return _OBJECT.pack(*self[1:10]) + self.packed_name
+        return _OBJECT.pack(*self[1:12]) + self.packed_name
 
     @classmethod
     def unpack(cls, object_id: bytes, value: bytes) -> Entry:
@@ -255,6 +268,53 @@ def block_of(key: bytes) -> int:
     return int(_BLOCK_KEY.unpack(key)[2])
 
 
+Pages = dict[int, int]
+"""The cached pages of a block that is not completely cached: their checksums, by the number of the page in the block."""
+
+
+def pack_pages(pages: Pages) -> bytes:
+    """The record of a block of which only these pages are cached. Its length is never that of a checksum."""
+    return b"".join(_PAGE.pack(*page) for page in sorted(pages.items()))
+
+
+def unpack_block(value: bytes) -> int | Pages:
+    """The record of a block: its checksum, or its cached pages."""
+    return number(value) if len(value) == _U64.size else dict(_PAGE.iter_unpack(value))
+
+
+def page_span(entry: Entry, block: int, page: int) -> tuple[int, int]:
+    """The byte range `[start, stop)` of a page in its object."""
+    start, stop = span_of(block, block + 1, entry.size, entry.block_bytes)
+    return start + page * PAGE_BYTES, min(start + (page + 1) * PAGE_BYTES, stop)
+
+
+def pages_of(entry: Entry, block: int, start: int, stop: int, *, touched: bool = False) -> range:
+    """The pages of a block inside the byte range `[start, stop)` of the object; with `touched`, those that it touches."""
+    base, end = span_of(block, block + 1, entry.size, entry.block_bytes)
+    start, stop = max(start, base) - base, min(stop, end) - base
+    if touched or stop == end - base:
+        stop += PAGE_BYTES - 1
+    return range((start if touched else start + PAGE_BYTES - 1) // PAGE_BYTES, stop // PAGE_BYTES)
+
+
+def page_count(entry: Entry, block: int) -> int:
+    """The number of pages of a block."""
+    return len(pages_of(entry, block, *span_of(block, block + 1, entry.size, entry.block_bytes)))
+
+
+def page_number(entry: Entry, block: int, page: int) -> int:
+    """A negative number that no other page of the object has; blocks have natural ones."""
+    return -1 - block * -(-entry.block_bytes // PAGE_BYTES) - page
+
+
+def cached_in(entry: Entry, block: int, state: int | Pages) -> int:
+    """The cached bytes of a block with this record."""
+    if isinstance(state, int):
+        start, stop = span_of(block, block + 1, entry.size, entry.block_bytes)
+        return stop - start
+    return sum(stop - start for start, stop in (page_span(entry, block, page) for page in state))
+
+
 BLOCK_KEY_BYTES = _BLOCK_KEY.size
 BLOCK_PREFIX_BYTES = 24
 """The length of the common prefix of the `block_key`s of an object."""
@@ -291,7 +351,7 @@ def pack_number(value: int) -> bytes:
     return _U64.pack(value)
 
 
-# --- the trailer of a data file -------------------------------------------------------------------
+# --- the data file of an object and its sidecar -------------------------------------------------
 
 
 def file_name(entry: Entry) -> str:
@@ -300,31 +360,15 @@ def file_name(entry: Entry) -> str:
     return f"{name[:2]}/{name}-{entry.generation}"
 
 
-def entries_offset(entry: Entry) -> int:
-    """The offset of the block entries."""
-    return -(-entry.size // _ALIGNMENT) * _ALIGNMENT
-
-
 def block_offset(entry: Entry, block: int) -> int:
-    """The offset of the entry of a block."""
-    return entries_offset(entry) + block * BLOCK_ENTRY_BYTES
+    """The offset of the entry of a block in the sidecar."""
+    return _HEADER.size + len(entry.packed_name) + block * BLOCK_ENTRY_BYTES
 
 
-def footer_offset(entry: Entry) -> int:
-    """The offset of the name, which the footer follows."""
-    return block_offset(entry, block_count(entry.size, entry.block_bytes))
-
-
-def file_bytes(entry: Entry) -> int:
-    """The size of the data file of an object."""
-    return footer_offset(entry) + len(entry.packed_name) + FOOTER_BYTES
-
-
-def pack_footer(entry: Entry) -> bytes:
-    """The name and the footer."""
+def pack_header(entry: Entry) -> bytes:
+    """The header and the name: a sidecar without blocks."""
     fields = (_MAGIC, entry.object_id, entry.generation, entry.size, entry.block_bytes, len(entry.packed_name))
-    unchecked = _FOOTER.pack(*fields, 0)
-    return entry.packed_name + _FOOTER.pack(*fields, _footer_checksum(entry.packed_name, unchecked))
+    return _HEADER.pack(*fields, _header_checksum(entry.packed_name, _HEADER.pack(*fields, 0))) + entry.packed_name
 
 
 def pack_block(entry: Entry, block: int, checksum: int) -> bytes:
@@ -332,38 +376,26 @@ def pack_block(entry: Entry, block: int, checksum: int) -> bytes:
     return _BLOCK.pack(checksum, _mark(entry, block, checksum))
 
 
-def parse_footer(tail: bytes, total_bytes: int) -> Entry | int | None:
-    """The record of an object, without blocks, from the last bytes of its file of `total_bytes`.
-
-    None when it has no valid footer; the number of bytes that are needed when `tail` is too short.
-    """
-    if len(tail) < FOOTER_BYTES:
-        return None if total_bytes < FOOTER_BYTES else FOOTER_BYTES
-    footer = tail[-FOOTER_BYTES:]
-    magic, object_id, generation, size, block_bytes, name_bytes, checksum = _FOOTER.unpack(footer)
-    if magic != _MAGIC or FOOTER_BYTES + name_bytes > total_bytes:
+def parse_sidecar(data: bytes) -> tuple[Entry, list[tuple[int, int]]] | None:
+    """The record of an object, and (block, checksum) of every block with a valid entry; None without a valid header."""
+    if len(data) < _HEADER.size:
         return None
-    if len(tail) < FOOTER_BYTES + name_bytes:
-        return FOOTER_BYTES + int(name_bytes)
-    name = tail[len(tail) - FOOTER_BYTES - name_bytes : len(tail) - FOOTER_BYTES]
-    if checksum != _footer_checksum(name, footer) or not block_bytes:
+    magic, object_id, generation, size, block_bytes, name_bytes, checksum = _HEADER.unpack_from(data)
+    name = data[_HEADER.size : _HEADER.size + name_bytes]
+    if magic != _MAGIC or not block_bytes or checksum != _header_checksum(name, data):
         return None
     entry = Entry(object_id, generation, size, block_bytes, 0, packed_name=name)
-    return entry if file_bytes(entry) == total_bytes else None
-
-
-def parse_blocks(entry: Entry, data: bytes) -> list[tuple[int, int]]:
-    """(block, checksum) of every block with a valid entry, from the bytes between `entries_offset` and `footer_offset`."""
-    return [
-        (block, checksum)
-        for block, (checksum, mark) in enumerate(_BLOCK.iter_unpack(data))
-        if mark == _mark(entry, block, checksum)
+    count = min(block_count(size, block_bytes), (len(data) - block_offset(entry, 0)) // BLOCK_ENTRY_BYTES)
+    pairs = _BLOCK.iter_unpack(data[block_offset(entry, 0) : block_offset(entry, count)])
+    blocks = [
+        (block, checksum) for block, (checksum, mark) in enumerate(pairs) if mark == _mark(entry, block, checksum)
     ]
+    return entry._replace(cached_bytes=sum(cached_in(entry, *found) for found in blocks)), blocks
 
 
 def _mark(entry: Entry, block: int, checksum: int) -> int:
     return xxhash.xxh3_64_intdigest(_MARKED.pack(entry.object_id, entry.generation, block, checksum))
 
 
-def _footer_checksum(name: bytes, footer: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(footer[:_CHECKED_BYTES] + name)
+def _header_checksum(name: bytes, header: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(header[:_CHECKED_BYTES] + name)

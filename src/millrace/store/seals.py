@@ -2,7 +2,8 @@
 
 - `VerifiedBlocks` (`store.py`): the blocks of data files that this process has verified. Kept in memory.
 - The seal of a data file: all of its blocks were read and found right while the file had this inode and change time. Stored
-  in the index record of the object.
+  in the index record of the object. A hard link to the file changes the change time as well, but not the modification
+  time; so the seal also has this time and the number of links.
 - The seal of a segment: the same for all objects that the index had in a segment at that moment. Stored in a table.
 
 A process compares the seal with the file before it maps it. A file that was cut, changed, replaced or appended to since has
@@ -14,6 +15,7 @@ what the seal of a segment covers: an object whose bytes were written before the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import threading
@@ -102,6 +104,17 @@ class Sealer(_Background):
             return None
         return self._seal_or_join(entry)
 
+    def seal(self, entry: Entry) -> Entry | None:
+        """As `sealed`, but waits however long it takes; the seal holds for the present state of the file."""
+        sealed = entry if entry.sealed else self._seal_or_join(entry)
+        if sealed is not None:
+            with lost_or_failed(self._store.path(entry)):
+                if seal_holds(sealed, os.stat(self._store.path(entry), follow_symlinks=False)):
+                    return sealed
+            sealed = self.check_seal(sealed)
+            sealed = sealed if sealed.sealed else self._seal_or_join(sealed)
+        return sealed
+
     def start(self, entry: Entry) -> None:
         """Seal a complete object in the background. Errors are reported."""
         with self._lock:
@@ -113,11 +126,21 @@ class Sealer(_Background):
         except RuntimeError:  # the interpreter is ending; the next process seals it
             self._waiting.discard(entry.generation)
 
-    def break_seal(self, entry: Entry) -> Entry:
-        """Record that a sealed file has changed and must be verified again. Returns the record without the seal."""
+    def check_seal(self, entry: Entry) -> Entry:
+        """The record of an object whose file does not match its seal: with a new seal if only links were added or removed,
+        otherwise without one, which is recorded; the file must then be verified again.
+        """
+        with contextlib.suppress(OSError):
+            found = os.stat(self._store.path(entry), follow_symlinks=False)
+            if (
+                (entry.seal_inode, entry.seal_mtime_ns) == (found.st_ino, found.st_mtime_ns)
+                and entry.seal_links != found.st_nlink
+                and self._store.index.seal(entry, found)
+            ):
+                return entry.with_seal(found)
         emit(Event(name="cache.file.changed", subject=self._store.path(entry), detail="its blocks are verified again"))
         self._store.index.unseal(entry)
-        return entry._replace(seal_inode=0, seal_ctime_ns=0)
+        return entry.with_seal(None)
 
     def _seal_in_background(self, entry: Entry) -> None:
         self._waiting.discard(entry.generation)
@@ -155,10 +178,9 @@ class Sealer(_Background):
                 wrong = self._store.drop_wrong_blocks(entry, descriptor, blocks, stop=self._ending)
                 if wrong is None or wrong:
                     return None
-                sealed = entry._replace(seal_inode=before.st_ino, seal_ctime_ns=before.st_ctime_ns)
+                sealed = entry.with_seal(before)
                 if seal_holds(sealed, os.fstat(descriptor)):  # no process wrote meanwhile
-                    recorded = self._store.index.seal(entry, inode=before.st_ino, ctime_ns=before.st_ctime_ns)
-                    return sealed if recorded else None
+                    return sealed if self._store.index.seal(entry, before) else None
             return None
         finally:
             os.close(descriptor)

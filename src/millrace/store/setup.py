@@ -42,11 +42,11 @@ from millrace.store.transactions import SIGNALS_NAME
 _log = logging.getLogger("millrace.store")
 
 FORMAT_NAME = "millrace-store"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _FORMAT_LINE = f"{FORMAT_NAME} {FORMAT_VERSION}\n"
-_OLD_FORMATS = (f"{FORMAT_NAME} 1", f"{FORMAT_NAME} 2")
-_OLD_INDEX = _OLD_FORMATS[1]  # only its index differs, which is rebuilt
+_OLD_FORMATS = tuple(f"{FORMAT_NAME} {number}" for number in range(1, FORMAT_VERSION))
 
+FOLDERS_NAME = "folders"
 RULES_NAME = "rules.json"
 NEW_RULES_NAME = "rules.json.new"
 RULES_TEXT = "the pins, quotas, times to live and the size that were set for this cache"
@@ -68,7 +68,7 @@ _CHECK_PROGRAM = (
 )
 _DATA_FOLDERS = ("objects", "segments")
 REPLICAS_NAME = "replicas"
-_FOLDERS = ("index", "counters", REPLICAS_NAME, *_DATA_FOLDERS)
+_FOLDERS = ("index", "counters", REPLICAS_NAME, FOLDERS_NAME, *_DATA_FOLDERS)
 _FILES = (_MARKER, "locks", _LOCK, RULES_NAME)
 _OWN_NAMES = frozenset({*_FILES, f"{_MARKER}.new", *_FOLDERS, NEW_RULES_NAME})
 
@@ -149,11 +149,9 @@ def _open(directory: Path, rebuild: Rebuild, on_dropped: Callable[[], None]) -> 
     lines = _read_marker(directory)
     _require_format(directory, lines)
     if lines and lines[0] in _OLD_FORMATS:
-        names = ("index",) if lines[0] == _OLD_INDEX else ("index", *_DATA_FOLDERS)
         old = lines[0].removeprefix(f"{FORMAT_NAME} ")
-        _discard(
-            directory, (*names, "counters"), f"written in format {old}, this version writes format {FORMAT_VERSION}"
-        )
+        reason = f"written in format {old}, this version writes format {FORMAT_VERSION}"
+        _discard(directory, ("index", *_DATA_FOLDERS, "counters"), reason)
         lines = []
     for name in ("counters", *_DATA_FOLDERS):
         (directory / name).mkdir(mode=0o700, exist_ok=True)

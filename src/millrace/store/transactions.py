@@ -48,8 +48,10 @@ from millrace.store.records import (
     SegmentRecord,
     block_key,
     block_of,
+    cached_in,
     number,
     pack_number,
+    unpack_block,
 )
 from millrace.store.signals import FIRST, RETIRED, RETIRED_MARK, UNUSED, WORDS, Signals
 
@@ -487,10 +489,9 @@ class IndexTransactions:
         if table is self._blocks and len(key) == BLOCK_KEY_BYTES:
             entry = self._get(txn, key[:16])
             if entry is not None and key.startswith(block_key(*entry[:2], 0)[:BLOCK_PREFIX_BYTES]):
-                block = block_of(key)
-                self._put(txn, entry._replace(present=max(0, entry.present - 1), seal_inode=0, seal_ctime_ns=0))
-                start = block * entry.block_bytes
-                self._add(txn, b"used", -max(0, min(start + entry.block_bytes, entry.size) - start))
+                left = self._bytes_of_blocks(txn, entry)
+                self._put(txn, entry._replace(cached_bytes=left).with_seal(None))
+                self._add(txn, b"used", left - entry.cached_bytes)
         elif table is self._objects:
             self._delete_prefix(raw, self._blocks, key)
             self._uncounted = True
@@ -501,6 +502,16 @@ class IndexTransactions:
         if table in (self._blocks, self._objects, self._segments):
             self.signals.removed(raw.id())
 
+    def _bytes_of_blocks(self, txn: Reading, entry: Entry) -> int:
+        """The cached bytes of an object by the records of its blocks."""
+        total, prefix = 0, block_key(*entry[:2], 0)[:BLOCK_PREFIX_BYTES]
+        cursor = txn.cursor(self._blocks)
+        cursor.set_range(prefix)
+        while cursor.key()[:BLOCK_PREFIX_BYTES] == prefix:
+            total += cached_in(entry, block_of(cursor.key()), unpack_block(cursor.value()))
+            cursor.next()
+        return total
+
     def _delete_prefix(self, raw: Any, table: Table, prefix: bytes) -> None:
         cursor = raw.cursor(table.handle)
         cursor.set_range(prefix)
@@ -508,11 +519,11 @@ class IndexTransactions:
             cursor.delete()
 
     def _count_again(self, txn: Writing) -> None:
-        """Recompute the used bytes after records were lost. A missing last block counts as present."""
+        """Recompute the used bytes after records were lost."""
         used = sum(SegmentRecord.unpack(key, value).written_bytes for key, value in txn.cursor(self._segments))
         for key, value in txn.cursor(self._objects):
             entry = Entry.unpack(key, value)
-            used += 0 if entry.place else min(entry.size, entry.present * entry.block_bytes)
+            used += 0 if entry.place else min(entry.size, entry.cached_bytes)
         txn.put(b"used", pack_number(used), db=self._state)
 
     def exercise(self) -> None:

@@ -290,7 +290,7 @@ def start_readers(tmp_path: Path) -> Iterator[Callable[..., Readers]]:
 
 
 def disk_use(directory: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in directory.glob("millrace/local/objects/*/*")) + sum(
+    return sum(path.stat().st_blocks * 512 for path in directory.glob("millrace/local/objects/*/*[0-9]")) + sum(
         path.stat().st_size for path in directory.glob("millrace/local/segments/*.data")
     )
 

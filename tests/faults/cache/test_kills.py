@@ -21,14 +21,14 @@ from millrace.cache.node import CacheNode, cache_node
 from millrace.cache.reading.locations import stored_object
 from millrace.config import resolve
 from millrace.runtime.locks import LockWait, NamedLocks
-from millrace.store.records import BLOCK_BYTES, Entry, blocks_of, span_of
+from millrace.store.records import BLOCK_BYTES, PAGE_BYTES, Entry, blocks_of, page_span, span_of
 from millrace.testing.computed import ComputedOrigin
 
 _LARGE, _SMALL = 5, 40
 _KILLS, _KILLS_A_ROUND = 50, 5
 
-Block = tuple[str, int]
-"""The name of an object and the number of a block."""
+Page = tuple[str, int]
+"""The name of an object and the number of a page in it."""
 
 
 @pytest.fixture
@@ -83,14 +83,14 @@ class Reader:
         assert what == "pid"
         self._child = pid
 
-    def kill(self, reads: int, seconds: float) -> set[Block]:
-        """Kill the child so long after so many reads; returns the blocks of all that its reads have returned."""
+    def kill(self, reads: int, seconds: float) -> set[Page]:
+        """Kill the child so long after so many reads; returns the pages of all that its reads have returned."""
         returned = [self._line() for _ in range(reads)]
         time.sleep(seconds)  # any moment will do
         self._kill_child()
         while (line := self._line())[0] != "dead":
             returned.append(line)
-        return {(name, block) for name, start, stop in returned for block in blocks_of(start, stop, BLOCK_BYTES)}
+        return {(name, page) for name, start, stop in returned for page in blocks_of(start, stop, PAGE_BYTES)}
 
     def end(self) -> None:
         assert self._process.stdin is not None
@@ -115,8 +115,8 @@ def node_of(cache: Path) -> CacheNode:
     return cache_node(resolve({"cache_dir": str(cache), "min_free": 0, "capacity": "1GB"}, environ={}, file={}))
 
 
-def blocks_here(disk: Disk, contents: dict[str, bytes]) -> set[Block]:
-    """Every block that the index has, each compared with what it must be."""
+def pages_here(disk: Disk, contents: dict[str, bytes]) -> set[Page]:
+    """Every page that the index has, each compared with what it must be."""
     here = set()
     for entry in disk.store.index.entries():
         name = Path(entry.name.key).name
@@ -124,28 +124,34 @@ def blocks_here(disk: Disk, contents: dict[str, bytes]) -> set[Block]:
             found = stored_object(disk, entry, verify=True)
             assert found is not None
             assert bytes(found[0]) == contents[name]
-            here.add((name, 0))
+            here |= {(name, page) for page in blocks_of(0, entry.size, PAGE_BYTES)}
         else:
-            here |= {(name, block) for block in _blocks_of_file(disk, entry, contents[name])}
+            here |= {(name, page) for page in _pages_of_file(disk, entry, contents[name])}
     return here
 
 
-def _blocks_of_file(disk: Disk, entry: Entry, content: bytes) -> Iterator[int]:
-    blocks = range(-(-entry.size // entry.block_bytes))
-    missing = disk.store.missing(entry, blocks)
-    assert entry.present == len(blocks) - len(missing) or disk.store.index.get(entry.object_id) != entry  # others write
+def _pages_of_file(disk: Disk, entry: Entry, content: bytes) -> Iterator[int]:
+    cached = entry.size - sum(stop - start for start, stop in disk.store.gaps(entry, 0, entry.size))
+    assert entry.cached_bytes == cached or disk.store.index.get(entry.object_id) != entry  # others write
     descriptor = disk.store.open_data(entry)
     try:
-        for block in sorted(set(blocks) - set(missing)):
+        blocks = range(-(-entry.size // entry.block_bytes))
+        for block, state in zip(blocks, disk.store.index.block_states(entry, blocks), strict=True):
             start, stop = span_of(block, block + 1, entry.size, entry.block_bytes)
-            assert disk.store.read_block(entry, descriptor, block) == content[start:stop]
-            yield block
+            if isinstance(state, int):
+                assert disk.store.read_block(entry, descriptor, block) == content[start:stop]
+                yield from blocks_of(start, stop, PAGE_BYTES)
+            for start, stop in [page_span(entry, block, page) for page in state] if isinstance(state, dict) else ():
+                found = disk.store.read_pages(entry, descriptor, start, stop)
+                # None: completed since, by another process
+                assert found == content[start:stop] or disk.store.index.checksums(entry, [block]) != [None]
+                yield start // PAGE_BYTES
     finally:
         os.close(descriptor)
 
 
 def test_cached_blocks_survive_50_kills(contents: dict[str, bytes], tmp_path: Path) -> None:
-    """Two children at a time fill one store; at 50 random moments one of them is killed. After each of these every block of
+    """Two children at a time fill one store; at 50 random moments one of them is killed. After each of these every page of
     every read that had returned since the store was last emptied is there, and whatever is there is right.
     """
     cache, chooser = tmp_path / "cache", random.Random(5)
@@ -157,11 +163,11 @@ def test_cached_blocks_survive_50_kills(contents: dict[str, bytes], tmp_path: Pa
         for _ in range(_KILLS // _KILLS_A_ROUND):
             for reader in readers:
                 reader.begin()
-            returned: set[Block] = set()
+            returned: set[Page] = set()
             for number in range(_KILLS_A_ROUND):
                 reader = readers[number % 2]
                 returned |= reader.kill(chooser.randrange(6), chooser.uniform(0, 0.02))
-                assert returned <= blocks_here(disk, contents)
+                assert returned <= pages_here(disk, contents)
                 if number < _KILLS_A_ROUND - 2:
                     reader.begin()
             seen += len(returned)

@@ -157,7 +157,7 @@ def test_read_with_damaged_peer_bytes_is_right(
         damaged = 0
         for node in cluster.nodes:
             for path in [
-                *node.cache_dir.glob("millrace/*/objects/*/*"),
+                *node.cache_dir.glob("millrace/*/objects/*/*[0-9]"),
                 *node.cache_dir.glob("millrace/*/segments/*.data"),
             ]:
                 with open(path, "r+b") as file:
@@ -217,7 +217,7 @@ def test_request_without_the_token_receives_nothing(
     with LocalCluster(tmp_path, 2, target_options=options) as cluster:
         assert_all_right(everywhere(cluster, data, cluster.nodes))
         node = cluster.nodes[0]
-        name = next(path.name.partition("-")[0] for path in node.cache_dir.glob("millrace/*/objects/*/*"))
+        name = next(path.name.partition("-")[0] for path in node.cache_dir.glob("millrace/*/objects/*/*[0-9]"))
         for token in ("", "Authorization: Bearer another-token\r\n"):
             with socket.create_connection((node.host, node.port), timeout=300) as connection:
                 connection.sendall(f"GET /v1/objects/{name} HTTP/1.1\r\nHost: node\r\n{token}\r\n".encode())

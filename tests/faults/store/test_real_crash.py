@@ -124,8 +124,8 @@ def test_store_after_power_loss_returns_right_bytes(
     stop_the_machine(place)
     mount("loop")
     assert lost_something(place)
-    assert (store / "FORMAT").read_text() == f"millrace-store 3\n{boot_id()}\n"
+    assert (store / "FORMAT").read_text() == f"millrace-store 4\n{boot_id()}\n"
     assert '"90.0%"' in (store / "rules.json").read_text()
-    (store / "FORMAT").write_text("millrace-store 3\nthe-boot-before\n")  # the machine that runs this did not stop
+    (store / "FORMAT").write_text("millrace-store 4\nthe-boot-before\n")  # the machine that runs this did not stop
     read_all(data, cache, native=native)
     assert read_all(data, cache, native=native) == 0

@@ -357,7 +357,7 @@ def test_segment_damaged_before_a_rebuild_is_found(
     read_all(small, opened(cache))
     close_nodes()
     harm(file_of_a_segment(cache, suffix))
-    (cache / "millrace" / "local" / "FORMAT").write_text("millrace-store 3\nthe-boot-before\n")
+    (cache / "millrace" / "local" / "FORMAT").write_text("millrace-store 4\nthe-boot-before\n")
     assert 0 < read_all(small, opened(cache)) < size_of(small)
     close_nodes()
     events.clear()

@@ -66,7 +66,7 @@ def fill(data: Path, cache: Path) -> None:
 
 
 def files(cache: Path) -> list[Path]:
-    return sorted(cache.glob("millrace/local/objects/*/*"), key=lambda path: path.stat().st_size)
+    return sorted(cache.glob("millrace/local/objects/*/*[0-9]"), key=lambda path: path.stat().st_size)
 
 
 def flip(path: Path) -> None:
@@ -180,7 +180,7 @@ def crash_image(cache: Path, image: Path, seed: int) -> None:
     shutil.copytree(cache, image)
     chooser = random.Random(seed)
     store = image / "millrace" / "local"
-    (store / "FORMAT").write_text("millrace-store 3\nthe-boot-before\n")
+    (store / "FORMAT").write_text("millrace-store 4\nthe-boot-before\n")
     (store / "rules.json").write_text('{"version": 1, "capacity": "90%", "rules": []}')
     found = [path for path in store.glob("**/*") if path.is_file() and path.stat().st_size]
     for path in sorted(found, key=lambda path: path.relative_to(store).parts):
@@ -228,7 +228,7 @@ def test_blocks_of_zeros_after_reboot_are_found_and_fetched_again(
     for path in files(cache):
         with open(path, "r+b") as file:
             file.write(bytes(BLOCK * 2 + 1000))
-    (cache / "millrace" / "local" / "FORMAT").write_text("millrace-store 3\nthe-boot-before\n")
+    (cache / "millrace" / "local" / "FORMAT").write_text("millrace-store 4\nthe-boot-before\n")
     after = check(data, cache, native=native)
     assert after["corrupt_blocks"] - before["corrupt_blocks"] == 9
     assert [event.name for event in events].count("cache.store.rebuilt") == 1
@@ -238,7 +238,7 @@ def test_store_after_reboot_needs_no_request(data: Path, tmp_path: Path) -> None
     cache = tmp_path / "cache"
     before = check(data, cache)
     close_nodes()
-    (cache / "millrace" / "local" / "FORMAT").write_text("millrace-store 3\nthe-boot-before\n")
+    (cache / "millrace" / "local" / "FORMAT").write_text("millrace-store 4\nthe-boot-before\n")
     after = check(data, cache)
     assert after["origin_bytes"] == before["origin_bytes"]
     options = resolve({"cache_dir": str(cache), "min_free": 0}, environ={}, file={})

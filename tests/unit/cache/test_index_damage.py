@@ -40,8 +40,8 @@ def index(directory: Path) -> Iterator[Index]:
 
 def fill(index: Index, object_id: bytes = ID) -> Any:
     entry = index.create(object_id, 250, 100, NAME)
-    for block, nbytes in enumerate((100, 100, 50)):
-        entry = index.add_block(entry, block, nbytes, 1000 + block)
+    for block in range(3):
+        entry = index.add_block(entry, block, 1000 + block)
         assert entry is not None
     return entry
 
@@ -75,7 +75,7 @@ def test_object_record_with_flipped_bit_is_absent_and_created_again(
     assert [each.object_id for each in index.entries()] == [OTHER]
     again = index.create(ID, 250, 100, NAME)
     assert again.generation > entry.generation
-    assert again.present == 0
+    assert again.cached_bytes == 0
     assert index.checksums(entry, range(3)) == [None] * 3
     assert dropped == [1]
     assert [event.name for event in events] == ["cache.index.corrupt"]
@@ -99,9 +99,9 @@ def test_block_record_that_was_damaged_is_counted_off_and_entered_again(index: I
     entry = fill(index)
     overwrite(index, b"blocks", block_key(ID, entry.generation, 1), flip(0))
     assert index.checksums(entry, range(3)) == [1000, None, 1002]
-    now = index.add_block(entry, 1, 100, 1001)
+    now = index.add_block(entry, 1, 1001)
     assert now is not None
-    assert (now.present, now.sealed, index.used_bytes()) == (3, False, 250)
+    assert (now.cached_bytes, now.sealed, index.used_bytes()) == (250, False, 250)
     assert index.checksums(entry, range(3)) == [1000, 1001, 1002]
 
 
@@ -198,7 +198,7 @@ def test_death_in_a_transaction_on_a_damaged_index_has_the_next_process_rebuild_
         file.write(bytes((root - 1) * 4096))  # every page but LMDB's own two
     later = open_directory(directory, rebuild)
     assert later.get(ID) is None
-    assert later.create(ID, 250, 100, NAME).present == 0
+    assert later.create(ID, 250, 100, NAME).cached_bytes == 0
     later.close()
     assert [event.name for event in events] == ["cache.store.discarded"]
 

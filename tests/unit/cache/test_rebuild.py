@@ -44,7 +44,7 @@ def write(store: Store, number: int, blocks: range = range(3), total: int = 3) -
 
 
 def reboot(directory: Path) -> None:
-    (directory / "FORMAT").write_text("millrace-store 3\nanother-boot\n")
+    (directory / "FORMAT").write_text("millrace-store 4\nanother-boot\n")
 
 
 def lose(directory: Path) -> None:
@@ -93,7 +93,7 @@ def _args(number: int) -> tuple[bytes, int, int, ObjectName]:
 
 def test_rebuild_seals_no_file(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    assert store.index.seal(write(store, 1), inode=1, ctime_ns=2)
+    assert store.index.seal(write(store, 1), os.stat(tmp_path))
     store.close()
     reboot(tmp_path)
     store = open_store(tmp_path)
@@ -108,7 +108,7 @@ def test_damaged_data_file_is_removed(tmp_path: Path, events: list[Event]) -> No
     store.close()
     os.truncate(paths[2], paths[2].stat().st_size - 1)
     os.truncate(paths[3], 0)
-    with open(paths[4], "r+b") as file:  # zeros of the right size
+    with open(f"{paths[4]}.idx", "r+b") as file:  # zeros of the right size
         size = os.fstat(file.fileno()).st_size
         os.truncate(file.fileno(), 0)
         os.truncate(file.fileno(), size)
@@ -126,8 +126,9 @@ def test_damaged_data_file_is_removed(tmp_path: Path, events: list[Event]) -> No
 
     store = open_store(tmp_path)
     assert list(store.index.entries()) == [kept]
-    assert [path for path in (tmp_path / "objects").rglob("*") if not path.is_dir()] == [Path(store.path(kept))]
-    assert len(list((tmp_path / "objects").glob("*/*"))) == 1
+    left = {path for path in (tmp_path / "objects").rglob("*") if not path.is_dir()}
+    assert left == {Path(store.path(kept)), Path(f"{store.path(kept)}.idx")}
+    assert len(list((tmp_path / "objects").glob("*/*"))) == 2
     assert Path("/etc/passwd").exists()
     assert events[-1].detail == "1 objects found in files, 9 files dropped"
     store.close()
@@ -142,18 +143,20 @@ def test_rebuild_keeps_the_younger_of_two_generations(
     for number in (1, 2):
         old = write(store, number)
         saved = tmp_path / "saved"
-        shutil.copy(store.path(old), saved)
+        for suffix in ("", ".idx"):
+            shutil.copy(store.path(old) + suffix, f"{saved}{suffix}")
         store.remove(old.object_id)
         write(store, number, range(2))
-        saved.rename(store.path(old))
+        for suffix in ("", ".idx"):
+            os.rename(f"{saved}{suffix}", store.path(old) + suffix)
     store.close()
     reboot(tmp_path)
     store = open_store(tmp_path)
     entries = list(store.index.entries())
-    assert [entry.present for entry in entries] == [2, 2]
+    assert [entry.cached_bytes for entry in entries] == [2 * BLOCK, 2 * BLOCK]
     assert store.index.used_bytes() == 4 * BLOCK
-    files = [path for path in (tmp_path / "objects").glob("*/*") if path.is_file()]
-    assert sorted(files) == sorted(Path(store.path(entry)) for entry in entries)
+    files = [str(path) for path in (tmp_path / "objects").glob("*/*") if path.is_file()]
+    assert sorted(files) == sorted(store.path(entry) + suffix for entry in entries for suffix in ("", ".idx"))
     store.close()
 
 
@@ -205,20 +208,23 @@ def test_long_rebuild_reports_its_progress(tmp_path: Path, events: list[Event]) 
     store.close()
 
 
-def test_blocks_with_torn_trailer_are_fetched_again(tmp_path: Path) -> None:
-    """The end of the file is torn at every byte between the data and the footer, in turn."""
+def test_blocks_with_torn_sidecar_are_fetched_again(tmp_path: Path) -> None:
+    """The sidecar is torn at every byte, in turn."""
     store = open_store(tmp_path)
     entry = write(store, 1)
     path = Path(store.path(entry))
     store.close()
-    whole = path.read_bytes()
-    start, stop = records.entries_offset(entry), records.footer_offset(entry)
+    sidecar = path.with_name(f"{path.name}.idx")
+    whole = sidecar.read_bytes()
+    start, stop = records.block_offset(entry, 0), records.block_offset(entry, 3)
+    assert len(whole) == stop
     for position in range(start, stop + 1):
         for torn in (
-            whole[:position] + bytes(stop - position) + whole[stop:],
+            whole[:position],
+            whole[:position] + bytes(stop - position),
             whole[:start] + bytes(position - start) + whole[position:],
         ):
-            path.write_bytes(torn)
+            sidecar.write_bytes(torn)
             read_back = rebuilding._read_file(path)
             intact = [
                 b
@@ -226,6 +232,38 @@ def test_blocks_with_torn_trailer_are_fetched_again(tmp_path: Path) -> None:
                 if torn[start + 16 * b : start + 16 * b + 16] == whole[start + 16 * b : start + 16 * b + 16]
             ]
             assert ([] if read_back is None else [block for block, _ in read_back[1]]) == intact
-    for position in range(stop, stop + len(entry.packed_name) + 56):
-        path.write_bytes(whole[:position] + bytes(len(whole) - position))
+    for position in range(48, start):
+        sidecar.write_bytes(whole[:position] + bytes(max(0, start - 8 - position)))
         assert rebuilding._read_file(path) is None
+
+
+def test_data_file_is_the_object_and_nothing_else(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert Path(store.path(write(store, 1))).read_bytes() == data_of(1)
+    store.close()
+
+
+@pytest.mark.parametrize("harm", ["missing", "empty", "folder", "fifo", "link"])
+def test_object_without_its_sidecar_is_read_until_the_rebuild(tmp_path: Path, harm: str) -> None:
+    store = open_store(tmp_path)
+    kept, entry = write(store, 1), write(store, 2, range(2))
+    path = Path(store.path(entry))
+    sidecar = path.with_name(f"{path.name}.idx")
+    sidecar.unlink()
+    if harm == "empty":
+        sidecar.write_bytes(b"")
+    elif harm == "folder":
+        sidecar.mkdir()
+    elif harm == "fifo":
+        os.mkfifo(sidecar)
+    elif harm == "link":
+        sidecar.symlink_to("/etc/passwd")
+    write(store, 2, range(2, 3))
+    assert [read(store, entry, block) for block in (0, 2)] == [data_of(2)[:BLOCK], data_of(2)[2 * BLOCK :]]
+    store.close()
+    reboot(tmp_path)
+    store = open_store(tmp_path)
+    assert list(store.index.entries()) == [kept]
+    assert not os.path.lexists(path)
+    assert not os.path.lexists(sidecar)
+    store.close()

@@ -18,6 +18,7 @@ from millrace.store.transactions import WRITE_LOCK_NAME
 NAME = ObjectName("s3://?region=eu", "bucket/a key with ü and \udc80", "etag")
 ID = bytes(range(16))
 OTHER = bytes(range(16, 32))
+FILE = os.stat(__file__)
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def index(tmp_path: Path) -> Iterator[Index]:
 def fill(index: Index, object_id: bytes = ID, blocks: int = 3) -> Entry:
     entry = index.create(object_id, blocks * 100 - 1, 100, NAME)
     for block in range(blocks):
-        index.add_block(entry, block, min(100, entry.size - block * 100), block)
+        index.add_block(entry, block, block)
     now = index.get(object_id)
     assert now is not None
     return now
@@ -40,7 +41,13 @@ def test_record_is_read_as_written(index: Index) -> None:
     entry = index.create(ID, 299, 100, NAME)
     assert index.get(ID) == entry
     assert entry.name == NAME
-    assert (entry.size, entry.block_bytes, entry.present, entry.complete, entry.sealed) == (299, 100, 0, False, False)
+    assert (entry.size, entry.block_bytes, entry.cached_bytes, entry.complete, entry.sealed) == (
+        299,
+        100,
+        0,
+        False,
+        False,
+    )
     assert index.create(ID, 299, 100, NAME) == entry
 
 
@@ -54,37 +61,43 @@ def test_name_that_is_malformed_raises(data: bytes) -> None:
 
 def test_record_after_each_block_counts_it(index: Index) -> None:
     entry = index.create(ID, 150, 100, NAME)
-    first = index.add_block(entry, 0, 100, 7)
+    first = index.add_block(entry, 0, 7)
     assert first is not None
     assert not first.complete
-    second = index.add_block(entry, 1, 50, 8)
+    second = index.add_block(entry, 1, 8)
     assert second is not None
     assert second.complete
-    assert index.add_block(entry, 1, 50, 8) == second
+    assert index.add_block(entry, 1, 8) == second
     assert index.used_bytes() == 150
     assert index.checksums(entry, [1, 2, 0]) == [8, None, 7]
     index.remove(ID)
-    assert index.add_block(entry, 0, 100, 7) is None
+    assert index.add_block(entry, 0, 7) is None
     assert index.used_bytes() == 0
 
 
 def test_seal_of_incomplete_or_replaced_object_is_refused(index: Index) -> None:
     entry = index.create(ID, 150, 100, NAME)
-    assert not index.seal(entry, inode=5, ctime_ns=6)
+    assert not index.seal(entry, FILE)
     index.remove(ID)
     new = fill(index)
-    assert not index.seal(entry, inode=5, ctime_ns=6)
-    assert index.seal(new, inode=5, ctime_ns=6)
+    assert not index.seal(entry, FILE)
+    assert index.seal(new, FILE)
     sealed = index.get(ID)
     assert sealed is not None
-    assert (sealed.sealed, sealed.seal_inode, sealed.seal_ctime_ns, sealed.name) == (True, 5, 6, NAME)
+    assert (sealed.sealed, sealed.name) == (True, NAME)
+    assert (sealed.seal_inode, sealed.seal_ctime_ns, sealed.seal_mtime_ns, sealed.seal_links) == (
+        FILE.st_ino,
+        FILE.st_ctime_ns,
+        FILE.st_mtime_ns,
+        FILE.st_nlink,
+    )
     index.unseal(sealed)
     assert index.get(ID) == new
-    index.seal(new, inode=5, ctime_ns=6)
-    index.drop_block(new, 1, 100)
+    index.seal(new, FILE)
+    index.drop_block(new, 1)
     dropped = index.get(ID)
     assert dropped is not None
-    assert (dropped.sealed, dropped.complete, dropped.present) == (False, False, 2)
+    assert (dropped.sealed, dropped.complete, dropped.cached_bytes) == (False, False, 199)
 
 
 def test_segment_removed_takes_all_objects(index: Index) -> None:
@@ -149,8 +162,8 @@ def test_reader_slots_of_killed_process_are_freed(index: Index, tmp_path: Path) 
 
 
 def test_restore_of_objects_is_one_step(index: Index) -> None:
-    large = Entry(ID, 70, 150, 100, 2, packed_name=NAME.pack())
-    small = Entry(OTHER, 71, 10, 10, 1, place=50, offset=3, checksum=4, packed_name=NAME.pack())
+    large = Entry(ID, 70, 150, 100, 150, packed_name=NAME.pack())
+    small = Entry(OTHER, 71, 10, 10, 10, place=50, offset=3, checksum=4, packed_name=NAME.pack())
     index.restore_segments([SegmentRecord(50, 40, 10, "g")])
     index.restore([(large, [(0, 11), (1, 12)]), (small, [])], used_bytes=150)
     index.raise_generation(1000)
@@ -166,12 +179,12 @@ def test_restore_of_objects_is_one_step(index: Index) -> None:
 
 def test_removals_raise_a_signal(index: Index) -> None:
     entry = fill(index)
-    index.seal(entry, inode=1, ctime_ns=2)
+    index.seal(entry, FILE)
     segment = index.new_generation()
     index.add_segment(segment, "")
     removals = [
         lambda: index.unseal(entry),
-        lambda: index.drop_block(entry, 0, 100),
+        lambda: index.drop_block(entry, 0),
         lambda: index.remove(ID),
         lambda: index.remove_segment(segment),
     ]

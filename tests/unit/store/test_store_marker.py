@@ -19,7 +19,7 @@ from millrace.store.store import Store
 
 NAME = b"0123456789abcdef"
 DATA = b"abc"
-WHOLE = f"millrace-store 3\n{boot_id()}\n".encode()
+WHOLE = f"millrace-store 4\n{boot_id()}\n".encode()
 
 
 def open_store(directory: Path) -> Store:
@@ -58,8 +58,8 @@ LEFT_OF_IT = {
     "a block of zeros": bytes(4096),
     "the name": b"millrace-st",
     "the name, then zeros": b"millrace-st".ljust(len(WHOLE), b"\0"),
-    "all of the format": b"millrace-store 3",
-    "one line": b"millrace-store 3\n",
+    "all of the format": b"millrace-store 4",
+    "one line": b"millrace-store 4\n",
     "half of the boot": WHOLE[:30],
     "half of the boot, then zeros": WHOLE[:30].ljust(len(WHOLE), b"\0"),
     "all but the last newline": WHOLE[:-1],
@@ -83,7 +83,7 @@ def test_torn_marker_is_treated_as_missing(directory: Path, left: str, events: l
 
 @pytest.mark.parametrize(
     "foreign",
-    [b"millrace-store 4\n", b"millrace-store 33\nboot\n", b"else", b"\0millrace-store 3\n", b"m\0x", b"\xff\n"],
+    [b"millrace-store 5\n", b"millrace-store 44\nboot\n", b"else", b"\0millrace-store 4\n", b"m\0x", b"\xff\n"],
 )
 def test_marker_of_another_program_is_refused_without_changes(directory: Path, foreign: bytes) -> None:
     (directory / "FORMAT").write_bytes(foreign)

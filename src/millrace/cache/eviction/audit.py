@@ -15,8 +15,9 @@ from millrace.cache.eviction.usage_records import UsageRecords
 from millrace.events import Event, emit
 from millrace.runtime.failures import disk_errors
 from millrace.store.environment import DATA_NAME
+from millrace.store.folders import remove_abandoned
 from millrace.store.index import Index
-from millrace.store.records import ObjectName, segment_unit
+from millrace.store.records import SIDECAR_SUFFIX, ObjectName, segment_unit
 from millrace.store.segment_files import generations
 from millrace.store.segments import Segments
 from millrace.store.store import Store, unlink
@@ -66,7 +67,7 @@ class Audit:
         large = [
             (entry.object_id, 0, entry.size, _group_of(entry.name))
             for entry in page
-            if not entry.place and entry.present
+            if not entry.place and entry.cached_bytes
         ]
         if None in self._records.used_at([key for key, *_ in large]):
             self._records.enter_unknown(large, now=time.time())
@@ -89,7 +90,9 @@ class Leftovers:
         self._inode = self._index_inode()
 
     def look(self) -> None:
-        """Check the next directory of data files; after the last one, the segments."""
+        """Check the folders of ended processes and the next directory of data files; after the last one, the segments."""
+        for path in remove_abandoned(self._directory):
+            emit(Event(name="cache.leftover.removed", subject=path))
         if self._index_inode() != self._inode:
             return  # the index was removed; the files belong to another one now
         folder, self._next = self._next, (self._next + 1) % (_FOLDERS + 1)
@@ -116,7 +119,7 @@ class Leftovers:
             except FileNotFoundError:
                 return
         for name in names:
-            digits, _, generation = name.partition("-")
+            digits, _, generation = name.removesuffix(SIDECAR_SUFFIX).partition("-")
             if len(digits) != _ID_DIGITS or not generation.isdecimal():
                 continue  # another file: a rebuild decides
             entry = self._index.get(bytes.fromhex(digits))

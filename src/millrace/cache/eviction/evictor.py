@@ -134,7 +134,7 @@ class Evictor:
         self._remove_object = remove_object
         self._remove_segment = remove_segment
         self._report = report
-        self._holdings = Holdings(store.index)
+        self._holdings = Holdings(store)
         self._surveyor = Surveyor(records, self._holdings)
         self._turn = threading.Lock()
         self._quota_lock = threading.Lock()
@@ -147,14 +147,19 @@ class Evictor:
         self._extremes_at = 0.0
         self._copies = copies
         self._audit = audit
+        self.wanted: set[bytes] = set()
+        """The keys of objects that this process must store: they are treated as pinned."""
 
     # --- for a read that found something to keep ----------------------------------------------------
 
     def reserve(self, nbytes: int, candidate: Candidate) -> bool:
         """Calls `Store.reserve`, and evicts for it if the policy allows. The caller releases the granted bytes."""
+        wanted = candidate.key in self.wanted
+        if wanted:
+            candidate = replace(candidate, keep=Keep.OWNED)
         try:
             rules = self._rules.current()
-            rule = rule_of(rules, candidate.name()) if rules.by_place else None
+            rule = self._rule_of(rules, candidate) if rules.by_place or wanted else None
             # Before the decision: a removal during the decision ends a refusal.
             state = _State(self._store.index.signals.removals, rules, self._store.space.limits)
             if self._is_refused(nbytes, candidate, state, pinned=rule is not None and rule.pinned):
@@ -197,6 +202,10 @@ class Evictor:
         if self._make_room(nbytes, candidate, over, excess, state) and self._reserve(nbytes):
             return self._count(place, nbytes, candidate)
         return False
+
+    def _rule_of(self, rules: Rules, candidate: Candidate) -> AppliedRule:
+        rule = rule_of(rules, candidate.name())
+        return replace(rule, pinned=True) if candidate.key in self.wanted else rule
 
     def _is_refused(self, nbytes: int, candidate: Candidate, state: _State, *, pinned: bool) -> bool:
         """Whether an equal request was refused a moment ago. A pin is not refused because of another object."""
@@ -263,7 +272,7 @@ class Evictor:
         self._audit.adopt()
         rules = self._rules.current()
         places = _places(rules)
-        rule = rule_of(rules, candidate.name())
+        rule = self._rule_of(rules, candidate)
         unit = self._unit_of(candidate, 0 if rule.quota_place is None else places[rule.quota_place])
         victims = {} if over is not None else self._copies_to_go(shortage, candidate, rules, places)
         empty = 0
@@ -526,7 +535,8 @@ class Evictor:
                 gone.append(record.unit.key)
             else:
                 copy = self._copies.is_copy(record)
-                yield _resident(record, holding.nbytes, holding.rule, places, now, copy=copy)
+                rule = replace(holding.rule, pinned=True) if record.unit.key in self.wanted else holding.rule
+                yield _resident(record, holding.nbytes, rule, places, now, copy=copy)
         if gone:
             self._records.gone(gone)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from millrace.cache.eviction.retention import NO_RULE, AppliedRule, Place, Rules
 from millrace.cache.eviction.usage_records import UnitRecord, UsageRecords
-from millrace.store.index import Index
-from millrace.store.records import Entry, ObjectName, SegmentRecord
+from millrace.store.records import ObjectName, SegmentRecord
+from millrace.store.store import Store
 
 _PAGE = 1000
 _SHARE = 20  # a survey takes at most this fraction (1/n) of a thread's time
@@ -31,10 +31,11 @@ class Holding:
 
 
 class Holdings:
-    """Looks up units in the index, with their retention rules. Thread-safe."""
+    """Looks up units of a store, with their retention rules. Thread-safe. Objects in folders count as pinned."""
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._index = store.index
         self._rules: Rules | None = None
         self._segments: dict[tuple[int, int], AppliedRule] = {}
 
@@ -44,9 +45,12 @@ class Holdings:
             segment = self._index.segment(record.segment)
             return None if segment is None else Holding(segment.written_bytes, self._rule_of(segment, rules))
         entry = self._index.get(record.unit.key)
-        if entry is None or entry.place or not entry.present:
+        if entry is None or entry.place or not entry.cached_bytes:
             return None
-        return Holding(held_bytes(self._index, entry), rule_of(rules, entry.name))
+        rule = rule_of(rules, entry.name)
+        if self._store.is_linked(entry):
+            rule = replace(rule, pinned=True)
+        return Holding(entry.cached_bytes, rule)
 
     def _rule_of(self, segment: SegmentRecord, rules: Rules) -> AppliedRule:
         if not rules.by_place:
@@ -67,17 +71,6 @@ class Holdings:
 def rule_of(rules: Rules, name: ObjectName) -> AppliedRule:
     """The retention rule of an object."""
     return rules.rule_for(name.origin, name.key) if rules.by_place else NO_RULE
-
-
-def held_bytes(index: Index, entry: Entry) -> int:
-    """The cached bytes of an object. Needs a lookup only if the last block is shorter than the others."""
-    if entry.complete:
-        return entry.size
-    short_by = -entry.size % entry.block_bytes
-    if not short_by or not entry.present:
-        return entry.present * entry.block_bytes
-    has_last = index.checksums(entry, [entry.size // entry.block_bytes])[0] is not None
-    return entry.present * entry.block_bytes - (short_by if has_last else 0)
 
 
 def _combined(rules: Iterable[AppliedRule]) -> AppliedRule:

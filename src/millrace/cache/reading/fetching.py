@@ -7,10 +7,11 @@ cache depends on the cluster.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, Protocol
 
@@ -21,13 +22,13 @@ from millrace.cache.disk import Disk, Room
 from millrace.cache.eviction.copies import Keep
 from millrace.cache.eviction.evictor import Candidate
 from millrace.cache.eviction.usage import FindGroup, is_checkpoint_file
-from millrace.cache.reading.locations import Location
+from millrace.cache.reading.locations import FileLocation, Location
 from millrace.cache.reading.threads import Threads
 from millrace.errors import OriginUnavailableError, StorageError, shown_key
 from millrace.events import Event, emit, fetch_id
 from millrace.origin import ObjectInfo, Origin
 from millrace.runtime.locks import Flight, LockWait, in_fetch, lock_number, new_fetch_id
-from millrace.store.records import RUN_BLOCKS, coalesce, span_of
+from millrace.store.records import RUN_BLOCKS, blocks_of, coalesce, span_of
 
 _log = logging.getLogger("millrace.cache")
 
@@ -141,7 +142,7 @@ class Fetcher:
                     flight.promote()
             for numbers in coalesce(mine, RUN_BLOCKS):
                 flights = {block: mine[block] for block in numbers}
-                _number(flights.values())
+                number_flights(flights.values())
                 # The run has a descriptor of its own: the reader may be closed before the fetch ends.
                 _Run(self, flights, self.location.duplicate(), waited_for=waited_for).submit()
                 for block in numbers:
@@ -164,7 +165,7 @@ class Fetcher:
             log_wait(self.key, theirs.values(), began)
             return theirs[0].result()
         try:
-            _number(mine.values())
+            number_flights(mine.values())
             with in_fetch(mine[0].fetch_id):
                 self._fetch_or_wait(mine[0])
         except Exception as error:
@@ -222,15 +223,13 @@ class Fetcher:
         return True
 
     def fetch_part(self, part: range, flights: dict[int, Flight], location: Location | None) -> None:
-        """Send one request; store its blocks, then complete their flights. Without a location nothing is stored."""
+        """Request neighbouring blocks; store them, then complete their flights. Without a location nothing is stored."""
         entry, counters = self.entry, self.disk.counters
         start, stop = span_of(part.start, part.stop, entry.size, entry.block_bytes)
-        answer, how = self.source.read(start, stop)
-        if is_checkpoint_file(self.key):
-            how = Keep.CHECKPOINT
-        self.disk.missed(entry, stop - start, self.group)
+        answer, how, fetched_bytes = self._read_uncached(start, stop, location)
+        self.disk.missed(entry, fetched_bytes, self.group)
         candidate = Candidate(entry.object_id, entry.size, lambda: entry.name, self.group, how)
-        nbytes = 0 if location is None else location.stored_bytes(stop - start)
+        nbytes = 0 if location is None else location.stored_bytes(fetched_bytes)
         with self.disk.reserved(nbytes, candidate) if location else nullcontext(Room(self.disk.store, 0)) as room:
             keep = bool(room)
             if location is not None and not keep and how is Keep.OWNED:
@@ -248,6 +247,41 @@ class Fetcher:
                     self.disk.held.put((entry.object_id, block), piece)
                 self.disk.flights.complete((entry.object_id, block), flights[block], piece)
 
+    def request(self, start: int, stop: int) -> Fetched:
+        """The bytes `[start, stop)` from a peer or the origin, and how they may be kept."""
+        data, keep = self.source.read(start, stop)
+        return Fetched(data, Keep.CHECKPOINT if is_checkpoint_file(self.key) else keep)
+
+    def _read_uncached(self, start: int, stop: int, location: Location | None) -> tuple[Buffer, Keep, int]:
+        """The bytes of neighbouring blocks, how to keep them, and how many were fetched. Cached pages are not."""
+        gaps: list[tuple[int, int]] = []
+        if isinstance(location, FileLocation):
+            try:
+                gaps = location.gaps(start, stop)
+            except StorageError as error:
+                location.report(error)
+        if not isinstance(location, FileLocation) or sum(end - begin for begin, end in gaps) in (0, stop - start):
+            return *self.request(start, stop), stop - start
+        data, keep, fetched_bytes = bytearray(stop - start), Keep.OWNED, 0
+        most = MOST_REQUESTS * len(blocks_of(start, stop, self.entry.block_bytes))
+        for begin, end, is_gap in _with_gaps(start, stop, bridged(gaps, 0, most=most), self.entry.block_bytes):
+            piece: Buffer | None = None if is_gap else self.cached_pages(location, begin, end)
+            if piece is None:
+                piece, how = self.request(begin, end)
+                keep = how if keep is Keep.OWNED else keep
+                fetched_bytes += end - begin
+            data[begin - start : end - start] = memoryview(piece).cast("B")
+        self.disk.counters.add("cache_bytes", stop - start - fetched_bytes)
+        return memoryview(data), keep, fetched_bytes
+
+    def cached_pages(self, location: FileLocation, start: int, stop: int, *, verify: bool = False) -> bytes | None:
+        """A range inside one block that is not complete; None when any of its pages is missing, wrong or unreadable."""
+        try:
+            return location.read_pages(start, stop, verify=verify)
+        except StorageError as error:
+            location.report(error)
+            return None
+
     def _try_store(self, location: Location | None, block: int, piece: Buffer, how: Keep) -> bool:
         """Store a block. When the disk fails, the block is not stored, but the read succeeds."""
         if location is None:
@@ -259,6 +293,46 @@ class Fetcher:
             return False
 
 
+MOST_REQUESTS = 8
+"""The most requests for the missing parts of a block. Beyond it, cached pages in between are fetched again."""
+
+
+def bridged(spans: Sequence[tuple[int, int]], waste_bytes: int, *, most: int) -> list[tuple[int, int]]:
+    """Ascending byte ranges, joined across the smallest holes while these have at most `waste_bytes` together, or while
+    more than `most` ranges are left.
+    """
+    holes = sorted(
+        (max(0, after[0] - before[1]), number) for number, (before, after) in enumerate(itertools.pairwise(spans))
+    )
+    joined: set[int] = set()
+    for nbytes, number in holes:
+        waste_bytes -= nbytes
+        if waste_bytes < 0 and len(spans) - len(joined) <= most:
+            break
+        joined.add(number)
+    result: list[tuple[int, int]] = []
+    for number, (start, stop) in enumerate(spans):
+        if number - 1 in joined:
+            result[-1] = result[-1][0], max(result[-1][1], stop)
+        else:
+            result.append((start, stop))
+    return result
+
+
+def _with_gaps(
+    start: int, stop: int, gaps: Sequence[tuple[int, int]], block_bytes: int
+) -> Iterator[tuple[int, int, bool]]:
+    """The range `[start, stop)` in parts: each of the gaps, and what is in between, cut at the boundaries of blocks."""
+    for begin, end in [*gaps, (stop, stop)]:
+        while start < begin:
+            cut = min(begin, (start // block_bytes + 1) * block_bytes)
+            yield start, cut, False
+            start = cut
+        if begin < end:
+            yield begin, end, True
+        start = end
+
+
 def log_wait(key: str, flights: Iterable[Flight], began: float) -> None:
     """Log at DEBUG how long a read has waited for missing blocks. `began` is in seconds of `time.perf_counter`."""
     if _log.isEnabledFor(logging.DEBUG):
@@ -266,7 +340,7 @@ def log_wait(key: str, flights: Iterable[Flight], began: float) -> None:
         _log.debug("%s: waited %.6f s for missing blocks (fetch %s)", shown_key(key), seconds, ids)
 
 
-def _number(flights: Iterable[Flight]) -> None:
+def number_flights(flights: Iterable[Flight]) -> None:
     """Give these flights the id of the fetch in progress in this thread, or a new one."""
     identifier = fetch_id.get() or new_fetch_id()
     for flight in flights:

@@ -28,7 +28,7 @@ from millrace.events import Event, emit
 from millrace.runtime.failures import LostDataError, disk_errors
 from millrace.store.index import Index
 from millrace.store.maps import MapSlot, lost_or_failed
-from millrace.store.records import Entry, ObjectName, object_id
+from millrace.store.records import Entry, ObjectName, object_id, page_number, pages_of
 from millrace.store.seals import seal_holds, slot_holds
 from millrace.store.segment_files import data_bytes
 from millrace.store.segments import SMALL_OBJECT_BYTES, appended_bytes
@@ -70,6 +70,23 @@ class FileLocation:
             self.verified.add(block)
         return data
 
+    def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The byte ranges of whole pages to fetch so that `[start, stop)` is cached."""
+        return self.disk.store.gaps(self.entry, start, stop)
+
+    def read_pages(self, start: int, stop: int, *, verify: bool = False) -> bytes | None:
+        """A range inside one block that is not complete; None when any of its pages is missing or wrong.
+
+        The pages are verified at their first use in this process, or now with `verify`.
+        """
+        entry, block = self.entry, start // self.entry.block_bytes
+        known = () if verify else self.verified
+        data = self.disk.store.read_pages(entry, self.descriptor, start, stop, verified=known)
+        if data is not None:
+            pages = pages_of(entry, block, start, stop, touched=True)
+            self.verified.update(page_number(entry, block, page) for page in pages)
+        return data
+
     def are_verified(self, blocks: Sequence[int]) -> bool:
         """Whether these blocks can be read without a checksum."""
         return self.is_sealed or self.verified.issuperset(blocks)
@@ -85,11 +102,19 @@ class FileLocation:
 
     def store_block(self, block: int, data: Buffer, keep: Keep, group: FindGroup) -> bool:
         """Store one block. Returns False when the object was removed in the meantime."""
-        entry = self.disk.store.write_block(self.entry, self.descriptor, block, data)
+        if not self._stored(self.disk.store.write_block(self.entry, self.descriptor, block, data), keep, group):
+            return False
+        self.verified.add(block)
+        return True
+
+    def store_pages(self, start: int, data: Buffer, keep: Keep, group: FindGroup) -> bool:
+        """Store the whole pages from `start` on. Returns as `store_block`."""
+        return self._stored(self.disk.store.write_pages(self.entry, self.descriptor, start, data), keep, group)
+
+    def _stored(self, entry: Entry | None, keep: Keep, group: FindGroup) -> bool:
         if entry is None:
             (self._original or self).removed = True
             return False
-        self.verified.add(block)
         self.disk.usage.missed(entry, 0, group, kept=True, copy=keep is not Keep.OWNED)
         if entry.complete and not entry.sealed:
             self.disk.sealer.start(entry)
@@ -130,8 +155,8 @@ class FileLocation:
             return False
         if seal_holds(entry, os.fstat(self.descriptor)):
             return True
-        self.entry = self.disk.sealer.break_seal(entry)
-        return False
+        self.entry = self.disk.sealer.check_seal(entry)
+        return self.entry.sealed
 
 
 class SegmentLocation:
@@ -303,7 +328,7 @@ def open_entry(disk: Disk, entry: Entry, stamp: Stamp | None) -> NativeObject | 
         found = open_file(disk, sealed, stamp)
         if found is not None:
             return found
-        entry = disk.sealer.break_seal(sealed)
+        entry = disk.sealer.check_seal(sealed)
     return None
 
 

@@ -19,6 +19,7 @@ from millrace.cache.eviction.usage import FindGroup, is_checkpoint_file
 from millrace.cache.held import HELD_BYTES, MOST_TAIL_BYTES
 from millrace.cache.reading.fetching import Fetcher, Source, log_wait
 from millrace.cache.reading.locations import FileLocation, Location, SegmentLocation
+from millrace.cache.reading.pages import PageFetcher, without
 from millrace.cache.reading.threads import Threads
 from millrace.errors import StorageError, shown_key
 from millrace.events import fetch_id
@@ -57,6 +58,13 @@ class ObjectReader(Protocol):
         """Start to fetch missing blocks without waiting. A later read of these blocks raises their errors."""
         ...
 
+    def prefetch_ranges(self, spans: Sequence[tuple[int, int]], *, wait: bool = False) -> None:
+        """Start to fetch the missing parts of ascending byte ranges, and little around them.
+
+        With `wait` they are cached when this returns, and it raises the errors of `read`; otherwise a later read does.
+        """
+        ...
+
     def close(self) -> None:
         """Release the descriptor. Idempotent; fetches in flight have one of their own."""
         ...
@@ -89,6 +97,9 @@ class OriginReader:
         return self._source.asks_to_fetch(start) and self._source.asks_to_fetch(max(start, stop - 1))
 
     def prefetch(self, blocks: range) -> None:
+        """Nothing: blocks cannot be stored."""
+
+    def prefetch_ranges(self, spans: Sequence[tuple[int, int]], *, wait: bool = False) -> None:
         """Nothing: blocks cannot be stored."""
 
     def close(self) -> None:
@@ -207,11 +218,16 @@ class CachedReader:
         if isinstance(self._location, SegmentLocation):
             return held or {0: fetcher.fetch_here()}
         began = time.perf_counter()
-        wanted = [block for block in blocks if block not in held]
-        flights = fetcher.start(wanted, waited_for=True)
-        wait(flights.values())
-        log_wait(self._info.key, flights.values(), began)
-        return {**held, **{block: flight.result() for block, flight in flights.items()}}
+        found, wanted = held, [block for block in blocks if block not in held]
+        while wanted:
+            flights = fetcher.start(wanted, waited_for=True)
+            wait(flights.values())
+            log_wait(self._info.key, flights.values(), began)
+            found.update(
+                (block, data) for block, flight in flights.items() if memoryview(data := flight.result()).nbytes
+            )
+            wanted = [block for block in wanted if block not in found]  # of these only pages were in flight
+        return found
 
     def release_held(self, blocks: Sequence[int]) -> None:
         """Drop blocks that were not stored and are held in memory. The next fetch stores them if there is space by then."""
@@ -231,6 +247,23 @@ class CachedReader:
         held = self._disk.held.get(self._fetcher.entry.object_id, missing)
         if len(held) < len(missing):
             self._fetcher.start([block for block in missing if block not in held], waited_for=False)
+
+    def prefetch_ranges(self, spans: Sequence[tuple[int, int]], *, wait: bool = False) -> None:
+        """See `ObjectReader.prefetch_ranges`. Ranges that find no space are not fetched."""
+        if self._closed or self._whole is not None:
+            return
+        if self._is_stale:
+            self._reopen_once().prefetch_ranges(spans, wait=wait)
+        elif isinstance(self._location, SegmentLocation):
+            self.prefetch(range(1))
+        else:
+            missing = [span for span in spans if self._gaps(*span)]
+            if missing and self.has_room(sum(stop - start for start, stop in missing)):
+                fetcher = PageFetcher(self._fetcher)
+                if wait:
+                    fetcher.load(fetcher.joined(missing), self._location)
+                else:
+                    fetcher.start(missing, self._location)
 
     @property
     def _fetcher(self) -> Fetcher:
@@ -311,12 +344,18 @@ class CachedReader:
             self._measure_disk_read(start, stop, began)
             return tail
         reads = self._reads = self._reads.after(start, stop)
-        if missing and self._better_read_alone(start, stop, missing, reads) and not self._can_store(missing):
-            wanted = read_through(self._source, start, stop, self._disk.counters)
-            # The policy counts the blocks that would have been stored; else it would never admit them.
-            self._disk.missed(entry, sum(stop - start for start, stop in self._spans(missing)), self._group)
-            self._keep_footer(start, stop, wanted)
-            return wanted
+        by_pages = missing and not (reads.scans or start == 0 or self._disk.held.get(entry.object_id, missing))
+        gaps = self._gaps(start, stop) if by_pages else []
+        if missing and (gaps or not by_pages) and self._better_read_alone(start, stop, missing, reads):
+            spans = gaps or self._spans(missing)
+            if not self._can_store(spans):
+                wanted = read_through(self._source, start, stop, self._disk.counters)
+                # The policy counts the bytes that would have been stored; else it would never admit them.
+                self._disk.missed(entry, sum(stop - start for start, stop in spans), self._group)
+                self._keep_footer(start, stop, wanted)
+                return wanted
+        if by_pages:
+            return self._read_pages(location, start, stop, set(missing), began)
         fetched = self.fetch(missing)
         if blocks[-1] in fetched:
             self._keep_footer(blocks[-1] * entry.block_bytes, stop, fetched[blocks[-1]])
@@ -345,8 +384,7 @@ class CachedReader:
     def _keep_footer(self, start: int, stop: int, data: Buffer) -> None:
         """After a read of the object's end that was not stored: keep its Parquet footer, if it has one."""
         entry = self._location.entry
-        last = (entry.size - 1) // entry.block_bytes
-        if stop == entry.size and self.missing([last]):
+        if stop == entry.size and self._gaps(start, stop):
             self._disk.footers.put(entry.object_id, start, data)
 
     def _better_read_alone(self, start: int, stop: int, missing: Sequence[int], reads: ReadAhead) -> bool:
@@ -355,10 +393,8 @@ class CachedReader:
         True when none of its blocks is cached, held or in flight, and a read of its surroundings is not likely.
         """
         entry = self._location.entry
-        name, blocks = entry.object_id, blocks_of(start, stop, entry.block_bytes)
-        if len(missing) < len(blocks) or self._disk.held.get(name, blocks):
-            return False
-        if any((name, block) in self._disk.flights for block in blocks):
+        blocks = blocks_of(start, stop, entry.block_bytes)
+        if len(missing) < len(blocks) or self._is_held_or_in_flight(blocks):
             return False
         # One block for each reader would not fit into memory.
         crowded = len(FileLocation.open_descriptors) * entry.block_bytes > HELD_BYTES // 2
@@ -366,9 +402,56 @@ class CachedReader:
         scans = reads.scans or start == 0 or stop - start > RUN_BLOCKS * entry.block_bytes
         return crowded or not scans
 
-    def _can_store(self, missing: Sequence[int]) -> bool:
-        """Whether these blocks would be stored; evicts for them where the policy allows it."""
-        entry, spans = self._location.entry, self._spans(missing)
+    def _is_held_or_in_flight(self, blocks: Sequence[int]) -> bool:
+        """Whether any of these blocks is in memory, or is being fetched by a thread of this process."""
+        name = self._location.entry.object_id
+        return bool(self._disk.held.get(name, blocks)) or any((name, block) in self._disk.flights for block in blocks)
+
+    def _gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The byte ranges of whole pages that are not cached; none when the disk fails."""
+        assert isinstance(self._location, FileLocation)
+        try:
+            return self._location.gaps(start, stop)
+        except StorageError as error:
+            self._location.report(error)
+            return []
+
+    def _read_pages(self, location: FileLocation, start: int, stop: int, missing: set[int], began: float) -> Buffer:
+        """Read a range of which the blocks `missing` are not complete. Fetches only its missing pages."""
+        fetcher = self._fetcher
+        pieces = PageFetcher(fetcher).load([(start, stop)], location)
+        for begin, data in pieces.items():
+            if begin <= start and stop <= begin + memoryview(data).nbytes:
+                piece = memoryview(data).cast("B")[start - begin : stop - begin]
+                self._keep_footer(start, stop, piece)
+                return _without_waste(piece, memoryview(data).nbytes)
+        result = bytearray(stop - start)
+        for begin, data in pieces.items():
+            piece = memoryview(data).cast("B")[max(0, start - begin) : stop - begin]
+            result[max(0, begin - start) : max(0, begin - start) + len(piece)] = piece
+        cached = without((start, stop), pieces)
+        for first, end in cached:
+            for block in blocks_of(first, end, self._block_bytes):
+                low, high = max(first, block * self._block_bytes), min(end, (block + 1) * self._block_bytes)
+                part: Buffer | None = None
+                if block in missing:
+                    part = fetcher.cached_pages(location, low, high, verify=self._verify)
+                elif location.are_verified([block]) and not self._verify:
+                    part = self._read_verified(location, low, high)
+                if part is None:  # a complete block, or a damaged page
+                    part = self._cut(self._stored_block(block), block, low, high)
+                result[low - start : high - start] = part
+        nbytes = sum(end - first for first, end in cached)
+        if nbytes:
+            self._disk.counters.add("cache_bytes", nbytes)
+            self._disk.usage.hit(location.entry, nbytes, self._group)
+        if nbytes == stop - start:
+            self._measure_disk_read(start, stop, began)
+        return result
+
+    def _can_store(self, spans: Sequence[tuple[int, int]]) -> bool:
+        """Whether these byte ranges would be stored; evicts for them where the policy allows it."""
+        entry = self._location.entry
         # A block that another node fetches for this one is owned by that node, and a copy on this one.
         how = Keep.COPY if self._source.asks_to_fetch(spans[0][0]) else Keep.OWNED
         if is_checkpoint_file(self._info.key):

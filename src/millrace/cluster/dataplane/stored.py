@@ -261,7 +261,7 @@ class StoredObjects:
         )
         if before is not None and before.disk is disk and _is_same_place(before.entry, entry):
             stored.adopt(before)
-        if not entry.present:
+        if not entry.cached_bytes:
             return stored  # its first blocks may be in flight: looked up again until they are cached
         disk.keep_house()
         kept, most = (self._small, self._max_small) if entry.place else (self._open, self._max_open)

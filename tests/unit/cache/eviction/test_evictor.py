@@ -77,7 +77,7 @@ def used(node: CacheNode) -> int:
 def on_disk(node: CacheNode) -> int:
     """Bytes that the store's data files take, without the footers and tables of contents that are not counted as used."""
     directory = node.open_disks[0].store.directory
-    return sum(path.stat().st_blocks * 512 for path in directory.glob("objects/*/*")) + sum(
+    return sum(path.stat().st_blocks * 512 for path in directory.glob("objects/*/*[0-9]")) + sum(
         path.stat().st_size for path in directory.glob("segments/*.data")
     )
 
@@ -154,7 +154,7 @@ def test_deleted_ghosts_remove_the_empty_files_of_objects_never_stored(
     assert disk.records.counts() == (2, 4)
     [group] = disk.records.draw(9).groups.values()
     assert (group.units, group.bytes) == (6, 6 * SIZE)
-    assert len(list(disk.store.directory.glob("objects/*/*"))) == 6
+    assert len(list(disk.store.directory.glob("objects/*/*[0-9]"))) == 6
 
 
 def test_cached_listing_has_the_last_use_of_an_object(make_node: Callable[..., CacheNode]) -> None:
@@ -329,14 +329,14 @@ def test_files_that_a_killed_process_left_are_removed_and_no_others(make_node: C
         info = origin.head(key)
         entry = disk.store.index.remove(object_id(origin.identity, key, info.version, info.size))
         assert entry is not None
-        left.append(Path(disk.store.path(entry)))
+        left += [Path(disk.store.path(entry) + suffix) for suffix in ("", ".idx")]
         if key.endswith("5"):  # it was fetched again since
             read(node, origin, key)
     disk.segments.close()
     segment, other = disk.store.index.segment_records()
     disk.store.index.remove_segment(segment.generation)
     left += disk.segments.directory.glob(f"{segment.generation}.*")
-    assert len(left) == 12
+    assert len(left) == 22
     kept = set(disk.store.directory.glob("[os]*/**/*")) - set(left)
     leftovers = Leftovers(disk.store, disk.segments)
     for _ in range(257):

@@ -24,7 +24,7 @@ from millrace.events import Event, add_hook
 from millrace.filesystem.files import CachedFile
 from millrace.origin import ObjectInfo
 from millrace.runtime.locks import Flights
-from millrace.store.records import BLOCK_BYTES, RUN_BLOCKS, object_id
+from millrace.store.records import BLOCK_BYTES, PAGE_BYTES, RUN_BLOCKS, object_id
 
 
 @pytest.fixture
@@ -239,8 +239,8 @@ def test_random_reads_are_kept_where_the_policy_makes_room(
 def test_random_reads_next_to_pins_fetch_only_their_ranges(
     make_node: Callable[..., CacheNode], origin: MemoryOrigin
 ) -> None:
-    """There is space for the requested range, but not for its block, and nothing may be evicted."""
-    node = make_node(capacity=2 * BLOCK_BYTES + BLOCK_BYTES // 2)
+    """There is space for the requested range, but not for its page, and nothing may be evicted."""
+    node = make_node(capacity=2 * BLOCK_BYTES + PAGE_BYTES // 2)
     origin.put("b/pinned", os.urandom(2 * BLOCK_BYTES))
     catalog.pin(node, (origin.identity, "b/pinned"))
     read_all(node, origin, origin.head("b/pinned"))
@@ -288,7 +288,7 @@ def seal(node: CacheNode) -> None:
 
 def data_file(node: CacheNode) -> Path:
     directory = node.disks()[0][0]
-    return next(path for place in ("objects/*/*", "segments/*.data") for path in directory.glob(place))
+    return next(path for place in ("objects/*/*[0-9]", "segments/*.data") for path in directory.glob(place))
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -1,0 +1,82 @@
+"""`millrace files`."""
+
+from __future__ import annotations
+
+import click
+
+from millrace.cli.commands import LibraryCommand
+from millrace.cli.common import (
+    cache_dir_option,
+    counted,
+    endpoint_option,
+    file_system,
+    json_option,
+    print_json,
+    print_message,
+    time_text,
+)
+from millrace.cli.interrupts import remembered
+from millrace.cli.load import CACHE_FULL, LoadDisplay, leave, progress_so_far
+from millrace.figures import size_text
+
+
+@click.command(cls=LibraryCommand)
+@click.argument("url", metavar="URL")
+@click.argument("directory", metavar="DIRECTORY")
+@click.option("--copy", is_flag=True, help="Copy every file; DIRECTORY may then be on any file system.")
+@cache_dir_option
+@endpoint_option
+@json_option
+def files(
+    url: str, directory: str, copy: bool, cache_dir: tuple[str, ...], endpoint_url: str | None, as_json: bool
+) -> int:
+    """Make a directory of read-only files with cached objects, for programs that read files.
+
+    URL is an object, a prefix or a quoted pattern, as for 'millrace load', which first loads what is not cached on this
+    machine. DIRECTORY is new or empty, and on the file system of the cache: files above 1 MiB are hard links to those of
+    the cache, and take no more space. Every file is complete and verified, and does not change when its object does.
+
+    The objects stay in the cache, and are not evicted, until DIRECTORY is deleted (rm -r).
+
+    Exit code 3: the cache is full, and not everything is in it; DIRECTORY is then removed.
+    """
+    from millrace.errors import DiskFullError
+    from millrace.filesystem.folders import LocalFolder
+
+    fs = file_system([url], cache_dir, endpoint_url, asks=True)
+    display = LoadDisplay()
+    try:
+        with remembered(), LocalFolder(fs, url, directory=directory, copy=copy, progress=display) as made:
+            pass
+    except DiskFullError as error:
+        display.clear()
+        print_message(str(error))
+        return CACHE_FULL
+    except KeyboardInterrupt as end:
+        display.clear()
+        word, code = end.args if len(end.args) == 2 else ("interrupted", 130)
+        print_message(f"{word}: {progress_so_far(display.last)}; run the same command again to continue")
+        return leave(code)
+    except BaseException:
+        display.clear()
+        raise
+    display.clear()
+    state = display.last
+    seconds = state.seconds if state is not None else 0.0
+    if as_json:
+        print_json(
+            {
+                "directory": made.path,
+                "objects": made.objects,
+                "linked_bytes": made.linked_bytes,
+                "copied_bytes": made.copied_bytes,
+                "fetched_bytes": made.fetched_bytes,
+                "seconds": round(seconds, 3),
+            }
+        )
+        return 0
+    click.echo(
+        f"{made.path}: {counted(made.objects, 'file')}, {size_text(made.linked_bytes)} linked and "
+        f"{size_text(made.copied_bytes)} copied; {size_text(made.fetched_bytes)} fetched in {time_text(seconds)}"
+    )
+    return 0
