@@ -57,9 +57,9 @@ class Holder:
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self.says() == "held"
+        assert self.next_line() == "held"
 
-    def says(self) -> str:
+    def next_line(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
