@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.local_cluster import LocalCluster
-from tests.support.tracing import Trace, traced
+from tests.support.tracing import Trace, threads_traced, traced
 
 import millrace
 from millrace.cluster.listings import metadata_id
@@ -134,7 +134,7 @@ HOT_PATHS = (
 
 def trace_of(path: HotPath, folder: Path, s3: S3Server) -> Trace:
     """Prepare and run one hot path. For a read from a peer, the first read with a request to a peer."""
-    with path.prepared(folder, s3) as call:
+    with threads_traced(), path.prepared(folder, s3) as call:
         trace = traced(call)
         while path.page == "peer-read" and "cluster/dataplane/client.py" not in trace.files:
             trace = traced(call)
