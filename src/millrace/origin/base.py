@@ -18,14 +18,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar, runtime_checkable
 
 from typing_extensions import Buffer
 
 from millrace.config import LIMIT_NAMES, resolve_limits
 from millrace.errors import ConfigurationError, ObjectChangedError, OriginUnavailableError, UsageError
-from millrace.origin.protocol import Listing, ListingPage, ObjectInfo, ObjectWriter, Origin
+from millrace.origin.protocol import Listing, ListingPage, ObjectInfo, ObjectWriter, Origin, request_seconds
 from millrace.runtime.forks import imported
+
+if TYPE_CHECKING:
+    from millrace.origin.limits.slots import NodeLimiter
 
 Result = TypeVar("Result")
 
@@ -51,11 +54,6 @@ class RequestLimiter(Protocol):
         `request` must not take another slot: with a limit of one request at once it would wait for itself.
         """
         ...
-
-
-def request_seconds(timeout: float) -> float:
-    """The longest time of a single request with the option `timeout`, both in seconds."""
-    return timeout / 3
 
 
 class _Unlimited:
@@ -357,7 +355,7 @@ class OriginLimiter:
         self._per_second = found.requests_per_second
         self._timeout = found.timeout_seconds
         self.request_seconds = math.inf if self._timeout is None else request_seconds(self._timeout)
-        self._limiters: dict[str, Any] = {}
+        self._limiters: dict[str, NodeLimiter] = {}
 
     # The modules that send requests are imported here: a process that finds everything in the cache does not need them.
 
@@ -365,7 +363,13 @@ class OriginLimiter:
         plain, mark, _ = url.partition("?") if self._is_web else (url, "", "")
         shown = f"{plain}?..." if mark else plain  # the query may be a signature
         retried = imported("millrace.origin.limits.retrying").retried
-        result: Result = retried(shown, operation, once=once, timeout=self._timeout)
+        if self._timeout is not None:
+            refuse_if_ended(shown)
+        try:
+            result: Result = retried(shown, operation, once=once, timeout=self._timeout)
+        except OriginUnavailableError as error:
+            note_failure(error)
+            raise
         return result
 
     def slot(self, url: str, request: Callable[[], Result]) -> Result:
@@ -375,8 +379,8 @@ class OriginLimiter:
         )
         return result
 
-    def limiter_of(self, url: str) -> Any:
-        """The `NodeLimiter` of a request for `url`."""
+    def limiter_of(self, url: str) -> NodeLimiter:
+        """The limiter of a request for `url`."""
         name = self._name(url)
         limiter = self._limiters.get(name)
         if limiter is not None and name:
@@ -386,7 +390,7 @@ class OriginLimiter:
             file = hashlib.blake2b(identity.encode(errors="surrogateescape"), digest_size=16).hexdigest()
             path = self._directory / file if self._directory is not None else None
             node_limiter = imported("millrace.origin.limits.slots").node_limiter
-            made = node_limiter(identity, path, most=self._most, per_second=self._per_second)
+            made: NodeLimiter = node_limiter(identity, path, most=self._most, per_second=self._per_second)
             limiter = self._limiters.setdefault(name, made)
             self._drop_idle()
         return limiter
@@ -497,8 +501,8 @@ class LimitedOrigin:
             return self._limiter.retrying(url, operation, once=once)
         return self._limiter.retrying(url, lambda: self._limiter.slot(url, operation), once=once)
 
-    def limiter_of(self, key: str) -> Any:
-        """The `NodeLimiter` of requests for `key`: one for all keys, on the web one for each server."""
+    def limiter_of(self, key: str) -> NodeLimiter:
+        """The limiter of requests for `key`: one for all keys, on the web one for each server."""
         return self._limiter.limiter_of(self._url(key))
 
     def _url(self, key: str) -> str:
