@@ -17,15 +17,18 @@ _ROOT = str(Path(millrace.__file__).parent) + "/"
 
 _active: Trace | None = None
 
+_PERIODIC = frozenset({"millrace-maintenance", "millrace-beats", "millrace-heads"})
+"""Threads whose tasks run at intervals: no call waits for them."""
+
 
 def _note_in_thread(frame: FrameType, event: str, argument: Any) -> None:
-    if _active is not None:
+    if _active is not None and threading.current_thread().name not in _PERIODIC:
         _active.note(frame, event, argument)
 
 
 @contextmanager
 def threads_traced() -> Iterator[None]:
-    """Let traces see the threads that start inside the `with` block. Without it a trace sees its own thread only."""
+    """Let traces see the threads that start inside the `with` block, without the periodic ones."""
     threading.setprofile(_note_in_thread)
     try:
         yield
