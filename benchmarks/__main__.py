@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     cases = find_cases()
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Millrace beside its alternatives.")
     parser.add_argument("cases", nargs="*", metavar="case", help=f"default: all ({', '.join(cases)})")
-    parser.add_argument("--rounds", type=int, help="default: what the case says")
+    parser.add_argument("--rounds", type=int, help="default: the number of the case")
     parser.add_argument("--quick", action="store_true", help="little data and one round: does it work at all")
     parser.add_argument(
         "--only", default="", metavar="PATTERN", help="only contenders whose name matches; tables are not kept then"
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
                 quick=given.quick,
                 scratch=given.scratch,
                 only=given.only,
-                say=_progress,
+                report=_progress,
             )
         except (ContenderError, MillraceError) as error:
             print(error, file=sys.stderr)

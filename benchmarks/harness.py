@@ -69,7 +69,7 @@ class Prepared:
     """What a prepared case hands out.
 
     `context` reaches every contender as JSON, with a fresh folder in `scratch` added. `probe` returns counters that
-    only ever grow (bytes from the origin, say); what they grow by during a phase is added to that phase's figures.
+    only ever grow (such as bytes from the origin); their growth during a phase is added to that phase's figures.
     `expected` is what every contender must return, when that is known. `notes` go into the report.
     """
 
@@ -167,7 +167,7 @@ def run_case(
     quick: bool,
     scratch: Path,
     only: str = "",
-    say: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Prepare a case and run all its rounds, of contenders whose names the regular expression `only` is found in.
 
@@ -180,7 +180,7 @@ def run_case(
     folder.mkdir(parents=True)
     runs: list[Run] = []
     try:
-        say(f"{case.name}: preparing")
+        report(f"{case.name}: preparing")
         prepared_at = folder / "prepared"
         prepared_at.mkdir()
         with case.prepare(Options(quick=quick, scratch=prepared_at)) as prepared:
@@ -188,7 +188,7 @@ def run_case(
                 for name in round_order(chosen, number):
                     run = _run_one(case, name, number, prepared, folder)
                     seconds = {phase: round(figures["wall s"], 2) for phase, figures in run.phases.items()}
-                    say(f"{case.name}: round {number + 1} of {count}, {name}: {seconds}")
+                    report(f"{case.name}: round {number + 1} of {count}, {name}: {seconds}")
                     runs.append(run)
             notes, expected = prepared.notes, prepared.expected
     finally:

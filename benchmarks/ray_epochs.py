@@ -25,7 +25,7 @@ Epoch = Callable[[str, Any], list[int]]
 def behind_the_region(
     options: Options, local: Path, *, epochs: int, expected: list[int], object_store_bytes: int, note: str
 ) -> Iterator[Prepared]:
-    """Upload what lies in `local`, put the region before it, and say what the contenders need to know."""
+    """Upload the files in `local`, start the region in front of the server, and yield the facts for the contenders."""
     with S3Server(options.scratch / "s3") as s3, EmulatedRegion(s3.endpoint_url) as region:
         fill(s3, [(f"train/{file.name}", file) for file in sorted(local.iterdir())])
         yield Prepared(
@@ -82,7 +82,7 @@ def run_epochs(measure: Measure, context: Mapping[str, Any], path: str, filesyst
 def add_contenders(case: Case, epoch: Epoch, *, prefetch: bool = False) -> None:
     """The same epochs from the local disk, directly from S3 with two clients, and through the cache.
 
-    With `prefetch` also through a cache whose driver has told each epoch's files ahead.
+    With `prefetch` also through a cache whose driver prefetches each epoch's files.
     """
 
     @case.contender(LOCAL)
@@ -109,13 +109,13 @@ def add_contenders(case: Case, epoch: Epoch, *, prefetch: bool = False) -> None:
     if not prefetch:
         return
 
-    def told(path: str, filesystem: Any) -> list[int]:
+    def prefetched(path: str, filesystem: Any) -> list[int]:
         with filesystem.prefetch(sorted(filesystem.find(path)), window="1GB"):  # more than the data set has
             return epoch(path, filesystem)
 
     @case.contender("Millrace, prefetch")
     def ahead(measure: Measure, context: Mapping[str, Any]) -> list[Any]:
-        return run_epochs(measure, context, f"s3://{BUCKET}/train", _cached(context), told)
+        return run_epochs(measure, context, f"s3://{BUCKET}/train", _cached(context), prefetched)
 
 
 def _cached(context: Mapping[str, Any]) -> Any:

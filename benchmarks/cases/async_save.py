@@ -172,7 +172,7 @@ def _save(state: Mapping[str, Any], place: str, threads: int) -> None:
     dcp.save(state, storage_writer=writer, planner=CheckpointSavePlanner(), no_dist=True)
 
 
-# Begins to save a state, and returns what says whether it has ended.
+# Begins to save a state, and returns a function that returns whether the save has ended.
 Begin = Callable[[Mapping[str, Any], str], Callable[[], bool]]
 
 

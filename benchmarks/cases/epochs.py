@@ -2,7 +2,7 @@
 
 The storage is a real S3 server behind the emulated region; origin bytes and requests are the region's own counts. Every
 epoch sums the labels of all rows and counts them, which each contender must get right. "Millrace, prefetch" is what a user
-can do in two lines: the driver tells the files before each epoch, and Ray Data's tasks find them in the cache.
+can do in two lines: the driver prefetches the files of each epoch, and Ray Data's tasks read them from the cache.
 """
 
 from __future__ import annotations

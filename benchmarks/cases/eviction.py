@@ -1,6 +1,6 @@
 """What share of the bytes a policy of eviction hits, over traces: a simulation, so nothing here depends on the machine.
 
-Only the time does: it is that of the simulation, in Python, and says what a decision costs.
+Only the time does: it is that of the simulation, in Python, and shows the cost of a decision.
 """
 
 from __future__ import annotations

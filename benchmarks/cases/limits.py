@@ -43,7 +43,7 @@ def alone(measure: Measure, context: Mapping[str, Any]) -> int:
 def _limited(measure: Measure, context: Mapping[str, Any], **limits: Any) -> int:
     from tests.support.origins import MemoryOrigin
 
-    from millrace.origin.limits import Limits, limited
+    from millrace.origin.base import Limits, limited
 
     arguments = {"cache_dir": context["scratch"], **limits}
     return _run(measure, context, limited(MemoryOrigin(), Limits.of("s3", arguments)))

@@ -67,11 +67,11 @@ def prepare(options: Options) -> Iterator[Prepared]:
         ChildProcess(command, log=log, cwd=ROOT, pipes=True) as ours,
         _nginx(options.scratch, files) as (nginx, port),
     ):
-        told = json.loads(ours.stdout.readline())
+        facts = json.loads(ours.stdout.readline())
         _await_port(port)
         yield Prepared(
             {
-                "ours": {"address": told["address"], "pid": ours.pid, "objects": told["objects"]},
+                "ours": {"address": facts["address"], "pid": ours.pid, "objects": facts["objects"]},
                 "nginx": {"address": f"127.0.0.1:{port}", "pid": nginx.pid},
                 "names": [Path(name).name for name in names],
                 "large_bytes": large,

@@ -97,12 +97,12 @@ def _all_workers(measure: Measure, context: Mapping[str, Any], reader: Callable[
     os.close(result)
     with measure("cold start") as figures, os.fdopen(results) as lines:
         os.close(go)
-        told = [json.loads(line) for line in lines]
-        figures["failed"] = float(sum(failed for _, failed in told))
+        reports = [json.loads(line) for line in lines]
+        figures["failed"] = float(sum(failed for _, failed in reports))
     for pid in children:
         os.waitpid(pid, 0)
-    missing: int = context["each"] * (_WORKERS - len(told))
-    return missing + sum(int(wrong) for wrong, _ in told)
+    missing: int = context["each"] * (_WORKERS - len(reports))
+    return missing + sum(int(wrong) for wrong, _ in reports)
 
 
 def _work(worker: int, each: int, read: Read) -> tuple[int, int]:

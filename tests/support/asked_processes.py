@@ -48,10 +48,10 @@ def answer(do, key="", value=0.0):
 
 for line in sys.stdin:
     try:
-        told = {"answer": answer(**json.loads(line))}
+        reply = {"answer": answer(**json.loads(line))}
     except OSError as error:
-        told = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(told), flush=True)
+        reply = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(reply), flush=True)
 """
 
 

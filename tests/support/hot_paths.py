@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.local_cluster import LocalCluster
-from tests.support.tracing import Trace, traced
+from tests.support.tracing import Trace, threads_traced, traced
 
 import millrace
 from millrace.cluster.listings import metadata_id
@@ -126,15 +126,15 @@ def _saves(folder: Path, _: S3Server) -> Iterator[Callable[[], None]]:
 # The limits are the numbers of today. The targets are 25 files for a cold read, 35 for a read from a peer and 20 for a save.
 HOT_PATHS = (
     HotPath("warm-read", 5, lambda folder, s3: _reads(folder, s3, warm=True)),
-    HotPath("cold-read", 35, lambda folder, s3: _reads(folder, s3, warm=False)),
-    HotPath("peer-read", 42, _reads_from_a_peer),
+    HotPath("cold-read", 37, lambda folder, s3: _reads(folder, s3, warm=False)),
+    HotPath("peer-read", 40, _reads_from_a_peer),
     HotPath("save", 30, _saves),
 )
 
 
 def trace_of(path: HotPath, folder: Path, s3: S3Server) -> Trace:
     """Prepare and run one hot path. For a read from a peer, the first read with a request to a peer."""
-    with path.prepared(folder, s3) as call:
+    with threads_traced(), path.prepared(folder, s3) as call:
         trace = traced(call)
         while path.page == "peer-read" and "cluster/dataplane/client.py" not in trace.files:
             trace = traced(call)

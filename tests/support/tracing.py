@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,8 +15,29 @@ import millrace
 _ROOT = str(Path(millrace.__file__).parent) + "/"
 
 
+_active: Trace | None = None
+
+_PERIODIC = frozenset({"millrace-maintenance", "millrace-beats", "millrace-heads"})
+"""Threads whose tasks run at intervals: no call waits for them."""
+
+
+def _note_in_thread(frame: FrameType, event: str, argument: Any) -> None:
+    if _active is not None and threading.current_thread().name not in _PERIODIC:
+        _active.note(frame, event, argument)
+
+
+@contextmanager
+def threads_traced() -> Iterator[None]:
+    """Let traces see the threads that start inside the `with` block, without the periodic ones."""
+    threading.setprofile(_note_in_thread)
+    try:
+        yield
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
 class Trace:
-    """Calls of functions below `src/millrace`, by first call. Use it as a context manager; not reentrant."""
+    """Calls of functions below `src/millrace`, by first call. Use it as a context manager, inside of `threads_traced`."""
 
     def __init__(self) -> None:
         self.calls: dict[tuple[str, str], None] = {}
@@ -27,17 +49,18 @@ class Trace:
         return list(dict.fromkeys(file for file, _ in self.calls))
 
     def __enter__(self) -> Trace:
-        threading.setprofile_all_threads(self._note) if sys.version_info >= (3, 12) else threading.setprofile(
-            self._note
-        )
-        sys.setprofile(self._note)
+        global _active
+        _active = self
+        sys.setprofile(self.note)
         return self
 
     def __exit__(self, *_: object) -> None:
+        global _active
         sys.setprofile(None)
-        threading.setprofile_all_threads(None) if sys.version_info >= (3, 12) else threading.setprofile(None)  # type: ignore[arg-type]
+        _active = None
 
-    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+    def note(self, frame: FrameType, event: str, _: Any) -> None:
+        """Record a call; a profile function."""
         if event != "call":
             return
         code = frame.f_code

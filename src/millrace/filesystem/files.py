@@ -1,10 +1,13 @@
-"""The readable files that users get: Python file objects for fsspec callers, native files for pyarrow.
+"""The readable files that users get (Python file objects for fsspec callers, native files for pyarrow), and ranges of files.
 
 A native file behaves like one of `pyarrow.fs.LocalFileSystem`, whether its bytes are in memory or must be fetched. A seek
 may go past the end, where reads return nothing; a negative position is a `ValueError`; `read_at` does not move the position;
 lines are not supported. pyarrow's own classes differ from each other here, so without `MemoryFile` and `FetchingFile`
 a program could pass its first epoch and fail in the second. C++ readers use the object below directly and never read outside
 a file.
+
+`read_batch` and `read_ranges` serve fsspec's `cat_ranges` and `cat`. Each object is opened once, all blocks of its ranges
+are requested before the first wait, and several objects are read at the same time.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa
@@ -260,3 +264,69 @@ class FetchingFile(pa.PythonFile):  # type: ignore[misc]
             return b""  # pyarrow would create a buffer of negative size
         data: bytes = super().read(nbytes)
         return data
+
+
+# --- ranges of many objects -------------------------------------------------------------------------
+
+_OBJECTS_AT_A_TIME = 16
+
+Range = tuple[int | None, int | None]
+"""Start and stop as in a slice: None for the ends, negative from the end."""
+
+ReadRanges = Callable[[str, Sequence[Range]], list[bytes]]
+
+
+def position(value: int | None, size: int, *, default: int) -> int:
+    """One end of a `Range` in an object of `size` bytes."""
+    if value is None:
+        return default
+    return max(0, size + value) if value < 0 else min(value, size)
+
+
+def bounds(wanted: Range, size: int) -> tuple[int, int]:
+    """The bytes `[start, stop)` of a `Range` in an object of `size` bytes."""
+    start = position(wanted[0], size, default=0)
+    return start, max(start, position(wanted[1], size, default=size))
+
+
+def read_ranges(reader: ObjectReader, ranges: Sequence[Range]) -> list[bytes]:
+    """The bytes of each range of one object. Missing blocks are fetched at once."""
+    spans = [bounds(wanted, reader.size) for wanted in ranges]
+    if len(spans) > 1:
+        reader.prefetch_ranges(sorted(span for span in spans if span[0] < span[1]), wait=True)
+    return [bytes(reader.read(start, stop)) for start, stop in spans]
+
+
+def read_batch(paths: Sequence[str], ranges: Sequence[Range], read: ReadRanges) -> list[bytes | Exception]:
+    """Call `read(path, its ranges)` for every different path, several at a time; results in the order of `paths`.
+
+    If it raises, the exception is the result of every range of that object.
+    """
+    places: dict[str, list[int]] = {}
+    for place, path in enumerate(paths):
+        places.setdefault(path, []).append(place)
+    answers: list[bytes | Exception] = [b""] * len(paths)
+
+    def one(path: str) -> None:
+        mine = places[path]
+        try:
+            for place, data in zip(mine, read(path, [ranges[place] for place in mine]), strict=True):
+                answers[place] = data
+        except Exception as error:  # noqa: BLE001 - returned to the caller, which decides
+            for place in mine:
+                answers[place] = error
+
+    if len(places) == 1:
+        one(paths[0])
+    elif places:
+        with ThreadPoolExecutor(min(len(places), _OBJECTS_AT_A_TIME), thread_name_prefix="millrace-batch") as pool:
+            list(pool.map(one, places))
+    return answers
+
+
+def as_list(value: int | Sequence[int | None] | None, count: int) -> list[int | None]:
+    """fsspec's bounds, one for all or one for each, as a list. Raises `ValueError` for another number of them."""
+    values = [value] * count if value is None or isinstance(value, int) else list(value)
+    if len(values) != count:
+        raise ValueError(f"{len(values)} bounds for {count} paths")
+    return values

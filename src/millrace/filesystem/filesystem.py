@@ -22,8 +22,18 @@ from millrace.cache.reading.reader import ObjectReader
 from millrace.cluster.attach import Attached
 from millrace.config import LIMIT_NAMES, OPTION_NAMES, resolve
 from millrace.errors import ConfigurationError, MillraceError, ObjectChangedError, ObjectNotFoundError
-from millrace.filesystem.batches import Range, as_list, bounds, read_batch, read_ranges
-from millrace.filesystem.files import BufferedFile, CachedFile, FetchingFile, MappedFile, MemoryFile
+from millrace.filesystem.files import (
+    BufferedFile,
+    CachedFile,
+    FetchingFile,
+    MappedFile,
+    MemoryFile,
+    Range,
+    as_list,
+    bounds,
+    read_batch,
+    read_ranges,
+)
 from millrace.filesystem.handler import MillraceHandler
 from millrace.filesystem.hot import HotOpens, log_mapped, open_hooks
 from millrace.filesystem.managing import CacheManagement

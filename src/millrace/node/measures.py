@@ -37,7 +37,7 @@ from millrace.metrics import (
     Metric,
     Sample,
 )
-from millrace.origin.limits import requests_in_flight
+from millrace.origin.base import requests_in_flight
 from millrace.runtime import forks
 
 if TYPE_CHECKING:

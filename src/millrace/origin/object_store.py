@@ -15,19 +15,15 @@ from typing_extensions import Buffer
 from millrace.errors import (
     DeniedError,
     IsDirectoryError,
-    MillraceError,
     ObjectNotFoundError,
     OriginUnavailableError,
     UsageError,
 )
 from millrace.origin.keys import bucket_word, check_place
 from millrace.origin.obstore_library import obstore_library
-from millrace.origin.protocol import ObjectInfo
 from millrace.origin.reachability import first_contact
 from millrace.origin.side_by_side import side_by_side
-from millrace.origin.store_access import MADE_UP
 from millrace.origin.store_listing import StoreListing
-from millrace.origin.translation import is_outside
 from millrace.origin.upload import PART_BYTES, ObjectUpload
 
 _UPLOAD_CONCURRENCY = 4
@@ -36,54 +32,11 @@ _DELETE_KEYS = 1000  # of one request
 _URL_LASTS = timedelta(minutes=1)
 
 
-def _is_strong(version: str) -> bool:
-    """Whether a version can be sent as `If-Match`: a weak ETag never matches, and a made-up version is not an ETag."""
-    return not version.startswith(("W/", MADE_UP))
-
-
 class ObjectStoreOrigin(StoreListing):
     """One storage system (scheme, endpoint, credentials) with all its buckets.
 
     Every process looks for the credentials that are not among the options. See `BaseOrigin` for threads, forks and pickles.
     """
-
-    # --- reading ----------------------------------------------------------------------------------
-
-    def read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer:
-        options: dict[str, Any] = {"range": (start, stop)}
-        if version and _is_strong(version):
-            options["if_match"] = version
-
-        def request(client: Any, path: str) -> tuple[Any, Buffer] | Exception:
-            try:
-                result = obstore_library().get(client, path, options=options)
-            except obstore_library().exceptions.GenericError as error:
-                if is_outside(error) or self._scheme == "file":
-                    refused: Exception = error
-                    return refused  # another request shows whether it is behind the end
-                raise
-            # Also after a precondition, which a proxy may have dropped.
-            if version and not _is_version(self._info(key, result.meta).version, version):
-                raise self._overwritten(key)
-            return result.meta, result.bytes()
-
-        answer = self._request(key, request)
-        if isinstance(answer, Exception):
-            info = self.head(key)
-            if start >= info.size:
-                raise self._range_error(info, start, stop, version) from answer
-            with self._translated(key):
-                raise answer
-        meta, data = answer
-        got = len(memoryview(data))
-        if got != stop - start:
-            if meta["size"] < stop and got == meta["size"] - start:
-                raise self._range_error(self._info(key, meta), start, stop, version)
-            raise OriginUnavailableError(
-                f"{self._url(key)} answered {got} bytes for the range [{start}, {stop})",
-                next_step="read again; if it persists, a proxy in between truncates bodies",
-            )
-        return data
 
     def signed_url(self, key: str) -> str | None:
         """A URL for a GET of the object within a minute without credentials: a secret. None if it cannot be signed."""
@@ -98,12 +51,6 @@ class ObjectStoreOrigin(StoreListing):
             return self._request(key, sign)
         except (ObjectNotFoundError, OriginUnavailableError, UsageError):
             return None  # without credentials, or with credentials that cannot sign
-
-    def _range_error(self, info: ObjectInfo, start: int, stop: int, version: str | None) -> MillraceError:
-        """The error for a range that ends past the object's end: the object was longer before, or never."""
-        if version and version != info.version:
-            return self._overwritten(info.key)
-        return self._outside(info.key, start, stop, info.size)
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -186,8 +133,3 @@ class ObjectStoreOrigin(StoreListing):
             raise IsDirectoryError(
                 f"{self._url(key)} is a whole {bucket_word(self._scheme)}", next_step="name an object in it"
             )
-
-
-def _is_version(answered: str, wanted: str) -> bool:
-    """Whether a response has the wanted version. A proxy may make an ETag weak without changing a byte."""
-    return answered == wanted or (_is_strong(wanted) and answered == f"W/{wanted}")

@@ -153,3 +153,8 @@ class Writable(Protocol):
 @runtime_checkable
 class Origin(Readable, Listable, Writable, Protocol):
     """All of them: the requirement of the file system."""
+
+
+def request_seconds(timeout: float) -> float:
+    """The longest time of a single request with the option `timeout`, both in seconds."""
+    return timeout / 3

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.errors import ConfigurationError, UsageError
-from millrace.origin.limits import Limits, limited
+from millrace.origin.base import Limits, limited
 from millrace.origin.options.store import checked_mapping
 from millrace.origin.protocol import Origin
 from millrace.runtime.forks import imported

@@ -1,4 +1,4 @@
-"""The common part of reading, listing and writing an object store: keys, clients, errors and descriptions of objects.
+"""Reads objects of an object store, and the common part of listing and writing: keys, clients, errors, descriptions.
 
 obstore has one client for each container (bucket), with its credentials. Inherited clients would hang
 (`obstore_library.py`), so a forked child creates its own.
@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
-from millrace.errors import ConfigurationError, DeniedError, MillraceError, ObjectNotFoundError
+from typing_extensions import Buffer
+
+from millrace.errors import ConfigurationError, DeniedError, MillraceError, ObjectNotFoundError, OriginUnavailableError
 from millrace.origin.base import BaseOrigin, RequestLimiter
 from millrace.origin.credentials import Found, find_credentials
 from millrace.origin.keys import check_name, check_readable
@@ -25,7 +27,7 @@ from millrace.origin.obstore_library import interruptible, is_panic, obstore_lib
 from millrace.origin.options import StoreOptions, azure_options, gcs_options, s3_options
 from millrace.origin.protocol import ObjectInfo
 from millrace.origin.reachability import diagnose, note_answer
-from millrace.origin.translation import panicked, translate
+from millrace.origin.translation import is_outside, panicked, translate
 from millrace.runtime import forks
 
 Result = TypeVar("Result")
@@ -206,6 +208,42 @@ class StoreAccess(BaseOrigin):
 
         return self._request(key, request)
 
+    def read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer:
+        options: dict[str, Any] = {"range": (start, stop)}
+        if version and _is_strong(version):
+            options["if_match"] = version
+
+        def request(client: Any, path: str) -> tuple[Any, Buffer] | Exception:
+            try:
+                result = obstore_library().get(client, path, options=options)
+            except obstore_library().exceptions.GenericError as error:
+                if is_outside(error) or self._scheme == "file":
+                    refused: Exception = error
+                    return refused  # another request shows whether it is behind the end
+                raise
+            # Also after a precondition, which a proxy may have dropped.
+            if version and not _is_version(self._info(key, result.meta).version, version):
+                raise self._overwritten(key)
+            return result.meta, result.bytes()
+
+        answer = self._request(key, request)
+        if isinstance(answer, Exception):
+            info = self.head(key)
+            if start >= info.size:
+                raise self._range_error(info, start, stop, version) from answer
+            with self._translated(key):
+                raise answer
+        meta, data = answer
+        got = len(memoryview(data))
+        if got != stop - start:
+            if meta["size"] < stop and got == meta["size"] - start:
+                raise self._range_error(self._info(key, meta), start, stop, version)
+            raise OriginUnavailableError(
+                f"{self._url(key)} answered {got} bytes for the range [{start}, {stop})",
+                next_step="read again; if it persists, a proxy in between truncates bodies",
+            )
+        return data
+
     def _request(self, key: str, action: Callable[[Any, str], Result], *, streams: bool = False) -> Result:
         """Run `action(client, path)`, which is one request, with the client of the key's bucket, in a slot.
 
@@ -258,6 +296,12 @@ class StoreAccess(BaseOrigin):
                 next_step="correct target_options, or the environment variables that they stand for",
             ) from error
 
+    def _range_error(self, info: ObjectInfo, start: int, stop: int, version: str | None) -> MillraceError:
+        """The error for a range that ends past the object's end: the object was longer before, or never."""
+        if version and version != info.version:
+            return self._overwritten(info.key)
+        return self._outside(info.key, start, stop, info.size)
+
     def _info(self, key: str, meta: Mapping[str, Any]) -> ObjectInfo:
         modified = meta["last_modified"].timestamp()
         etag = meta["e_tag"]
@@ -289,3 +333,13 @@ class StoreAccess(BaseOrigin):
             if translated is None:
                 raise
             raise translated from error
+
+
+def _is_strong(version: str) -> bool:
+    """Whether a version can be sent as `If-Match`: a weak ETag never matches, and a made-up version is not an ETag."""
+    return not version.startswith(("W/", MADE_UP))
+
+
+def _is_version(answered: str, wanted: str) -> bool:
+    """Whether a response has the wanted version. A proxy may make an ETag weak without changing a byte."""
+    return answered == wanted or (_is_strong(wanted) and answered == f"W/{wanted}")

@@ -10,7 +10,7 @@ import pytest
 from tests.support.origins import MemoryOrigin
 
 from millrace.events import Event, add_hook
-from millrace.origin.limits import LimitedOrigin, Limits
+from millrace.origin.base import LimitedOrigin, Limits
 
 pytestmark = pytest.mark.root
 

@@ -131,7 +131,7 @@ def assert_saved(place: pathlib.Path, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "code", "said"),
+    ("ending", "code", "text"),
     [
         ("", 0, ""),
         ("sys.exit(3)", 3, ""),
@@ -140,10 +140,10 @@ def assert_saved(place: pathlib.Path, step: int) -> None:
     ],
     ids=["end", "exit", "exception", "interrupt"],
 )
-def test_process_exit_waits_for_the_save(train, tmp_path, ending, code, said):
+def test_process_exit_waits_for_the_save(train, tmp_path, ending, code, text):
     ran = train(f"save(5)\nstate['x'].fill_(7)\nbegun.wait()\n{ending}")
     assert ran.returncode == code, ran.stderr
-    assert said in ran.stderr
+    assert text in ran.stderr
     assert "millrace:" not in ran.stderr
     assert_saved(tmp_path, 5)
 

@@ -112,7 +112,7 @@ def damage(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["\ud800", "\x1b[2J"])
-def test_commands_print_unprintable_keys_escaped(call, tmp_path: Path, text: str) -> None:
+def test_command_with_unprintable_keys_prints_them_escaped(call, tmp_path: Path, text: str) -> None:
     run, escaped = tmp_path / "run", text.encode("unicode_escape").decode()
     with CheckpointManager(run) as manager:
         for step in (1, 2):
@@ -138,7 +138,7 @@ def test_commands_print_unprintable_keys_escaped(call, tmp_path: Path, text: str
 # --- ls -------------------------------------------------------------------------------------------------
 
 
-def test_ls_lists_every_checkpoint(call, run: Path) -> None:
+def test_ls_of_a_run_lists_every_checkpoint(call, run: Path) -> None:
     code, out, err = call("ls", run)
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -365,7 +365,7 @@ def test_export_writes_each_format_and_keeps_existing_files(
 # --- prune ----------------------------------------------------------------------------------------------
 
 
-def test_prune_removes_checkpoints_only_with_confirmation(call, run: Path) -> None:
+def test_prune_without_confirmation_removes_nothing_and_with_it_the_planned_steps(call, run: Path) -> None:
     before = sorted(path for path in run.rglob("*"))
     code, out, err = call("prune", run, "--keep", "last=1,best=loss:min", "--dry-run")
     assert (code, err) == (0, "")
@@ -478,7 +478,7 @@ def access(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     return s3.endpoint_url
 
 
-def test_commands_on_object_store_work_as_on_local_runs(
+def test_command_with_run_on_object_store_works_as_with_local_run(
     call, stored: tuple[str, dict], access: str, s3: S3Server, tmp_path: Path
 ) -> None:
     run, state = stored

@@ -45,7 +45,7 @@ class Views:
     def view(self) -> View:
         return View.of(self.members.values())
 
-    def tell(self, node: "Node", state: MemberState | None) -> None:
+    def publish(self, node: "Node", state: MemberState | None) -> None:
         members = {name: member for name, member in self.members.items() if name != node.name}
         if state is not None:
             members[node.name] = Member(id=node.name, address=node.server.address, state=state)
@@ -109,7 +109,7 @@ class Nodes:
 
     def add(self, name: str, state: MemberState, *, replicas: int = 1, capacity: str = "10GB") -> Node:
         node = self.every[name] = Node(name, self._directory, self.origin, self.views, replicas, capacity)
-        self.views.tell(node, state)
+        self.views.publish(node, state)
         return node
 
     def holders(self, key: str, replicas: int = 1) -> list[str]:
@@ -184,7 +184,7 @@ def test_join_under_load_moves_the_share_without_origin_reads(nodes: Nodes) -> N
         some_more()
         newcomer = nodes.add("d", JOINING)
         report = newcomer.mover().fill("d")
-        nodes.views.tell(newcomer, HERE)
+        nodes.views.publish(newcomer, HERE)
         some_more()
     share = nodes.share("d")
     assert report.complete
@@ -210,10 +210,10 @@ def test_leave_under_load_moves_the_share_without_origin_reads(nodes: Nodes) -> 
     remove = add_hook(lambda event: reported.append(event) if event.name == "cluster.moved" else None)
     with load(*others) as some_more:
         some_more()
-        nodes.views.tell(leaver, LEAVING)
+        nodes.views.publish(leaver, LEAVING)
         some_more()
         reports = [node.mover().take_over(nodes.views.members["a"]) for node in others]
-        nodes.views.tell(leaver, None)
+        nodes.views.publish(leaver, None)
         leaver.server.close()
         some_more()
     remove()
@@ -232,9 +232,9 @@ def test_leave_without_readers_moves_exactly_the_share(nodes: Nodes) -> None:
     leaver, *others = (nodes.add(name, HERE) for name in "abcd")
     nodes.fill()
     had = nodes.share("a")
-    nodes.views.tell(leaver, LEAVING)
+    nodes.views.publish(leaver, LEAVING)
     reports = {node.name: node.mover().take_over(nodes.views.members["a"]) for node in others}
-    nodes.views.tell(leaver, None)
+    nodes.views.publish(leaver, None)
     assert {name: report.moved_bytes for name, report in reports.items()} == {
         node.name: nbytes(had & nodes.share(node.name)) for node in others
     }
@@ -248,7 +248,7 @@ def test_crash_with_replicas_restores_copies_from_holders(nodes: Nodes) -> None:
     nodes.fill(replicas=2)
     had = nodes.share("a", 2)
     lost.server.close()
-    nodes.views.tell(lost, None)
+    nodes.views.publish(lost, None)
     reports = [node.mover().restore(node.name) for node in others]
     assert all(report.complete for report in reports)
     assert sum(report.moved_bytes for report in reports) == nbytes(had)
@@ -262,9 +262,9 @@ def test_corrupt_block_of_a_giver_is_not_copied(nodes: Nodes) -> None:
         nodes.add(name, HERE)
     nodes.fill()
     newcomer = nodes.add("d", JOINING)
-    nodes.views.tell(newcomer, HERE)
+    nodes.views.publish(newcomer, HERE)
     key = max(nodes.share("d"), key=lambda key: SIZES[key])
-    nodes.views.tell(newcomer, JOINING)
+    nodes.views.publish(newcomer, JOINING)
     assert SIZES[key] > BLOCK_BYTES
     [giver] = nodes.holders(key)
     entry = nodes.every[giver].entry(key)
@@ -284,7 +284,7 @@ def test_corrupt_block_of_a_giver_is_not_copied(nodes: Nodes) -> None:
     assert "peer.corrupt" in reported
     assert nodes.every[giver].store.counters()["corrupt_blocks"] == 1
     assert report.complete  # once the giver had found out it did not offer the block any more
-    nodes.views.tell(newcomer, HERE)
+    nodes.views.publish(newcomer, HERE)
     assert newcomer.complete() == nodes.share("d") - {key}
     assert report.moved_bytes == nbytes(nodes.share("d")) - BLOCK_BYTES
     assert nodes.origin.bytes_read == sum(SIZES.values())
@@ -316,7 +316,7 @@ def test_move_with_a_dying_giver_uses_the_others(nodes: Nodes) -> None:
     mover = newcomer.mover()
     mover.rate = _Breaking(5, old[0].server.close)
     report = mover.fill("d")
-    nodes.views.tell(newcomer, HERE)
+    nodes.views.publish(newcomer, HERE)
     assert newcomer.complete() == nodes.share("d", 2)
     assert report.failed_bytes == 0
     assert nodes.origin.bytes_read == sum(SIZES.values())
@@ -326,14 +326,14 @@ def test_leave_ends_when_the_only_giver_dies(nodes: Nodes) -> None:
     leaver, *others = (nodes.add(name, HERE) for name in "abc")
     nodes.fill()
     had = nodes.share("a")
-    nodes.views.tell(leaver, LEAVING)
+    nodes.views.publish(leaver, LEAVING)
     member = nodes.views.members["a"]
     mover = others[0].mover(parallel=1)
     mover.rate = _Breaking(3, leaver.server.close)
     report = mover.take_over(member)
     assert not report.complete
     assert 0 < report.moved_bytes < nbytes(had)
-    nodes.views.tell(leaver, None)
+    nodes.views.publish(leaver, None)
     for key in had:
         others[0].read(key)  # lost blocks are fetched from the origin once
     assert nodes.origin.bytes_read <= sum(SIZES.values()) + nbytes(had) - report.moved_bytes
@@ -342,7 +342,7 @@ def test_leave_ends_when_the_only_giver_dies(nodes: Nodes) -> None:
 def test_move_without_space_skips_and_evicts_nothing(nodes: Nodes) -> None:
     leaver, *others = (nodes.add(name, HERE) for name in "abc")
     nodes.fill()
-    nodes.views.tell(leaver, LEAVING)
+    nodes.views.publish(leaver, LEAVING)
     taker = others[0]
     disk = taker.store.open_disks[0]
     before = taker.complete()
@@ -366,7 +366,7 @@ def test_move_after_a_stop_continues(nodes: Nodes) -> None:
     assert report.stopped
     assert not report.complete
     rest = newcomer.mover().fill("d")
-    nodes.views.tell(newcomer, HERE)
+    nodes.views.publish(newcomer, HERE)
     assert rest.complete
     assert rest.moved_bytes > 0
     assert report.moved_bytes + rest.moved_bytes == nbytes(nodes.share("d"))
@@ -387,7 +387,7 @@ def test_move_copies_new_blocks_in_the_next_pass(nodes: Nodes) -> None:
     mover = newcomer.mover()
     mover.rate = _Breaking(2, more)
     assert mover.fill("d").complete
-    nodes.views.tell(newcomer, HERE)
+    nodes.views.publish(newcomer, HERE)
     assert newcomer.complete() == nodes.share("d")
     assert nodes.origin.bytes_read == sum(SIZES.values())
 
@@ -398,9 +398,9 @@ def test_move_with_a_defect_in_one_object_copies_the_others(
     nodes.add("a", HERE)
     nodes.fill()
     newcomer = nodes.add("d", JOINING)
-    nodes.views.tell(newcomer, HERE)
+    nodes.views.publish(newcomer, HERE)
     share = nodes.share("d")
-    nodes.views.tell(newcomer, JOINING)
+    nodes.views.publish(newcomer, JOINING)
     odd = min(share)
 
     def planned(what: ObjectDescription, *args: Any, **options: Any) -> list[Run]:

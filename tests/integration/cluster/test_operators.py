@@ -90,10 +90,10 @@ def test_load_next_to_an_unnamed_cluster_is_refused(
     (data / "a").write_bytes(b"a")
     with cluster_of(etcd, s3, tmp_path / "cluster", 1) as cluster:
         node = cluster.nodes[0]
-        _, said = millrace("load", str(data), "--cache-dir", str(node.cache_dir))
-        assert f"only this machine's cache is loaded: set 'members' or --node {node.address}" in said
-        _, said = millrace("load", str(data))
-        assert said == ""
+        _, output = millrace("load", str(data), "--cache-dir", str(node.cache_dir))
+        assert f"only this machine's cache is loaded: set 'members' or --node {node.address}" in output
+        _, output = millrace("load", str(data))
+        assert output == ""
 
 
 def test_joins_and_leaves_are_logged(etcd: EtcdServer, s3: S3Server, tmp_path: Path) -> None:
@@ -112,9 +112,9 @@ def test_nodes_with_different_replicas_are_reported(
         first = ("--cache-dir", str(cluster.nodes[0].cache_dir))
         assert "'replicas'" not in millrace("doctor", *first)[0]
         cluster.start_one(1, "--replicas", "2")
-        said, _ = millrace("doctor", *first)
-        assert "'replicas' differs between the nodes (" in said
-        assert f"2 on {cluster.nodes[1].address}" in said
+        output, _ = millrace("doctor", *first)
+        assert "'replicas' differs between the nodes (" in output
+        assert f"2 on {cluster.nodes[1].address}" in output
 
 
 def test_drained_node_ends(etcd: EtcdServer, s3: S3Server, tmp_path: Path, millrace: Callable[..., Any]) -> None:

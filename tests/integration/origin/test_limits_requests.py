@@ -25,7 +25,8 @@ from tests.support.web_server import WebServer
 
 from millrace.errors import DeniedError, ObjectNotFoundError, OriginBusyError, OriginUnavailableError, UsageError
 from millrace.origin import Origin, open_origin
-from millrace.origin.limits import LimitedOrigin, retrying
+from millrace.origin.base import LimitedOrigin
+from millrace.origin.limits import retrying
 from millrace.origin.limits.node_state import BURST_SECONDS
 from millrace.origin.limits.retrying import Patience
 from millrace.testing.region import EmulatedRegion

@@ -50,9 +50,9 @@ for worker in range(arguments["workers"]):
         threads = [threading.Thread(target=work, args=(number,)) for number in numbers]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
-        told = {"right": right.count(True), "closed": seen.count("origin.gate.closed"),
+        counts = {"right": right.count(True), "closed": seen.count("origin.gate.closed"),
                 "private": seen.count("origin.limits.private")}
-        os.write(answer, (json.dumps(told) + "\\n").encode())
+        os.write(answer, (json.dumps(counts) + "\\n").encode())
     finally:
         os._exit(0)
 os.close(go)

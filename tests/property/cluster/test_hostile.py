@@ -16,7 +16,7 @@ from tests.support.planes import Plane
 from tests.support.wire_client import TOKEN, connect
 
 from millrace.cluster.dataplane import wire
-from millrace.cluster.dataplane.repeated import RepeatedRequests
+from millrace.cluster.dataplane.conversation import RepeatedRequests
 from millrace.cluster.dataplane.wire import Ask, ObjectDescription
 from millrace.errors import WireError
 from millrace.store.records import BLOCK_BYTES

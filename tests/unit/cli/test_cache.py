@@ -177,7 +177,7 @@ def test_command_with_invalid_input_prints_one_line(millrace: Any, arguments: li
     assert text.count("\n") == 1
 
 
-def test_free_all_requires_confirmation(millrace: Any, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_of_everything_requires_confirmation(millrace: Any, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     millrace("load", data)
     assert "stdin is not a terminal" in millrace("free", "--all", code=2)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
@@ -338,7 +338,7 @@ def test_load_of_a_directory_above_the_cache_leaves_the_cache_out(millrace: Any,
     assert millrace("load", tmp_path / "link", "--json")["objects"] == 1
 
 
-def test_free_does_not_count_as_eviction(millrace: Any, data: Path) -> None:
+def test_free_of_cached_objects_is_not_counted_as_eviction(millrace: Any, data: Path) -> None:
     millrace("load", data)
     millrace("free", "--all", "--yes")
     counters = millrace("status", "--json")["counters"]

@@ -34,7 +34,7 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_effective_options_name_their_sources(configured: Path, tmp_path: Path) -> None:
+def test_effective_options_from_each_source_name_it(configured: Path, tmp_path: Path) -> None:
     found = {each.name: (each.value, each.source) for each in effective_options({"replicas": 2, "native": None})}
     assert list(found) == list(OPTION_NAMES)
     assert found["cache_dir"] == ([f"{tmp_path}/a", f"{tmp_path}/b"], "MILLRACE_CACHE_DIR")
@@ -46,7 +46,7 @@ def test_effective_options_name_their_sources(configured: Path, tmp_path: Path) 
     assert found["timeout"] == (None, "default")
 
 
-def test_effective_members_come_from_the_host_of_etcd(configured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_effective_members_with_etcd_host_name_its_etcd(configured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLRACE_ETCD_HOST", "10.0.0.5")
     found = {each.name: (each.value, each.source) for each in effective_options()}
     assert found["members"] == ("etcd://10.0.0.5:2379", "MILLRACE_ETCD_HOST")
@@ -116,7 +116,7 @@ def contents(path: Path) -> dict[str, str]:
         return {name.rpartition("/")[2]: file.read().decode() for name, file in files.items() if file is not None}
 
 
-def test_debug_bundle_has_all_parts_and_no_secret(
+def test_debug_bundle_of_a_used_cache_has_all_parts_and_no_secret(
     capsys: pytest.CaptureFixture[str], configured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in SECRETS.items():
@@ -141,7 +141,7 @@ def test_debug_bundle_has_all_parts_and_no_secret(
         assert json.dumps(secret)[1:-1] not in everything
 
 
-def test_debug_bundle_never_overwrites_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_debug_bundle_to_an_existing_file_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     assert main(["debug", "bundle", "--output", str(tmp_path / "file")]) == 1
     assert capsys.readouterr().err.startswith(f"millrace: {tmp_path}/file: File exists: choose another file")
@@ -165,7 +165,7 @@ def test_secrets_shorter_than_eight_characters_are_hidden_by_the_name_of_their_v
         ("localhost,10.0.0.0/8", "localhost,10.0.0.0/8"),
     ],
 )
-def test_environment_shows_a_proxy_without_its_login(value: str, shown: str) -> None:
+def test_proxy_with_login_is_shown_without_it(value: str, shown: str) -> None:
     assert environment_of({"https_proxy": value}) == {"https_proxy": shown}
     assert hidden(set())(shown) == shown
 
@@ -189,7 +189,7 @@ def test_variable_with_a_name_like_a_secret_is_hidden(name: str) -> None:
         ("hf://org/name@revision/file", "hf://org/name@revision/file"),
     ],
 )
-def test_user_of_a_url_is_hidden(text: str, shown: str) -> None:
+def test_url_with_a_user_is_shown_without_it(text: str, shown: str) -> None:
     assert hidden(set())(text) == shown
 
 

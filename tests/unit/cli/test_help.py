@@ -29,7 +29,7 @@ def text_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_lists_every_command_in_one_section(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_millrace_lists_every_command_in_one_section(capsys: pytest.CaptureFixture[str]) -> None:
     text = text_of(capsys, "--help")
     assert sorted(name for names in SECTIONS.values() for name in names) == sorted(cli.millrace.commands)
     assert all(f"{title}:" in text for title in SECTIONS)
@@ -51,7 +51,7 @@ def test_help_at_any_width_is_never_cut(
             assert first_sentence(each.help or "").replace(" ", "") in text.replace(" ", "")
 
 
-def test_commands_subscript_no_class_of_click() -> None:
+def test_command_modules_subscript_no_class_of_click() -> None:
     """The classes of click 8.1, the oldest supported version, are not generic: the whole command line would fail."""
     for path in Path(str(cli.__file__)).parent.rglob("*.py"):
         assert not re.search(r"\bclick\.\w+\[", path.read_text()), path
@@ -66,7 +66,7 @@ def test_commands_subscript_no_class_of_click() -> None:
         ("", ""),
     ],
 )
-def test_first_sentence_ends_at_its_period(text: str, sentence: str) -> None:
+def test_first_sentence_of_a_help_text_ends_at_its_period(text: str, sentence: str) -> None:
     assert first_sentence(text) == sentence
 
 
@@ -92,7 +92,7 @@ def logging_command(monkeypatch: pytest.MonkeyPatch) -> None:
         (["-q", "--log-level", "DEBUG"], ["debug", "info", "warning", "error"]),
     ],
 )
-def test_log_options_select_the_levels_on_stderr(
+def test_command_with_log_options_prints_their_levels_on_stderr(
     capsys: pytest.CaptureFixture[str], options: list[str], levels: list[str]
 ) -> None:
     assert main([*options, "talk"]) == 0
@@ -103,7 +103,7 @@ def test_log_options_select_the_levels_on_stderr(
     assert all(line.endswith(r"of\nhttps://host/key?...") for line in lines)
 
 
-def test_quiet_and_verbose_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_with_quiet_and_verbose_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-q", "-v", "status"]) == 2
     assert "exclude each other" in capsys.readouterr().err
 

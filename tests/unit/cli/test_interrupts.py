@@ -31,7 +31,7 @@ def test_interrupt_discarded_by_python_is_raised_at_the_next_check() -> None:
     interrupts.check()  # the end of the block clears it
 
 
-def test_an_interrupt_that_a_library_replaces_by_an_error_is_raised() -> None:
+def test_interrupt_that_a_library_replaces_by_an_error_is_raised() -> None:
     def work() -> None:
         with interrupts.remembered():
             try:

@@ -51,7 +51,7 @@ def test_node_run_without_token_is_refused_and_creates_nothing(refused: Any, tmp
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ([], "is not a cluster"),
         (["--members", "none"], "is not a cluster"),
@@ -73,11 +73,11 @@ def test_node_run_without_token_is_refused_and_creates_nothing(refused: Any, tmp
     ],
 )
 def test_node_run_with_invalid_arguments_is_refused(
-    refused: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
+    refused: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.setenv("MILLRACE_CLUSTER_TOKEN", TOKEN)
     text = refused("run", *arguments)
-    assert told in text
+    assert message in text
     assert "hidden" not in text
 
 
@@ -118,7 +118,7 @@ def test_drain_without_a_reachable_node_is_refused(refused: Any, monkeypatch: py
     assert "not one address" in refused("drain", "127.0.0.1:1,127.0.0.1:2")
 
 
-def test_listening_address_follows_option_members_and_etcd_host() -> None:
+def test_listening_address_of_each_membership_follows_its_options() -> None:
     static = resolve({"members": STATIC})
     assert listening_address(static, None) == ("127.0.0.1", 7001)
     assert listening_address(static, "127.0.0.1:8000") == ("127.0.0.1", 8000)
@@ -153,7 +153,7 @@ def test_weight_change_of_at_most_ten_percent_is_not_reported() -> None:
     assert differs_enough(1.0, 5e9)
 
 
-def test_node_log_names_members_that_join_and_leave() -> None:
+def test_log_of_a_node_with_changing_members_names_those_that_join_and_leave() -> None:
     here, leaving, joining = MemberState.HERE, MemberState.LEAVING, MemberState.JOINING
 
     def view(**states: MemberState) -> View:

@@ -48,7 +48,7 @@ def cache(tmp_path: Path) -> Path:
         ({}, {"cache_bytes": 20}, 0.0, Rates(per_second={"cache_bytes": 0}, hit_ratio=1.0)),
     ],
 )
-def test_rates_are_growth_per_second(
+def test_rates_of_two_looks_are_the_growth_per_second(
     before: dict[str, int], now: dict[str, int], seconds: float, expected: Rates
 ) -> None:
     assert rates(before, now, seconds) == expected
@@ -72,7 +72,9 @@ def test_counters_by_node_omit_nodes_that_do_not_respond() -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_watch_shows_a_later_error_and_continues(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+def test_watch_with_an_error_in_a_later_round_shows_it_and_continues(
+    capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
     states: list[dict[str, int] | Exception] = [{"n": 1}, PeerSilentError("a:1: refused"), {"n": 2}]
 
     def read() -> dict[str, int]:
@@ -92,7 +94,7 @@ def test_watch_shows_a_later_error_and_continues(capsys: pytest.CaptureFixture[s
         assert lines[1].startswith("a:1: refused")
 
 
-def test_watch_ends_with_the_first_error() -> None:
+def test_watch_with_an_error_in_the_first_round_ends_with_it() -> None:
     def read() -> None:
         raise PeerSilentError("a:1: refused")
 
@@ -129,7 +131,7 @@ def test_watch_interval_that_is_not_a_number_is_refused(capsys: pytest.CaptureFi
     assert "'nan' is not a number" in capsys.readouterr().err
 
 
-def test_lines_hide_zeros_and_begin_with_the_hit_ratio() -> None:
+def test_lines_of_counters_begin_with_the_hit_ratio_and_omit_zeros() -> None:
     assert total_lines({**NONE, "cache_bytes": 1234}) == ["cache bytes                         1,234"]
     assert rate_lines(Rates(per_second={**NONE}, hit_ratio=None)) == ["no reads now"]
     lines = rate_lines(Rates(per_second={**NONE, "cache_bytes": 2e9, "origin_bytes": 1e6}, hit_ratio=0.5))

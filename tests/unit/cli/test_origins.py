@@ -73,8 +73,8 @@ def test_command_with_missing_web_address_hides_its_query(millrace: Any, command
     with WebServer() as web:
         web.put("/there", b"z")
         millrace("load", f"{web.url}/there")  # some commands need a cache
-        told = millrace(*command, f"{web.url}/n?sig=SEKRET", code=1)
-    assert "SEKRET" not in told
+        output = millrace(*command, f"{web.url}/n?sig=SEKRET", code=1)
+    assert "SEKRET" not in output
 
 
 def test_command_with_query_in_web_address_does_not_treat_it_as_a_pattern(millrace: Any) -> None:
@@ -103,7 +103,7 @@ def test_pin_of_a_whole_storage_is_refused(millrace: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "correction"),
     [
         ("millrace::s3://bucket/x", "leave 'millrace::' out"),
         ("s3:/bucket/x", "did you mean s3://"),
@@ -112,10 +112,10 @@ def test_pin_of_a_whole_storage_is_refused(millrace: Any) -> None:
         ("s3://bucket:80/x", "has a ':' in it"),
     ],
 )
-def test_load_of_misspelt_url_prints_the_correction(millrace: Any, url: str, told: str) -> None:
-    said = millrace("load", url, code=1)
-    assert told in said
-    assert "password" not in said
+def test_load_of_misspelt_url_prints_the_correction(millrace: Any, url: str, correction: str) -> None:
+    output = millrace("load", url, code=1)
+    assert correction in output
+    assert "password" not in output
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_command_group_without_command_prints_its_help(millrace: Any, command: l
     assert f"\n{heading}\n" in millrace(*command, code=2)
 
 
-def test_azure_errors_name_containers_instead_of_buckets() -> None:
+def test_error_of_azure_names_a_container_instead_of_a_bucket() -> None:
     origin = open_origin("az", {"account_name": "a", "anon": True})
     with pytest.raises(ConfigurationError, match="without a container"):
         origin.head("")
@@ -135,8 +135,8 @@ def test_azure_errors_name_containers_instead_of_buckets() -> None:
 
 
 def test_doctor_with_unreachable_endpoint_names_it(millrace: Any) -> None:
-    told = millrace("doctor", "gs://bucket/x", "--endpoint-url", "http://127.0.0.1:9", code=1)
-    assert "http://127.0.0.1:9 cannot be reached" in told
+    output = millrace("doctor", "gs://bucket/x", "--endpoint-url", "http://127.0.0.1:9", code=1)
+    assert "http://127.0.0.1:9 cannot be reached" in output
 
 
 def test_load_from_azure_without_account_is_refused(millrace: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,10 +263,10 @@ class _Metadata(http.server.BaseHTTPRequestHandler):
 
 
 def test_interruption_of_machine_drains_its_ray_node(tmp_path: Path) -> None:
-    told = tmp_path / "told"
+    calls_file = tmp_path / "calls_file"
     ray = tmp_path / "ray"
     # Fails the first time, as Ray does while its head is busy.
-    ray.write_text(f'#!/bin/bash\necho "$@" >> "{told}"\n[[ $(wc -l < "{told}") -ge 2 ]]\n')
+    ray.write_text(f'#!/bin/bash\necho "$@" >> "{calls_file}"\n[[ $(wc -l < "{calls_file}") -ge 2 ]]\n')
     ray.chmod(0o755)
     _Metadata.looks, _Metadata.notice_after = 0, 2
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Metadata) as service:
@@ -285,7 +285,7 @@ def test_interruption_of_machine_drains_its_ray_node(tmp_path: Path) -> None:
         thread.join()
     assert done.returncode == 0, done.stderr
     assert _Metadata.looks == 3
-    calls = told.read_text().splitlines()
+    calls = calls_file.read_text().splitlines()
     assert len(calls) == 2
     assert set(calls) == {
         "drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message AWS takes this spot machine away "

@@ -13,8 +13,7 @@ from tests.support.origins import MemoryOrigin
 import millrace
 from millrace.cache.node import CacheNode
 from millrace.config import resolve
-from millrace.filesystem.batches import as_list, bounds, read_batch
-from millrace.filesystem.files import CachedFile
+from millrace.filesystem.files import CachedFile, as_list, bounds, read_batch
 
 Make = Callable[..., millrace.MillraceFileSystem]
 BLOCK = 4 << 20

@@ -91,7 +91,7 @@ def test_memory_is_another_storage_in_every_process() -> None:
     with open(read, "rb") as answer:
         there = answer.read().decode()
     # A time of its own as well, since the number may be that of a process that has ended.
-    (number, began), (other, later) = (re.findall(r"process=(\d+)\.(\d+)$", told)[0] for told in (here, there))
+    (number, began), (other, later) = (re.findall(r"process=(\d+)\.(\d+)$", name)[0] for name in (here, there))
     assert number != other
     assert int(began) < int(later)
 
@@ -400,7 +400,7 @@ def test_library_errors_are_translated_without_option_values(error: Exception, e
     ],
 )
 @pytest.mark.parametrize(
-    "told",
+    "text",
     [
         SECRET,
         f"https://u:{quote(SECRET)}@h/",
@@ -411,8 +411,8 @@ def test_library_errors_are_translated_without_option_values(error: Exception, e
         f"failed with {SECRET.encode()!r}",
     ],
 )
-def test_no_encoding_of_an_option_value_is_shown(options: dict[str, Any], told: str) -> None:
-    for cause in (ValueError(told), ValueError("bad", told), _caused(told)):
+def test_no_encoding_of_an_option_value_is_shown(options: dict[str, Any], text: str) -> None:
+    for cause in (ValueError(text), ValueError("bad", text), _caused(text)):
         with pytest.raises(MillraceError) as caught, translated("x://k", options):
             raise cause
         printed = "".join(traceback.format_exception(caught.value))
@@ -421,9 +421,9 @@ def test_no_encoding_of_an_option_value_is_shown(options: dict[str, Any], told: 
         assert type(cause).__name__ in str(caught.value)
 
 
-def _caused(told: str) -> Exception:
+def _caused(text: str) -> Exception:
     error = RuntimeError("harmless")
-    error.__cause__ = ValueError(told)
+    error.__cause__ = ValueError(text)
     return error
 
 

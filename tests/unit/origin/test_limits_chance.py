@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.support.origins import MemoryOrigin
 
 from millrace.errors import OriginBusyError, OriginUnavailableError
-from millrace.origin.limits import LimitedOrigin, Limits
+from millrace.origin.base import LimitedOrigin, Limits
 
 
 def test_jitter_of_retries_leaves_the_users_random_state(tmp_path: Path) -> None:

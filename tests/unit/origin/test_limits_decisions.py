@@ -20,7 +20,6 @@ from millrace.errors import (
     OutcomeUnknownError,
     UsageError,
 )
-from millrace.origin.base import request_seconds
 from millrace.origin.limits.node_state import (
     FEW_REQUESTS,
     LONGEST_CLOSED_SECONDS,
@@ -32,6 +31,7 @@ from millrace.origin.limits.node_state import (
 )
 from millrace.origin.limits.retry_after import parse_retry_after
 from millrace.origin.limits.retrying import PATIENCE, Verdict, backoff, is_unsure, patience_within, verdict_on
+from millrace.origin.protocol import request_seconds
 
 REFUSED = OriginUnavailableError("400")
 REFUSED.is_final = True

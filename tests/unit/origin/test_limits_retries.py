@@ -23,8 +23,9 @@ from millrace.errors import (
 )
 from millrace.events import Event
 from millrace.origin import ObjectInfo
+from millrace.origin.base import LimitedOrigin, Limits
 from millrace.origin.fsspec_origin import FsspecOrigin
-from millrace.origin.limits import LimitedOrigin, Limits, retrying
+from millrace.origin.limits import retrying
 from millrace.origin.limits.retrying import Patience
 
 

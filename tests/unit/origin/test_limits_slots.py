@@ -25,7 +25,8 @@ from millrace.config import SILENCE_SECONDS
 from millrace.errors import ConfigurationError, StorageError
 from millrace.events import Event
 from millrace.origin import open_origin
-from millrace.origin.limits import LimitedOrigin, Limits, limited, node_state
+from millrace.origin.base import LimitedOrigin, Limits, limited
+from millrace.origin.limits import node_state
 from millrace.origin.limits.node_state import FEW_REQUESTS, NodeState, Number
 from millrace.origin.limits.retrying import in_slot
 from millrace.origin.limits.slots import GateClosed, NodeLimiter, Slot, node_limiter
@@ -57,9 +58,9 @@ class Holder:
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self.says() == "held"
+        assert self.next_line() == "held"
 
-    def says(self) -> str:
+    def next_line(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 

@@ -69,7 +69,7 @@ def test_registered_fsspec_protocol_is_served(registered: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "key", "told"),
+    ("url", "key", "options"),
     [
         ("s3://bucket/a@b/c", "bucket/a@b/c", {}),
         ("hf://datasets/u/r@main/x", "datasets/u/r@main/x", {}),
@@ -81,9 +81,9 @@ def test_registered_fsspec_protocol_is_served(registered: str) -> None:
         ("ftp://host:2121/a/b", "a/b", {"host": "host", "port": 2121}),
     ],
 )
-def test_url_contains_the_key_and_sometimes_the_storage(url: str, key: str, told: dict[str, Any]) -> None:
+def test_url_contains_the_key_and_sometimes_the_storage(url: str, key: str, options: dict[str, Any]) -> None:
     scheme, _, rest = url.partition("://")
-    assert locate(scheme, rest) == (key, told)
+    assert locate(scheme, rest) == (key, options)
 
 
 def test_options_that_contradict_the_url_raise() -> None:

@@ -134,7 +134,7 @@ def test_server_is_scheme_host_and_port(one: str, other: str, same: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "parsed"),
     [
         ("bytes 0-9/100", ContentRange(0, 10, 100)),
         ("bytes 5-5/*", ContentRange(5, 6, None)),
@@ -147,12 +147,12 @@ def test_server_is_scheme_host_and_port(one: str, other: str, same: bool) -> Non
         ("", None),
     ],
 )
-def test_content_range_header_is_parsed(text: str, told: ContentRange | None) -> None:
-    assert content_range(_headers(Content_Range=text)) == told
+def test_content_range_header_is_parsed(text: str, parsed: ContentRange | None) -> None:
+    assert content_range(_headers(Content_Range=text)) == parsed
 
 
 @pytest.mark.parametrize(
-    ("headers", "told"),
+    ("headers", "parsed"),
     [
         ({"Content-Length": "0"}, 0),
         ({"Content-Length": "123456789012345678"}, 123456789012345678),
@@ -160,8 +160,8 @@ def test_content_range_header_is_parsed(text: str, told: ContentRange | None) ->
         ({"Content-Length": "5", "Transfer-Encoding": "chunked"}, None),
     ],
 )
-def test_content_length_header_is_parsed(headers: dict[str, str], told: int | None) -> None:
-    assert content_length(_response(headers)) == told
+def test_content_length_header_is_parsed(headers: dict[str, str], parsed: int | None) -> None:
+    assert content_length(_response(headers)) == parsed
 
 
 def _response(headers: dict[str, str]) -> Any:

@@ -99,21 +99,21 @@ def _counts(read: int, at_start: int = 0) -> dict[str, dict[str, int]]:
 def test_counter_sums_with_lost_or_restarted_nodes_never_decrease() -> None:
     sums = Sums()
 
-    def hear(**reported: dict[str, dict[str, int]]) -> int:
+    def add_up(**reported: dict[str, dict[str, int]]) -> int:
         return sums.add(reported)["cache_bytes"]
 
-    first = hear(a=_counts(100, at_start=90), b=_counts(50))
-    assert hear(a=_counts(110, at_start=90), b=_counts(70)) - first == 30
+    first = add_up(a=_counts(100, at_start=90), b=_counts(50))
+    assert add_up(a=_counts(110, at_start=90), b=_counts(70)) - first == 30
     # A silent or lost node counts with its last figures.
-    assert hear(a=_counts(111, at_start=90)) - first == 31
-    assert hear() - first == 31
+    assert add_up(a=_counts(111, at_start=90)) - first == 31
+    assert add_up() - first == 31
     # It is back, restarted on its disk: its counts include those before the restart.
-    assert hear(a=_counts(111, at_start=90), b=_counts(75, at_start=73)) - first == 36
+    assert add_up(a=_counts(111, at_start=90), b=_counts(75, at_start=73)) - first == 36
     # Another comes with a disk that was used before.
-    assert hear(a=_counts(111), b=_counts(75), c=_counts(1007, at_start=1000)) - first == 43
+    assert add_up(a=_counts(111), b=_counts(75), c=_counts(1007, at_start=1000)) - first == 43
     # One has lost its disk, and counts from nothing.
-    assert hear(a=_counts(4)) - first == 47
-    assert hear(a=_counts(5)) - first == 48
+    assert add_up(a=_counts(4)) - first == 47
+    assert add_up(a=_counts(5)) - first == 48
 
 
 def test_cluster_counters_without_a_cluster_are_the_own_ones(tmp_path: Path) -> None:

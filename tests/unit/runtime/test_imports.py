@@ -47,7 +47,7 @@ def use():
 """
 
 REQUEST = """
-from millrace.origin.limits import LimitedOrigin, Limits
+from millrace.origin.base import LimitedOrigin, Limits
 from tests.support.origins import MemoryOrigin
 inner = MemoryOrigin()
 inner.put("a", b"1")

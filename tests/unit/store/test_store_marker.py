@@ -109,9 +109,9 @@ def flushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The flushed and renamed files, in this order. (A real crash in `tests/faults` shows the purpose.)"""
     done: list[str] = []
 
-    def note(real: Callable[..., None], says: Callable[..., str]) -> Callable[..., None]:
+    def note(real: Callable[..., None], describe: Callable[..., str]) -> Callable[..., None]:
         def call(*arguments: int | str | Path) -> None:
-            done.append(says(*arguments))
+            done.append(describe(*arguments))
             real(*arguments)
 
         return call

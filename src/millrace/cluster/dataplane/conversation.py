@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -15,7 +16,6 @@ from urllib.parse import parse_qsl, unquote
 
 from millrace.cluster.dataplane import wire as protocol
 from millrace.cluster.dataplane.answers import Answer, BrokenAnswerError, Content, Done, Exchange, Refusal
-from millrace.cluster.dataplane.repeated import RepeatedRequests
 from millrace.cluster.dataplane.transport import PlainTransport, Transport
 from millrace.errors import (
     ChangedError,
@@ -435,3 +435,56 @@ def _parse_query(text: str) -> dict[str, str]:
         )
     except ValueError as error:
         raise WireError("malformed query") from error
+
+
+# --- repeated requests ------------------------------------------------------------------------------
+
+# Parsing a head costs more than sending 64 KiB. Therefore a valid framed `GET` is kept under the bytes of its head without
+# the `Range` line. A later head with the same bytes is not parsed again.
+
+_MAX_KEPT = 4096
+
+_LINE = b"\r\nRange: bytes="
+_RANGE = re.compile(rb"(\d{1,18})-(\d{1,18})\r\n")
+
+# Requests with one of these headers need more than blocks.
+_SPECIAL = frozenset(("connection", "content-length", "expect"))
+
+
+class RepeatedRequests:
+    """Recent requests of all connections of a server. Thread-safe. Contains whole heads, including tokens."""
+
+    def __init__(self, *, max_kept: int = _MAX_KEPT) -> None:
+        self._known: dict[bytes, protocol.Get] = {}
+        self._max_kept = max_kept
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, head: bytes) -> protocol.Get | None:
+        """The parsed request for a head that was kept with another range; None if it must be parsed."""
+        place = head.find(_LINE)
+        if place < 0:
+            return None
+        match = _RANGE.match(head, place + len(_LINE))
+        if match is None:
+            return None
+        get = self._known.get(head[:place] + head[match.end() - 2 :])
+        if get is None:
+            return None
+        start, stop = int(match[1]), int(match[2]) + 1
+        if stop <= start:
+            return None
+        return protocol.Get(get[0], (start, stop), get[2], get[3], get[4], get[5], get[6])
+
+    def keep(self, head: bytes, request: protocol.Request, get: protocol.Get) -> None:
+        """Keep a parsed request, if it is for a framed range and nothing else."""
+        if _SPECIAL & request.headers.keys():
+            return
+        place = head.find(_LINE)
+        match = None if place < 0 else _RANGE.match(head, place + len(_LINE))
+        if match is None:
+            return
+        if len(self._known) >= self._max_kept:
+            self._known = {}
+        self._known[head[:place] + head[match.end() - 2 :]] = get

@@ -17,8 +17,16 @@ import time
 from collections import deque
 
 from millrace.cluster.dataplane import wire as protocol
-from millrace.cluster.dataplane.conversation import Blocks, Call, Connection, Handle, MakePage, Page, Replicas
-from millrace.cluster.dataplane.repeated import RepeatedRequests
+from millrace.cluster.dataplane.conversation import (
+    Blocks,
+    Call,
+    Connection,
+    Handle,
+    MakePage,
+    Page,
+    RepeatedRequests,
+    Replicas,
+)
 from millrace.cluster.dataplane.transport import PlainTransport, TlsTransport, Transport
 from millrace.config import Tls
 from millrace.errors import ConfigurationError, WireError

@@ -25,8 +25,8 @@ from millrace.errors import (
     shown_key,
 )
 from millrace.events import Event, emit, fetch_id
-from millrace.origin.base import note_failure, refuse_if_ended, request_seconds
 from millrace.origin.limits.slots import JITTER, GateClosed, NodeLimiter, Slot
+from millrace.origin.protocol import request_seconds
 
 _log = logging.getLogger("millrace.origin")
 
@@ -117,10 +117,8 @@ def retried(url: str, operation: Callable[[], Result], *, once: bool = False, ti
 
     Raises the error of the last try, with the number and time of the tries. With `once`, the operation must create a new
     object: if it finds one after a try that may have created it, that is an `OutcomeUnknownError`. `timeout` is the option
-    of that name. With it, an operation of an `Operation` that has no time left is not called at all.
+    of that name.
     """
-    if timeout is not None:
-        refuse_if_ended(url)
     trouble, outer = _Trouble(url, timeout), _current.trouble
     try:
         while True:
@@ -140,9 +138,6 @@ def retried(url: str, operation: Callable[[], Result], *, once: bool = False, ti
                     trouble.unsure = error
             trouble.check()
             trouble.pause()
-    except OriginUnavailableError as error:
-        note_failure(error)
-        raise
     finally:
         _current.trouble = outer
 

@@ -96,7 +96,7 @@ def test_restart_of_etcd_with_its_data_changes_no_view(own: EtcdServer, connect:
     assert all(view.seen == [BOTH] for view in views)
     assert len(threads) == 5
     assert all(thread.is_alive() for thread in threads)
-    # They still hear of changes, at once and not only at the next reading of all.
+    # They still receive changes at once, and not only with the next read of all members.
     everybody[0].join(Member(id="a", address="127.0.0.1:1", state=MemberState.LEAVING))
     eventually(lambda: everybody[2].view().member("a") != A)
     everybody[0].leave()

@@ -89,7 +89,7 @@ def test_load_of_damaged_file_raises_corrupt_checkpoint_error(tmp_path):
         assert isinstance(caught.value.failures[0][0], CorruptCheckpointError)
 
 
-def test_descriptor_names_a_version_and_unknown_versions_are_refused():
+def test_descriptor_with_known_version_is_loaded_and_with_unknown_version_is_refused():
     assert ZstdPlanes().get_descriptor() == "stream.zstd_planes@millrace/1"
     (extension,) = extension_registry().from_descriptor_list([ZstdPlanes().get_descriptor()])
     assert isinstance(extension, ZstdPlanes)
@@ -98,6 +98,6 @@ def test_descriptor_names_a_version_and_unknown_versions_are_refused():
     assert isinstance(extension_registry().from_descriptor_list(["stream.zstd/1"])[0], ZStandard)
 
 
-def test_plane_stream_import_does_not_import_torch():
+def test_import_of_plane_stream_does_not_import_torch():
     program = "import sys, millrace.checkpoint.codec.plane_stream; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

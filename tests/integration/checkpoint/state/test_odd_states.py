@@ -113,7 +113,7 @@ def test_recursive_state_dict_fails_the_save(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
@@ -122,11 +122,11 @@ def test_recursive_state_dict_fails_the_save(tmp_path):
     ],
     ids=["nested", "jagged", "mkldnn", "lazy"],
 )
-def test_tensors_without_a_shape_or_memory_fail_the_save(tmp_path, make, says):
+def test_tensors_without_a_shape_or_memory_fail_the_save(tmp_path, make, message):
     error = failure_of(save, tmp_path / "c", {"odd": make()}, CheckpointSavePlanner())
     assert isinstance(error, UnsupportedObjectError)
     assert "'odd'" in str(error)
-    assert says in str(error)
+    assert message in str(error)
 
 
 def test_unpicklable_object_is_named(tmp_path):

@@ -27,7 +27,7 @@ MB, GB = 10**6, 10**9
         (4 * GB, 9 * GB, 8 * GB, 0.8, 1.0),  # compressing is even faster: constants
     ],
 )
-def test_typed_share_balances_codec_and_storage(sink, typed, raw, ratio, share):
+def test_typed_share_with_slow_or_fast_storage_balances_codec_and_storage(sink, typed, raw, ratio, share):
     chosen = typed_share(sink=sink, typed=typed, raw=raw, ratio=ratio)
     assert chosen == pytest.approx(share, abs=0.001)
 
@@ -76,7 +76,7 @@ def test_effort_during_buffered_writes_stays_typed():
         schedule.stored(total, busy)
 
 
-def test_typed_share_is_spread_evenly_over_the_chunks():
+def test_typed_share_of_many_chunks_is_spread_evenly():
     efforts = feed(Adaptive(threads=1), 700, sink=2 * GB)[150:]
     expected = typed_share(sink=2 * GB, typed=0.85 * GB, raw=4.5 * GB, ratio=0.8)
     assert 0.2 < expected < 0.8
@@ -93,7 +93,7 @@ def test_effort_with_changing_storage_follows_its_speed():
     assert typed_part(feed(schedule, 1500, sink=50 * GB)[1000:]) < 0.2
 
 
-def test_schedule_for_a_name_has_its_effort_and_unknown_names_are_refused():
+def test_schedule_for_a_known_name_has_its_effort_and_for_an_unknown_name_is_refused():
     assert isinstance(schedule_for("adaptive", 2), Adaptive)
     for name, effort in {"typed": Effort.TYPED, "max": Effort.MAX, "none": Effort.RAW}.items():
         schedule = schedule_for(name, 2)

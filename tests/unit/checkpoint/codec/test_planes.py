@@ -157,7 +157,7 @@ def test_max_effort_on_delta_groups_differences_by_exponent(kind):
     assert stored(new, kind, old, effort=Effort.MAX)[0] >> 6 == 0
 
 
-def test_grouped_differences_have_the_documented_layout():
+def test_delta_at_max_effort_has_the_documented_layout():
     base = np.array([3.0, -0.5, 4.0, 0.5], dtype=np.float32)
     raw = base.view(np.int32) + np.arange(1, 5, dtype=np.int32)
     head = bytes([FP32.code | 32 | 64, *[Mode.RAW] * 4]) + struct.pack("<4I", 4, 4, 4, 4)
@@ -169,7 +169,7 @@ def test_grouped_differences_have_the_documented_layout():
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
-def test_special_floats_keep_their_bits(width):
+def test_chunk_of_special_floats_keeps_their_bits(width):
     unsigned = {2: np.uint16, 4: np.uint32, 8: np.uint64}[width]
     top = 1 << (8 * width - 1)
     # Zeros, infinities, quiet and signalling NaNs with payloads, denormals: of both signs, whatever the exponent width.
@@ -278,7 +278,7 @@ def test_decode_into_target_of_another_length_is_refused():
         decoded(stored(np.zeros(8, np.uint8), OPAQUE, np.ones(8, np.uint8)), OPAQUE, 8, np.ones(7, np.uint8))
 
 
-def test_unknown_kind_codes_are_refused():
+def test_kind_with_unknown_code_is_refused():
     for kind in KINDS:
         assert Kind.from_code(kind.code) == kind
     for code in (4, 0x14, 0x20, 0x80, 255):
@@ -306,12 +306,12 @@ def test_codecs_of_separate_threads_decode_equal_bytes():
     assert not wrong
 
 
-def test_checksum_is_xxh3():
+def test_checksum_of_a_chunk_is_its_xxh3():
     assert checksum(b"") == 0x2D06800538D394C2
     assert checksum(np.zeros((2, 3), np.uint16)) == checksum(bytes(12))
 
 
-def test_codec_and_format_load_without_torch():
+def test_import_of_codec_and_format_without_torch_succeeds():
     program = (
         "import sys, millrace.checkpoint.codec.planes, millrace.checkpoint.format.manifest, millrace.checkpoint as c;"
         "c.describe; sys.exit('torch' in sys.modules)"

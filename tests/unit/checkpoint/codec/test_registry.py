@@ -56,7 +56,7 @@ def test_registered_codecs_have_distinct_names_and_levels_in_range():
 @pytest.mark.parametrize(
     "kind", [Kind(width, is_float) for width in (1, 2, 4, 8) for is_float in (False, True)], ids=str
 )
-def test_registered_codec_every_kind_decodes_to_the_same_bytes(name, kind):
+def test_chunk_of_every_kind_by_a_registered_codec_is_decoded_to_the_same_bytes(name, kind):
     codec, effort = ChunkCodec(TWO), efforts(TWO)[name]
     for raw in (np.zeros(0, np.uint8), np.zeros(64, np.uint8), values(CHUNK_BYTES)):
         chunk = stored(codec, raw, kind, effort)
@@ -65,7 +65,7 @@ def test_registered_codec_every_kind_decodes_to_the_same_bytes(name, kind):
 
 
 @pytest.mark.parametrize("name", efforts())
-def test_registered_codec_damaged_chunk_raises_corrupt_checkpoint_error(name):
+def test_damaged_chunk_of_a_registered_codec_raises_corrupt_checkpoint_error(name):
     raw = values(8192)
     chunk = stored(ChunkCodec(), raw, BF16, efforts()[name])
     for damaged in (chunk[:-1], chunk[:5], chunk + b"\0"):
@@ -73,26 +73,26 @@ def test_registered_codec_damaged_chunk_raises_corrupt_checkpoint_error(name):
             ChunkCodec().decode(damaged, BF16, np.zeros(raw.size, np.uint8).data)
 
 
-def test_plane_codec_chunks_are_stored_without_a_mark():
+def test_chunk_of_the_plane_codec_is_stored_without_a_mark():
     raw = values(8192)
     for effort in (Effort.RAW, Effort.TYPED, Effort.MAX):
         assert stored(ChunkCodec(), raw, BF16, effort) == b"".join(PlaneCodec().encode(raw.data, BF16, effort=effort))
 
 
-def test_other_codec_chunk_names_its_codec_in_the_first_byte():
+def test_chunk_of_another_codec_names_it_in_the_first_byte():
     raw = np.zeros(4096, np.uint8)
     chunk = stored(ChunkCodec(TWO), raw, OPAQUE, efforts(TWO)["second"])
     assert chunk[0] == SECOND << 3 | 0x04
     assert zlib.decompress(chunk[1:]) == raw.tobytes()
 
 
-def test_other_codec_growing_chunk_is_stored_by_the_plane_codec():
+def test_chunk_that_grows_with_another_codec_is_stored_by_the_plane_codec():
     raw = np.random.default_rng(1).integers(0, 256, CHUNK_BYTES, np.uint8)
     chunk = stored(ChunkCodec(TWO), raw, OPAQUE, efforts(TWO)["second"])
     assert chunk == stored(ChunkCodec(), raw, OPAQUE, Effort.RAW)
 
 
-def test_other_codec_delta_is_stored_by_the_plane_codec():
+def test_delta_with_another_codec_is_stored_by_the_plane_codec():
     raw = values(8192)
     base = np.roll(raw, 4)
     chunk = stored(ChunkCodec(TWO), raw, BF16, efforts(TWO)["second"], base)
@@ -100,7 +100,7 @@ def test_other_codec_delta_is_stored_by_the_plane_codec():
     assert np.array_equal(decoded(chunk, BF16, raw.size, base), raw)
 
 
-def test_unregistered_codec_chunk_raises_corrupt_checkpoint_error():
+def test_chunk_of_an_unregistered_codec_raises_corrupt_checkpoint_error():
     chunk = stored(ChunkCodec(TWO), np.zeros(4096, np.uint8), OPAQUE, efforts(TWO)["second"])
     with pytest.raises(CorruptCheckpointError, match=f"codec {SECOND}"):
         ChunkCodec().decode(chunk, OPAQUE, np.zeros(4096, np.uint8).data)
@@ -108,7 +108,7 @@ def test_unregistered_codec_chunk_raises_corrupt_checkpoint_error():
         ChunkCodec().decode(b"\x04" + chunk[1:], OPAQUE, np.zeros(4096, np.uint8).data)
 
 
-def test_other_codec_delta_chunk_raises_corrupt_checkpoint_error():
+def test_delta_chunk_of_another_codec_raises_corrupt_checkpoint_error():
     chunk = stored(ChunkCodec(TWO), np.zeros(4096, np.uint8), OPAQUE, efforts(TWO)["second"])
     with pytest.raises(CorruptCheckpointError, match="plane codec"):
         decoded(chunk, OPAQUE, 4096, np.zeros(4096, np.uint8))

@@ -137,8 +137,8 @@ def test_token_is_compared_for_repeated_requests(tmp_path: Path) -> None:
         assert len(plane.server.repeated) == 1
         known = wire.build_get(what, (0, 10), host=plane.address, token=TOKEN)
         for token in ("", "x", TOKEN[:-1], TOKEN + "x", "Z" * len(TOKEN)):
-            heard = ask(plane.address, known.replace(TOKEN.encode(), token.encode()))
-            assert heard.startswith(b"HTTP/1.1 401 ")
+            received = ask(plane.address, known.replace(TOKEN.encode(), token.encode()))
+            assert received.startswith(b"HTTP/1.1 401 ")
         assert len(plane.server.repeated) == 1
 
 
@@ -204,9 +204,9 @@ def test_command_that_takes_long_sends_interim_responses() -> None:
     with serving() as server, WireClient(server.address) as client:
         server.route("GET", "/v1/slow", lambda _: go_on.wait(120))
         client.socket.sendall(wire.build_command("GET", "/v1/slow", host="h", token=TOKEN))
-        heard = b""
-        while heard.count(wire.PROCESSING) < 2:
-            heard += client.socket.recv(100)
+        received = b""
+        while received.count(wire.PROCESSING) < 2:
+            received += client.socket.recv(100)
         go_on.set()
         assert client.answer()[1] == b"true"
 
