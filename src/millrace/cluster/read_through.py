@@ -11,7 +11,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Buffer
 
@@ -134,16 +134,25 @@ class ReadThrough:
             return None
 
 
-class _Readers(NamedTuple):
-    """Two ways to read one object version: with the disk of this node, and without storing anything on it."""
+class _Readers:
+    """Two ways to read one object version: with the disk of this node, and without storing anything on it.
 
-    stored: ObjectReader
-    passing: OriginReader | None
+    Reads ahead of a scan. Concurrent threads may lose a step of that, which costs no correctness.
+    """
+
+    def __init__(self, stored: ObjectReader, passing: OriginReader | None) -> None:
+        from millrace.store.records import ReadAhead
+
+        self._stored = stored
+        self._passing = passing
+        self._ahead = ReadAhead()
 
     def read(self, start: int, stop: int) -> Buffer:
-        if self.passing is not None and self.passing.is_fetched_by_peer(start, stop):
-            return self.passing.read(start, stop)
-        return self.stored.read(start, stop)
+        if self._passing is not None and self._passing.is_fetched_by_peer(start, stop):
+            return self._passing.read(start, stop)
+        self._ahead = self._ahead.after(start, stop)
+        self._stored.prefetch(self._ahead.wanted(self._stored.size, self._stored.block_bytes))
+        return self._stored.read(start, stop)
 
 
 def _ranks_share_node() -> bool:
