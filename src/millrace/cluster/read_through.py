@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Buffer
 
-from millrace.config import CacheOptions, resolve
+from millrace.config import BY_RAY, CacheOptions, resolve
 from millrace.errors import ConfigurationError, MillraceError, PeerError, StorageError, UsageError
 from millrace.origin import ObjectInfo, Origin
 from millrace.runtime import forks
@@ -72,8 +72,9 @@ class ReadThrough:
         """Drop the cached data of removed objects on every node that responds. Starts no node; never raises."""
         try:
             options = resolve({})
-            if options.members == "none":
-                return
+            folders = (folder for each in options.cache_dirs for folder in each.glob("millrace/*.node"))
+            if options.members == "none" or (options.members in BY_RAY and not any(folders)):
+                return  # without loading the cache
             with importing():
                 from millrace.cluster.attach import known_cluster
 
@@ -84,7 +85,7 @@ class ReadThrough:
                 from millrace.cluster.invalidation import Invalidations
 
             Invalidations(cluster).send(self._origin.identity, keys, ())
-        except MillraceError as error:
+        except (MillraceError, OSError) as error:
             # Checkpoint files are the first that eviction removes.
             _log.warning("removed checkpoint files stay in the cache until their space is needed: %s", error)
 
