@@ -11,11 +11,11 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Buffer
 
-from millrace.config import CacheOptions, resolve
+from millrace.config import BY_RAY, CacheOptions, resolve
 from millrace.errors import ConfigurationError, MillraceError, PeerError, StorageError, UsageError
 from millrace.origin import ObjectInfo, Origin
 from millrace.runtime import forks
@@ -38,7 +38,7 @@ class ReadThrough:
     reads from the origin. The options of the cache are those of the environment and of `millrace.toml`. Every byte from the
     disk is verified when it is read. Open files are closed with this object.
 
-    A single rank of its node stores only what this node owns: copies of the rest would be read by nobody else.
+    A single rank of its node stores only what this node owns: no other process would read copies of the rest.
     """
 
     def __init__(self, origin: Origin, *, required: bool = False) -> None:
@@ -72,8 +72,9 @@ class ReadThrough:
         """Drop the cached data of removed objects on every node that responds. Starts no node; never raises."""
         try:
             options = resolve({})
-            if options.members == "none":
-                return
+            folders = (folder for each in options.cache_dirs for folder in each.glob("millrace/*.node"))
+            if options.members == "none" or (options.members in BY_RAY and not any(folders)):
+                return  # without loading the cache
             with importing():
                 from millrace.cluster.attach import known_cluster
 
@@ -84,7 +85,7 @@ class ReadThrough:
                 from millrace.cluster.invalidation import Invalidations
 
             Invalidations(cluster).send(self._origin.identity, keys, ())
-        except MillraceError as error:
+        except (MillraceError, OSError) as error:
             # Checkpoint files are the first that eviction removes.
             _log.warning("removed checkpoint files stay in the cache until their space is needed: %s", error)
 
@@ -134,16 +135,25 @@ class ReadThrough:
             return None
 
 
-class _Readers(NamedTuple):
-    """Two ways to read one object version: with the disk of this node, and without storing anything on it."""
+class _Readers:
+    """Two ways to read one object version: with the disk of this node, and without storing anything on it.
 
-    stored: ObjectReader
-    passing: OriginReader | None
+    Reads ahead of a scan. Concurrent threads may lose a step of that, which costs no correctness.
+    """
+
+    def __init__(self, stored: ObjectReader, passing: OriginReader | None) -> None:
+        from millrace.store.records import ReadAhead
+
+        self._stored = stored
+        self._passing = passing
+        self._ahead = ReadAhead()
 
     def read(self, start: int, stop: int) -> Buffer:
-        if self.passing is not None and self.passing.is_fetched_by_peer(start, stop):
-            return self.passing.read(start, stop)
-        return self.stored.read(start, stop)
+        if self._passing is not None and self._passing.is_fetched_by_peer(start, stop):
+            return self._passing.read(start, stop)
+        self._ahead = self._ahead.after(start, stop)
+        self._stored.prefetch(self._ahead.wanted(self._stored.size, self._stored.block_bytes))
+        return self._stored.read(start, stop)
 
 
 def _ranks_share_node() -> bool:

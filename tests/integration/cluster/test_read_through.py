@@ -114,10 +114,13 @@ def cached_files(cluster: LocalCluster) -> dict[int, set[str]]:
     return found
 
 
-def start(cluster: LocalCluster, node: LocalNode, url: str, options: Mapping[str, Any], **manager: Any) -> Any:
+def start(
+    cluster: LocalCluster, node: LocalNode, url: str, options: Mapping[str, Any], *, ranks: int = 1, **manager: Any
+) -> Any:
     shapes = {name: list(tensor.shape) for name, tensor in make_state().items()}
     settings = {"url": url, "shapes": shapes, "target_options": dict(options), "manager": manager}
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "AWS_"))}
+    environ["LOCAL_WORLD_SIZE"] = str(ranks)  # as torchrun sets it
     command = [sys.executable, "-c", PROGRAM, json.dumps(settings)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**environ, **variables(cluster, node)})
 
@@ -129,18 +132,25 @@ def sums(state: Mapping[str, torch.Tensor]) -> dict[str, float]:
 # --- each byte once -----------------------------------------------------------------------------------
 
 
-def test_restore_by_two_ranks_on_each_of_three_nodes_reads_each_data_byte_once(
-    tmp_path: Path, s3: S3Server, bucket: str, region: EmulatedRegion, options: dict[str, Any]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_restore_on_three_nodes_reads_each_data_byte_once(
+    tmp_path: Path, s3: S3Server, bucket: str, region: EmulatedRegion, options: dict[str, Any], ranks: int
 ) -> None:
     url = f"s3://{bucket}/run"
     state = save(url, s3, 3)
     with LocalCluster(tmp_path, 3, target_options=options) as cluster:
-        programs = [start(cluster, node, url, options) for node in cluster.nodes for _ in range(2)]  # "auto"
+        nodes = [node for node in cluster.nodes for _ in range(ranks)]
+        programs = [start(cluster, node, url, options, ranks=ranks) for node in nodes]  # "auto"
         for program in programs:
             output, _ = program.communicate(timeout=300)
             assert json.loads(output) == [3, sums(state)]
         total = nbytes(s3, bucket)
         assert total <= bytes_down(region, bucket) <= 1.02 * total
+        # Each byte is sent to the two nodes that do not own it, once to each, however many ranks they have.
+        assert cluster.counters()["peer_bytes"] <= 2.5 * total
+        if ranks == 1:
+            files = [name for names in cached_files(cluster).values() for name in names]
+            assert len(files) == len(set(files))  # only their owners store them
 
 
 def test_restore_without_the_cluster_reads_the_origin_each_time(

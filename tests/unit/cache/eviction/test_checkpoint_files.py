@@ -146,6 +146,17 @@ def test_lower_capacity_evicts_checkpoint_files_first(make_node: MakeNode) -> No
     assert (cached(node, old), cached(node, saved)) == (6, 0)
 
 
+@pytest.mark.parametrize("size", [SIZE, SMALL])
+def test_removed_checkpoint_files_are_dropped_and_no_others(make_node: MakeNode, size: int) -> None:
+    old, first, second = train(3, size), checkpoint(1, 3, size), checkpoint(2, 3, size)
+    origin = ComputedOrigin({**old, **first, **second})
+    node = make_node(20 * size + SPARE)
+    read(node, origin, [*old, *first, *second])
+    node.drop_checkpoint_files("another origin", list(first))
+    node.drop_checkpoint_files(origin.identity, [*first, *old])
+    assert (cached(node, old), cached(node, first), cached(node, second)) == (3, 0, 3)
+
+
 # --- a trace: epochs, and restores between and during them ----------------------------------------------
 
 
