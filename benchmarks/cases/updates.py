@@ -71,8 +71,9 @@ def _run(measure: Measure, context: Mapping[str, Any], encode: Encode, decode: D
         stored = [b"".join(map(bytes, map(memoryview, encode(*pair)))) for pair in zip(old, new, strict=True)]
         with measure(f"encode at {rate}") as figures:
             figures["GB/s"] = _speed(new.nbytes, encode, old, new)
-            figures["size to raw"] = sum(map(len, stored)) / new.nbytes
-            figures["share of changed values"] = float((old != new).mean())
+            figures["KB stored"] = sum(map(len, stored)) / 1e3
+            figures["% of raw"] = 100 * sum(map(len, stored)) / new.nbytes
+            figures["% of values changed"] = 100 * float((old != new).mean())
         with measure(f"decode at {rate}") as figures:
             figures["GB/s"] = _speed(new.nbytes, lambda before, part: decode(part, before), old, stored)
         whole = xxhash.xxh3_128()

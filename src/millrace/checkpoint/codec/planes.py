@@ -57,8 +57,8 @@ _SPARSE = 0x08
 _SPARSE_SHARE = 8
 # A plane of a sparse delta that shrinks by more than this factor may have matches.
 _LEAST_MATCHED = 5
-# Of one list of a sparse delta: the number of positions, the length of their bytes, and whether there are lower bytes.
-_LIST = struct.Struct("<IIB")
+# The first byte, the number of changed elements, the length of their distances, and whether there are lower bytes.
+_SPARSE_HEAD = struct.Struct("<BIIB")
 _ROTATIONS = (1, 2, 3, 4)
 _SAMPLE_PIECES, _SAMPLE_BYTES = 4, 8192
 # A plane that shrinks by less than this on the sample is stored raw, which decodes faster.
@@ -143,27 +143,20 @@ class PlaneCodec:
 
     def _encode_sparse(self, words: Array, bases: Array, index: Array, kind: Kind) -> list[Buffer]:
         """A delta of the elements `index`, which are all that differ."""
-        changed = bases[index]
-        values = np.empty_like(changed)
-        difference(words[index], changed, kind.is_float, values, self._array)
-        values -= values.dtype.type(1)
-        of_base = sparse.exponents(bases) if kind.is_float and kind.width > 1 else None
-        limits = [] if of_base is None else sparse.choose_limits(of_base, index)
-        lists: list[tuple[Any, Array]] = [(slice(None), index)]
-        if of_base is not None and limits:
-            lists = sparse.rank(of_base, sparse.classes(limits), index)
-        parts: list[Buffer] = [bytes([kind.code | _DELTA | _SPARSE, len(lists), *limits])]
-        for places, positions in lists:
-            distances = sparse.encode_distances(positions)
-            planes = [distances.escaped, *(() if distances.low is None else (distances.low,))]
-            planes += self._split(values[places].view(np.uint8), kind, 0)
-            coded = [self._encode_list(plane) for plane in planes if distances.number]
-            head = _LIST.pack(distances.number, distances.escaped.size, distances.low is not None)
-            parts += [head, *_planes_of(coded)]
-        return parts
+        distances = sparse.encode_distances(index)
+        values = np.empty(index.size, dtype=words.dtype)
+        difference(words[index], bases[index], kind.is_float, values, self._array)
+        values -= values.dtype.type(1)  # none is zero
+        planes = [distances.escaped, *(() if distances.low is None else (distances.low,))]
+        planes += self._split(values.view(np.uint8), kind, 0)
+        coded = [self._encode_short(plane) for plane in planes if index.size]
+        head = _SPARSE_HEAD.pack(
+            kind.code | _DELTA | _SPARSE, index.size, distances.escaped.size, distances.low is not None
+        )
+        return [head, *_planes_of(coded)]
 
-    def _encode_list(self, plane: Array) -> tuple[Mode, Buffer]:
-        """Encode one of the many short planes of a sparse delta, without a trial on a sample."""
+    def _encode_short(self, plane: Array) -> tuple[Mode, Buffer]:
+        """Encode a short plane of a sparse delta, without a trial on a sample."""
         if (plane == plane[0]).all():
             return Mode.CONSTANT, bytes(plane[:1])
         coded = Mode.HUFFMAN, self._huffman.compress(plane.data)
@@ -346,60 +339,33 @@ class PlaneCodec:
         width, expected = kind.width, kind.code | _DELTA | _SPARSE
         if target.size % width or target.size > MAX_CHUNK_BYTES or reference.size != target.size:
             raise CorruptCheckpointError("the base chunk has another length than the chunk")
-        if source[0] != expected or len(source) < 2 or not 1 <= source[1] <= sparse.MAX_CLASSES:
+        if len(source) < _SPARSE_HEAD.size or source[0] != expected:
             raise CorruptCheckpointError(f"the chunk has the kind {source[0]:#x} instead of {expected:#x}")
         words, bases = _elements(target, kind), _elements(reference, kind)
+        _, number, escaped, low = _SPARSE_HEAD.unpack_from(source)
+        if number > words.size or not number <= escaped <= sparse.most_bytes(number, words.size) or low > 1:
+            raise CorruptCheckpointError("a sparse chunk has an impossible number of positions")
         np.copyto(words, bases)
-        count, at = source[1], source[1] + 1
-        limits = list(source[2:at])
-        if len(limits) != count - 1 or limits != sorted(set(limits), reverse=True) or (limits and width == 1):
-            raise CorruptCheckpointError("the classes of a sparse chunk are malformed")
-        of_base = sparse.exponents(bases) if limits else None
-        for number in range(count):
-            members = None if of_base is None else sparse.members_of(of_base, sparse.classes(limits), number)
-            total = words.size if members is None else members.size
-            at = self._decode_list(source, at, kind, words, bases, members, total)
-        if at != len(source):
+        sizes = [escaped, *([number] * (low + width))] if number else []
+        at = _SPARSE_HEAD.size + 5 * len(sizes)
+        if len(source) < at:
+            raise CorruptCheckpointError("a sparse chunk is cut off")
+        modes = source[_SPARSE_HEAD.size : _SPARSE_HEAD.size + len(sizes)]
+        lengths = struct.unpack_from(f"<{len(sizes)}I", source, _SPARSE_HEAD.size + len(sizes))
+        if at + sum(lengths) != len(source):
             raise CorruptCheckpointError("the lengths of the planes do not add up to the length of the chunk")
-
-    def _decode_list(
-        self,
-        source: memoryview,
-        at: int,
-        kind: Kind,
-        words: Array,
-        bases: Array,
-        members: Array | None,
-        total: int,
-    ) -> int:
-        """Decode the list at byte `at` into `words`; returns the byte after it. `members`: the elements of its class."""
-        if len(source) < at + _LIST.size:
-            raise CorruptCheckpointError("a sparse chunk is cut off")
-        count, escaped, low = _LIST.unpack_from(source, at)
-        at += _LIST.size
-        if count > total or not count <= escaped <= sparse.most_bytes(count, total) or low > 1:
-            raise CorruptCheckpointError("a list of a sparse chunk has an impossible length")
-        if not count:
-            return at
-        sizes = [escaped, *([count] * (low + kind.width))]
-        head = at + 5 * len(sizes)
-        if len(source) < head:
-            raise CorruptCheckpointError("a sparse chunk is cut off")
-        lengths = struct.unpack_from(f"<{len(sizes)}I", source, at + len(sizes))
         planes = []
-        for mode, length, size in zip(source[at : at + len(sizes)], lengths, sizes, strict=True):
-            planes.append(self._decode_plane(mode, source[head : head + length], size))
-            head += length
-        distances = sparse.Distances(count, planes[0], planes[1] if low else None)
-        positions = sparse.decode_distances(distances, total)
-        if members is not None:
-            positions = members[positions]
-        values = np.empty(count, dtype=words.dtype)
+        for mode, length, size in zip(modes, lengths, sizes, strict=True):
+            planes.append(self._decode_plane(mode, source[at : at + length], size))
+            at += length
+        if not number:
+            return
+        index = sparse.decode_distances(sparse.Distances(number, planes[0], planes[1] if low else None), words.size)
+        values = np.empty(number, dtype=words.dtype)
         self._join(planes[1 + low :], values.view(np.uint8), kind, 0)
         values += values.dtype.type(1)
-        apply_difference(values, bases[positions], kind.is_float, self._array)
-        words[positions] = values
-        return head
+        apply_difference(values, bases[index], kind.is_float, self._array)
+        words[index] = values
 
     def _decode_plane(self, mode: int, body: memoryview, count: int) -> Array:
         if mode == Mode.RAW and len(body) == count:
