@@ -12,7 +12,6 @@ from tests.support.waiting import wait_until
 
 from millrace.testing.s3 import S3Server
 
-
 _ROOT = Path(__file__).resolve().parents[2]
 
 
