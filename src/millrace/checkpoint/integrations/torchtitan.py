@@ -41,7 +41,8 @@ class MillraceCheckpointer(CheckpointManager):  # type: ignore[misc]
 
     def __init__(self, config: Config, **collaborators: Any) -> None:
         # Millrace removes old checkpoints, and needs no process group and no thread of torchtitan's.
-        super().__init__(replace(config, keep_latest_k=0, async_mode="disabled"), **collaborators)
+        unused: dict[str, Any] = {"keep_latest_k": 0, "async_mode": "disabled"}
+        super().__init__(replace(config, **unused), **collaborators)
         if not self.enable:
             return
         self.async_mode = AsyncMode(config.async_mode)
@@ -71,7 +72,8 @@ class MillraceCheckpointer(CheckpointManager):  # type: ignore[misc]
         if async_mode == AsyncMode.DISABLED:
             self.run.save(step, state_dict)
         else:
-            self.save_future = self.run.save_async(step, state_dict)
+            pending: Any = self.run.save_async(step, state_dict)
+            self.save_future = pending
 
     def _wait_for_saving(self) -> None:
         self.save_future.result()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from tests.support import ranks
-from tests.support.training import kill_with_the_others, set_up_rank
+from tests.support.training import kill_with_the_others, run_script, set_up_rank
 from torch.distributed.tensor import DTensor
 
-from millrace.checkpoint import CheckpointManager, DataPosition, load_weights
+from millrace.checkpoint import CheckpointManager, CheckpointReader, DataPosition, load_weights
 from millrace.checkpoint.integrations import accelerator_state
 from millrace.errors import UsageError
 
@@ -111,10 +111,21 @@ def resumed(root: Path, kind: str) -> None:
     train("killed", kind)
 
 
+def resharded(root: Path) -> None:
+    """Another number of ranks loads everything, and saves it again."""
+    set_up_rank(root)
+    state = train("killed", "fsdp")
+    with CheckpointManager("resharded") as manager:
+        manager.save(STEPS, state)
+
+
 PROGRAMS = {
-    f"{name}_{kind}": lambda root, program=program, kind=kind: program(root, kind)
-    for name, program in {"reference_and_killed": reference_and_killed, "resumed": resumed}.items()
-    for kind in ("ddp", "fsdp")
+    "resharded": resharded,
+    **{
+        f"{program.__name__}_{kind}": functools.partial(program, kind=kind)
+        for program in (reference_and_killed, resumed)
+        for kind in ("ddp", "fsdp")
+    },
 }
 
 
@@ -123,8 +134,7 @@ PROGRAMS = {
 
 def test_training_killed_and_resumed_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     train(str(tmp_path / "whole"), "alone")
-    killed = subprocess.run([sys.executable, "-W", "ignore", __file__, "alone", "run"], check=False, cwd=tmp_path)
-    assert killed.returncode == -signal.SIGKILL
+    assert run_script(__file__, "alone", "run", directory=tmp_path) == -signal.SIGKILL
     assert set(saved(tmp_path / "run", SAVED)) > {"model.0.weight", "optimizer.state.0.exp_avg", "random.rank0.torch"}
     train(str(tmp_path / "run"), "alone")
     assert_same(saved(tmp_path / "run"), saved(tmp_path / "whole"))
@@ -140,15 +150,13 @@ def test_training_on_two_ranks_killed_and_resumed_equals_an_uninterrupted_one(ki
     assert_same(saved(tmp_path / "killed"), whole)
     assert {"random.rank0.torch", "random.rank1.torch"} <= whole.keys()
     if kind == "fsdp":
-        # On one process, which has no second generator.
-        ranks.run(__file__, "resumed_fsdp", 1, tmp_path)
-        weights = {name: value for name, value in saved(tmp_path / "killed").items() if "rank" not in name}
-        assert_same(weights, {name: value for name, value in whole.items() if "rank" not in name})
+        ranks.run(__file__, "resharded", 1, tmp_path)  # it has no second generator
+        other = saved(tmp_path / "resharded")
+        assert other.keys() == {name for name in whole if "rank1" not in name}
+        assert_same(other, {name: whole[name] for name in other})
 
 
 def assert_has_shards(run: Path, kind: str) -> None:
-    from millrace.checkpoint import CheckpointReader
-
     with CheckpointManager(run) as manager:
         metadata = CheckpointReader(manager.metadata().url).read_metadata().state_dict_metadata
     name = "optimizer.state.0.weight.exp_avg" if kind == "fsdp" else "optimizer.state.0.exp_avg"

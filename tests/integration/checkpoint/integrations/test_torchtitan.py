@@ -23,6 +23,8 @@ from millrace.checkpoint import CheckpointManager, load_weights
 from millrace.checkpoint.integrations import MillraceCheckpointer
 from millrace.errors import CheckpointNotFoundError
 
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
 STEPS, KILLED = 10, 8
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support import ranks
-from tests.support.training import environment_of, kill_with_the_others, set_up_rank
+from tests.support.training import environment_of, kill_with_the_others, run_script, set_up_rank
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from millrace.checkpoint import CheckpointManager, KeepBest, export_checkpoint, load_weights
@@ -129,8 +128,7 @@ def test_training_killed_and_resumed_equals_an_uninterrupted_one(
         whole.train(resume_from_checkpoint=True)  # an empty run
         assert whole.checkpoints.metadata().metrics["eval_loss"] == whole.state.log_history[-2]["eval_loss"]
     run = f"s3://{bucket}/run"
-    killed = subprocess.run([sys.executable, "-W", "ignore", __file__, "alone", run], check=False, cwd=tmp_path)
-    assert killed.returncode == -signal.SIGKILL
+    assert run_script(__file__, "alone", run, directory=tmp_path) == -signal.SIGKILL
     again = trainer(run)
     with again.checkpoints:
         assert again.checkpoints.steps() == [SAVED]
