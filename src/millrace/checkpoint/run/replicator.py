@@ -219,7 +219,7 @@ class Replicator:
         safe = replicated if durable is None else max(durable, replicated, key=age_of)
         obsolete = set(obsolete_replicas(found.values(), durable=durable, safe=safe))
         for (peer, directory), point in found.items():
-            if point in obsolete:
+            if point in obsolete and peer.failure is None:  # those of a silent member are deleted after a later save
                 peer.delete(directory)
 
     def _failed(self, copy: _Copy, error: Exception) -> None:
