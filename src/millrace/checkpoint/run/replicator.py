@@ -219,8 +219,11 @@ class Replicator:
         safe = replicated if durable is None else max(durable, replicated, key=age_of)
         obsolete = set(obsolete_replicas(found.values(), durable=durable, safe=safe))
         for (peer, directory), point in found.items():
-            if point in obsolete:
-                peer.delete(directory)
+            if point in obsolete and peer.failure is None:
+                try:
+                    peer.delete(directory)
+                except PeerError as error:  # it is deleted after a later save
+                    emit(Event(name="run.prune.failed", subject=peer.url, detail=f"obsolete replicas: {error}"))
 
     def _failed(self, copy: _Copy, error: Exception) -> None:
         detail = str(error) if isinstance(error, MillraceError) else f"{type(error).__name__}: {error!s:.300}"
