@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import sys
-from functools import cache
 from typing import Any
 
 import pyarrow as pa
@@ -103,7 +102,7 @@ class _Layout:
     def __init__(self, metadata: Any) -> None:
         self._metadata = metadata
         self.groups: int = metadata.num_row_groups
-        self.chunks = cache(self._chunks)
+        self._chunks: dict[int, list[Span]] = {}
         self._starts = [self._start(group) for group in range(self.groups if metadata.num_columns else 0)]
         if self._starts != sorted(self._starts):
             self._starts = []
@@ -115,9 +114,14 @@ class _Layout:
     def _start(self, group: int) -> int:
         return _chunk(self._metadata.row_group(group).column(0))[0]
 
-    def _chunks(self, group: int) -> list[Span]:
-        row_group = self._metadata.row_group(group)
-        return [_chunk(row_group.column(column)) for column in range(row_group.num_columns)]
+    def chunks(self, group: int) -> list[Span]:
+        """The byte range of each column of a row group."""
+        found = self._chunks.get(group)
+        if found is None:
+            row_group = self._metadata.row_group(group)
+            found = [_chunk(row_group.column(column)) for column in range(row_group.num_columns)]
+            self._chunks[group] = found
+        return found
 
 
 def _chunk(column: Any) -> Span:

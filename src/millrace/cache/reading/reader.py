@@ -340,7 +340,7 @@ class CachedReader:
             self._measure_disk_read(start, stop, began)
             return tail
         reads = self._reads = self._reads.after(start, stop)
-        by_pages = missing and not (reads.scans or start == 0 or self._disk.held.get(entry.object_id, missing))
+        by_pages = bool(missing) and not (reads.scans or start == 0 or self._disk.held.get(entry.object_id, missing))
         gaps = self._gaps(start, stop) if by_pages else []
         if missing and (gaps or not by_pages) and self._better_read_alone(start, stop, missing, reads):
             spans = gaps or self._spans(missing)
