@@ -21,7 +21,7 @@ from typing_extensions import Buffer
 from millrace.cache.reading.reader import ObjectReader
 from millrace.errors import ObjectChangedError, ObjectNotFoundError
 from millrace.filesystem.columns import ColumnAhead
-from millrace.store.records import READ_AHEAD_BLOCKS, ReadAhead
+from millrace.store.records import PAGE_BYTES, READ_AHEAD_BLOCKS, ReadAhead
 
 _BUFFER_BYTES = 256 << 10
 
@@ -99,9 +99,14 @@ class CachedFile(io.RawIOBase):
         super().close()
 
     def _take(self, size: int | None) -> Buffer:
+        data = self.take_at(self._position, size)
+        self._position += memoryview(data).nbytes
+        return data
+
+    def take_at(self, start: int, size: int | None) -> Buffer:
+        """Up to `size` bytes (default: the rest) from `start` on. Does not move the position."""
         self._check_open()
-        stop = self.size if size is None or size < 0 else min(self._position + size, self.size)
-        start = self._position
+        stop = self.size if size is None or size < 0 else min(start + size, self.size)
         if stop <= start:
             return b""
         self._ahead = self._ahead.after(start, stop)
@@ -116,7 +121,6 @@ class CachedFile(io.RawIOBase):
             self._begun = True
             self._fetch_ahead(start, stop)
         self._columns.noticed(start, data)
-        self._position = stop
         return data
 
     def _fetch_ahead(self, start: int, stop: int) -> None:
@@ -193,7 +197,17 @@ class BufferedFile(io.BufferedReader):
 
     def __init__(self, file: CachedFile) -> None:
         super().__init__(file, _BUFFER_BYTES)
+        self._file = file
         self.size = file.size
+
+    def read_buffer(self, nbytes: int | None = None) -> pa.Buffer:
+        """Up to `nbytes` (default: the rest) as an Arrow buffer. pyarrow calls it: a column is not widened to the buffer."""
+        if nbytes is not None and 0 <= nbytes < PAGE_BYTES:
+            return pa.py_buffer(self.read(nbytes))
+        start = self.tell()
+        data = self._file.take_at(start, nbytes)
+        self.seek(start + memoryview(data).nbytes)
+        return pa.py_buffer(data)
 
 
 class MemoryFile(pa.BufferReader):  # type: ignore[misc]
