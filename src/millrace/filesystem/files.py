@@ -52,7 +52,7 @@ class CachedFile(io.RawIOBase):
         self._on_changed = on_changed
         self._position = 0
         self._ahead = ReadAhead(window=READ_AHEAD_BLOCKS if sequential else 0)
-        self._columns = ColumnAhead(reader.size)
+        self._columns = ColumnAhead(reader.size, reader.cached)
         self.name = path
         self.mode = "rb"
         self.size = reader.size
@@ -110,8 +110,10 @@ class CachedFile(io.RawIOBase):
         if stop <= start:
             return b""
         self._ahead = self._ahead.after(start, stop)
+        if not self._ahead.scans and (spans := self._columns.after(start, stop)):
+            self._reader.prefetch_ranges(spans)
         if self._begun:
-            self._fetch_ahead(start, stop)
+            self._fetch_ahead()
         try:
             data = self._reader.read(start, stop)
         except (ObjectChangedError, ObjectNotFoundError):
@@ -119,17 +121,14 @@ class CachedFile(io.RawIOBase):
             raise
         if not self._begun:
             self._begun = True
-            self._fetch_ahead(start, stop)
-        self._columns.noticed(start, data)
+            self._fetch_ahead()
         return data
 
-    def _fetch_ahead(self, start: int, stop: int) -> None:
+    def _fetch_ahead(self) -> None:
         wanted = self._ahead.wanted(self.size, self._reader.block_bytes)
         if wanted and wanted != self._wanted:  # small reads in one block need the same blocks
             self._wanted = wanted
             self._reader.prefetch(wanted)
-        if not self._ahead.scans and (spans := self._columns.after(start, stop)):
-            self._reader.prefetch_ranges(spans)
 
     def _check_open(self) -> None:
         if self.closed:
