@@ -36,6 +36,7 @@ def _save_model(folder: Path, *, quick: bool) -> None:
 @contextmanager
 def prepare(options: Options) -> Iterator[Prepared]:
     import millrace
+    from millrace.cache.node import close_nodes
 
     model, cache = options.scratch / "model", options.scratch / "cache"
     _save_model(model, quick=options.quick)
@@ -49,6 +50,7 @@ def prepare(options: Options) -> Iterator[Prepared]:
             used = sum(
                 path.stat().st_blocks * 512 for path in cache.glob("millrace/local/[so]*/**/*") if path.is_file()
             )
+        close_nodes()
         yield Prepared(
             {"model": str(model), "other": str(options.scratch / "other"), "given": given},
             probe=probe_of(region),

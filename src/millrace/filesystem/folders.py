@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -62,6 +62,8 @@ class LocalFolder:
             raise self._fs.node.unusable()
         chosen = list(select(self._fs, self._url))
         names = file_names(self._fs, self._url, [info.key for info in chosen])
+        if not self._copy:
+            self._require_capacity(sum(info.size for info in chosen), disks)
         try:
             if self._directory is None:
                 self.path = str(self._folder_on(disks[0]).path)
@@ -123,8 +125,9 @@ class LocalFolder:
                 numbers.discard(number)
 
     def _load_and_place(self, names: dict[str, str], want: Callable[[ObjectInfo], None]) -> None:
-        urls: list[str] = [self._url]
+        urls, missing = [self._url], len(names) + 1
         for _ in range(_ATTEMPTS):
+            full: DiskFullError | None = None
             loaded: dict[str, ObjectInfo] = {}
 
             def share(info: ObjectInfo, into: dict[str, ObjectInfo] = loaded) -> tuple[tuple[int, int], ...]:
@@ -132,14 +135,20 @@ class LocalFolder:
                 want(info)
                 return tuple(everything(info))
 
-            self.fetched_bytes += load(self._fs, urls, progress=self._progress, share=share).fetched_bytes
+            try:
+                self.fetched_bytes += load(self._fs, urls, progress=self._progress, share=share).fetched_bytes
+            except DiskFullError as error:
+                full = error
             if new := loaded.keys() - names.keys():  # listed since, or in another order of the listing
                 names.update(file_names(self._fs, self._url, [*names, *new]))
             left = [info for info in loaded.values() if not self._place(info, names[info.key])]
             if not left:
                 return
+            if full is not None and len(left) >= missing:
+                raise full
+            missing = len(left)
             urls = [self._fs.unstrip_protocol(info.key) for info in left]
-        raise DiskFullError(
+        raise full or DiskFullError(
             f"{urls[0]}: was removed from the cache {_ATTEMPTS} times before the folder was complete",
             next_step="enlarge the cache with 'millrace resize'",
         )
@@ -217,6 +226,15 @@ class LocalFolder:
             for piece in pieces:
                 file.write(piece)
             os.fchmod(descriptor, 0o444)
+
+    def _require_capacity(self, nbytes: int, disks: Sequence[Disk]) -> None:
+        """Raise `DiskFullError` before anything is fetched if the objects cannot all be cached."""
+        capacity = sum(disk.store.space.capacity_bytes() for disk in disks)
+        if nbytes > capacity:
+            raise DiskFullError(
+                f"the cache is too small: {self._url} has {size_text(nbytes)}, the capacity is {size_text(capacity)}",
+                next_step="enlarge it with 'millrace resize', or choose fewer objects",
+            )
 
     def _require_room(self, disk: Disk, nbytes: int) -> None:
         """Raise `DiskFullError` if a copy would leave too little space: copies are not part of the cache's capacity."""

@@ -191,7 +191,7 @@ def test_full_cache_evicts_no_object_of_an_open_folder(put: Callable[..., str], 
 def test_folder_larger_than_the_capacity_raises_one_line(put: Callable[..., str], s3_options: dict[str, Any]) -> None:
     url = put(content())
     fs = millrace.filesystem("s3", capacity=8 * MIB, **s3_options)
-    with pytest.raises(DiskFullError, match="the cache is full") as raised, fs.local_folder(url):
+    with pytest.raises(DiskFullError, match="the cache is too small") as raised, fs.local_folder(url):
         pass
     assert "\n" not in str(raised.value)
     assert list(Path(s3_options["cache_dir"]).glob("millrace/local/folders/*")) == []
@@ -309,7 +309,8 @@ def test_files_command_with_a_full_cache_exits_with_3_and_leaves_nothing(
     url = put(content())
     done = files(url, tmp_path / "model", MILLRACE_CAPACITY="8MB")
     assert done.returncode == 3
-    assert "\nmillrace: the cache is full: " in done.stderr
+    assert done.stderr.startswith("millrace: the cache is too small: ")
+    assert done.stderr.count("\n") == 1
     assert not (tmp_path / "model").exists()
 
 

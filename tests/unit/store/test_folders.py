@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -174,11 +175,14 @@ def test_damaged_file_that_was_linked_is_replaced(store: Store, sealer: Sealer, 
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="root can take on another user")
-def test_other_user_than_root_reads_read_only_files(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    for parent in list(tmp_path.parents)[:2]:
-        parent.chmod(0o711)
+def test_other_user_than_root_reads_read_only_files() -> None:
+    with tempfile.TemporaryDirectory() as directory:  # pytest's own is below a directory of this user
+        tmp_path = Path(directory)
+        tmp_path.chmod(0o777)
+        _read_as_another_user(tmp_path)
 
+
+def _read_as_another_user(tmp_path: Path) -> None:
     def use() -> str:
         os.setgid(65534)
         os.setuid(65534)

@@ -160,7 +160,8 @@ class Evictor:
             rule = self._rule_of(rules, candidate) if rules.by_place or wanted else None
             # Before the decision: a removal during the decision ends a refusal.
             state = _State(self._store.index.signals.removals, rules, self._store.space.limits)
-            if self._is_refused(nbytes, candidate, state, pinned=rule is not None and rule.pinned):
+            pinned = rule is not None and rule.pinned
+            if not wanted and self._is_refused(nbytes, candidate, state, pinned=pinned):
                 return False
             place = None if rule is None else rule.quota_place
             if place is None or rule is None:
@@ -182,7 +183,7 @@ class Evictor:
             self._refuse(nbytes, candidate, state)
             return False
         over = place if excess > 0 else None
-        if rule is not None and rule.pinned and time.monotonic() >= self._pins_refused_until:
+        if pinned and (wanted or time.monotonic() >= self._pins_refused_until):
             # Others may take the space that is freed, and a block counts twice shortly after it was written.
             for _ in range(_PIN_ATTEMPTS):
                 if self._make_room(nbytes, candidate, over, excess, state) and self._reserve(nbytes):

@@ -171,7 +171,8 @@ class CachedReader:
     def has_room(self, nbytes: int) -> bool:
         """Whether the disk would probably keep `nbytes` more."""
         try:
-            return self._disk.store.space.has_room(nbytes)
+            wanted = self._location.entry.object_id in self._disk.evictor.wanted
+            return wanted or self._disk.store.space.has_room(nbytes)
         except StorageError as error:
             self._location.report(error)
             return False

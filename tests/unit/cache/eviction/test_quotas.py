@@ -50,7 +50,7 @@ def reported(node: CacheNode) -> Iterator[int]:
     disk = node.open_disks[0]
     yield from (rule.used_bytes for rule in catalog.placed_rules(node))
     yield sum(found.cached_bytes for found in catalog.cached_objects(node))
-    survey = Surveyor(disk.records, Holdings(disk.store.index)).current(disk.rules.current())
+    survey = Surveyor(disk.records, Holdings(disk.store)).current(disk.rules.current())
     yield from survey.used.values()
 
 
