@@ -361,12 +361,12 @@ class CachedReader:
             self._measure_disk_read(start, stop, began)
             return tail
         reads = self._reads = self._reads.after(start, stop)
-        by_pages, gaps = False, []
+        by_pages, gaps = False, list[tuple[int, int]]()
         if missing and not self._disk.held.get(entry.object_id, missing):
             gaps = self.gaps(start, stop)
             by_pages = not gaps or not (reads.scans or start == 0)
         if missing and (gaps or not by_pages) and self._better_read_alone(start, stop, missing, reads):
-            spans = gaps or self._spans(missing)
+            spans = gaps if by_pages else self._spans(missing)
             if not self._can_store(spans):
                 wanted = read_through(self._source, start, stop, self._disk.counters)
                 # The policy counts the bytes that would have been stored; else it would never admit them.
