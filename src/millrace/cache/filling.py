@@ -61,8 +61,11 @@ class Fill:
 
     def nbytes(self, piece: range) -> int:
         """The number of bytes of a piece."""
-        start, stop = span_of(piece.start, piece.stop, self.info.size, self._reader.block_bytes)
+        start, stop = self._span(piece)
         return stop - start
+
+    def _span(self, piece: range) -> tuple[int, int]:
+        return span_of(piece.start, piece.stop, self.info.size, self._reader.block_bytes)
 
     def fetch(self, piece: range) -> FetchedPiece:
         """Fetch a piece in this thread, or wait for the thread that fetches it. Raises the errors of `ObjectReader.read`."""
@@ -77,9 +80,10 @@ class Fill:
             return FetchedPiece(fetched_bytes=0, kept=True, bad_blocks=0)
         if self._reader.has_room(self.nbytes(piece)):
             self._reader.release_held(wanted)
+        gaps = [gap for block in wanted for gap in self._reader.gaps(*self._span(range(block, block + 1)))]
         self._reader.fetch(wanted)
         return FetchedPiece(
-            fetched_bytes=sum(self.nbytes(range(block, block + 1)) for block in wanted),
+            fetched_bytes=sum(stop - start for start, stop in gaps),
             kept=not self._reader.missing(wanted),
             bad_blocks=bad,
         )

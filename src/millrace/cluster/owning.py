@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 from typing_extensions import Buffer
@@ -85,16 +85,19 @@ class OwnedBlocks:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def fetch(
-        self, what: ObjectDescription, missing: Sequence[int], exchange: Exchange, *, rank: int
+        self, what: ObjectDescription, missing: Mapping[int, Span], exchange: Exchange, *, rank: int
     ) -> dict[int, Buffer] | Refusal:
-        """Fetch missing blocks, if this node is among the first `rank` + 1 owners; returns those that were not stored."""
+        """Fetch missing blocks, each for the requested part of it, if this node is among the first `rank` + 1 owners.
+
+        Returns the blocks that were not stored, and the requested bytes of those of which only a part is requested.
+        """
         placed = self._placed()
         for stripe in {stripe_of(block * BLOCK_BYTES, what.size) for block in missing}:
             order = placed.order(what.object_id(), stripe)[: rank + 1]
             if all(member.id != self._member_id for member in order):
                 return self._not_mine()
         exchange.processing()
-        nbytes = sum(stop - start for start, stop in (_span(block, what.size) for block in missing))
+        nbytes = sum(stop - start for start, stop in missing.values())
         while not self._budget.reserve(nbytes, _WAIT_SECONDS):
             exchange.processing()
         try:
@@ -140,17 +143,20 @@ class OwnedBlocks:
         return not reader.missing([block])
 
     def _fetch_within(
-        self, what: ObjectDescription, missing: Sequence[int], exchange: Exchange
+        self, what: ObjectDescription, missing: Mapping[int, Span], exchange: Exchange
     ) -> dict[int, Buffer] | Refusal:
         origin = self._origins.find(what.origin)
         bucket = (what.origin, what.key.partition("/")[0])
         if origin is None or time.monotonic() < self._denied.get(bucket, 0.0):
-            return self._await_upload(what, missing, exchange)
+            return self._await_upload(what, list(missing), exchange)
         reader = self._open_reader(origin, what)
         futures: list[Future[dict[int, Buffer]]] = []
         try:
-            for run in coalesce(missing, RUN_BLOCKS):
+            whole = {block for block, span in missing.items() if span == _span(block, what.size)}
+            for run in coalesce(whole, RUN_BLOCKS):
                 futures.append(self._pool.submit(_fetch, reader, list(run)))
+            for block in missing.keys() - whole:
+                futures.append(self._pool.submit(_read_part, reader, block, missing[block]))
             self._await(futures, exchange)
             return {block: data for future in futures for block, data in future.result().items()}
         except DeniedError as error:
@@ -159,7 +165,7 @@ class OwnedBlocks:
             if len(self._denied) >= _MAX_DENIED:
                 self._denied.clear()
             self._denied[bucket] = time.monotonic() + _DENIED_SECONDS
-            return self._await_upload(what, missing, exchange)
+            return self._await_upload(what, list(missing), exchange)
         except MillraceError as error:
             return _refusal_of(error)
         finally:
@@ -280,6 +286,11 @@ def _fetch(reader: ObjectReader, blocks: list[int]) -> dict[int, Buffer]:
         fetched = reader.fetch(blocks)
         return {block: fetched[block] for block in reader.missing(blocks)}
     return {block: reader.read(*_span(block, reader.size)) for block in blocks}
+
+
+def _read_part(reader: ObjectReader, block: int, span: Span) -> dict[int, Buffer]:
+    """The bytes of a part of a block, which is fetched if it is missing."""
+    return {block: reader.read(*span)}
 
 
 def _close_after(reader: ObjectReader, futures: Sequence[Future[dict[int, Buffer]]]) -> None:

@@ -8,7 +8,7 @@ most once, by its owner in this node's view, however many requests wait for it (
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import xxhash
 from typing_extensions import Buffer
@@ -165,7 +165,8 @@ class BlockService:
             missing = self._objects.missing(stored, blocks, partial, verify=get.verify, memory=memory)
             if not missing:
                 break
-            fetched = self._fetch(get, stored, missing, exchange)
+            requested = dict(zip(blocks, pieces, strict=True))
+            fetched = self._fetch(get, stored, {block: requested[block] for block in missing}, exchange)
             if isinstance(fetched, Refusal):
                 return fetched
             memory.update(fetched)
@@ -189,7 +190,9 @@ class BlockService:
             data: Buffer | None = memory.get(block)
             if data is not None:
                 base = block * BLOCK_BYTES
-                piece = memoryview(data)[start - base : stop - base]
+                piece = memoryview(data).cast("B")  # of the whole block, or of the requested part
+                if len(piece) != stop - start:
+                    piece = piece[start - base : stop - base]
                 yield piece
                 yield wire.sum_of(piece)
                 continue
@@ -254,9 +257,9 @@ class BlockService:
     # --- fetching -----------------------------------------------------------------------------------
 
     def _fetch(
-        self, get: Get, stored: StoredObject | None, missing: Sequence[int], exchange: Exchange
+        self, get: Get, stored: StoredObject | None, missing: Mapping[int, Span], exchange: Exchange
     ) -> dict[int, Buffer] | Refusal:
-        """Fetch missing blocks, if this node is responsible; returns those that could not be stored."""
+        """Fetch missing blocks, each for the requested part of it, if this node is responsible; see `OwnedBlocks.fetch`."""
         if get.ask is Ask.CACHED:
             return Refusal(status=404, message="the blocks are not cached", code="missing")
         what = self._described(get) if get.described else _named(stored)

@@ -1,4 +1,4 @@
-"""Read-ahead of Parquet columns: the same columns of the next row groups, from the footer that the reader has just read.
+"""Read-ahead of Parquet columns: the same columns of the next row groups, by the footer, which is cached by then.
 
 pyarrow reads a file object with one thread at a time, so each row group of a column would cost a round trip to the origin.
 Its own S3 client reads several at the same time. So after a read of some columns of a row group, `ColumnAhead` returns their
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -21,34 +21,26 @@ _END_BYTES = 8  # the length of the footer, and the magic
 _FIRST_BYTES = 4 << 20
 _MOST_BYTES = 64 << 20
 _MOST_FOOTER_BYTES = 16 << 20  # parsing more takes longer than the read-ahead saves
+_ATTEMPTS = 4  # reads of an object whose footer is not cached
 
 Span = tuple[int, int]
 
 
 class ColumnAhead:
-    """The read-ahead of one reader of an object of `size` bytes. Not thread-safe."""
+    """The read-ahead of one reader of an object of `size` bytes. Not thread-safe.
 
-    def __init__(self, size: int) -> None:
+    `cached` returns the bytes `[start, stop)` of the object, or None if they are not cached.
+    """
+
+    def __init__(self, size: int, cached: Callable[[int, int], Buffer | None]) -> None:
         self._size = size
-        self._footer = b""
-        self._footer_bytes = 0
+        self._cached = cached
+        self._attempts = _ATTEMPTS
         self._layout: _Layout | None = None
         self._group = -2
         self._columns: set[int] = set()
         self._until: dict[int, int] = {}
         self._window_bytes = 0
-
-    def noticed(self, start: int, data: Buffer) -> None:
-        """Note the bytes that were read from `start` on: the footer is among the first ones."""
-        view = memoryview(data).cast("B")
-        stop = start + len(view)
-        if self._footer or stop < self._size - _END_BYTES:
-            return
-        if stop == self._size and view[-len(_MAGIC) :] == _MAGIC and len(view) >= _END_BYTES:
-            self._footer_bytes = int.from_bytes(view[-_END_BYTES : -len(_MAGIC)], "little")
-        footer_start = self._size - _END_BYTES - self._footer_bytes
-        if 0 < self._footer_bytes <= _MOST_FOOTER_BYTES and start <= footer_start:
-            self._footer = bytes(view[footer_start - start : footer_start - start + self._footer_bytes])
 
     def after(self, start: int, stop: int) -> list[Span]:
         """The ascending byte ranges to fetch ahead of a read of `[start, stop)`; usually none."""
@@ -86,13 +78,24 @@ class ColumnAhead:
         return sorted(spans)
 
     def _parsed(self) -> _Layout | None:
-        footer, self._footer = self._footer, b""
         parquet = sys.modules.get("pyarrow.parquet")  # other readers would have to wait for its import
-        if not footer or parquet is None:
+        if not self._attempts or parquet is None:
             return None
-        whole = b"".join((_MAGIC, footer, len(footer).to_bytes(4, "little"), _MAGIC))
+        self._attempts -= 1
+        end = self._cached(self._size - _END_BYTES, self._size) if self._size > _END_BYTES else b""
+        if end is None:
+            return None
+        end = bytes(end)
+        nbytes = int.from_bytes(end[: -len(_MAGIC)], "little")
+        stop = self._size - _END_BYTES
+        is_parquet = end.endswith(_MAGIC) and 0 < nbytes <= min(stop, _MOST_FOOTER_BYTES)
+        footer = self._cached(stop - nbytes, stop) if is_parquet else None
+        if footer is None:
+            self._attempts = self._attempts if is_parquet else 0
+            return None
+        self._attempts = 0
         try:
-            return _Layout(parquet.read_metadata(pa.BufferReader(whole)))
+            return _Layout(parquet.read_metadata(pa.BufferReader(b"".join((_MAGIC, footer, end)))))
         except (pa.ArrowException, OSError, ValueError):
             return None  # encrypted, or not Parquet: its reader reports that
 
@@ -103,7 +106,7 @@ class _Layout:
     def __init__(self, metadata: Any) -> None:
         self._metadata = metadata
         self.groups: int = metadata.num_row_groups
-        self.chunks = cache(self._chunks)
+        self._chunks: dict[int, list[Span]] = {}
         self._starts = [self._start(group) for group in range(self.groups if metadata.num_columns else 0)]
         if self._starts != sorted(self._starts):
             self._starts = []
@@ -115,9 +118,14 @@ class _Layout:
     def _start(self, group: int) -> int:
         return _chunk(self._metadata.row_group(group).column(0))[0]
 
-    def _chunks(self, group: int) -> list[Span]:
-        row_group = self._metadata.row_group(group)
-        return [_chunk(row_group.column(column)) for column in range(row_group.num_columns)]
+    def chunks(self, group: int) -> list[Span]:
+        """The byte range of each column of a row group."""
+        found = self._chunks.get(group)
+        if found is None:
+            row_group = self._metadata.row_group(group)
+            found = [_chunk(row_group.column(column)) for column in range(row_group.num_columns)]
+            self._chunks[group] = found
+        return found
 
 
 def _chunk(column: Any) -> Span:

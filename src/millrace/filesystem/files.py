@@ -25,7 +25,7 @@ from typing_extensions import Buffer
 from millrace.cache.reading.reader import ObjectReader
 from millrace.errors import ObjectChangedError, ObjectNotFoundError
 from millrace.filesystem.columns import ColumnAhead
-from millrace.store.records import READ_AHEAD_BLOCKS, ReadAhead
+from millrace.store.records import PAGE_BYTES, READ_AHEAD_BLOCKS, ReadAhead
 
 _BUFFER_BYTES = 256 << 10
 
@@ -56,7 +56,7 @@ class CachedFile(io.RawIOBase):
         self._on_changed = on_changed
         self._position = 0
         self._ahead = ReadAhead(window=READ_AHEAD_BLOCKS if sequential else 0)
-        self._columns = ColumnAhead(reader.size)
+        self._columns = ColumnAhead(reader.size, reader.cached)
         self.name = path
         self.mode = "rb"
         self.size = reader.size
@@ -103,14 +103,21 @@ class CachedFile(io.RawIOBase):
         super().close()
 
     def _take(self, size: int | None) -> Buffer:
+        data = self.take_at(self._position, size)
+        self._position += memoryview(data).nbytes
+        return data
+
+    def take_at(self, start: int, size: int | None) -> Buffer:
+        """Up to `size` bytes (default: the rest) from `start` on. Does not move the position."""
         self._check_open()
-        stop = self.size if size is None or size < 0 else min(self._position + size, self.size)
-        start = self._position
+        stop = self.size if size is None or size < 0 else min(start + size, self.size)
         if stop <= start:
             return b""
         self._ahead = self._ahead.after(start, stop)
+        if not self._ahead.scans and (spans := self._columns.after(start, stop)):
+            self._reader.prefetch_ranges(spans)
         if self._begun:
-            self._fetch_ahead(start, stop)
+            self._fetch_ahead()
         try:
             data = self._reader.read(start, stop)
         except (ObjectChangedError, ObjectNotFoundError):
@@ -118,18 +125,14 @@ class CachedFile(io.RawIOBase):
             raise
         if not self._begun:
             self._begun = True
-            self._fetch_ahead(start, stop)
-        self._columns.noticed(start, data)
-        self._position = stop
+            self._fetch_ahead()
         return data
 
-    def _fetch_ahead(self, start: int, stop: int) -> None:
+    def _fetch_ahead(self) -> None:
         wanted = self._ahead.wanted(self.size, self._reader.block_bytes)
         if wanted and wanted != self._wanted:  # small reads in one block need the same blocks
             self._wanted = wanted
             self._reader.prefetch(wanted)
-        if not self._ahead.scans and (spans := self._columns.after(start, stop)):
-            self._reader.prefetch_ranges(spans)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -197,7 +200,17 @@ class BufferedFile(io.BufferedReader):
 
     def __init__(self, file: CachedFile) -> None:
         super().__init__(file, _BUFFER_BYTES)
+        self._file = file
         self.size = file.size
+
+    def read_buffer(self, nbytes: int | None = None) -> pa.Buffer:
+        """Up to `nbytes` (default: the rest) as an Arrow buffer. pyarrow calls it: a column is not widened to the buffer."""
+        if nbytes is not None and 0 <= nbytes < PAGE_BYTES:
+            return pa.py_buffer(self.read(nbytes))
+        start = self.tell()
+        data = self._file.take_at(start, nbytes)
+        self.seek(start + memoryview(data).nbytes)
+        return pa.py_buffer(data)
 
 
 class MemoryFile(pa.BufferReader):  # type: ignore[misc]

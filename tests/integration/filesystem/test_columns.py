@@ -103,10 +103,8 @@ def test_columns_read_by_threads_and_processes_are_fetched_once(
     )
     options = s3.target_options
     arguments = [wide.path, region.endpoint_url, options["key"], options["secret"], str(tmp_path / "cache")]
-    children = [
-        subprocess.Popen([sys.executable, "-c", code, *arguments, name], stdout=subprocess.PIPE)
-        for name in ("c3", "c4", "c3")
-    ]
+    commands = [[sys.executable, "-c", code, *arguments, name] for name in ("c3", "c4", "c3")]
+    children = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
     fs = make_fs()
     with ThreadPoolExecutor(4) as pool:
         tables = list(pool.map(lambda name: READ["read_table"](fs, wide.path, [name]), ("c3", "c12", "c3", "c4")))

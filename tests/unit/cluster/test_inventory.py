@@ -80,7 +80,8 @@ def test_pages_list_each_object_once_in_order(make_node: MakeNode, disks: int) -
 def test_page_lists_the_cached_runs_of_a_partial_object(make_node: MakeNode) -> None:
     origin = ComputedOrigin({"b/x": 6 * BLOCK_BYTES + 5})
     node = make_node()
-    read(node, origin, "b/x", (0, 1), (BLOCK_BYTES, BLOCK_BYTES + 1), (6 * BLOCK_BYTES, 6 * BLOCK_BYTES + 5))
+    read(node, origin, "b/x", (0, 1), (BLOCK_BYTES, 2 * BLOCK_BYTES), (6 * BLOCK_BYTES, 6 * BLOCK_BYTES + 5))
+    read(node, origin, "b/x", (3 * BLOCK_BYTES + 7, 4 * BLOCK_BYTES))  # pages are not offered
     [offer] = inventory_page(node, Placement(View.of([A])), "a").offers
     assert offer.blocks == (range(2), range(6, 7))
     assert offer.what == ObjectDescription("computed", "b/x", "1", 6 * BLOCK_BYTES + 5)

@@ -23,7 +23,7 @@ from millrace.cluster.placement import Placement
 from millrace.cluster.serving import Heat
 from millrace.errors import DeniedError, ObjectChangedError, ObjectNotFoundError, OriginUnavailableError
 from millrace.runtime.maintenance import run_tasks
-from millrace.store.records import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES, PAGE_BYTES
 
 LARGE = BLOCK_BYTES * 3 + 12345
 SMALL = 300_000
@@ -73,6 +73,18 @@ def test_request_for_cached_blocks_fetches_nothing(plane: Plane) -> None:
         assert client.cached(what, (BLOCK_BYTES, BLOCK_BYTES + 10))[0].status == 206
         assert client.cached(what, (BLOCK_BYTES, 2 * BLOCK_BYTES + 1))[0].status == 404
     assert plane.origin.bytes_read() == BLOCK_BYTES
+
+
+def test_part_of_a_missing_block_is_fetched_without_the_rest(plane: Plane) -> None:
+    data = random(LARGE)
+    what = plane.put("b/x", data)
+    spans = [(2 * BLOCK_BYTES - 1000, 2 * BLOCK_BYTES + PAGE_BYTES), (2 * BLOCK_BYTES - 10, 2 * BLOCK_BYTES + 10)]
+    with plane.client() as client:
+        for start, stop in spans:
+            assert client.get(what, (start, stop))[1] == data[start:stop]
+            assert plane.origin.bytes_read() == 2 * PAGE_BYTES
+        assert client.get(what, (0, LARGE))[1] == data
+    assert plane.origin.bytes_read() == LARGE
 
 
 def test_head_returns_the_cached_blocks(plane: Plane) -> None:
@@ -291,6 +303,7 @@ def test_damaged_block_is_never_served(tmp_path: Path, nbytes: int) -> None:
         # A part of a block is verified before; the wrong one is fetched again.
         assert client.get(what, (50, 200))[1] == data[50:200]
         assert plane.counters()["corrupt_blocks"] == 1
+        assert client.get(what, (0, nbytes))[1] == data
         # Otherwise the sealing, which verifies every block, may find and drop the next wrong one first.
         deadline = time.monotonic() + 120
         while nbytes == LARGE and not sealed(plane, what):
@@ -427,7 +440,8 @@ def open_files(plane: Plane) -> list[str]:
 def test_removed_object_is_closed(plane: Plane) -> None:
     what = plane.put("b/x", random(LARGE))
     with plane.client() as client:
-        assert client.get(what, (0, 10))[0].status == 206
+        for _ in range(2):  # fetched, and from the file
+            assert client.get(what, (0, 10))[0].status == 206
         run_tasks()
         assert len(open_files(plane)) == 1
         plane.node.open_disks[0].remove(what.object_id())
@@ -457,7 +471,8 @@ def test_open_files_are_bounded(plane: Plane, monkeypatch: pytest.MonkeyPatch) -
     with plane.client() as client:
         for number in range(6):
             what = plane.put(f"b/{number}", random(BLOCK_BYTES + 1))
-            assert client.get(what, (0, 10))[0].status == 206
+            for _ in range(2):  # fetched, and from the file
+                assert client.get(what, (0, 10))[0].status == 206
     assert len(plane.service._objects) == 3
     assert len(open_files(plane)) == 3
 

@@ -31,10 +31,8 @@ def written(rows: int = 2_000, **options: object) -> tuple[bytes, list[list[tupl
     return data.getvalue(), chunks
 
 
-def ahead_of(data: bytes, *, first: int = 64 << 10) -> ColumnAhead:
-    ahead = ColumnAhead(len(data))
-    ahead.noticed(len(data) - first, data[-first:])
-    return ahead
+def ahead_of(data: bytes) -> ColumnAhead:
+    return ColumnAhead(len(data), lambda start, stop: data[start:stop])
 
 
 def test_reader_that_begins_with_the_first_group_gets_the_next_ones() -> None:
@@ -88,21 +86,29 @@ def test_dictionary_pages_are_part_of_a_column() -> None:
     assert ahead_of(data).after(*chunks[0][2]) == [chunks[group][2] for group in range(1, GROUPS)]
 
 
-def test_footer_longer_than_the_first_read_is_found_in_the_second() -> None:
+def test_footer_that_is_cached_after_the_first_read_is_used() -> None:
     data, chunks = written()
-    footer = int.from_bytes(data[-8:-4], "little")
-    ahead = ahead_of(data, first=100)
+    cached_from = [len(data), len(data) - 8, 0]
+    ahead = ColumnAhead(len(data), lambda start, stop: data[start:stop] if start >= cached_from[0] else None)
     assert ahead.after(*chunks[0][2]) == []
-    ahead.noticed(len(data) - 8 - footer, data[-8 - footer : -8])
+    cached_from.pop(0)  # only the length of the footer
+    assert ahead.after(*chunks[0][2]) == []
+    cached_from.pop(0)
     assert ahead.after(*chunks[0][2]) == [chunks[group][2] for group in range(1, GROUPS)]
+
+
+def test_footer_that_is_not_cached_is_looked_for_a_few_times() -> None:
+    looked: list[tuple[int, int]] = []
+    ahead = ColumnAhead(10**9, lambda *span: looked.append(span))
+    for _ in range(100):
+        assert ahead.after(10, 20) == []
+    assert len(looked) <= 5
 
 
 @pytest.mark.parametrize("end", [b"", b"PAR1", bytes(4) + b"PAR1", b"\xff\xff\xff\xffPAR1", b"\x08\0\0\0PAR1", b"PARE"])
 def test_object_that_is_not_parquet_gets_nothing(end: bytes) -> None:
     data = bytes(1000) + end
-    ahead = ColumnAhead(len(data))
-    ahead.noticed(0, data)
-    assert ahead.after(10, 20) == []
+    assert ahead_of(data).after(10, 20) == []
 
 
 def test_reader_without_pyarrow_parquet_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

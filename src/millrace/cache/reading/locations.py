@@ -11,7 +11,7 @@ opens, with the record. Later opens need no lookup (`filesystem/hot.py`). Figure
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import ClassVar, NamedTuple
 
 import pyarrow as pa
@@ -80,7 +80,7 @@ class FileLocation:
         The pages are verified at their first use in this process, or now with `verify`.
         """
         entry, block = self.entry, start // self.entry.block_bytes
-        known = () if verify else self.verified
+        known: Container[int] = () if verify else self.verified
         data = self.disk.store.read_pages(entry, self.descriptor, start, stop, verified=known)
         if data is not None:
             pages = pages_of(entry, block, start, stop, touched=True)

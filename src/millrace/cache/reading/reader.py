@@ -54,6 +54,10 @@ class ObjectReader(Protocol):
         """The bytes `[start, stop)`, cut at the end of the object."""
         ...
 
+    def cached(self, start: int, stop: int) -> Buffer | None:
+        """The bytes `[start, stop)` if all of them are cached on this node's disk; otherwise None."""
+        ...
+
     def prefetch(self, blocks: range) -> None:
         """Start to fetch missing blocks without waiting. A later read of these blocks raises their errors."""
         ...
@@ -95,6 +99,9 @@ class OriginReader:
     def is_fetched_by_peer(self, start: int, stop: int) -> bool:
         """Whether another node fetches, and stores, the blocks at the beginning and the end of a range."""
         return self._source.asks_to_fetch(start) and self._source.asks_to_fetch(max(start, stop - 1))
+
+    def cached(self, start: int, stop: int) -> Buffer | None:
+        return None
 
     def prefetch(self, blocks: range) -> None:
         """Nothing: blocks cannot be stored."""
@@ -182,6 +189,19 @@ class CachedReader:
             self._location.report(error)
             return list(blocks)
 
+    def cached(self, start: int, stop: int) -> Buffer | None:
+        return None if self._closed or self._is_stale or self.gaps(start, stop) else self.read(start, stop)
+
+    def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The byte ranges to fetch so that `[start, stop)` is cached, ascending; the whole range when the disk fails."""
+        try:
+            if isinstance(self._location, FileLocation):
+                return self._location.gaps(start, stop)
+            return [(0, self.size)] if self._location.missing([0]) else []
+        except StorageError as error:
+            self._location.report(error)
+            return [(start, stop)]
+
     def is_sound(self, block: int) -> bool:
         """Whether a block is cached and its bytes, read from the disk now, are correct. A damaged block is removed."""
         try:
@@ -258,7 +278,7 @@ class CachedReader:
         elif isinstance(self._location, SegmentLocation):
             self.prefetch(range(1))
         else:
-            missing = [span for span in spans if self._gaps(*span)]
+            missing = [span for span in spans if self.gaps(*span)]
             if missing and self.has_room(sum(stop - start for start, stop in missing)):
                 fetcher = PageFetcher(self._fetcher)
                 if wait:
@@ -345,10 +365,12 @@ class CachedReader:
             self._measure_disk_read(start, stop, began)
             return tail
         reads = self._reads = self._reads.after(start, stop)
-        by_pages = missing and not (reads.scans or start == 0 or self._disk.held.get(entry.object_id, missing))
-        gaps = self._gaps(start, stop) if by_pages else []
+        by_pages, gaps = False, list[tuple[int, int]]()
+        if missing and not self._disk.held.get(entry.object_id, missing):
+            gaps = self.gaps(start, stop)
+            by_pages = not gaps or not (reads.scans or start == 0)
         if missing and (gaps or not by_pages) and self._better_read_alone(start, stop, missing, reads):
-            spans = gaps or self._spans(missing)
+            spans = gaps if by_pages else self._spans(missing)
             if not self._can_store(spans):
                 wanted = read_through(self._source, start, stop, self._disk.counters)
                 # The policy counts the bytes that would have been stored; else it would never admit them.
@@ -385,7 +407,7 @@ class CachedReader:
     def _keep_footer(self, start: int, stop: int, data: Buffer) -> None:
         """After a read of the object's end that was not stored: keep its Parquet footer, if it has one."""
         entry = self._location.entry
-        if stop == entry.size and self._gaps(start, stop):
+        if stop == entry.size and self.gaps(start, stop):
             self._disk.footers.put(entry.object_id, start, data)
 
     def _better_read_alone(self, start: int, stop: int, missing: Sequence[int], reads: ReadAhead) -> bool:
@@ -407,15 +429,6 @@ class CachedReader:
         """Whether any of these blocks is in memory, or is being fetched by a thread of this process."""
         name = self._location.entry.object_id
         return bool(self._disk.held.get(name, blocks)) or any((name, block) in self._disk.flights for block in blocks)
-
-    def _gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The byte ranges of whole pages that are not cached; none when the disk fails."""
-        assert isinstance(self._location, FileLocation)
-        try:
-            return self._location.gaps(start, stop)
-        except StorageError as error:
-            self._location.report(error)
-            return []
 
     def _read_pages(self, location: FileLocation, start: int, stop: int, missing: set[int], began: float) -> Buffer:
         """Read a range of which the blocks `missing` are not complete. Fetches only its missing pages."""
@@ -441,7 +454,7 @@ class CachedReader:
                     part = self._read_verified(location, low, high)
                 if part is None:  # a complete block, or a damaged page
                     part = self._cut(self._stored_block(block), block, low, high)
-                result[low - start : high - start] = part
+                result[low - start : high - start] = memoryview(part).cast("B")
         nbytes = sum(end - first for first, end in cached)
         if nbytes:
             self._disk.counters.add("cache_bytes", nbytes)
