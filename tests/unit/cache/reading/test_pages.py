@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from millrace.filesystem.batches import read_ranges
 from tests.support.native import open_native
 from tests.support.origins import MemoryOrigin
 
@@ -21,6 +20,7 @@ from millrace.cache.reading.reader import CachedReader
 from millrace.config import resolve
 from millrace.errors import OriginUnavailableError
 from millrace.events import Event, add_hook
+from millrace.filesystem.files import read_ranges
 from millrace.store.records import BLOCK_BYTES, PAGE_BYTES
 
 SIZE = 4 * BLOCK_BYTES + 3 * PAGE_BYTES + 123
