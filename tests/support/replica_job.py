@@ -1,8 +1,8 @@
 """A training job of several ranks, each on the machine of another node: `python -m tests.support.replica_job JSON`.
 
 The first process imports everything once and forks the ranks. They save, or restore and compare, a state that follows from
-the step. Rank 0 prints `replicated STEP` for each save that is reported as replicated, and every rank `near STEP` and
-`restored STEP`.
+the step. They append lines to the file `results`: `rank NUMBER PID`, rank 0 `replicated STEP` for each save that is reported
+as replicated, and every rank `near STEP` and `restored STEP`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,13 @@ from millrace.events import Event, add_hook
 ROWS = 1_500_000
 
 
+def say(line: str) -> None:
+    """Append a line to the results, in one write: libraries print to stdout in parts."""
+    descriptor = os.open(os.environ["REPLICA_JOB_RESULTS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(descriptor, f"{line}\n".encode())
+    os.close(descriptor)
+
+
 def state_of(step: int) -> dict[str, Any]:
     """The state after a step, in equal parts on all ranks; a step below zero is an empty one."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -43,7 +50,7 @@ def state_of(step: int) -> dict[str, Any]:
 def train(run: CheckpointManager) -> None:
     for step in range(1, 1000):
         run.save_async(step, state_of(step)).near.result()
-        print(f"near {step}", flush=True)
+        say(f"near {step}")
 
 
 def restore(run: CheckpointManager) -> None:
@@ -55,13 +62,13 @@ def restore(run: CheckpointManager) -> None:
     for key in ("moving", "frozen"):
         one, other = (each[key].to_local().view(torch.uint8) for each in (state, expected))
         assert torch.equal(one, other), f"{key} of step {step}"
-    print(f"restored {step}", flush=True)
+    say(f"restored {step}")
 
 
 def report(event: Event) -> None:
     if event.name == "checkpoint.replicated":
         point = parse_name(str(event.detail).split()[0])
-        print(f"replicated {-1 if point is None else point.step}", flush=True)
+        say(f"replicated {-1 if point is None else point.step}")
     elif event.name.startswith(("checkpoint.replica", "checkpoint.tier", "run.restored", "run.restore.fallback")):
         print(f"event {os.environ['RANK']} {event.name} {event.subject} {event.detail}", file=sys.stderr, flush=True)
 
@@ -94,6 +101,7 @@ def rank(number: int, order: dict[str, Any]) -> None:
 
 def main() -> None:
     order = json.loads(sys.argv[1])
+    os.environ["REPLICA_JOB_RESULTS"] = order["results"]
     children = []
     for number in range(len(order["machines"])):
         child = os.fork()
@@ -105,7 +113,7 @@ def main() -> None:
                 os._exit(1)
             os._exit(0)
         children.append(child)
-        print(f"rank {number} {child}", flush=True)
+        say(f"rank {number} {child}")
     ended = [os.waitpid(child, 0)[1] for child in children]
     os._exit(0 if not any(ended) else 1)
 

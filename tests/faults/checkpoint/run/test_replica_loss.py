@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,48 +36,39 @@ class Job:
         ]
         order = {"program": program, "machines": machines, "url": url, "meeting": str(meeting)}
         order["target_options"] = cluster.target_options  # type: ignore[assignment]
+        self._results = meeting.with_suffix(".results")
+        order["results"] = str(self._results)
         self._errors = meeting.with_suffix(".err").open("w+")
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.support.replica_job", json.dumps(order)],
             cwd=ROOT,
             env={**os.environ, "MILLRACE_MEMBERS": cluster.members, "MILLRACE_CLUSTER_TOKEN": TOKEN},
-            stdout=subprocess.PIPE,
+            stdout=self._errors,
             stderr=self._errors,
-            text=True,
         )
-        self.lines: list[tuple[str, int]] = []
-        self.ranks: dict[int, int] = {}
         self.log = ""
-        """The last lines of stderr, after the end."""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        """The last lines that it printed, after the end."""
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            word, *numbers = line.split()
-            if word == "rank":
-                self.ranks[int(numbers[0])] = int(numbers[1])
-            else:
-                self.lines.append((word, int(numbers[0])))
+    def results(self, word: str) -> list[list[int]]:
+        """The numbers of the lines that begin with a word."""
+        lines = self._results.read_text().splitlines() if self._results.exists() else []
+        return [list(map(int, numbers)) for found, *numbers in map(str.split, lines) if found == word]
 
     def steps(self, word: str) -> list[int]:
-        return [step for found, step in list(self.lines) if found == word]
+        return [step for (step,) in self.results(word)]
 
     def is_over(self) -> bool:
         return self._process.poll() is not None
 
     def kill(self, first: int) -> None:
-        """Kill the ranks, `first` before the others, and wait until everything that they printed was read."""
-        for rank in (first, *(rank for rank in self.ranks if rank != first)):
-            os.kill(self.ranks[rank], signal.SIGKILL)
+        """Kill the ranks, `first` before the others."""
+        ranks = dict(self.results("rank"))
+        for rank in sorted(ranks, key=lambda rank: rank != first):
+            os.kill(ranks[rank], signal.SIGKILL)
         self.end()
 
     def end(self) -> int:
         code = self._process.wait(300)
-        self._reader.join(60)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
         self._errors.seek(0)
         self.log = self._errors.read()[-6000:]
         self._errors.close()

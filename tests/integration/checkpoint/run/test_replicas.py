@@ -55,8 +55,8 @@ def has(seen: list[Any], name: str, text: str = "") -> bool:
 
 
 def no_uploads(region: EmulatedRegion) -> None:
-    """From now on the store accepts no data files."""
-    region.fail("status", status=503, method="PUT", path="*data-*", count=None)
+    """From now on the store accepts no data files. (A status of 503 would also pause all other requests.)"""
+    region.fail("status", status=500, method="PUT", path="*data-*", count=None)
 
 
 def options_of(bucket: S3Server, region: EmulatedRegion) -> dict[str, Any]:
