@@ -135,7 +135,7 @@ PROGRAMS = {
 def test_training_killed_and_resumed_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     train(str(tmp_path / "whole"), "alone")
     assert run_script(__file__, "alone", "run", directory=tmp_path) == -signal.SIGKILL
-    assert set(saved(tmp_path / "run", SAVED)) > {"model.0.weight", "optimizer.state.0.exp_avg", "random.rank0.torch"}
+    assert set(saved(tmp_path / "run", SAVED)) > {"model.0.weight", "optimizer.state.0.exp_avg", "random.torch-rank0"}
     train(str(tmp_path / "run"), "alone")
     assert_same(saved(tmp_path / "run"), saved(tmp_path / "whole"))
 
@@ -148,7 +148,7 @@ def test_training_on_two_ranks_killed_and_resumed_equals_an_uninterrupted_one(ki
     ranks.run(__file__, f"resumed_{kind}", 2, tmp_path)
     whole = saved(tmp_path / "whole")
     assert_same(saved(tmp_path / "killed"), whole)
-    assert {"random.rank0.torch", "random.rank1.torch"} <= whole.keys()
+    assert {"random.torch-rank0", "random.torch-rank1"} <= whole.keys()
     if kind == "fsdp":
         ranks.run(__file__, "resharded", 1, tmp_path)  # it has no second generator
         other = saved(tmp_path / "resharded")
@@ -160,6 +160,7 @@ def assert_has_shards(run: Path, kind: str) -> None:
     with CheckpointManager(run) as manager:
         metadata = CheckpointReader(manager.metadata().url).read_metadata().state_dict_metadata
     name = "optimizer.state.0.weight.exp_avg" if kind == "fsdp" else "optimizer.state.0.exp_avg"
+    assert name in metadata, sorted(metadata)
     assert len(metadata["model.0.weight"].chunks) == len(metadata[name].chunks) == (2 if kind == "fsdp" else 1)
 
 

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from tests.support.training import environment_of, run_script
 from torch.utils.data import DataLoader, TensorDataset
 
-from millrace.checkpoint import CheckpointManager, describe, load_weights, verify_checkpoint
+from millrace.checkpoint import CheckpointManager, DataPosition, describe, load_weights, verify_checkpoint
 from millrace.checkpoint.integrations import MillraceCheckpointIO
 from millrace.errors import CheckpointNotFoundError, ConfigurationError, UnsupportedFormatError
 from millrace.testing.s3 import S3Server
@@ -37,6 +37,11 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
         super().__init__()
         self.save_hyperparameters()
         self.net = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Dropout(0.2), torch.nn.Linear(width, 1))
+
+    def train_dataloader(self) -> Any:
+        """With a position, and created by each rank."""
+        samples = torch.randn(40 * STEPS, 8, generator=torch.Generator().manual_seed(3))
+        return DataPosition(DataLoader(TensorDataset(samples), batch_size=8, shuffle=True), seed=1)
 
     def training_step(self, batch: Any, index: int) -> Any:
         return torch.nn.functional.mse_loss(self.net(batch[0]), batch[0].sum(1, keepdim=True))
@@ -61,7 +66,6 @@ class Kills(Callback):  # type: ignore[misc]
 
 def fit(folder: str, *callbacks: Any, plugin: Any = None, resume: str | None = None, **options: Any) -> Any:
     torch.manual_seed(0)
-    samples = torch.randn(4 * STEPS, 8, generator=torch.Generator().manual_seed(3))
     saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, save_last=True)
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -73,7 +77,7 @@ def fit(folder: str, *callbacks: Any, plugin: Any = None, resume: str | None = N
         enable_model_summary=False,
         **options,
     )
-    trainer.fit(Model(), DataLoader(TensorDataset(samples), batch_size=2), ckpt_path=resume)
+    trainer.fit(Model(), ckpt_path=resume)
     trainer.save_checkpoint(f"{folder}/end.ckpt")
     trainer.strategy.checkpoint_io.teardown()
     return trainer

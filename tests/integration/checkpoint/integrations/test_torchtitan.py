@@ -23,7 +23,10 @@ from millrace.checkpoint import CheckpointManager, load_weights
 from millrace.checkpoint.integrations import MillraceCheckpointer
 from millrace.errors import CheckpointNotFoundError
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+    pytest.mark.filterwarnings("ignore:To get the last learning rate computed by the scheduler"),
+]
 
 STEPS, KILLED = 10, 8
 

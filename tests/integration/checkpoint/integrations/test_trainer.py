@@ -168,7 +168,7 @@ def test_training_on_two_ranks_killed_and_resumed_equals_an_uninterrupted_one(tm
     ranks.run(__file__, "reference_and_killed", 2, tmp_path, codes=(-9, -9))
     ranks.run(__file__, "resumed", 2, tmp_path)
     whole, again = (load_state(tmp_path / name) for name in ("whole", "killed"))
-    assert {"random.rank0.torch", "random.rank1.torch"} <= whole.keys()
+    assert {"random.torch-rank0", "random.torch-rank1"} <= whole.keys()
     torch.testing.assert_close(again, whole, rtol=0, atol=0)
 
 
