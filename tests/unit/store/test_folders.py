@@ -154,7 +154,7 @@ def test_lost_record_of_linked_file_is_restored_without_a_write(store: Store, se
     entry, target = fill(store), tmp_path / "file"
     assert link(store, sealer, entry, str(target))
     before = target.stat()
-    assert store.index.drop_block(entry, 1, BLOCK)
+    assert store.index.drop_block(entry, 1)
     assert fill(store, range(1, 2)).complete
     assert (target.stat().st_mtime_ns, target.stat().st_ctime_ns) == (before.st_mtime_ns, before.st_ctime_ns)
 
