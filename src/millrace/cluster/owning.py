@@ -290,6 +290,7 @@ def _fetch(reader: ObjectReader, blocks: list[int]) -> dict[int, Buffer]:
 
 def _read_part(reader: ObjectReader, block: int, span: Span) -> dict[int, Buffer]:
     """The bytes of a part of a block, which is fetched if it is missing."""
+    reader.prefetch_ranges([span], wait=True)  # the parts of one request are not a scan
     return {block: reader.read(*span)}
 
 

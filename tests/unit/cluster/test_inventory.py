@@ -15,7 +15,7 @@ from millrace.cluster.membership import Member, MemberState, View
 from millrace.cluster.placement import WHOLE_BYTES, Placement, stripe_span
 from millrace.config import resolve
 from millrace.errors import ObjectNotFoundError, PeerError, UsageError
-from millrace.store.records import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES, PAGE_BYTES
 from millrace.testing.computed import ComputedOrigin
 
 A, B = Member(id="a", address="a:1"), Member(id="b", address="b:1")
@@ -81,7 +81,7 @@ def test_page_lists_the_cached_runs_of_a_partial_object(make_node: MakeNode) -> 
     origin = ComputedOrigin({"b/x": 6 * BLOCK_BYTES + 5})
     node = make_node()
     read(node, origin, "b/x", (0, 1), (BLOCK_BYTES, 2 * BLOCK_BYTES), (6 * BLOCK_BYTES, 6 * BLOCK_BYTES + 5))
-    read(node, origin, "b/x", (3 * BLOCK_BYTES + 7, 4 * BLOCK_BYTES))  # pages are not offered
+    read(node, origin, "b/x", (3 * BLOCK_BYTES + PAGE_BYTES, 4 * BLOCK_BYTES))  # pages are not offered
     [offer] = inventory_page(node, Placement(View.of([A])), "a").offers
     assert offer.blocks == (range(2), range(6, 7))
     assert offer.what == ObjectDescription("computed", "b/x", "1", 6 * BLOCK_BYTES + 5)
