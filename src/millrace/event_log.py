@@ -39,9 +39,7 @@ EVENTS = {
     "cache.full": Declared(None, "the cache or a quota is full; reads continue uncached"),
     "cache.housekeeping.failed": Declared(_WARNING, "a periodic task failed; it is repeated"),
     "cache.index.corrupt": Declared(_WARNING, "records of the index were damaged and were removed"),
-    "cache.leftover.removed": Declared(
-        _INFO, "a file without a record, or the folder of an ended process, was removed"
-    ),
+    "cache.leftover.removed": Declared(_INFO, "a file without a record, or a folder of an ended process, was removed"),
     "cache.metadata.cleared": Declared(_INFO, "the cached listings became too large and were removed"),
     "cache.over_capacity": Declared(_WARNING, "the cache is larger than its capacity, because its content is pinned"),
     "cache.pinned.evicted": Declared(_WARNING, "pinned data was removed, because other programs fill the disk"),
