@@ -106,7 +106,9 @@ def test_float_chunk_with_noise_in_its_lower_halves_is_not_split_further():
 def test_halved_chunk_of_another_kind_or_length_is_refused():
     base = np.zeros(64, np.uint8)
     for kind, other in ((Kind(4, False), None), (BF16, None), (Kind(8, True), None), (Kind(4, True), base)):
-        chunk = bytearray(stored(base, kind, other))
+        # Of a delta, the bit means that it is sparse. This one is not: all values differ.
+        chunk = bytearray(stored(base + np.uint8(other is not None), kind, other))
+        assert not chunk[0] & 8
         chunk[0] |= 8
         with pytest.raises(CorruptCheckpointError):
             decoded(bytes(chunk), kind, 64, other)
