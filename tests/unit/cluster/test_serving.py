@@ -13,6 +13,7 @@ from random import Random
 import pytest
 from tests.support.harms import flip
 from tests.support.planes import ME, Plane, Views
+from tests.support.waiting import wait_until
 from tests.support.wire_client import unframed
 
 from millrace.cache.node import close_nodes
@@ -443,7 +444,7 @@ def test_removed_object_is_closed(plane: Plane) -> None:
         plane.fill("b/x", range(1))
         assert client.get(what, (0, 10))[0].status == 206
         run_tasks()
-        assert len(open_files(plane)) == 1
+        wait_until(lambda: len(open_files(plane)) == 1)
         plane.node.open_disks[0].remove(what.object_id())
         for _ in range(3):
             run_tasks()
@@ -474,7 +475,7 @@ def test_open_files_are_bounded(plane: Plane, monkeypatch: pytest.MonkeyPatch) -
             plane.fill(f"b/{number}", range(1))
             assert client.get(what, (0, 10))[0].status == 206
     assert len(plane.service._objects) == 3
-    assert len(open_files(plane)) == 3
+    wait_until(lambda: len(open_files(plane)) == 3)  # the fetches that filled the blocks close theirs
 
 
 def test_bytes_without_native_are_verified_every_time(tmp_path: Path) -> None:

@@ -270,13 +270,14 @@ class CachedReader:
             self._fetcher.start([block for block in missing if block not in held], waited_for=False)
 
     def prefetch_ranges(self, spans: Sequence[tuple[int, int]], *, wait: bool = False) -> None:
-        """See `ObjectReader.prefetch_ranges`. Ranges that find no space are not fetched."""
+        """See `ObjectReader.prefetch_ranges`. Ranges that find no space are not fetched; nor a small object with `wait`."""
         if self._closed or self._whole is not None:
             return
         if self._is_stale:
             self._reopen_once().prefetch_ranges(spans, wait=wait)
         elif isinstance(self._location, SegmentLocation):
-            self.prefetch(range(1))
+            if not wait:  # else the read itself fetches the object, in one request
+                self.prefetch(range(1))
         else:
             missing = [span for span in spans if self.gaps(*span)]
             if missing and self.has_room(sum(stop - start for start, stop in missing)):
