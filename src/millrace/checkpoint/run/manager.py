@@ -7,11 +7,12 @@ import math
 import operator
 import os
 import signal
+import socket
 import time
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from millrace.checkpoint.arguments import (
     classes,
@@ -25,15 +26,17 @@ from millrace.checkpoint.arguments import (
 )
 from millrace.checkpoint.codec.effort import Compression, schedule_for
 from millrace.checkpoint.format.values import pack_value, unpack_value
-from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest
+from millrace.checkpoint.run.driving import plan_save
+from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest, failed
+from millrace.checkpoint.run.parts import publish_failure
 from millrace.checkpoint.run.preemption import PreemptionWatch
 from millrace.checkpoint.run.pruning import PruneReport
-from millrace.checkpoint.run.ranks import Ranks
+from millrace.checkpoint.run.ranks import Member, Ranks
 from millrace.checkpoint.run.restoring import Restorer
 from millrace.checkpoint.run.retention import KeepAll, Policy, as_policy
 from millrace.checkpoint.run.run_info import CheckpointInfo
-from millrace.checkpoint.run.run_layout import MAX_STEP
-from millrace.checkpoint.run.save_values import Written
+from millrace.checkpoint.run.run_layout import MAX_STEP, Run
+from millrace.checkpoint.run.save_values import SaveOrder, Written
 from millrace.checkpoint.run.saver_process import SaverProcess, SaverUnavailable, Upload, is_supported
 from millrace.checkpoint.run.saving import (
     PendingSave,
@@ -52,8 +55,8 @@ from millrace.errors import ConfigurationError, MillraceError, RetryableError, U
 from millrace.events import Event, emit
 from millrace.origin.base import part_of
 
-_NICENESS = 10
-"""Of the saving threads while the training runs."""
+_Result = TypeVar("_Result")
+
 _has_warned_of_save_process = False
 
 
@@ -106,11 +109,11 @@ class CheckpointManager:
     An error of a save in flight is raised by `result()`, or by the next call if `result()` is not called. Leaving the
     process waits for the save in flight.
 
-    The first `save_async` starts the saver process (about 250 MB of memory), which ends with the manager and with this
-    process. If it dies, its save raises `SaverDiedError`, and the next save starts another one. `save` works in this
-    process, and so does `save_async`, in threads, where several ranks save, where the system lacks shared memory, for
-    `memory://`, and where another process cannot start, or cannot unpickle `keep`, `replica` or `target_options` (the event
-    `run.saver.unavailable`).
+    The first `save_async` starts the saver process (about 250 MB of memory for each rank), which ends with the manager and
+    with this process. If it dies, its save raises `SaverDiedError`, and the next save starts another one. `save` works in
+    this process, and so does `save_async`, which then returns at the end of the save, where the system lacks shared memory,
+    for `memory://`, and where another process cannot start, or cannot unpickle `keep`, `replica` or `target_options` (a
+    `RuntimeWarning` and the event `run.saver.unavailable`).
     """
 
     def __init__(
@@ -156,8 +159,11 @@ class CheckpointManager:
             url, local=local, replica=replica, target_options=target_options, limits={"timeout": timeout}
         )
         self._run, self._on_busy, self._on_progress = self._tiers.origin, on_busy, on_progress
+        self._ranks = Ranks()
+        self._member = self._member_of(self._tiers.local)
         options = EngineOptions(
             url=_anywhere("url", url),
+            member=self._member,
             local=None if local is None else _anywhere("local", local),
             replica=_anywhere("replica", replica) if isinstance(replica, str | os.PathLike) else replica,
             target_options=target_options,
@@ -176,21 +182,17 @@ class CheckpointManager:
             },
         )
         self._runner, self._upload_runner = SaveRunner(on_busy=on_busy), SaveRunner()
-        # The caller's thread, the saving thread and the uploading thread need one each.
-        self._ranks, self._saving_ranks = Ranks(), Ranks()
-        self._upload_ranks = None if self._tiers.local is None else Ranks()
         self._damaged: set[str] = set()
         self._engine = SaveEngine(
             options=options,
             tiers=self._tiers,
-            ranks=self._saving_ranks,
-            upload_ranks=self._upload_ranks,
             damaged=self._damaged,
-            niceness=_NICENESS,
         )
-        # None where asynchronous saves run in this process.
+        # None where asynchronous saves run in this process, for this reason.
         self._saver: SaverProcess | None = None
-        if self._ranks.count == 1 and is_supported(options.url):
+        self._without_saver = "the system or the place of the run does not allow another process"
+        self._has_warned_of_waiting = False
+        if is_supported(options.url):
             self._saver = SaverProcess(self._run.url, options, trusted_types, self._damaged)
         # Whether the saver, and not the engine, continues the run.
         self._is_in_saver = False
@@ -292,9 +294,7 @@ class CheckpointManager:
                 self._move_here()
             self._engine.close()
             self._stager.close()
-            for ranks in (self._ranks, self._saving_ranks, self._upload_ranks):
-                if ranks is not None:
-                    ranks.close()
+            self._ranks.close()
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -424,35 +424,104 @@ class CheckpointManager:
         waited = self._runner.drain()
         figures, notes = self._ranks.run_on_all(lambda: (_check_metrics(metrics), _check_user(user)))
         self._ranks.run_on_first(lambda: self._engine.retention.warn_of_mistakes(step, figures, self._last_save))
+        waits_for_save = is_async and self._saver is None
+        if waits_for_save:
+            self._ranks.run_on_first(self._warn_of_waiting)
         began = time.monotonic()
         staged = self._stage(state)
-        request = SaveRequest(step=step, metrics=figures, user=notes, waited_seconds=waited)
+        self._engine.renew_operation()
+        with part_of(self._engine.operation):
+            order = self._agree(step, staged, is_async=is_async)
+        request = SaveRequest(
+            step=step,
+            metrics=figures,
+            user=notes,
+            waited_seconds=waited,
+            order=order if isinstance(order, SaveOrder) else None,
+        )
         tiered = None if self._tiers.local is None else TieredSave(step)
 
         def work(report: Report) -> SaveResult:
-            written, upload = self._save(request, staged, report, is_async=is_async)
+            if isinstance(order, Exception):
+                staged.release()
+                if self._member.is_first:
+                    emit(failed(self.url, step, order))
+                raise order
+            written, upload = self._noting_failure(
+                request.order, lambda: self._save(request, staged, report, is_async=is_async)
+            )
             self._newest_saved, self._last_save = step, (step, began)
             if tiered is not None and written.is_near:
                 # This thread waits for the upload in flight, and so does the next save.
-                tiered.continue_with(self._upload_runner.submit(step, upload, on_progress=self._on_progress))
+                tiered.continue_with(
+                    self._upload_runner.submit(
+                        step,
+                        lambda report: self._noting_failure(request.order, lambda: upload(report)),
+                        on_progress=self._on_progress,
+                    )
+                )
             return written.result
 
-        self._engine.renew_operation()
         with part_of(self._engine.operation):
             near = self._runner.submit(step, work, on_progress=self._on_progress)
+        if waits_for_save:
+            self._drain()
         return near if tiered is None else tiered.begin_with(near)
+
+    def _agree(self, step: int, staged: StagedState, *, is_async: bool) -> SaveOrder | Exception | None:
+        """Decide with the other ranks which process saves, and the plan and the order of the save. A collective call.
+
+        Returns None for a single rank, which decides in the save, and the error of any rank, on all ranks.
+        """
+        if self._member.count == 1:
+            return None
+        reason: str | None = None if is_async else ""
+        failure: Exception | None = None
+        if is_async:
+            try:
+                if self._saver is None:
+                    raise SaverUnavailable(self._without_saver)
+                self._move_to_saver(self._saver, staged)
+            except SaverUnavailable as error:
+                reason = str(error)
+            except Exception as error:  # noqa: BLE001 - raised on all ranks, whatever it is
+                failure = error
+        try:
+            self._ranks.raise_if_any_failed(failure)
+            knows = self._saver is not None and reason is None and self._saver.knows(staged)
+            votes = self._ranks.gather((reason, knows))
+            reasons = [each for each, _ in votes if each is not None]
+            if reasons:
+                self._ranks.run_on_all(lambda: self._work_here(reasons[0]))
+            if reasons or not all(known for _, known in votes):
+                staged.plan = plan_save(staged.state, self._ranks)
+            saver = None if reasons else self._saver
+            return self._ranks.run_on_first(lambda: (saver or self._engine).order(step))
+        except Exception as error:  # noqa: BLE001 - the result of the save
+            return error
+        except BaseException:
+            staged.release()
+            raise
+
+    def _noting_failure(self, order: SaveOrder | None, function: Callable[[], _Result]) -> _Result:
+        """Call `function`. If it fails, the other ranks of the save `order` are notified, which wait for this one."""
+        try:
+            return function()
+        except Exception as error:
+            if order is not None:
+                publish_failure(self._run.checkpoint(order.name), self._member.rank, order.save_id, error)
+            raise
 
     def _save(
         self, request: SaveRequest, staged: StagedState, report: Report, *, is_async: bool
     ) -> tuple[Written, Upload]:
         """Carry out a save in the saver process or in this thread."""
-        if is_async and self._saver is not None and (staged.region is not None or not staged.nbytes):
+        if is_async and self._saver is not None:
             try:
-                self._move_to_saver(self._saver)
+                if request.order is None:  # else the ranks have agreed on it
+                    self._move_to_saver(self._saver, staged)
             except SaverUnavailable as error:
-                emit(Event(name="run.saver.unavailable", subject=self.url, detail=str(error)))
-                self._move_here()
-                self._saver = None
+                self._work_here(str(error))
             except BaseException:
                 staged.release()
                 raise
@@ -462,7 +531,31 @@ class CheckpointManager:
         written = self._engine.save(request, staged, report)
         return written, lambda report: self._engine.upload(written, report)
 
-    def _move_to_saver(self, saver: SaverProcess) -> None:
+    def _work_here(self, reason: str) -> None:
+        """Save in this process: from now on if there can be no saver, for this reason."""
+        self._move_here()
+        if reason and self._saver is not None:
+            emit(Event(name="run.saver.unavailable", subject=self.url, detail=reason))
+            self._saver, self._without_saver = None, reason
+
+    def _warn_of_waiting(self) -> None:
+        if not self._has_warned_of_waiting:
+            self._has_warned_of_waiting = True
+            text = f"save_async() of {self.url} waits for the end of each save: {self._without_saver}"
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+    def _member_of(self, local: Run | None) -> Member:
+        """The position of this rank. A collective call."""
+        ranks = self._ranks
+        if local is None or ranks.count == 1:
+            return Member(ranks.rank, ranks.count)
+        directory = (socket.gethostname(), os.path.realpath(local.url))
+        return Member(ranks.rank, ranks.count, ranks.gather(directory).index(directory) == ranks.rank)
+
+    def _move_to_saver(self, saver: SaverProcess, staged: StagedState) -> None:
+        """Let the saver continue the run. Raises `SaverUnavailable`."""
+        if staged.nbytes and staged.region is None:
+            raise SaverUnavailable("there is no shared memory")
         saver.start()  # or another one, after its death
         if not self._is_in_saver:
             self._upload_runner.drain()
@@ -497,7 +590,7 @@ class CheckpointManager:
         if self._engine.uploader is None or not self._restorer.may_be_split:
             return
         try:
-            self._engine.uploader.catch_up()
+            self._engine.uploader.recover(self._ranks)
         except MillraceError as error:
             emit(Event(name="checkpoint.tier.left", subject=self.url, detail=str(error)))
 

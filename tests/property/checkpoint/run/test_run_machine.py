@@ -26,6 +26,8 @@ from millrace.checkpoint import CheckpointManager
 from millrace.checkpoint.storage import storage
 from millrace.errors import MillraceError, SaverDiedError
 
+pytestmark = pytest.mark.filterwarnings("ignore:save_async")  # waits where there is no saver
+
 _ELEMENTS = 150_000
 
 
@@ -40,7 +42,7 @@ class _Fuse:
     """Counts operations on local storage in this process and in the savers, and ends them all from one of them on."""
 
     def __init__(self) -> None:
-        self._file = tempfile.NamedTemporaryFile()
+        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - as long as this object
         self._file.write(struct.pack("q", _NONE))
         self._file.flush()
         self._memory = mmap.mmap(self._file.fileno(), 8)
