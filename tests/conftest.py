@@ -197,17 +197,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all files with Ray to one worker: two clusters on two cores slow each other down until their deadlines pass."""
+    """Give the files with Ray to two workers: one has the jobs on machines of namespaces, the other the rest.
+
+    These tests wait more than they work. More clusters on two cores would slow each other down until their deadlines pass.
+    """
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class OneWorkerForRay(LoadFileScheduling):
+    class TwoWorkersForRay(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "ray" if _has_ray(config.rootpath / file) else file
+            if not _has_ray(config.rootpath / file):
+                return file
+            return "ray on machines" if file.startswith("tests/faults/") else "ray"
 
-    return OneWorkerForRay(config, log)
+    return TwoWorkersForRay(config, log)
 
 
 @functools.cache

@@ -38,7 +38,7 @@ export RAY_worker_niceness=0
 # Three files at a time, in the order of tests/conftest.py: most of what those do is wait, for leases, deadlines and
 # processes that start, so that two cores have room for a third.
 # The limit is far above what it takes; pyproject.toml limits each test.
-timeout --foreground --kill-after=30 4500 .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" 2>&1 | tee "$scratch/output"
+timeout --foreground --kill-after=30 4500 .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5 "$@" 2>&1 | tee "$scratch/output"
 status=${PIPESTATUS[0]}
 
 counts=$(grep -E '^=*.*(passed|failed|error|no tests ran).* in [0-9]' "$scratch/output" | tail -n 1 | tr -d '=')

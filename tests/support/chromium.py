@@ -31,7 +31,7 @@ _LAUNCHER = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 )
 _FONTS = """<?xml version="1.0"?><fontconfig>{}<cachedir>{}</cachedir>
-<match target="pattern"><edit name="family" mode="prepend" binding="strong"><string>DejaVu Sans</string></edit></match>
+<match target="pattern"><edit name="family" mode="append" binding="strong"><string>DejaVu Sans</string></edit></match>
 </fontconfig>"""
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from tests.support.terminal import Terminal
 from torch.distributed.checkpoint import FileSystemWriter
 
 from millrace.checkpoint import CheckpointManager, CheckpointWriter
@@ -70,6 +71,18 @@ def save_run(run: str, **options) -> dict:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     directory = tmp_path_factory.mktemp("saved") / "run"
     return directory, save_run(str(directory))
+
+
+def test_watched_list_of_a_running_job_shows_the_next_save(tmp_path: Path) -> None:
+    state = {"weight": torch.zeros(1000)}
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save(1, state)
+        command = [sys.executable, "-m", "millrace.cli", "checkpoints", "ls", "--watch", "--interval", "0.1"]
+        with Terminal([*command, str(tmp_path / "run")]) as terminal:
+            terminal.until("1 complete checkpoint:")
+            run.save(2, state)
+            terminal.until("2 complete checkpoints:")
+    assert terminal.status == 0
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 from tests.support.chromium import Chromium, Tab
 from tests.support.local_cluster import TOKEN, LocalCluster, LocalNode
+from tests.support.terminal import Terminal, take_picture
 
 import millrace
 from millrace.origin import open_origin
@@ -111,7 +112,11 @@ def shot(page: Tab, name: str, *, dark: bool = False) -> None:
     if FOLDER:
         path = Path(FOLDER) / f"{name}.png"
         page.screenshot(path, dark=dark)
-        Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
+        compress(path)
+
+
+def compress(path: Path) -> None:
+    Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def until_text(page: Tab, selector: str, *texts: str) -> str:
@@ -135,6 +140,7 @@ def test_status_page_of_an_idle_cluster_shows_nodes_and_no_reads(page: Tab, clus
     until_text(page, "#totals", "all respond")
     assert page.text("#datasets") == "Nothing is cached."
     assert page.text("#runs") == "No process reported a save."
+    shot(page, "status-page-empty")
 
 
 def test_status_page_reads_change_its_figures(page: Tab, cluster: LocalCluster, readers: None) -> None:
@@ -159,6 +165,21 @@ def test_status_page_reads_change_its_figures(page: Tab, cluster: LocalCluster, 
     rules = until_text(page, "#rules", "s3://speech/train", "s3://images")
     assert "pinned" in rules
     assert "quota 30.0 MB, removed after 12 h without use" in rules
+
+
+def test_status_watch_in_a_terminal_shows_the_reads(cluster: LocalCluster, readers: None, browser: Chromium) -> None:
+    node = cluster.nodes[0]
+    environment = {**os.environ, "MILLRACE_CLUSTER_TOKEN": TOKEN, "MILLRACE_CACHE_DIR": str(node.cache_dir)}
+    command = [sys.executable, "-m", "millrace.cli", "status", "--watch", "--interval", "1"]
+    with Terminal([*command, "--node", node.address], env=environment) as terminal:
+        lines = terminal.until("hit ratio", "/s")
+        if FOLDER:
+            time.sleep(10)
+            path = Path(FOLDER).absolute() / "status-watch.png"
+            take_picture(browser, terminal.screen(), path)
+            compress(path)
+    assert terminal.status == 0
+    assert any(line.startswith("hit ratio") for line in lines)
 
 
 def test_status_page_of_a_running_load_shows_its_progress(

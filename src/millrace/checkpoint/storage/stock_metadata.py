@@ -10,6 +10,7 @@ import enum
 import io
 import pathlib
 import pickle
+import pickletools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -108,12 +109,23 @@ def _attributes(each: Any) -> dict[str, Any]:
     return {**{name: getattr(each, name) for name in names}, **vars(each)}
 
 
+def _check_memo(data: bytes) -> None:
+    """Raise `CorruptCheckpointError` for an instruction that makes Python allocate much more than the size of `data`.
+
+    The unpickler has a list with one place for each stored value, as long as the largest number that an instruction names.
+    """
+    for instruction, argument, _ in pickletools.genops(data):
+        if instruction.name in ("LONG_BINPUT", "PUT") and isinstance(argument, int) and argument > len(data):
+            raise CorruptCheckpointError("the metadata of the checkpoint stores a value under an impossible number")
+
+
 def unpickle_metadata(data: bytes, url: str) -> Any:
     """Unpickle torch's `Metadata` without executing other code.
 
     Raises `CorruptCheckpointError`, or `UnsupportedObjectError` for metadata with foreign classes.
     """
     try:
+        _check_memo(data)
         with _unchanged_classes():
             read = _MetadataUnpickler(io.BytesIO(data)).load()
     except MillraceError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import resource
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,18 @@ def test_class_that_a_pickle_makes_unusable_is_restored() -> None:
     with pytest.raises(CorruptCheckpointError):
         unpickle_metadata(b"\x80\x02" + module + b"_MEM_FORMAT_ENCODING\n" + state + b".", "x")
     assert [each.value for each in metadata._MEM_FORMAT_ENCODING] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("instruction", [b"r\xff\xff\xff\x3f", b"p1073741823\n"])
+def test_pickle_that_would_allocate_gigabytes_is_refused(instruction: bytes) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + (1 << 30), limits[1]))  # a failure must not end the machine
+    try:
+        with pytest.raises(CorruptCheckpointError, match="impossible number"):
+            unpickle_metadata(b"\x80\x02N" + instruction + b".", "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
