@@ -31,7 +31,7 @@ from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveReques
 from millrace.checkpoint.run.parts import publish_failure
 from millrace.checkpoint.run.preemption import PreemptionWatch
 from millrace.checkpoint.run.pruning import PruneReport
-from millrace.checkpoint.run.ranks import Member, Ranks
+from millrace.checkpoint.run.ranks import Member, Ranks, picklable
 from millrace.checkpoint.run.restoring import Restorer
 from millrace.checkpoint.run.retention import KeepAll, Policy, as_policy
 from millrace.checkpoint.run.run_info import CheckpointInfo
@@ -97,8 +97,9 @@ class CheckpointManager:
       that this manager saved last may be saved again: the new checkpoint replaces the earlier one when it is complete.
     - `save_process`: has no effect, and is deprecated: asynchronous saves use a process.
     - `timeout`: a time such as `60` or `"2min"`. Every save, upload, pruning, restore and `close` ends within it, with an
-      error, when the storage stops responding. A single request may take a third of it. The default is the value of
-      `MILLRACE_TIMEOUT` or `millrace.toml`; without those, each request is retried for about a minute.
+      error, when the storage stops responding. A single request may take a third of it. Of several ranks, one may write
+      its part of a save by so much later than the others. The default is the value of `MILLRACE_TIMEOUT` or `millrace.toml`;
+      without those, each request is retried for about a minute, and other ranks are waited for half an hour.
     - `thread_count`, `compression`, `target_options`, `trusted_types`: as in `CheckpointWriter`; `thread_count` is half of
       the cores by default, and the training keeps the others.
 
@@ -487,13 +488,15 @@ class CheckpointManager:
             except Exception as error:  # noqa: BLE001 - raised on all ranks, whatever it is
                 failure = error
         try:
-            self._ranks.raise_if_any_failed(failure)
-            knows = self._saver is not None and reason is None and self._saver.knows(staged)
-            votes = self._ranks.gather((reason, knows))
-            reasons = [each for each, _ in votes if each is not None]
+            knows = self._saver is not None and reason is None and failure is None and self._saver.knows(staged)
+            votes = self._ranks.gather((None if failure is None else picklable(failure), reason, knows))
+            errors = [error for error, *_ in votes if error is not None]
+            if errors:
+                raise errors[0]
+            reasons = [each for _, each, _ in votes if each is not None]
             if reasons:
                 self._ranks.run_on_all(lambda: self._work_here(reasons[0]))
-            if reasons or not all(known for _, known in votes):
+            if reasons or not all(known for *_, known in votes):
                 staged.plan = plan_save(staged.state, self._ranks)
             saver = None if reasons else self._saver
             return self._ranks.run_on_first(lambda: (saver or self._engine).order(step))

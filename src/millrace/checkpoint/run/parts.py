@@ -110,11 +110,12 @@ def complete(
 
     When all parts have arrived, the first rank calls `note` with their records, then `before`, and `check` just before it
     publishes the manifest. Raises `SaveFailedElsewhere` when another rank has failed, on the other ranks when the first one
-    has. After `limit` seconds raises `RetryableError` on the first rank, and `OutcomeUnknownError` on the others. Raises
-    errors of the storage.
+    has. After `limit` seconds raises `RetryableError` on the first rank, and after twice that time `OutcomeUnknownError` on
+    the others. Raises errors of the storage.
     """
     if not member.is_first:
-        return _wait_for_manifest(storage, save_id, limit)
+        # The first rank may write its part last. Then it waits for the others.
+        return _wait_for_manifest(storage, save_id, 2 * limit)
     parts = _wait_for_parts(storage, member, save_id, limit)
     manifest = join_parts(parts)
     if manifest is None:
