@@ -589,8 +589,8 @@ class CheckpointManager:
         return staged[0]
 
     def _upload_leftovers(self) -> None:
-        """Upload the parts of checkpoints that a crash left on several nodes: only the origin gives every rank all parts."""
-        if self._engine.uploader is None or not self._restorer.may_be_split:
+        """Upload the parts of checkpoints that a crash left on the nodes: only the origin gives every rank all parts."""
+        if self._engine.uploader is None:
             return
         try:
             self._engine.uploader.recover(self._ranks)

@@ -224,6 +224,17 @@ Uploader.upload = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
         check(run, 2, 2)
 
 
+def die_before_the_upload(root: Path) -> None:
+    """Both ranks on one node, whose disk has their parts."""
+    from millrace.checkpoint.run import uploading
+
+    def die(*arguments: object, **options: object) -> None:
+        os._exit(9)
+
+    uploading.copy_checkpoint = die  # type: ignore[assignment]
+    CheckpointManager(root / "run", local=root / "node").save(1, state(3))
+
+
 def fill_the_disk_of_node_1(root: Path) -> None:
     (root / "node1").touch()  # not a directory
     with warnings.catch_warnings():
@@ -261,6 +272,7 @@ PROGRAMS: dict[str, Callable[[Path], None]] = {
         cannot_start_on_rank_1,
         save_near,
         kill_the_saver_of_rank_1_in_an_upload,
+        die_before_the_upload,
         fill_the_disk_of_node_1,
         save_to_s3,
     )
@@ -321,6 +333,23 @@ def test_near_saves_of_two_ranks_are_uploaded_by_their_savers(tmp_path: Path) ->
 
 def test_saver_of_rank_1_killed_in_an_upload_fails_it_on_all_ranks(tmp_path: Path) -> None:
     ranks.run(__file__, "kill_the_saver_of_rank_1_in_an_upload", 2, tmp_path)
+
+
+def test_one_process_restores_the_parts_that_two_ranks_left_on_its_disk(tmp_path: Path) -> None:
+    ranks.run(__file__, "die_before_the_upload", 2, tmp_path, codes=(9, 9))
+    assert not list(tmp_path.glob("node/*/step-*/manifest.millrace"))
+    with CheckpointManager(tmp_path / "run", local=tmp_path / "node") as run:
+        found = {
+            "sharded": torch.zeros(ROWS),
+            "frozen": torch.zeros(ROWS),
+            "replicated": torch.zeros(1000),
+            "note": 0.0,
+        }
+        assert run.restore(found) == 1
+        generator = torch.Generator().manual_seed(5)
+        assert torch.equal(found["sharded"], torch.randn(ROWS, generator=generator) * 3)
+    with CheckpointManager(tmp_path / "run") as run:
+        assert run.steps() == [1], "it was uploaded, too"
 
 
 def test_rank_whose_disk_refuses_its_part_writes_it_to_the_origin(tmp_path: Path) -> None:

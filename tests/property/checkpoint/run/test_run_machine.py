@@ -348,6 +348,14 @@ class SaverMachine(RunMachine):
 
     uses_saver = True
 
+    @rule(kinds=st.lists(st.sampled_from(["little", "much", "nothing", "other shape"]), min_size=2, max_size=4))
+    def train_and_save(self, kinds: list[str]) -> None:
+        """Several asynchronous saves by one saver, which share a plan where the structure stays."""
+        for kind in kinds:
+            self.train(kind)
+            self.save_async(1)
+        self._settle()
+
     @rule(operations=st.integers(0, 12))
     def crash_of_the_saver(self, operations: int) -> None:
         self._settle()
