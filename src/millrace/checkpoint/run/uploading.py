@@ -37,7 +37,9 @@ class TieredSave(PendingSave):
     def __init__(self, step: int) -> None:
         super().__init__(step)
         self.near: PendingSave = self
-        """Ends when the checkpoint is durable on this node's disk. Its `result` is without the upload."""
+        """Ends when the checkpoint is durable on this node's disk; of several ranks, when this rank's part is, which its
+        `result` describes. The result is without the upload.
+        """
         self._far: PendingSave | None = None
 
     def done(self) -> bool:
