@@ -39,7 +39,11 @@ def run(
         for rank in range(world):
             process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", script, program, str(rank), str(world), str(meeting), str(root)],
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{_ROOT}:{_ROOT}/examples/speech"},
+                env={
+                    **os.environ,
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "PYTHONPATH": f"{_ROOT}/src:{_ROOT}:{_ROOT}/examples/speech",
+                },
                 stderr=subprocess.PIPE,
                 text=True,
             )

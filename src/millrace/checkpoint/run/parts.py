@@ -61,7 +61,7 @@ class PartRecord(NamedTuple):
     """
 
     rank: int
-    count: int
+    world: int
     chunks: tuple[int, int, int]
     damaged: tuple[str, ...]
 
@@ -69,9 +69,9 @@ class PartRecord(NamedTuple):
     def of(cls, part: Manifest) -> PartRecord | None:
         """None for a manifest that is not a part."""
         try:
-            rank, count, chunks, damaged = part.user["part"]
+            rank, world, chunks, damaged = part.user["part"]
             full, delta, referenced = map(int, chunks)
-            return cls(int(rank), int(count), (full, delta, referenced), tuple(map(str, damaged)))
+            return cls(int(rank), int(world), (full, delta, referenced), tuple(map(str, damaged)))
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -79,7 +79,7 @@ class PartRecord(NamedTuple):
 def join_parts(parts: Collection[Manifest]) -> Manifest | None:
     """The manifest of a checkpoint from its parts in any order; None if one is missing. Raises as `join_manifests`."""
     records = {record.rank: (record, part) for part in parts if (record := PartRecord.of(part)) is not None}
-    count = next(iter(records.values()))[0].count if records else 0
+    count = next(iter(records.values()))[0].world if records else 0
     if not count or records.keys() != set(range(count)):
         return None
     ordered = [records[rank] for rank in range(count)]

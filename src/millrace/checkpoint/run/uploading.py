@@ -329,7 +329,7 @@ class Uploader:
 
     def _report_missing(self, name: str, parts: Collection[Manifest]) -> None:
         records = [record for part in parts if (record := PartRecord.of(part)) is not None]
-        missing = {rank for record in records for rank in range(record.count)} - {record.rank for record in records}
+        missing = {rank for record in records for rank in range(record.world)} - {record.rank for record in records}
         text = (
             f"{self.tiers.origin.url_of(name)} is on disks of several nodes, and the parts of these ranks are missing: "
             f"{', '.join(map(str, sorted(missing)))}; start with the same nodes to restore it"

@@ -393,9 +393,7 @@ def test_options_that_no_other_process_can_import_save_in_this_process(tmp_path:
 
     with CheckpointManager(tmp_path / "run", keep=KeepAllOfThem()) as run:
         run.save_async(1, {"w": torch.full((3,), 1.0)}).result()
-        with pytest.warns(
-            RuntimeWarning, match="waits for the end of each save: another process cannot use the options"
-        ):
+        with pytest.warns(RuntimeWarning, match="waits for the end of each save: the options cannot be pickled"):
             assert run.save_async(2, {"w": torch.full((3,), 2.0)}).done()
         assert run.steps() == [1, 2]
     assert [event.name for event in events].count("run.saver.unavailable") == 1
