@@ -5,6 +5,7 @@ Several ranks make no collective calls here. Each has the order of the save, and
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
@@ -279,6 +280,9 @@ class RunSaver:
         self._drop_base()
         claim, self._claim = self._claim, None
         if claim is not None:
+            if self._is_abandoned:
+                with contextlib.suppress(MillraceError):  # else the files are removed a day later
+                    claim.abandon_saves()
             claim.release()
 
     # --- inside -----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from millrace.checkpoint.storage.layered import StoredManifest
 from millrace.checkpoint.storage.manifests import load_manifest
 from millrace.checkpoint.storage.replicating import copy_checkpoint, publish_manifest
 from millrace.checkpoint.storage.storage import CheckpointStorage
-from millrace.errors import DamagedError, MillraceError, ObjectExistsError, RetryableError, RunTakenError
+from millrace.errors import DamagedError, MillraceError, MissingError, ObjectExistsError, RetryableError, RunTakenError
 from millrace.events import Event, emit
 
 
@@ -213,9 +213,7 @@ class Uploader:
 
         whole = self.join(far, written.save_id, publish_earlier)
         self._is_behind = False
-        # From now on this node's disk can be the source of a copy.
-        publish_manifest(near, whole)
-        remove(near, [part_name(self.member.rank)])
+        self._publish_near(near, whole)
         if self.member.is_first:
             self._to_replica(written.name, ())
         info = info_of_manifest(
@@ -233,6 +231,15 @@ class Uploader:
             chunks_referenced=referenced,
         )
 
+    def _publish_near(self, near: CheckpointStorage, whole: StoredManifest) -> None:
+        """Replace this rank's part by the manifest: from now on this node's disk can be the source of a copy."""
+        try:
+            publish_manifest(near, whole)
+            remove(near, [part_name(self.member.rank)])
+        except MillraceError as error:
+            # The origin has the checkpoint.
+            emit(Event(name="checkpoint.tier.refused", subject=near.url, detail=str(error)))
+
     def _copy_part(
         self,
         near: CheckpointStorage,
@@ -243,7 +250,8 @@ class Uploader:
     ) -> None:
         reach = None if progress is None else progress.reach
         copy_checkpoint(near, far, files, manifest=False, progress=reach, stored=part)
-        far.publish(part_name(self.member.rank), part.data, replace=False)
+        # An earlier attempt may have published it.
+        far.publish(part_name(self.member.rank), part.data, replace=True)
 
     def _copy_earlier_parts(self, newest: str) -> list[ListedCheckpoint]:
         """Upload own parts that have no manifest yet. Later saves may be deltas to them."""
@@ -254,8 +262,14 @@ class Uploader:
         for each in itertools.takewhile(lambda each: each.name != newest, found):
             near, far = self.local.checkpoint(each.name), self.tiers.origin.checkpoint(each.name)
             part = StoredManifest.read(near, name)
-            own = [file.name for file in part.manifest.files if not file.name.startswith("../")]
-            self._copy_part(near, far, part, own)
+            try:
+                whole = StoredManifest.read(far)
+            except MissingError:
+                own = [file.name for file in part.manifest.files if not file.name.startswith("../")]
+                self._copy_part(near, far, part, own)
+                continue
+            if whole.manifest.save_id == part.manifest.save_id:
+                self._publish_near(near, whole)
         return [each for each in found if each.name != newest]
 
     def _join_earlier(self, found: ListedCheckpoint) -> None:
