@@ -214,16 +214,18 @@ def _steps(measure: Measure, context: Mapping[str, Any], begin: Begin, *only: st
 
 
 def _threads(threads: int, niceness: int, switch_seconds: float | None = None) -> Begin:
+    import os
     import sys
+    import threading
 
     from millrace.checkpoint.run.saving import SaveRunner
-    from millrace.runtime.pipeline import lower_priority
 
     runner = SaveRunner()
 
     def begin(state: Mapping[str, Any], place: str) -> Callable[[], bool]:
         def work(report: object) -> Any:
-            lower_priority(niceness)
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
             before = sys.getswitchinterval()
             sys.setswitchinterval(switch_seconds or before)
             try:

@@ -55,7 +55,6 @@ EVENTS = {
     "checkpoint.discard.failed": Declared(_WARNING, "the files of a failed save were not removed"),
     "checkpoint.orphans.removed": Declared(_INFO, "files without a manifest were removed"),
     "checkpoint.previous.unreadable": Declared(_WARNING, "the checkpoint that is replaced cannot be listed"),
-    "checkpoint.priority.failed": Declared(_INFO, "the priority of a saving thread was not lowered"),
     "checkpoint.progress.failed": Declared(_WARNING, "the on_progress function raised an error"),
     "checkpoint.prune.note.failed": Declared(_WARNING, "the record of a pruning was not written"),
     "checkpoint.prune.note.unreadable": Declared(_WARNING, "the record of a pruning cannot be read"),
@@ -110,6 +109,9 @@ EVENTS = {
     "run.history.unreadable": Declared(_WARNING, "the earlier checkpoints cannot be read; the next save is full"),
     "run.leftover.failed": Declared(_WARNING, "the files of an interrupted save were not removed"),
     "run.metric.not_finite": Declared(_WARNING, "a metric is not a finite number"),
+    "run.notice.failed": Declared(
+        _WARNING, "the other ranks were not notified of a failed save; they wait for the timeout"
+    ),
     "run.policy.matches_nothing": Declared(_WARNING, "the retention policy matches no checkpoint"),
     "run.preempted": Declared(_INFO, "a signal announced the end of this process"),
     "run.prune.failed": Declared(_WARNING, "checkpoints were not removed"),
@@ -118,7 +120,7 @@ EVENTS = {
     "run.save.ended": Declared(_WARNING, "a save failed"),
     "run.save.failed": Declared(_WARNING, "an earlier save failed"),
     "run.saved": Declared(_INFO, "a checkpoint was saved"),
-    "run.saver.unavailable": Declared(_WARNING, "asynchronous saves use threads of this process"),
+    "run.saver.unavailable": Declared(_WARNING, "asynchronous saves use this process, and save_async waits for them"),
     "run.upload.backlog": Declared(_DEBUG, "bytes of saves that are not uploaded yet"),
 }
 """Every event by name. `docs/reference/events.md` is generated from this table."""

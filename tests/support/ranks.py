@@ -42,7 +42,7 @@ def run(
                 env={
                     **os.environ,
                     "GLOO_SOCKET_IFNAME": "lo",
-                    "PYTHONPATH": f"{_ROOT}:{_ROOT}/src:{_ROOT}/examples/speech",
+                    "PYTHONPATH": f"{_ROOT}/src:{_ROOT}:{_ROOT}/examples/speech",
                 },
                 stderr=subprocess.PIPE,
                 text=True,

@@ -53,12 +53,6 @@ def is_panic(error: BaseException) -> bool:
     return (type(error).__module__, type(error).__name__) == ("pyo3_runtime", "PanicException")
 
 
-def start_workers() -> None:
-    """Start the package's threads if they do not run yet. They serve the whole process, with this thread's priority."""
-    library = obstore_library()
-    library.put(library.store.MemoryStore(), "nothing", b"")
-
-
 def _import() -> None:
     for name in ("obstore.store", "obstore.exceptions"):
         importlib.import_module(name)  # not `imported`: the child's package is another one

@@ -1,13 +1,9 @@
-"""Runs work on several threads and returns the results in order, in bounded memory, with every error raised.
-
-Also lowers the scheduling priority of single threads.
-"""
+"""Runs work on several threads and returns the results in order, in bounded memory, with every error raised."""
 
 from __future__ import annotations
 
 import os
 import queue
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -15,13 +11,10 @@ from concurrent.futures import Future
 from contextvars import copy_context
 from typing import Generic, TypeVar
 
-from millrace.events import Event, emit
-
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 _MAX_DEFAULT_THREADS = 8
-_NICEST = 19
 
 
 def default_threads() -> int:
@@ -29,18 +22,15 @@ def default_threads() -> int:
     return min(_MAX_DEFAULT_THREADS, len(os.sched_getaffinity(0)))
 
 
-def run_in_order(
-    jobs: Iterable[Job], work: Callable[[Job], Result], threads: int, *, niceness: int = 0
-) -> Generator[Result, None, None]:
+def run_in_order(jobs: Iterable[Job], work: Callable[[Job], Result], threads: int) -> Generator[Result, None, None]:
     """Yield `work(job)` for every job, in order.
 
     At most `2 * threads + 2` jobs are begun and not yet yielded. `jobs` is consumed in the caller's thread. The first
-    exception of any job, in order, is raised here, after every running job has ended and the rest has been dropped. The
-    threads are `niceness` nicer than the caller (on Linux).
+    exception of any job, in order, is raised here, after every running job has ended and the rest has been dropped.
 
     Also works while the interpreter shuts down, if the caller waits for the results.
     """
-    pool = ThreadPool(work, threads, niceness)
+    pool = ThreadPool(work, threads)
     pending: deque[Future[Result]] = deque()
     try:
         for job in jobs:
@@ -61,8 +51,8 @@ class ThreadPool(Generic[Job, Result]):
     Accepts work after the main thread has ended, unlike `ThreadPoolExecutor`.
     """
 
-    def __init__(self, work: Callable[[Job], Result], size: int, niceness: int = 0) -> None:
-        self._work, self._size, self._niceness = work, size, niceness
+    def __init__(self, work: Callable[[Job], Result], size: int) -> None:
+        self._work, self._size = work, size
         self._jobs: queue.SimpleQueue[tuple[Future[Result], Job] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -85,7 +75,6 @@ class ThreadPool(Generic[Job, Result]):
             thread.join()
 
     def _run(self) -> None:
-        lower_priority(self._niceness)
         while (entry := self._jobs.get()) is not None:
             future, job = entry
             if not future.set_running_or_notify_cancel():
@@ -99,18 +88,3 @@ class ThreadPool(Generic[Job, Result]):
                 del result
             # Keep no reference while this thread waits.
             del entry, future, job
-
-
-def lower_priority(niceness: int) -> None:
-    """Make the calling thread nicer by `niceness`, up to 19 in all. Without privileges this cannot be undone.
-
-    Threads that it starts inherit the priority, so do not use it in a thread that starts threads for other work. Only Linux
-    has a priority per thread; elsewhere this has no effect. A refusal emits an event.
-    """
-    if niceness <= 0 or sys.platform != "linux":
-        return
-    thread = threading.get_native_id()
-    try:
-        os.setpriority(os.PRIO_PROCESS, thread, min(_NICEST, os.getpriority(os.PRIO_PROCESS, thread) + niceness))
-    except OSError as error:
-        emit(Event(name="checkpoint.priority.failed", subject=f"thread {thread}", detail=str(error)))

@@ -15,7 +15,7 @@ from lightning.fabric.plugins import CheckpointIO
 from millrace.checkpoint.arguments import path_text
 from millrace.checkpoint.codec.effort import Compression
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
-from millrace.checkpoint.run.driving import save
+from millrace.checkpoint.run.driving import plan_save, save
 from millrace.checkpoint.run.ranks import Ranks
 from millrace.checkpoint.storage.storage import open_storage
 from millrace.checkpoint.tools.weights import load_weights
@@ -62,7 +62,7 @@ class MillraceCheckpointIO(CheckpointIO):  # type: ignore[misc]
         rest = io.BytesIO()
         torch.save(_take_tensors(checkpoint, "", tensors), rest)
         tensors[_REST] = torch.frombuffer(bytearray(rest.getbuffer()), dtype=torch.uint8)
-        save(tensors, self._writer(path, storage_options), Ranks(alone=True))
+        save(plan_save(tensors), self._writer(path, storage_options))
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None

@@ -1,7 +1,8 @@
 """Saves and loads through torch's protocol of planners and storages.
 
-Several ranks use `torch.distributed.checkpoint`. A single process makes the same calls in the same order, without torch's
-warnings about a missing process group. Of torch's `CheckpointException`, which is not an `Exception`, the cause is raised.
+A save is planned by all ranks together. Each rank then writes its items without collective calls. A load uses
+`torch.distributed.checkpoint` where there are several ranks. Of torch's `CheckpointException`, which is not an `Exception`,
+the cause is raised.
 """
 
 from __future__ import annotations
@@ -17,52 +18,59 @@ from millrace.checkpoint.reading.load_planner import CheckpointLoadPlanner
 from millrace.checkpoint.reading.reader import CheckpointReader
 from millrace.checkpoint.run.ranks import Ranks, first_failure
 from millrace.checkpoint.state.wrappers import is_wrapper, take_apart
+from millrace.checkpoint.writing.plans import join
 from millrace.checkpoint.writing.save_planner import CheckpointSavePlanner
+from millrace.checkpoint.writing.shared_plan import RankPlan
 from millrace.checkpoint.writing.writer import CheckpointWriter
 
 
 class _CountingPlanner(CheckpointSavePlanner):
     """Counts the bytes of each tensor when its write begins."""
 
-    def __init__(self, count: Callable[[int], None]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._count = count
+        self.count: Callable[[int], None] | None = None
 
     def resolve_data(self, write_item: Any) -> Any:
         data = super().resolve_data(write_item)
+        if self.count is None:
+            return data
         if not isinstance(data, torch.Tensor):
-            self._count(data.getbuffer().nbytes)
+            self.count(data.getbuffer().nbytes)
         elif is_wrapper(data):
-            self._count(sum(leaf.nbytes for leaf in take_apart(data, write_item.index.fqn)[1].values()))
+            self.count(sum(leaf.nbytes for leaf in take_apart(data, write_item.index.fqn)[1].values()))
         elif data.layout is torch.strided:  # the caller raises for other layouts, which have no size
-            self._count(data.nbytes)
+            self.count(data.nbytes)
         return data
 
 
-def save(
-    state: dict[str, Any], writer: CheckpointWriter, ranks: Ranks, *, count: Callable[[int], None] | None = None
-) -> None:
-    """Save a state dict of plain members (no `Stateful`) on all ranks. Raises the error of any rank.
+def plan_save(state: dict[str, Any], ranks: Ranks | None = None) -> RankPlan:
+    """Plan the save of a state dict of plain members (no `Stateful`). A collective call of `ranks`. Raises on all ranks."""
+    planner = _CountingPlanner()
+    if ranks is None or ranks.count == 1:
+        planner.set_up_planner(state, None, is_coordinator=True)
+        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+        return RankPlan(planner, planner.finish_plan(plans[0]), metadata)
+
+    def own() -> Any:
+        planner.set_up_planner(state, None, is_coordinator=ranks.is_first)
+        return planner.create_local_plan()
+
+    plan = planner.finish_plan(ranks.exchange(own, lambda plans: planner.create_global_plan(plans)[0]))
+    _, metadata = join([plan])
+    metadata.planner_data = plan.planner_data
+    return RankPlan(planner, plan, metadata)
+
+
+def save(plan: RankPlan, writer: CheckpointWriter, *, count: Callable[[int], None] | None = None) -> None:
+    """Save this rank's items of a planned state.
 
     `count` is called with the bytes of each tensor when its write begins, from several threads.
     """
-    planner = CheckpointSavePlanner() if count is None else _CountingPlanner(count)
-    if ranks.count > 1:
-        try:
-            dcp.save(state, storage_writer=writer, planner=planner, process_group=ranks.group)
-        except CheckpointException as error:
-            writer.abandon(error)
-            raise first_failure(error.failures) from error
-        return
+    plan.planner.count = count
     try:
-        storage_meta = writer.storage_meta()
-        planner.set_up_planner(state, storage_meta, is_coordinator=True)
-        writer.set_up_storage_writer(True)
-        plan = writer.prepare_local_plan(planner.create_local_plan())
-        plans, metadata = planner.create_global_plan([plan])
-        (plan,) = writer.prepare_global_plan(plans)
-        results = writer.write_data(planner.finish_plan(plan), planner).wait()
-        writer.finish(metadata, [results])
+        writer.begin_alone()
+        writer.finish(plan.metadata, [writer.write_data(plan.plan, plan.planner).wait()])
     except BaseException as error:
         writer.abandon(error)
         raise

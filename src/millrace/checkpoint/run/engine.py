@@ -1,30 +1,30 @@
 """Carries out the saves of one run: writes them, uploads them from a local disk, and prunes the run.
 
-Runs in the training process for synchronous saves and for several ranks, and in the saver process for the asynchronous saves
-of a single rank.
+Runs in the training process for synchronous saves, and in the saver process for asynchronous ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from millrace.checkpoint.arguments import ReadThroughMode
 from millrace.checkpoint.run.claims import ClaimState
+from millrace.checkpoint.run.parts import DEFAULT_LIMIT_SECONDS
 from millrace.checkpoint.run.peers import ClusterAccess, Peers
 from millrace.checkpoint.run.pruning import Retention
-from millrace.checkpoint.run.ranks import Ranks
+from millrace.checkpoint.run.ranks import Member
 from millrace.checkpoint.run.replicator import Replicator
 from millrace.checkpoint.run.retention import Policy
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run
 from millrace.checkpoint.run.run_saver import RunSaver, Write, save_staged
-from millrace.checkpoint.run.save_values import LastSave, RunState, Staged, Written
+from millrace.checkpoint.run.save_values import LastSave, RunState, SaveOrder, Staged, Written
 from millrace.checkpoint.run.saving import ProgressMeter, Report, SaveResult
 from millrace.checkpoint.run.tiers import Tiers, open_tiers
 from millrace.checkpoint.run.uploading import Uploader
-from millrace.config import parse_timeout
+from millrace.config import parse_timeout, resolve_limits
 from millrace.events import Event, emit
 from millrace.origin.base import Operation, part_of
 
@@ -37,6 +37,7 @@ class EngineOptions:
     """The arguments of a manager that its saves need. Picklable if `policy` and `target_options` are."""
 
     url: str
+    member: Member
     local: str | None
     replicas: int
     access: ClusterAccess | None
@@ -66,28 +67,29 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest:
-    """One save: its step, the user's figures and values, and how long the training waited for an earlier save."""
+    """One save: its step, the user's figures and values, and how long the training waited for an earlier save.
+
+    `order` is None for a single rank, which decides in the save.
+    """
 
     step: int
     metrics: Mapping[str, float]
     user: Mapping[str, Any]
     waited_seconds: float
+    order: SaveOrder | None = None
 
 
 @dataclass(kw_only=True)
 class SaveEngine:
     """Saves the states of a run. Every rank has one, and calls the same methods in the same order.
 
-    `save` and `upload` are each for one thread at a time. `ranks` are for saves, `upload_ranks` for uploads. `damaged`
-    receives the names of damaged checkpoints. `write` and `on_claim` are those of `RunSaver`.
+    `save` and `upload` are each for one thread at a time, and make no collective calls. `damaged` receives the names of
+    damaged checkpoints. `write` and `on_claim` are those of `RunSaver`.
     """
 
     options: EngineOptions
     tiers: Tiers
-    ranks: Ranks
-    upload_ranks: Ranks | None
     damaged: set[str]
-    niceness: int = 0
     write: Write = save_staged
     on_claim: Callable[[ClaimState], None] = lambda state: None
     operation: Operation = field(default_factory=Operation)
@@ -107,7 +109,7 @@ class SaveEngine:
             independent=options.independent,
             damaged=self.damaged,
         )
-        if tiers.local is not None and self.upload_ranks is not None:
+        if tiers.local is not None:
 
             def check() -> None:
                 if self._saver is not None:
@@ -116,14 +118,21 @@ class SaveEngine:
             self.uploader = Uploader(
                 tiers=tiers,
                 local=tiers.local,
-                ranks=self.upload_ranks,
+                member=options.member,
                 local_keep=options.local_keep,
                 check=check,
+                join=lambda storage, save_id, before: self._run_saver().join(storage, save_id, before),
                 after=self._prune,
                 give_up=lambda: self._saver.save_next_in_full() if self._saver is not None else None,
                 begin=self.renew_operation,
                 replicator=None if tiers.peers is None else self._replicator(tiers.peers, tiers.local, check),
             )
+
+    def order(self, step: int) -> SaveOrder:
+        """Decide the name and the base of the next save, on the first of several ranks. Raises as `RunSaver.order`."""
+        order = self._run_saver().order(step)
+        replicator = None if self.uploader is None else self.uploader.replicator
+        return replace(order, is_copied=replicator is not None and replicator.may_begin)
 
     def save(self, request: SaveRequest, staged: Staged, report: Report) -> Written:
         """Save a state, which this object owns from now on. It is durable at least near on return.
@@ -139,12 +148,14 @@ class SaveEngine:
                 user=request.user,
                 waited_seconds=request.waited_seconds,
                 progress=progress,
+                order=request.order,
             )
         except Exception as error:
-            if self.ranks.is_first:
+            self.retention.is_tidy = False
+            if self.options.member.is_first:
                 emit(failed(self.tiers.origin.url, step, error))
             raise
-        if self.ranks.is_first:
+        if self.options.member.is_first:
             emit(_saved(self.tiers.origin.url, written.result))
         if not (written.is_near and self.uploader is not None):
             self._prune()
@@ -196,14 +207,14 @@ class SaveEngine:
             options, origin, local = self.options, self.tiers.origin, self.tiers.local
             self._saver = RunSaver(
                 run=origin,
-                ranks=self.ranks,
+                member=options.member,
+                limit=resolve_limits({"timeout": options.timeout}).timeout_seconds or DEFAULT_LIMIT_SECONDS,
                 full_every=options.full_every,
                 base_bytes=base_budget() if options.base_memory is None else options.base_memory,
                 writer_options=options.writer_options,
                 scan=self._scan,
                 local=local,
                 near=local or (None if origin.is_remote else origin),
-                niceness=self.niceness,
                 make_room=self.retention.make_room,
                 rewind=options.rewind,
                 may_go_back=self._may_go_back,
@@ -219,7 +230,7 @@ class SaveEngine:
         return Replicator(peers, local=local, origin=self.tiers.origin, check_claim=check, end_seconds=seconds)
 
     def _prune(self) -> None:
-        if self.ranks.is_first:
+        if self.options.member.is_first:
             self.retention.prune_after_save()
 
     def _scan(self) -> list[ListedCheckpoint]:

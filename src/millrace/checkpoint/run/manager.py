@@ -7,11 +7,12 @@ import math
 import operator
 import os
 import signal
+import socket
 import time
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from millrace.checkpoint.arguments import (
     ReadThroughMode,
@@ -27,16 +28,18 @@ from millrace.checkpoint.arguments import (
 )
 from millrace.checkpoint.codec.effort import Compression, schedule_for
 from millrace.checkpoint.format.values import pack_value, unpack_value
-from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest
+from millrace.checkpoint.run.driving import plan_save
+from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest, failed
+from millrace.checkpoint.run.parts import publish_failure
 from millrace.checkpoint.run.peers import ClusterAccess
 from millrace.checkpoint.run.preemption import PreemptionWatch
 from millrace.checkpoint.run.pruning import PruneReport
-from millrace.checkpoint.run.ranks import Ranks
+from millrace.checkpoint.run.ranks import Member, Ranks, picklable
 from millrace.checkpoint.run.restoring import Restorer
 from millrace.checkpoint.run.retention import KeepAll, Policy, as_policy
 from millrace.checkpoint.run.run_info import CheckpointInfo
-from millrace.checkpoint.run.run_layout import MAX_STEP
-from millrace.checkpoint.run.save_values import Written
+from millrace.checkpoint.run.run_layout import MAX_STEP, Run
+from millrace.checkpoint.run.save_values import SaveOrder, Written
 from millrace.checkpoint.run.saver_process import SaverProcess, SaverUnavailable, Upload, is_supported
 from millrace.checkpoint.run.saving import (
     PendingSave,
@@ -55,8 +58,8 @@ from millrace.errors import ConfigurationError, MillraceError, RetryableError, U
 from millrace.events import Event, emit
 from millrace.origin.base import part_of
 
-_NICENESS = 10
-"""Of the saving threads while the training runs."""
+_Result = TypeVar("_Result")
+
 _has_warned_of_save_process = False
 
 
@@ -103,8 +106,9 @@ class CheckpointManager:
       that this manager saved last may be saved again: the new checkpoint replaces the earlier one when it is complete.
     - `save_process`: has no effect, and is deprecated: asynchronous saves use a process.
     - `timeout`: a time such as `60` or `"2min"`. Every save, upload, pruning, restore and `close` ends within it, with an
-      error, when the storage stops responding. A single request may take a third of it. The default is the value of
-      `MILLRACE_TIMEOUT` or `millrace.toml`; without those, each request is retried for about a minute.
+      error, when the storage stops responding. A single request may take a third of it. Of several ranks, one may write
+      its part of a save by so much later than the others. The default is the value of `MILLRACE_TIMEOUT` or `millrace.toml`;
+      without those, each request is retried for about a minute, and other ranks are waited for half an hour.
     - `thread_count`, `compression`, `target_options`, `trusted_types`: as in `CheckpointWriter`; `thread_count` is half of
       the cores by default, and the training keeps the others.
 
@@ -115,11 +119,11 @@ class CheckpointManager:
     An error of a save in flight is raised by `result()`, or by the next call if `result()` is not called. Leaving the
     process waits for the save in flight.
 
-    The first `save_async` starts the saver process (about 250 MB of memory), which ends with the manager and with this
-    process. If it dies, its save raises `SaverDiedError`, and the next save starts another one. `save` works in this
-    process, and so does `save_async`, in threads, where several ranks save, where the system lacks shared memory, for
-    `memory://`, and where another process cannot start, or cannot unpickle `keep` or `target_options` (the event
-    `run.saver.unavailable`).
+    The first `save_async` starts the saver process (about 250 MB of memory for each rank), which ends with the manager and
+    with this process. If it dies, its save raises `SaverDiedError`, and the next save starts another one. `save` works in
+    this process, and so does `save_async`, which then returns at the end of the save, where the system lacks shared memory,
+    for `memory://`, and where another process cannot start, or cannot unpickle `keep` or `target_options` (a
+    `RuntimeWarning` and the event `run.saver.unavailable`).
     """
 
     def __init__(
@@ -175,12 +179,12 @@ class CheckpointManager:
             read_through=read_through_mode(read_through),
         )
         self._run, self._on_busy, self._on_progress = self._tiers.origin, on_busy, on_progress
-        # The caller's thread, the saving thread and the uploading thread need one each.
-        self._ranks, self._saving_ranks = Ranks(), Ranks()
-        self._upload_ranks = None if local is None else Ranks()
+        self._ranks = Ranks()
+        self._member = self._member_of(self._tiers.local)
         access = _access(self._ranks) if replicas else None
         options = EngineOptions(
             url=_anywhere("url", url),
+            member=self._member,
             local=None if local is None else _anywhere("local", local),
             replicas=replicas,
             access=access,
@@ -207,14 +211,13 @@ class CheckpointManager:
         self._engine = SaveEngine(
             options=options,
             tiers=self._tiers,
-            ranks=self._saving_ranks,
-            upload_ranks=self._upload_ranks,
             damaged=self._damaged,
-            niceness=_NICENESS,
         )
-        # None where asynchronous saves run in this process.
+        # None where asynchronous saves run in this process, for this reason.
         self._saver: SaverProcess | None = None
-        if self._ranks.count == 1 and is_supported(options.url):
+        self._without_saver = "the system or the place of the run does not allow another process"
+        self._has_warned_of_waiting = False
+        if is_supported(options.url):
             self._saver = SaverProcess(self._run.url, options, trusted_types, self._damaged)
         # Whether the saver, and not the engine, continues the run.
         self._is_in_saver = False
@@ -316,9 +319,7 @@ class CheckpointManager:
                 self._move_here()
             self._engine.close()
             self._stager.close()
-            for ranks in (self._ranks, self._saving_ranks, self._upload_ranks):
-                if ranks is not None:
-                    ranks.close()
+            self._ranks.close()
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -366,7 +367,8 @@ class CheckpointManager:
         self._drain()
         self._engine.renew_operation()
         with part_of(self._engine.operation):
-            if not self._restorer.make_reachable(step):
+            has_parts = self._join_parts()
+            if not self._restorer.make_reachable(step) and (has_parts or self._ranks.count > 1):
                 self._upload_leftovers()
             candidates = self._restorer.choose(step)
             # From here on the same steps may be saved again with other states, also if this restore fails half-way.
@@ -449,35 +451,106 @@ class CheckpointManager:
         waited = self._runner.drain()
         figures, notes = self._ranks.run_on_all(lambda: (_check_metrics(metrics), _check_user(user)))
         self._ranks.run_on_first(lambda: self._engine.retention.warn_of_mistakes(step, figures, self._last_save))
+        waits_for_save = is_async and self._saver is None
+        if waits_for_save:
+            self._ranks.run_on_first(self._warn_of_waiting)
         began = time.monotonic()
         staged = self._stage(state)
-        request = SaveRequest(step=step, metrics=figures, user=notes, waited_seconds=waited)
+        self._engine.renew_operation()
+        with part_of(self._engine.operation):
+            order = self._agree(step, staged, is_async=is_async)
+        request = SaveRequest(
+            step=step,
+            metrics=figures,
+            user=notes,
+            waited_seconds=waited,
+            order=order if isinstance(order, SaveOrder) else None,
+        )
         tiered = None if self._tiers.local is None else TieredSave(step)
 
         def work(report: Report) -> SaveResult:
-            written, upload = self._save(request, staged, report, is_async=is_async)
+            if isinstance(order, Exception):
+                staged.release()
+                if self._member.is_first:
+                    emit(failed(self.url, step, order))
+                raise order
+            written, upload = self._noting_failure(
+                request.order, lambda: self._save(request, staged, report, is_async=is_async)
+            )
             self._newest_saved, self._last_save = step, (step, began)
             if tiered is not None and written.is_near:
                 # This thread waits for the upload in flight, and so does the next save.
-                tiered.continue_with(self._upload_runner.submit(step, upload, on_progress=self._on_progress))
+                tiered.continue_with(
+                    self._upload_runner.submit(
+                        step,
+                        lambda report: self._noting_failure(request.order, lambda: upload(report)),
+                        on_progress=self._on_progress,
+                    )
+                )
             return written.result
 
-        self._engine.renew_operation()
         with part_of(self._engine.operation):
             near = self._runner.submit(step, work, on_progress=self._on_progress)
+        if waits_for_save:
+            self._drain()
         return near if tiered is None else tiered.begin_with(near)
+
+    def _agree(self, step: int, staged: StagedState, *, is_async: bool) -> SaveOrder | Exception | None:
+        """Decide with the other ranks which process saves, and the plan and the order of the save. A collective call.
+
+        Returns None for a single rank, which decides in the save, and the error of any rank, on all ranks.
+        """
+        if self._member.count == 1:
+            return None
+        reason: str | None = None if is_async else ""
+        failure: Exception | None = None
+        if is_async:
+            try:
+                if self._saver is None:
+                    raise SaverUnavailable(self._without_saver)
+                self._move_to_saver(self._saver, staged)
+            except SaverUnavailable as error:
+                reason = str(error)
+            except Exception as error:  # noqa: BLE001 - raised on all ranks, whatever it is
+                failure = error
+        try:
+            knows = self._saver is not None and reason is None and failure is None and self._saver.knows(staged)
+            votes = self._ranks.gather((None if failure is None else picklable(failure), reason, knows))
+            errors = [error for error, *_ in votes if error is not None]
+            if errors:
+                raise errors[0]
+            reasons = [each for _, each, _ in votes if each is not None]
+            if reasons:
+                self._ranks.run_on_all(lambda: self._work_here(reasons[0]))
+            if reasons or not all(known for *_, known in votes):
+                staged.plan = plan_save(staged.state, self._ranks)
+            saver = None if reasons else self._saver
+            return self._ranks.run_on_first(lambda: (saver or self._engine).order(step))
+        except Exception as error:  # noqa: BLE001 - the result of the save
+            return error
+        except BaseException:
+            staged.release()
+            raise
+
+    def _noting_failure(self, order: SaveOrder | None, function: Callable[[], _Result]) -> _Result:
+        """Call `function`. If it fails, the other ranks of the save `order` are notified, which wait for this one."""
+        try:
+            return function()
+        except Exception as error:
+            if order is not None:
+                publish_failure(self._run.checkpoint(order.name), self._member.rank, order.save_id, error)
+            raise
 
     def _save(
         self, request: SaveRequest, staged: StagedState, report: Report, *, is_async: bool
     ) -> tuple[Written, Upload]:
         """Carry out a save in the saver process or in this thread."""
-        if is_async and self._saver is not None and (staged.region is not None or not staged.nbytes):
+        if is_async and self._saver is not None:
             try:
-                self._move_to_saver(self._saver)
+                if request.order is None:  # else the ranks have agreed on it
+                    self._move_to_saver(self._saver, staged)
             except SaverUnavailable as error:
-                emit(Event(name="run.saver.unavailable", subject=self.url, detail=str(error)))
-                self._move_here()
-                self._saver = None
+                self._work_here(str(error))
             except BaseException:
                 staged.release()
                 raise
@@ -487,7 +560,31 @@ class CheckpointManager:
         written = self._engine.save(request, staged, report)
         return written, lambda report: self._engine.upload(written, report)
 
-    def _move_to_saver(self, saver: SaverProcess) -> None:
+    def _work_here(self, reason: str) -> None:
+        """Save in this process: from now on if there can be no saver, for this reason."""
+        self._move_here()
+        if reason and self._saver is not None:
+            emit(Event(name="run.saver.unavailable", subject=self.url, detail=reason))
+            self._saver, self._without_saver = None, reason
+
+    def _warn_of_waiting(self) -> None:
+        if not self._has_warned_of_waiting:
+            self._has_warned_of_waiting = True
+            text = f"save_async() of {self.url} waits for the end of each save: {self._without_saver}"
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+    def _member_of(self, local: Run | None) -> Member:
+        """The position of this rank. A collective call."""
+        ranks = self._ranks
+        if local is None or ranks.count == 1:
+            return Member(ranks.rank, ranks.count)
+        directory = (socket.gethostname(), os.path.realpath(local.url))
+        return Member(ranks.rank, ranks.count, ranks.gather(directory).index(directory) == ranks.rank)
+
+    def _move_to_saver(self, saver: SaverProcess, staged: StagedState) -> None:
+        """Let the saver continue the run. Raises `SaverUnavailable`."""
+        if staged.nbytes and staged.region is None:
+            raise SaverUnavailable("there is no shared memory")
         saver.start()  # or another one, after its death
         if not self._is_in_saver:
             self._upload_runner.drain()
@@ -517,12 +614,22 @@ class CheckpointManager:
             raise
         return staged[0]
 
+    def _join_parts(self) -> bool:
+        """Join the parts of checkpoints that a crash left. Returns whether any rank has parts. A collective call."""
+        if self._engine.uploader is None:
+            return False
+        try:
+            return self._engine.uploader.join_left_parts(self._ranks)
+        except MillraceError as error:
+            emit(Event(name="checkpoint.tier.left", subject=self.url, detail=str(error)))
+            return True
+
     def _upload_leftovers(self) -> None:
-        """Upload the parts of checkpoints that a crash left on several nodes: only the origin gives every rank all parts."""
-        if self._engine.uploader is None or self._ranks.count == 1:
+        """Upload checkpoints that a crash left on the nodes: only the origin gives every rank all parts."""
+        if self._engine.uploader is None:
             return
         try:
-            self._engine.uploader.catch_up()
+            self._engine.uploader.recover(self._ranks)
         except MillraceError as error:
             emit(Event(name="checkpoint.tier.left", subject=self.url, detail=str(error)))
 

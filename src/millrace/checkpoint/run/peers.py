@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from millrace.checkpoint.format.manifest import DataFile
+from millrace.checkpoint.format.manifest import MANIFEST_NAME, DataFile
 from millrace.checkpoint.run.run_info import directory_of
 from millrace.checkpoint.run.run_layout import Entry, Run, parse_name
 from millrace.checkpoint.run.timeline import Point, age_of
@@ -25,7 +25,14 @@ from millrace.checkpoint.storage.peer_files import Peer, PeerStorage
 from millrace.checkpoint.storage.replicating import copy_checkpoint, publish_manifest
 from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.config import CacheOptions, resolve
-from millrace.errors import ConfigurationError, DamagedError, MillraceError, PeerError, UsageError
+from millrace.errors import (
+    ConfigurationError,
+    DamagedError,
+    MillraceError,
+    ObjectExistsError,
+    PeerError,
+    UsageError,
+)
 from millrace.events import Event, emit
 from millrace.runtime.forks import importing
 from millrace.runtime.pipeline import run_in_order
@@ -192,6 +199,7 @@ class Peers:
         directory: str,
         files: Collection[str],
         *,
+        stored: StoredManifest | None = None,
         with_manifest: bool = False,
         or_here: bool = False,
         check: Callable[[], None] = lambda: None,
@@ -199,10 +207,12 @@ class Peers:
         """Copy files of a checkpoint to this node's members, every chunk verified; returns the addresses that have them now.
 
         A member that fails, has no space or is too slow is an event, and one more member is tried. `check` is called now and
-        then; what it raises ends the copy, as do errors of the source. `with_manifest`: publish the manifest there, too.
-        `or_here` as in `targets`.
+        then; what it raises ends the copy, as do errors of the source. `stored` describes the files: the manifest of the
+        source, or one rank's part, which is published there, too. `with_manifest`: so is the manifest. `or_here` as in
+        `targets`.
         """
-        stored = StoredManifest.read(source)
+        stored = stored or StoredManifest.read(source)
+        is_part = stored.file.name != MANIFEST_NAME
         sizes = {file.name: file.size for file in stored.manifest.files if file.name in files}
         copied: list[str] = []
         failures = 0
@@ -218,8 +228,10 @@ class Peers:
 
             try:
                 place = PeerStorage(peer, directory, sizes)
-                copy_checkpoint(source, place, list(sizes), manifest=False, progress=progress)
-                if with_manifest:
+                copy_checkpoint(source, place, list(sizes), manifest=False, progress=progress, stored=stored)
+                if is_part:
+                    _publish_part(place, stored)
+                elif with_manifest:
                     publish_manifest(place, stored)
             except (DamagedError, CopyEndedError):
                 raise
@@ -282,3 +294,12 @@ class _PeerPlace:
 
     def delete(self, directory: str, manifest: Sequence[str], files: Sequence[str]) -> None:
         self._peer.delete(directory, [*manifest, *files])
+
+
+def _publish_part(place: PeerStorage, part: StoredManifest) -> None:
+    try:
+        place.publish(part.file.name, part.data, replace=False)
+    except ObjectExistsError:
+        # Left by an earlier life of the run, which saved the same step.
+        place.delete([part.file.name])
+        place.publish(part.file.name, part.data, replace=False)

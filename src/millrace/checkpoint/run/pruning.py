@@ -137,7 +137,8 @@ class Retention:
     local_keep: int
     independent: bool
     damaged: set[str]
-    _is_tidy: bool = False
+    is_tidy: bool = False
+    """Whether no failed save can have left files since the last pruning."""
     _warned: set[str] = field(default_factory=set)
 
     def prune(self, policy: Policy, *, dry_run: bool = False) -> PruneReport:
@@ -148,9 +149,9 @@ class Retention:
         """Prune the run by the manager's policy. A failure is an event: the next save prunes again."""
         try:
             # A policy that keeps everything can only remove leftovers of dead saves, and one look for them is enough.
-            if not isinstance(self.policy, KeepAll) or not (self._is_tidy or _is_tidy(self.run.look())):
+            if not isinstance(self.policy, KeepAll) or not (self.is_tidy or _is_tidy(self.run.look())):
                 self._prune(self.policy)
-            self._is_tidy = True
+            self.is_tidy = True
         except MillraceError as error:
             self._report_failure(self.run, error)
 

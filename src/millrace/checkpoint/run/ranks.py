@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -11,6 +12,21 @@ import torch.distributed as dist
 from millrace.errors import MillraceError, UsageError
 
 Value = TypeVar("Value")
+Other = TypeVar("Other")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """The position of a rank among all. `handles_node`: whether it is the lowest rank with this node's directory."""
+
+    rank: int = 0
+    count: int = 1
+    handles_node: bool = True
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which decides for all."""
+        return self.rank == 0
 
 
 class Ranks:
@@ -66,6 +82,30 @@ class Ranks:
             failure = error
         self.raise_if_any_failed(failure)
         return results[0]
+
+    def exchange(self, function: Callable[[], Value], answers: Callable[[list[Value]], Sequence[Other]]) -> Other:
+        """Call `function` on every rank, then `answers` on the first with all results. Each rank returns its answer.
+
+        Raises on every rank the error of the lowest failed rank.
+        """
+        value = self.run_on_all(function)
+        if self.count == 1:
+            return answers([value])[0]
+        gathered: list[Any] | None = [None] * self.count if self.is_first else None
+        dist.gather_object(value, gathered, dst=0, group=self.group)
+        replies: list[Any] | None = None
+        if gathered is not None:
+            try:
+                replies = [(each, None) for each in answers(gathered)]
+            except Exception as error:  # noqa: BLE001 - as in `run_on_first`
+                replies = [(None, picklable(error))] * self.count
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, replies, src=0, group=self.group)
+        answer, failure = received[0]
+        if failure is not None:
+            raise failure
+        found: Other = answer
+        return found
 
     def raise_if_any_failed(self, failure: Exception | None) -> None:
         """Raise on every rank the failure of the lowest rank that has one."""

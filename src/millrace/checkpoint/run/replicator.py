@@ -1,18 +1,20 @@
 """Copies saves from this node's disk to other nodes' disks in the background, next to their upload. No torch.
 
-Every rank copies its own files. The first rank then waits until all files of the checkpoint are on other nodes or in the
-store, publishes the manifest next to them, and deletes the replicas that are obsolete. There are no collective calls: the
-files that exist are the state.
+Every rank copies its own files and then its part of the manifest. The first rank waits until all parts and files of the
+checkpoint are on other nodes (or files of earlier ones in the store), publishes the manifest next to them, and deletes the
+replicas that are obsolete. There are no collective calls: the files that exist are the state.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
+from millrace.checkpoint.run.parts import PartRecord, join_parts, part_name, part_of
+from millrace.checkpoint.run.parts import stored as joined
 from millrace.checkpoint.run.peers import CopyEndedError, Peers, absent_files, is_too_slow, obsolete_replicas
 from millrace.checkpoint.run.run_info import SIBLING, directory_of
 from millrace.checkpoint.run.run_layout import Run, parse_name
@@ -29,11 +31,15 @@ _END_SECONDS, _STOP_SECONDS, _LOOK_SECONDS = 600.0, 15.0, 0.05
 
 @dataclass(eq=False)
 class _Copy:
-    """The copy of one save. `is_durable`: whether the store has the save. `is_complete`: whether other nodes have it."""
+    """The copy of one save. `is_waiting`: for the copy of an earlier save. `is_durable`: whether the store has the save.
+    `is_complete`: whether other nodes have it; except on the first rank, whether they have this rank's part.
+    """
 
     name: str
     files: Collection[str]
+    stored: StoredManifest
     is_first_rank: bool
+    is_waiting: bool
     is_durable: bool = False
     is_complete: bool = False
     is_ended: bool = False
@@ -80,16 +86,22 @@ class Replicator:
 
     @property
     def may_begin(self) -> bool:
-        """Whether the next save may be copied: unless that of an earlier one is still needed. The first rank's decides."""
-        current = self._running()
-        return current is None or not current.is_needed
+        """Whether the next save may be copied: unless one already waits for the copy of an earlier save, which is needed.
 
-    def begin(self, name: str, files: Collection[str], *, is_first_rank: bool) -> None:
-        """Copy a save, `files` of which are this rank's, in the background. Ends an earlier copy."""
+        The first rank's decides for all, so that all copy the same saves.
+        """
+        current = self._running()
+        return current is None or not (current.is_needed and current.is_waiting)
+
+    def begin(self, name: str, files: Collection[str], stored: StoredManifest, *, is_first_rank: bool) -> None:
+        """Copy a save, `files` of which are this rank's, in the background; `stored` is the manifest, or this rank's part.
+
+        Ends the copy of an earlier save, or waits for it while it is needed. Does nothing without `may_begin`.
+        """
+        if not self.may_begin:
+            return
         earlier = self._running()
-        if earlier is not None:
-            earlier.end()
-        copy = self._current = _Copy(name, files, is_first_rank)
+        copy = self._current = _Copy(name, files, stored, is_first_rank, is_waiting=earlier is not None)
         copy.thread = threading.Thread(
             target=self._run, args=(copy, earlier), name=f"millrace-replica-{name}", daemon=True
         )
@@ -125,15 +137,23 @@ class Replicator:
 
     def _run(self, copy: _Copy, earlier: _Copy | None) -> None:
         try:
-            if earlier is not None and earlier.thread is not None:
-                earlier.thread.join()
+            while earlier is not None and earlier.thread is not None and earlier.thread.is_alive():
+                if copy.is_ended or not earlier.is_needed:
+                    earlier.end()
+                earlier.thread.join(_LOOK_SECONDS)
+            copy.is_waiting = False
+            copy.check()
             source = self._local.checkpoint(copy.name)
             self._peers.look()
             copy.check()
-            if copy.files and not self._peers.copy(source, copy.name, copy.files, check=copy.check):
+            is_part = PartRecord.of(copy.stored.manifest) is not None
+            if (copy.files or is_part) and not self._peers.copy(
+                source, copy.name, copy.files, stored=copy.stored, check=copy.check
+            ):
                 return
             if copy.is_first_rank:
-                self._complete(copy, StoredManifest.read(source))
+                self._complete(copy, self._whole(copy))
+            copy.is_complete = True
         except CopyEndedError:
             return
         except MillraceError as error:
@@ -141,11 +161,41 @@ class Replicator:
         except Exception as error:  # noqa: BLE001 - a defect here must not end the training or its saves
             self._failed(copy, error)
 
-    def _complete(self, copy: _Copy, stored: StoredManifest) -> None:
-        """Wait for the files of the other ranks, publish the manifest, and delete obsolete replicas."""
-        nbytes = sum(file.size for file in stored.manifest.files)
+    def _whole(self, copy: _Copy) -> StoredManifest:
+        """The manifest of a save. Waits for the parts of the other ranks, which join their manifests as at the store."""
+        own = copy.stored.manifest
+        record = PartRecord.of(own)
+        if record is None:
+            return copy.stored
+        parts = {record.rank: own}
+
+        def absent() -> str:
+            for rank in set(range(record.world)) - parts.keys():
+                for peer in self._peers.responding():
+                    file = peer.files.get((copy.name, part_name(rank)))
+                    try:
+                        place = PeerStorage(peer, copy.name)
+                        found = file and part_of(place, file, own.save_id, (rank, record.world))
+                    except MillraceError:
+                        continue  # a later look, or another node
+                    if found:
+                        parts[rank] = found
+                        break
+                else:
+                    return part_name(rank)
+            return ""
+
+        # The others have about as many bytes each. All copy at the same time.
+        self._await(copy, absent, record.world * sum(file.size for file in own.files))
+        manifest = join_parts(list(parts.values()))
+        if manifest is None:
+            raise AssertionError("all parts have arrived")
+        return joined(manifest)
+
+    def _await(self, copy: _Copy, absence: Callable[[], str], nbytes: int) -> None:
+        """Wait until `absence` returns no file any more. Raises `PeerError` if that is too slow for `nbytes`."""
         began, pause = time.monotonic(), _FIRST_PAUSE
-        while absent := self._absent(copy.name, stored):
+        while absent := absence():
             if is_too_slow(nbytes, time.monotonic() - began):
                 raise PeerError(f"{copy.name}: {absent} and perhaps others did not arrive on another node in time")
             if copy.changed.wait(pause) and not copy.is_ended:
@@ -153,6 +203,11 @@ class Replicator:
             copy.check()
             pause = min(2 * pause, _LONGEST_PAUSE)
             self._peers.look()
+
+    def _complete(self, copy: _Copy, stored: StoredManifest) -> None:
+        """Wait for the files of the other ranks, publish the manifest, and delete obsolete replicas."""
+        nbytes = sum(file.size for file in stored.manifest.files)
+        self._await(copy, lambda: self._absent(copy.name, stored), nbytes)
         holders = [peer for peer in self._peers.responding() if copy.name in peer.directories()]
         # A save of an unchanged state has no files of its own.
         holders = holders or self._peers.targets()[: self._peers.count]
@@ -162,6 +217,7 @@ class Replicator:
         text = f"{copy.name} on {', '.join(peer.member.address for peer in done)}"
         emit(Event(name="checkpoint.replicated", subject=self._origin.url, nbytes=nbytes, detail=text))
         copy.is_complete = True
+        self._delete_parts(done, copy.name)
         try:
             while True:
                 uploaded = copy.is_durable
@@ -202,6 +258,16 @@ class Replicator:
             emit(Event(name="checkpoint.replica.failed", subject=place.url, detail=str(error)))
             return False
         return True
+
+    def _delete_parts(self, holders: Iterable[Peer], name: str) -> None:
+        """Delete the parts of a checkpoint, whose manifest replaces them."""
+        for peer in holders:
+            parts = [file for directory, file in peer.files if directory == name and file.startswith("part-")]
+            if parts:
+                try:
+                    peer.delete(name, parts)
+                except MillraceError as error:  # they are deleted with the replica
+                    emit(Event(name="run.prune.failed", subject=peer.url, detail=f"parts of a save: {error}"))
 
     def _delete_obsolete(self, replicated: Point | None) -> None:
         """Delete replicas that are not needed any more, from all members. `replicated` has complete replicas."""

@@ -1,18 +1,24 @@
-"""The saves of a run on every rank: the first rank's decision, the written bytes, and the base of the next save."""
+"""The saves of a run on every rank: the first rank's decision, the written bytes, and the base of the next save.
+
+Several ranks make no collective calls here. Each has the order of the save, and they meet in the storage (`parts.py`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from millrace.checkpoint.format.manifest import DataFile, Manifest
+from millrace.checkpoint.format.manifest import MANIFEST_NAME, DataFile, Manifest
 from millrace.checkpoint.run.claims import Claim, ClaimState
-from millrace.checkpoint.run.driving import save
-from millrace.checkpoint.run.ranks import Ranks
+from millrace.checkpoint.run.driving import plan_save, save
+from millrace.checkpoint.run.parts import PartRecord, SaveFailedElsewhere, complete, part_name, remove
+from millrace.checkpoint.run.ranks import Member
 from millrace.checkpoint.run.run_info import CheckpointInfo, info_of_manifest, paths_of
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, checkpoint_name, parse_name
 from millrace.checkpoint.run.save_values import LastSave, RunState, SaveOrder, Staged, Written
@@ -20,6 +26,7 @@ from millrace.checkpoint.run.saving import ProgressMeter, SaveResult
 from millrace.checkpoint.run.tiers import is_local_failure, report_local_failure
 from millrace.checkpoint.run.timeline import Point, next_revision, timeline
 from millrace.checkpoint.state.staging import StagedState
+from millrace.checkpoint.storage.layered import StoredManifest
 from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.checkpoint.writing.bases import Base, ItemKey, StoredBase, check_files, find_damage
 from millrace.checkpoint.writing.delta import SaveRecord, choose_base
@@ -32,31 +39,29 @@ from millrace.errors import (
     DiskFullError,
     MillraceError,
     ObjectExistsError,
+    OutcomeUnknownError,
     RunTakenError,
     UsageError,
 )
 from millrace.events import Event, emit
-from millrace.origin.obstore_library import start_workers
-from millrace.runtime import maintenance
-from millrace.runtime.forks import imported
-from millrace.runtime.pipeline import lower_priority
 
-Write = Callable[[Staged, CheckpointWriter, Ranks, Callable[[int], None]], None]
-"""Saves a staged state with a writer, as `save_staged`."""
+Write = Callable[[Staged, CheckpointWriter, Callable[[int], None]], None]
+"""Writes this rank's items of a staged state with a writer, as `save_staged`."""
 
 
-def save_staged(staged: Staged, writer: CheckpointWriter, ranks: Ranks, count: Callable[[int], None]) -> None:
-    """Save a state that was staged in this process. `count` is called with the bytes of each tensor. Collective."""
+def save_staged(staged: Staged, writer: CheckpointWriter, count: Callable[[int], None]) -> None:
+    """Save a state that was staged in this process. `count` is called with the bytes of each tensor."""
     if not isinstance(staged, StagedState):
         raise AssertionError("the state was staged in another process")
-    save(staged.state, writer, ranks, count=count)
+    save(staged.plan or plan_save(staged.state), writer, count=count)
 
 
 class _RunWriter(CheckpointWriter):
     """A writer that checks the run's claim before it publishes, and keeps a description of the published checkpoint.
 
-    `is_near`: the storage is this node's own, so the first rank does not see there the files of other nodes. `versions`
-    are those of the run's data files in an object store, as earlier saves of this manager saw them.
+    Of several ranks, each publishes its part. `is_near`: the storage is this node's own. `versions` are those of the run's
+    data files in an object store, as earlier saves of this manager saw them. `replaced_base`: the directories of damaged
+    checkpoints, for which this rank writes its part in full.
     """
 
     def __init__(
@@ -64,16 +69,29 @@ class _RunWriter(CheckpointWriter):
         url: str,
         storage: CheckpointStorage,
         *,
+        member: Member,
+        save_id: str,
         claim: Claim | None,
         is_near: bool,
         versions: dict[str, str] | None,
+        replaced_base: tuple[str, ...],
         **options: Any,
     ) -> None:
         super().__init__(url, **options)
         self._opened = storage
+        self._member, self._rank, self._save_id = member, member.rank, save_id
         self._claim, self._is_near, self._versions = claim, is_near, versions
+        self._replaced_base = replaced_base
+        self.manifest: Manifest | None = None
         self.info: CheckpointInfo | None = None
         self.own_files: tuple[str, ...] = ()
+
+    @property
+    def _is_part(self) -> bool:
+        return self._member.count > 1
+
+    def _manifest_name(self) -> str:
+        return part_name(self._member.rank) if self._is_part else MANIFEST_NAME
 
     def write_sources(
         self,
@@ -85,47 +103,47 @@ class _RunWriter(CheckpointWriter):
         results = super().write_sources(indices, sources, kept, wrapped)
         if self._unconfirmed is not None:
             self.own_files = tuple(self._unconfirmed[1])
-        if self._is_near:
-            for result in results[:1]:  # all share one description of the files that this rank names
-                super()._check_files(result.storage_data.data.files)
+        if self._is_part and self.stats is not None:
+            chunks = (self.stats.chunks_full, self.stats.chunks_delta, self.stats.chunks_referenced)
+            record = PartRecord(self._member.rank, self._member.count, chunks, self._replaced_base)
+            self._user_metadata = {**self._user_metadata, "part": tuple(record)}
         return results
 
     def _check_files(self, files: Sequence[DataFile]) -> None:
-        if not self._is_near:
-            check_files(self._storage(), files, self._threads, versions=self._versions)
+        check_files(self._storage(), files, self._threads, versions=None if self._is_near else self._versions)
 
     def _publish(self, storage: CheckpointStorage, name: str, data: bytes, manifest: Manifest) -> None:
-        if self._claim is not None:
+        if self._claim is not None and not self._is_part:
             self._claim.check()
         super()._publish(storage, name, data, manifest)
-        directory = storage.url.rstrip("/").rpartition("/")[2]
-        step, revision = parse_name(directory) or (0, 0)
-        self.info = info_of_manifest(
-            manifest,
-            len(data),
-            name=directory,
-            url=storage.url,
-            step=step,
-            revision=revision,
-            published=manifest.created,
-        )
+        self.manifest, self.info = manifest, describe(storage.url, manifest, len(data))
+
+
+def describe(url: str, manifest: Manifest, nbytes: int) -> CheckpointInfo:
+    """Describe a manifest of `nbytes` that was published in the checkpoint's directory `url`."""
+    directory = url.rstrip("/").rpartition("/")[2]
+    step, revision = parse_name(directory) or (0, 0)
+    return info_of_manifest(
+        manifest, nbytes, name=directory, url=url, step=step, revision=revision, published=manifest.created
+    )
 
 
 @dataclass(kw_only=True)
 class RunSaver:
     """Saves staged states of a run. Every rank has one, and calls the same methods. For one thread at a time.
 
-    `scan` lists the checkpoints of the run in all places. `local` is the place to write to first, if there is one. `near`
-    is where this rank finds the stored bytes of earlier saves without requests to the origin: `local`, or the run itself
-    if it is a local directory. `rewind`: whether a save may be of any step, also of one below the newest; `may_go_back`:
-    the same for the next save only, after a restore. `independent`: whether deltas are made only while the run has a
-    checkpoint that shares no file with them. `damaged` receives the names of checkpoints that were found to be damaged.
-    `make_room` prunes one of the places and returns the freed bytes; it never raises. `on_claim` is called with each new
-    claim.
+    `member` is this rank, and `limit` the seconds for which it waits for the others. `scan` lists the checkpoints of the run
+    in all places. `local` is the place to write to first, if there is one. `near` is where this rank finds the stored bytes
+    of earlier saves without requests to the origin: `local`, or the run itself if it is a local directory. `rewind`: whether
+    a save may be of any step, also of one below the newest; `may_go_back`: the same for the next save only, after a restore.
+    `independent`: whether deltas are made only while the run has a checkpoint that shares no file with them. `damaged`
+    receives the names of checkpoints that were found to be damaged. `make_room` prunes one of the places and returns the
+    freed bytes; it never raises. `on_claim` is called with each new claim.
     """
 
     run: Run
-    ranks: Ranks
+    member: Member
+    limit: float
     full_every: int
     base_bytes: int
     writer_options: Mapping[str, Any]
@@ -133,7 +151,6 @@ class RunSaver:
     local: Run | None
     near: Run | None
     make_room: Callable[[Run], int]
-    niceness: int = 0
     rewind: bool = False
     may_go_back: bool = False
     independent: bool = True
@@ -153,6 +170,8 @@ class RunSaver:
     _previous: LastSave | None = None
     _is_next_full: bool = False
     _versions: dict[str, str] = field(default_factory=dict)
+    # Of several ranks: this rank's parts of the saves in the history, by directory.
+    _own_parts: dict[str, Manifest] = field(default_factory=dict)
 
     def save(
         self,
@@ -163,40 +182,34 @@ class RunSaver:
         user: Mapping[str, Any],
         waited_seconds: float,
         progress: ProgressMeter,
+        order: SaveOrder | None = None,
     ) -> Written:
-        """Write a state to the nearest place that accepts it. It is durable there on return.
+        """Write a state to the nearest place that accepts it. It is durable there on return: of a near save by several
+        ranks, this rank's part.
 
-        This object owns `staged` from now on, also after an error. A save that fails leaves no files. After a full disk it
-        is retried once if `make_room` freed something. Raises `UsageError` for a step below the newest, and for the newest
-        step unless this object saved it; `RunTakenError` when another manager has taken the run; and errors of the save.
+        `order` is the one that the first of several ranks gave. This object owns `staged` from now on, also after an error.
+        A save that fails leaves no files. After a full disk it is retried once if `make_room` freed something. Raises
+        `UsageError` for a step below the newest, and for the newest step unless this object saved it; `RunTakenError` when
+        another manager has taken the run; errors of the save; and those of other ranks.
         """
         began = time.monotonic()
-        # Readers use these threads, too, so they start before the priority is lowered. The metrics of the first save load
-        # pyarrow, whose allocator has a thread.
-        maintenance.start()
-        imported("pyarrow")
-        if self.run.is_remote:
-            start_workers()
-        lower_priority(self.niceness)
         try:
-            record = {"step": step, "full": "", "metrics": dict(metrics)}
-            about = {"run": record, "user": dict(user)}
-            try:
-                order, writer, is_near = self._attempt(step, staged, about, progress)
-            except DiskFullError:
-                if not self.ranks.run_on_first(lambda: self.make_room(self.run)):
-                    raise
-                order, writer, is_near = self._attempt(step, staged, about, progress)
-            counts = self.ranks.gather(writer.stats)
-            info = self.ranks.run_on_first(lambda: writer.info)
-            if info is None:
-                raise AssertionError("the first rank has published the manifest")
-        except BaseException:
+            is_near, order, writer = self._save(step, staged, {"metrics": dict(metrics)}, dict(user), progress, order)
+        except BaseException as error:
             staged.release()
+            # Files of other ranks may be left in the directory. The next save lists it as that of a dead one.
+            self._is_abandoned = self._is_abandoned or (self.member.count > 1 and self._claim is not None)
+            if isinstance(error, SaveFailedElsewhere):
+                raise error.error from None
             raise
-        self._add_to_history(order, info)
+        info = writer.info
+        if info is None or writer.manifest is None or writer.stats is None:
+            raise AssertionError("the writer has published a manifest")
+        stats = writer.stats
+        chunks = (stats.chunks_full, stats.chunks_delta, stats.chunks_referenced)
+        if self.member.count > 1 and not is_near:
+            chunks = chunk_counts(writer.manifest)
         self._keep_base(order, writer, staged)
-        stats = [each for each in counts if each is not None]
         result = SaveResult(
             step=step,
             url=self.run.url_of(order.name),
@@ -207,11 +220,18 @@ class RunSaver:
             staged_seconds=staged.seconds,
             waited_seconds=waited_seconds,
             seconds=time.monotonic() - began + staged.seconds,
-            chunks_full=sum(each.chunks_full for each in stats),
-            chunks_delta=sum(each.chunks_delta for each in stats),
-            chunks_referenced=sum(each.chunks_referenced for each in stats),
+            chunks_full=chunks[0],
+            chunks_delta=chunks[1],
+            chunks_referenced=chunks[2],
         )
-        return Written(name=order.name, own_files=writer.own_files, is_near=is_near, result=result)
+        return Written(
+            name=order.name,
+            save_id=order.save_id,
+            own_files=writer.own_files,
+            is_near=is_near,
+            is_copied=order.is_copied,
+            result=result,
+        )
 
     def check_claim(self) -> None:
         """Raise `RunTakenError` if another manager has taken the run. For the first rank."""
@@ -265,23 +285,47 @@ class RunSaver:
         self._drop_base()
         claim, self._claim = self._claim, None
         if claim is not None:
+            if self._is_abandoned:
+                with contextlib.suppress(MillraceError):  # else the files are removed a day later
+                    claim.abandon_saves()
             claim.release()
 
     # --- inside -----------------------------------------------------------------------------------
 
+    def _save(
+        self,
+        step: int,
+        staged: Staged,
+        record: dict[str, Any],
+        user: dict[str, Any],
+        progress: ProgressMeter,
+        order: SaveOrder | None,
+    ) -> tuple[bool, SaveOrder, _RunWriter]:
+        """Write one save, in a second attempt after a full disk. Returns as `_attempt`."""
+        about = {"run": {"step": step, "full": "", **record}, "user": user}
+        for is_last in (False, True):
+            chosen = order or self.order(step)
+            self._announce(chosen.name)
+            about["run"]["full"] = chosen.full
+            try:
+                return self._attempt(chosen, staged, about, progress)
+            except DiskFullError:
+                if is_last or not self.make_room(self.run):
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
     def _attempt(
-        self, step: int, staged: Staged, about: dict[str, Any], progress: ProgressMeter
-    ) -> tuple[SaveOrder, _RunWriter, bool]:
-        """Decide and write one save. Returns the order as it was carried out, the writer, and whether the save is near."""
-        order = self._without_damage(self.ranks.run_on_first(lambda: self._order(step)))
-        about["run"]["full"] = order.full
+        self, order: SaveOrder, staged: Staged, about: dict[str, Any], progress: ProgressMeter
+    ) -> tuple[bool, SaveOrder, _RunWriter]:
+        """Write one save. Returns whether it is near, the order as it was carried out, and the writer."""
         try:
-            return self._write_somewhere(order, staged, about, progress)
+            return self._write_somewhere(self._without_damage(order, about), staged, about, progress)
         except BaseException as error:
             # Another manager that took the run may be about to write into a directory of this name.
             if not isinstance(error, ChangedError):
                 self._remove_empty(self.run, order.name)
-                if self.local is None and not self.run.is_remote and not os.path.isdir(self.run.url_of(order.name)):
+                is_alone = self.member.count == 1 and self.local is None and not self.run.is_remote
+                if is_alone and not os.path.isdir(self.run.url_of(order.name)):
                     self._taken.discard(parse_name(order.name) or (0, 0))
             raise
 
@@ -292,7 +336,8 @@ class RunSaver:
         except MillraceError as error:
             emit(Event(name="run.leftover.failed", subject=run.url_of(name), detail=str(error)))
 
-    def _order(self, step: int) -> SaveOrder:
+    def order(self, step: int) -> SaveOrder:
+        """Decide the name and the base of the next save. On the first rank. Raises as `save`."""
         if not (self.rewind or self.may_go_back):
             self._refuse_to_go_back(step)
         complete, taken = self._known_names()
@@ -300,8 +345,7 @@ class RunSaver:
         while (step, revision) in taken:  # by a dead save, whose files a later pruning removes
             revision += 1
         self._taken.add((step, revision))
-        name = checkpoint_name(step, revision)
-        self._announce(name)
+        name, save_id = checkpoint_name(step, revision), uuid.uuid4().hex
         live = timeline(complete)
         if self._is_next_full:
             self._is_next_full = False
@@ -319,10 +363,10 @@ class RunSaver:
             has_independent=not self.independent or self._has_independent(),
         )
         if kind == "full":
-            return SaveOrder(name=name, base=None, is_anchor=False, full=name)
+            return SaveOrder(name=name, base=None, is_anchor=False, full=name, save_id=save_id)
         is_anchor = kind == "anchor"
         base = history[0 if is_anchor else -1].directory
-        return SaveOrder(name=name, base=base, is_anchor=is_anchor, full=history[0].directory)
+        return SaveOrder(name=name, base=base, is_anchor=is_anchor, full=history[0].directory, save_id=save_id)
 
     def _has_independent(self) -> bool:
         """Whether the run has a checkpoint that shares no file with the saves since the last full one.
@@ -332,33 +376,27 @@ class RunSaver:
         chain = {record.directory for record in self._history} | self.damaged
         return any(checkpoint_name(*point) not in chain for point in self._complete or ())
 
-    def _without_damage(self, order: SaveOrder) -> SaveOrder:
-        """`order`, or a full save if a rank finds damage in the stored bytes of the base. A collective call."""
-        if order.base is None:
-            return order
-        problems = [problem for problem in self.ranks.gather(self._damage_of(order.base)) if problem is not None]
-        if not problems:
-            return order
-        return self._in_full("run.base.damaged", order, problems[0])
+    def _without_damage(self, order: SaveOrder, about: dict[str, Any]) -> SaveOrder:
+        """`order`, or a full save if there is damage in the stored bytes of the base."""
+        problem = None if order.base is None else self._damage_of(order.base)
+        return order if problem is None else self._in_full("run.base.damaged", order, problem, about)
 
     def _damage_of(self, directory: str) -> str | None:
         """The damage in the stored bytes of a base that this rank has near; None for none."""
         base = self._base(directory)
         if base is None or self.near is None:
             return None
-        # In a shared directory all ranks see the same base, so each checks a part of it. Memory has only the rank's part.
-        shares = isinstance(base, StoredBase) and self.near is self.run
-        share = (self.ranks.rank, self.ranks.count) if shares else (0, 1)
-        return find_damage(self.near.checkpoint(directory), base, self.writer_options["thread_count"], share=share)
+        return find_damage(self.near.checkpoint(directory), base, self.writer_options["thread_count"])
 
-    def _in_full(self, event: str, order: SaveOrder, problem: str) -> SaveOrder:
-        """The order of a full save instead of `order`, whose base is damaged. A collective call."""
+    def _in_full(self, event: str, order: SaveOrder, problem: str, about: dict[str, Any]) -> SaveOrder:
+        """The order of a full save instead of `order`, whose base is damaged. Of several ranks, only of this one's part."""
         try:
-            # A filter may make an error of the warning. Then every rank raises it, and none waits for another.
-            self.ranks.run_on_first(lambda: self._report_damage(event, order, problem))
+            self._report_damage(event, order, problem)
         finally:
             self._drop_history()
-        return SaveOrder(name=order.name, base=None, is_anchor=False, full=order.name)
+        if self.member.count == 1:
+            about["run"]["full"] = order.name
+        return replace(order, base=None, is_anchor=False)
 
     def _report_damage(self, event: str, order: SaveOrder, problem: str) -> None:
         self.damaged.update(record.directory for record in self._history)
@@ -412,7 +450,7 @@ class RunSaver:
 
     def _stored_history(self, live: list[Point]) -> list[SaveRecord]:
         """The saves since the last full one by an earlier process, if they are all near."""
-        if self.near is None or self.full_every == 1:
+        if self.near is None or self.full_every == 1 or self.member.count > 1:
             return []
         try:
             complete = {found.name: found for found in self.near.scan() if found.complete}
@@ -438,29 +476,29 @@ class RunSaver:
         if self.near is None:
             return None
         try:
-            return StoredBase.open(self.near.checkpoint(directory), directory)
+            known = self._own_parts.get(directory)
+            return StoredBase.open(self.near.checkpoint(directory), directory, manifest=known)
         except MillraceError as error:
             emit(Event(name="run.base.unreadable", subject=directory, detail=str(error)))
             return None
 
     def _write_somewhere(
         self, order: SaveOrder, staged: Staged, about: dict[str, Any], progress: ProgressMeter
-    ) -> tuple[SaveOrder, _RunWriter, bool]:
+    ) -> tuple[bool, SaveOrder, _RunWriter]:
         """Write to the local place if there is one and it works, else to the run itself. Returns as `_attempt`."""
         if self.local is not None:
             for is_last in (False, True):
                 try:
-                    return *self._write_with_base(order, staged, self.local, about, progress), True
+                    return True, *self._write_with_base(order, staged, self.local, about, progress)
                 except MillraceError as error:
                     self._remove_empty(self.local, order.name)
                     if isinstance(error, RunTakenError) or not is_local_failure(error):
                         raise
-                    retries = isinstance(error, DiskFullError) and not is_last
-                    if retries and any(self.ranks.gather(self.make_room(self.local) > 0)):
+                    if isinstance(error, DiskFullError) and not is_last and self.make_room(self.local) > 0:
                         continue
                     report_local_failure(self.local, order.name, error)
                     break
-        return *self._write_with_base(order, staged, self.run, about, progress), False
+        return False, *self._write_with_base(order, staged, self.run, about, progress)
 
     def _write_with_base(
         self, order: SaveOrder, staged: Staged, target: Run, about: dict[str, Any], progress: ProgressMeter
@@ -469,8 +507,7 @@ class RunSaver:
             return order, self._write(order, staged, target, about, progress)
         except BaseGoneError as error:
             # Files of the base are missing or were replaced. A full save needs none of them.
-            order = self._in_full("run.base.gone", order, error.message)
-            about["run"]["full"] = order.name
+            order = self._in_full("run.base.gone", order, error.message, about)
             return order, self._write(order, staged, target, about, progress)
 
     def _write(
@@ -479,13 +516,18 @@ class RunSaver:
         options = dict(self.writer_options)
         if target is not self.run:
             options["target_options"] = None
+        storage = target.checkpoint(order.name)  # with the connections and limits of the run
+        was_replaced = order.base is None and order.full != order.name
         writer = _RunWriter(
             target.url_of(order.name),
-            target.checkpoint(order.name),  # with the connections and limits of the run
+            storage,
+            member=self.member,
+            save_id=order.save_id,
             # Only the first rank has a claim, and publishes. A near save does not check it: its upload does.
             claim=self._claim if target is self.run else None,
             is_near=target is not self.run,
             versions=self._versions if self.run.is_remote else None,
+            replaced_base=tuple(self.damaged) if was_replaced else (),
             overwrite=False,
             base=self._base(order.base),
             keep_base=self._fits_in_memory(staged),
@@ -494,22 +536,67 @@ class RunSaver:
         )
         progress.begin("writing", staged.nbytes)
         try:
-            self.write(staged, writer, self.ranks, progress.advance)
+            self.write(staged, writer, progress.advance)
+            own = writer.manifest, writer.info
+            if self.member.count > 1 and target is self.run:
+                self._await_others(storage, order, writer)
         except ObjectExistsError as error:
             raise RunTakenError(
                 f"another manager has just saved {order.name} into {self.run.url}",
                 next_step="let one manager write to a run, and give the other one a run of its own",
             ) from error
+        self._add_to_history(order, writer, *own)
         return writer
+
+    def _await_others(self, storage: CheckpointStorage, order: SaveOrder, writer: _RunWriter) -> None:
+        """Wait until the checkpoint is complete, to which this rank's part was added. `writer` describes it then."""
+        try:
+            stored = self.join(storage, order.save_id)
+        except BaseException as error:
+            # Another rank than the first leaves its files until it knows that the first one has failed.
+            is_over = self.member.is_first and not isinstance(error, OutcomeUnknownError)
+            if is_over or isinstance(error, SaveFailedElsewhere):
+                remove(storage, [*writer.own_files, part_name(self.member.rank)])
+            raise
+        writer.manifest, writer.info = stored.manifest, describe(storage.url, stored.manifest, len(stored.data))
+
+    def join(
+        self, storage: CheckpointStorage, save_id: str, before: Callable[[], None] = lambda: None
+    ) -> StoredManifest:
+        """Complete a checkpoint together with the other ranks, as `parts.complete`."""
+
+        def note(records: Sequence[PartRecord]) -> None:
+            damaged = {name for record in records for name in record.damaged}
+            if damaged:
+                # One rank has no base in its part, and the others have. From the next save on all begin anew.
+                self.damaged.update(damaged)
+                self.save_next_in_full()
+
+        return complete(storage, self.member, save_id, self.limit, check=self.check_claim, before=before, note=note)
 
     def _fits_in_memory(self, staged: Staged) -> bool:
         """Whether there is memory to keep this state as the base of the next save."""
         return self.full_every > 1 and staged.nbytes <= self.base_bytes
 
-    def _add_to_history(self, order: SaveOrder, info: CheckpointInfo) -> None:
-        record = _record(info, "anchor" if order.is_anchor else "previous")
+    def _add_to_history(
+        self, order: SaveOrder, writer: _RunWriter, own: Manifest | None, own_info: CheckpointInfo | None
+    ) -> None:
+        """Note a save that was written. Of several ranks, the sizes of this one's part count, since a near save has no
+        others.
+        """
+        info = writer.info
+        if info is None or own is None or own_info is None:
+            raise AssertionError("the writer has published a manifest")
+        record = _record(own_info, "anchor" if order.is_anchor else "previous")
+        if self.member.count > 1 and order.base is not None:
+            # The parts of other ranks may be deltas.
+            record = replace(record, kind="delta", base="anchor" if order.is_anchor else "previous")
         # A save without any reference or delta counts as full, even if it had a base.
         self._history = [record] if record.kind == "full" else [*self._history, record]
+        if self.member.count > 1:
+            self._own_parts[info.name] = own
+            names = {each.directory for each in self._history}
+            self._own_parts = {name: part for name, part in self._own_parts.items() if name in names}
         self._is_history_known, self.may_go_back = True, False
         self._newest_own, self._attempted = Point(info.step, info.revision), None
         if self._complete is not None:
@@ -534,7 +621,15 @@ class RunSaver:
     def _drop_history(self) -> None:
         """Make the next save full: it does not continue from the last saved state."""
         self._drop_base()
-        self._history, self._is_history_known = [], True
+        self._history, self._is_history_known, self._own_parts = [], True, {}
+
+
+def chunk_counts(manifest: Manifest) -> tuple[int, int, int]:
+    """How many chunks of all ranks are stored whole, as deltas, and as references, by the record of `parts.join_parts`."""
+    record = manifest.user.get("run")
+    found = record.get("chunks", ()) if isinstance(record, Mapping) else ()
+    full, delta, referenced = (*found, 0, 0, 0)[:3]
+    return int(full), int(delta), int(referenced)
 
 
 def _record(info: CheckpointInfo, base: Literal["previous", "anchor"]) -> SaveRecord:

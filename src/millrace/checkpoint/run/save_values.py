@@ -15,23 +15,30 @@ from millrace.checkpoint.writing.delta import SaveRecord
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOrder:
-    """The first rank's decision for all: the directory, and the base of the save (None: a full save)."""
+    """The first rank's decision for all: the directory, the base of the save (None: a full save), the id of the save, and
+    whether a near save is copied to other nodes, where the manager has `replicas`.
+    """
 
     name: str
     base: str | None
     is_anchor: bool
     full: str
+    save_id: str
+    is_copied: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A save that is durable where it was written: its name, this rank's data files, its result, and whether only the near
-    place has it.
+    """A save that is durable where it was written: its name and id, this rank's data files, its result, whether only the
+    near place has it, and `is_copied` of its order. Of a near save by several ranks only this rank's part is durable, which
+    its result describes.
     """
 
     name: str
+    save_id: str
     own_files: tuple[str, ...]
     is_near: bool
+    is_copied: bool
     result: SaveResult
 
 

@@ -25,8 +25,8 @@ import torch
 
 from millrace.checkpoint.run import processes
 from millrace.checkpoint.run.engine import EngineOptions, SaveEngine
-from millrace.checkpoint.run.ranks import Ranks, picklable
-from millrace.checkpoint.run.save_values import LastSave, Staged, Written
+from millrace.checkpoint.run.ranks import picklable
+from millrace.checkpoint.run.save_values import LastSave, SaveOrder, Staged, Written
 from millrace.checkpoint.run.saver_protocol import (
     Acknowledge,
     Channel,
@@ -34,6 +34,8 @@ from millrace.checkpoint.run.saver_protocol import (
     Close,
     Closed,
     Closing,
+    Decide,
+    Decided,
     DropRegion,
     Emitted,
     GiveState,
@@ -94,7 +96,7 @@ class _MappedState:
             self.channel.send(Released(self.ticket))
 
 
-def _write(staged: Staged, writer: CheckpointWriter, ranks: Ranks, count: Callable[[int], None]) -> None:
+def _write(staged: Staged, writer: CheckpointWriter, count: Callable[[int], None]) -> None:
     if not isinstance(staged, _MappedState) or staged.plan is None:
         raise AssertionError("the state was not staged by the training process")
     save_shared(staged.plan, staged.objects, staged.mapping.address, staged.mapping.memory, writer, count)
@@ -149,6 +151,8 @@ class _Saver:
             raise AssertionError("the first message is `Start`")
         if isinstance(message, Save):
             self._save(engine, message)
+        elif isinstance(message, Decide):
+            self._decide(engine, message.step)
         elif isinstance(message, NewPlan):
             self._plan = message.plan
         elif isinstance(message, DropRegion):
@@ -178,14 +182,23 @@ class _Saver:
         self._engine = SaveEngine(
             options=options,
             tiers=tiers,
-            ranks=Ranks(),
-            upload_ranks=None if tiers.local is None else Ranks(),
             damaged=set(),
             write=_write,
             on_claim=lambda state: self._channel.send(Claimed(state)),
         )
         self._channel.send(Ready())
         return True
+
+    def _decide(self, engine: SaveEngine, step: int) -> None:
+        order: SaveOrder | None = None
+        failure: Exception | None = None
+        engine.renew_operation()
+        with part_of(engine.operation):
+            try:
+                order = engine.order(step)
+            except Exception as error:  # noqa: BLE001 - raised in the training process, whatever it is
+                failure = _portable(error)
+        self._channel.send(Decided(order, failure))
 
     def _save(self, engine: SaveEngine, message: Save) -> None:
         ticket = message.state.ticket

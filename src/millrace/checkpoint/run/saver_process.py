@@ -25,10 +25,11 @@ from dataclasses import replace
 from typing import Any
 
 from millrace.checkpoint.run.claims import ClaimState
+from millrace.checkpoint.run.driving import plan_save
 from millrace.checkpoint.run.engine import EngineOptions, SaveRequest, failed
 from millrace.checkpoint.run.processes import is_stopped, this_process
 from millrace.checkpoint.run.run_layout import parse_name
-from millrace.checkpoint.run.save_values import LastSave, RunState, Written
+from millrace.checkpoint.run.save_values import LastSave, RunState, SaveOrder, Written
 from millrace.checkpoint.run.saver_protocol import (
     Acknowledge,
     Channel,
@@ -36,6 +37,8 @@ from millrace.checkpoint.run.saver_protocol import (
     Close,
     Closed,
     Closing,
+    Decide,
+    Decided,
     DropRegion,
     Emitted,
     GiveState,
@@ -89,7 +92,7 @@ _connections: weakref.WeakSet[socket.socket] = forks.objects_reset_in_child(sock
 Upload = Callable[[Report | None], SaveResult]
 
 
-class SaverUnavailable(Exception):  # noqa: N818 - not an error of the save, which continues in this process
+class SaverUnavailable(Exception):  # noqa: N818 - not an error of the save, which this process carries out
     """There can be no saver process for this manager; the text is the reason."""
 
 
@@ -149,6 +152,23 @@ class SaverProcess:
         self._child = child
         if self._known != RunState():
             child.send(TakeState(self._known, None, None))
+
+    def knows(self, staged: StagedState) -> bool:
+        """Whether the saver has the plan of a state with this structure. `start` was called before."""
+        return self._planned is not None and self._planned[0] == staged.structure
+
+    def order(self, step: int) -> SaveOrder:
+        """As `SaveEngine.order`. `start` was called before. Raises also `SaverDiedError`."""
+        child = self._running()
+        child.send(Decide(step))
+        answer = child.answer()
+        if not isinstance(answer, Decided):
+            raise child.died(f"the decision about the save of step {step}")
+        if answer.error is not None:
+            raise answer.error
+        if answer.order is None:
+            raise AssertionError("a decision without an error has an order")
+        return answer.order
 
     def save(self, request: SaveRequest, staged: StagedState, report: Report | None) -> tuple[Written, Upload]:
         """Save a state, which this object owns from now on. `start` was called before. Returns also a function that waits
@@ -272,11 +292,12 @@ class SaverProcess:
 
     def _plan(self, staged: StagedState) -> tuple[PlannedState, bool]:
         """The plan of the state, and whether it is new."""
-        if self._planned is not None and self._planned[0] == self._planned_structure(staged):
+        if self._planned is not None and staged.plan is None and self.knows(staged):
             return self._planned[1], False
         # Not the former plan either, if this fails: the saver keeps only the last one.
         self._planned = None
-        return PlannedState.of(staged.state, staged.region, self._trusted_types), True
+        planned = staged.plan or plan_save(staged.state)
+        return PlannedState.of(planned, staged.state, staged.region, self._trusted_types), True
 
     def _planned_structure(self, staged: StagedState) -> Structure:
         if staged.structure is None:
@@ -293,7 +314,7 @@ class _Child:
         self.death: str | None = None
         """How the process has ended; None while it runs."""
         self.claim = claim
-        # `Ready`, `Refused`, `StateGiven` and `Closed`; None at the end.
+        # `Ready`, `Refused`, `Decided`, `StateGiven` and `Closed`; None at the end.
         self._answers: queue.SimpleQueue[object] = queue.SimpleQueue()
         ours, theirs = socket.socketpair()
         _connections.update((ours, theirs))
@@ -466,7 +487,7 @@ class _Child:
                 staged.release()
         elif isinstance(message, Claimed):
             self.claim = message.claim
-        elif isinstance(message, Ready | Refused | StateGiven | Closed):
+        elif isinstance(message, Ready | Refused | Decided | StateGiven | Closed):
             self._answers.put(message)
         else:
             raise UsageError(f"an unknown message of the saver: {type(message).__name__}")

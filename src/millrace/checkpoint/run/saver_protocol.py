@@ -17,7 +17,7 @@ from typing import Any
 from millrace.checkpoint.run.claims import ClaimState
 from millrace.checkpoint.run.engine import SaveRequest
 from millrace.checkpoint.run.processes import Process
-from millrace.checkpoint.run.save_values import RunState, Written
+from millrace.checkpoint.run.save_values import RunState, SaveOrder, Written
 from millrace.checkpoint.run.saving import SaveProgress, SaveResult
 from millrace.checkpoint.writing.shared_plan import SharedBase, SharedObject, SharedPlan
 from millrace.events import Event
@@ -84,6 +84,13 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class Decide:
+    """Decide the order of the next save, on the first of several ranks. The reply is `Decided`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Acknowledge:
     """The progress of a save was reported."""
 
@@ -134,6 +141,14 @@ class Refused:
     """The options cannot be unpickled there."""
 
     problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The order of the next save, or an error."""
+
+    order: SaveOrder | None
+    error: Exception | None
 
 
 @dataclass(frozen=True, slots=True)

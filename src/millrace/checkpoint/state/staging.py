@@ -62,6 +62,8 @@ class StagedState:
     ) -> None:
         self.state, self.nbytes, self.seconds = state, nbytes, seconds
         self.structure, self.region = structure, region
+        # This rank's items, if the ranks have planned the save together.
+        self.plan: Any = None
         self._give_back: deque[Callable[[], None]] = deque([give_back])
 
     def release(self) -> None:
@@ -71,7 +73,7 @@ class StagedState:
         except IndexError:
             return
         # Drop the references: an object that refers to this one (a traceback, for example) must not keep the memory.
-        self.state = {}
+        self.state, self.plan = {}, None
         give_back()
 
 

@@ -74,11 +74,13 @@ class StoredManifest:
     manifest: Manifest
 
     @classmethod
-    def read(cls, storage: CheckpointStorage) -> StoredManifest:
-        """Raises `ObjectNotFoundError`, `CorruptCheckpointError`, `UnsupportedFormatError`, and the errors of the
+    def read(cls, storage: CheckpointStorage, name: str = MANIFEST_NAME) -> StoredManifest:
+        """Read the manifest, or the part of one rank with this name.
+
+        Raises `ObjectNotFoundError`, `CorruptCheckpointError`, `UnsupportedFormatError`, and the errors of the
         storage.
         """
-        file = storage.stat(MANIFEST_NAME)
+        file = storage.stat(name)
         data, manifest = read_manifest_file(storage, file)
         return cls(file, bytes(memoryview(data).cast("B")), manifest)
 

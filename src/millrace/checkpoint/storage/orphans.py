@@ -16,9 +16,11 @@ ORPHAN_SECONDS = 24 * 3600.0
 too, and an object store dates a long upload by its begin. So a save must not take longer than this.
 """
 
-# Final and temporary names of `open_writer` and `publish`. No other file is ever removed.
+# Final and temporary names of `open_writer` and `publish`, and of the files by which ranks save together. No other file is
+# ever removed.
 _LEFT_BEHIND = re.compile(
-    r"data-[0-9a-z-]{1,100}\.millrace|\.(?:data-[0-9a-z-]{1,100}|(?:rank-\d+\.)?manifest)\.millrace\.[0-9a-f]{8}\.tmp",
+    r"(?:data-[0-9a-z-]{1,100}|part-\d+)\.millrace|failed-\d+\.json"
+    r"|\.(?:(?:data-[0-9a-z-]{1,100}|(?:rank-\d+\.)?manifest|part-\d+)\.millrace|failed-\d+\.json)\.[0-9a-f]{8}\.tmp",
     re.ASCII,
 )
 _RANK_MANIFEST = re.compile(rf"rank-(\d+)\.{re.escape(MANIFEST_NAME)}", re.ASCII)

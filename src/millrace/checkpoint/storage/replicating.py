@@ -62,6 +62,7 @@ def copy_checkpoint(
     progress: Progress | None = None,
     threads: int = _DEFAULT_THREADS,
     check: Callable[[], None] | None = None,
+    stored: StoredManifest | None = None,
 ) -> CopyReport:
     """Copy the data files `files` (all of the checkpoint's own by default), then its manifest when `manifest` is True.
 
@@ -72,6 +73,7 @@ def copy_checkpoint(
     partial file, but complete files remain.
 
     A rank that copies only its own files passes their names and `manifest=False`. The coordinator copies after all ranks.
+    `stored` is the manifest if the source has it under another name: the part of one rank, for example.
 
     Raises `CheckpointNotFoundError` when the source has no manifest, `CorruptCheckpointError` when it is damaged,
     `ObjectNotFoundError` when the target lacks files that others must copy, `ObjectExistsError` when the target contains
@@ -81,7 +83,7 @@ def copy_checkpoint(
     whole_number("threads", threads, least=1)
     began = time.monotonic()
     try:
-        stored = StoredManifest.read(source)
+        stored = stored or StoredManifest.read(source)
     except MissingError as error:
         raise CheckpointNotFoundError(
             f"{source.url}: no complete checkpoint to copy", next_step="check the name"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -88,6 +90,90 @@ def build_manifest(
     )
 
 
+def join_manifests(parts: Sequence[Manifest], user: Mapping[str, Any]) -> Manifest:
+    """Join the manifests of all ranks of one save, in the order of the ranks, each of which describes its own items.
+
+    The result depends on the arguments only, so every process that joins the same parts gets the same bytes. Raises
+    `UsageError` if the parts do not make whole tensors, or differ in the description of one.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    wrapped: dict[str, WrappedEntry] = {}
+    # Rows of the joined item table by key: the ranks' tables one after the other.
+    rows: dict[str, list[int]] = {}
+    blobs: dict[str, int] = {}
+    planner_data: dict[Any, Any] = {}
+    columns: dict[str, list[Any]] = {"chunk": [], "start": [], "nbytes": []}
+    first_item = first_chunk = 0
+    for part in parts:
+        row = first_item
+        for entry in part.tensors:
+            known = tensors.get(entry.key)
+            tensors[entry.key] = entry if known is None else _with_shards(known, entry)
+            rows.setdefault(entry.key, []).extend(range(row, row + len(entry.shards)))
+            row += len(entry.shards)
+        for key in part.blobs:
+            if blobs.setdefault(key, row) != row:
+                raise UsageError(f"two ranks wrote {key!r}", next_step="check the save planner")
+            row += 1
+        for each in part.wrapped:
+            before = wrapped.get(each.tensor.key)
+            if before is not None:
+                each = WrappedEntry(_with_shards(before.tensor, each.tensor), (*before.parts, *each.parts))
+            wrapped[each.tensor.key] = each
+        # As in a plan: if ranks have different paths for a key, that of the lowest rank counts.
+        planner_data = {**(part.planner_data or {}), **planner_data}
+        used = part.items["nbytes"] > 0
+        columns["chunk"].append(np.where(used, part.items["chunk"] + np.uint32(first_chunk), part.items["chunk"]))
+        columns["start"].append(part.items["start"])
+        columns["nbytes"].append(part.items["nbytes"])
+        first_item, first_chunk = row, first_chunk + len(part.chunks)
+    both = tensors.keys() & (blobs.keys() | wrapped.keys())
+    lacking = [
+        entry.key
+        for entry in (*tensors.values(), *(each.tensor for each in wrapped.values()))
+        if sum(math.prod(shard.sizes) for shard in entry.shards) != math.prod(entry.shape)
+    ]
+    if both or lacking:
+        raise UsageError(
+            f"the ranks' parts do not make {(*sorted(both), *lacking)[0]!r} whole",
+            next_step="save the same state on all ranks together",
+        )
+    transforms = {part.transforms for part in parts if len(part.chunks)}
+    if len(transforms) > 1:
+        raise UsageError("ranks used different stream extensions", next_step="give the same _extensions to every rank")
+    order = [row for key in tensors for row in rows[key]] + list(blobs.values())
+    items = {name: np.concatenate(each)[order] for name, each in columns.items()}
+    files = list(dict.fromkeys(file for part in parts for file in part.files))
+    return replace(
+        parts[0],
+        files=tuple(files),
+        tensors=tuple(tensors.values()),
+        blobs=tuple(blobs),
+        items=item_table(items),
+        chunks=_join_chunks(parts, files),
+        planner_data=planner_data,
+        user=user,
+        transforms=next(iter(transforms), ()),
+        wrapped=tuple(wrapped.values()),
+    )
+
+
+def _with_shards(one: TensorEntry, other: TensorEntry) -> TensorEntry:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        raise UsageError(
+            f"{one.key!r} is not the same kind of tensor on every rank", next_step="give every rank a shard of it"
+        )
+    return one._replace(shards=(*one.shards, *other.shards))
+
+
+class _Part(Protocol):
+    @property
+    def files(self) -> tuple[DataFile, ...]: ...
+
+    @property
+    def chunks(self) -> Table: ...
+
+
 def _unwrapped(
     tensors: Sequence[TensorEntry], blobs: Sequence[str], stored: Sequence[StoredItem | StoredWrapper]
 ) -> tuple[tuple[TensorEntry, ...], tuple[str, ...], tuple[WrappedEntry, ...], list[StoredItem]]:
@@ -130,7 +216,7 @@ def _unwrapped(
     return tuple(plain), (*blobs, *recipes), tuple(wrapped), items
 
 
-def _join_chunks(ranks: Sequence[RankData], files: Sequence[DataFile]) -> Table:
+def _join_chunks(ranks: Sequence[_Part], files: Sequence[DataFile]) -> Table:
     """The chunk tables of all ranks as one table, with adjusted file and row numbers."""
     if not ranks:
         return chunk_table()

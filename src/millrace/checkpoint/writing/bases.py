@@ -162,13 +162,20 @@ class StoredBase:
         self._fetcher = fetcher
 
     @classmethod
-    def open(cls, storage: CheckpointStorage, directory: str, *, extension_registry: Any = None) -> StoredBase:
+    def open(
+        cls,
+        storage: CheckpointStorage,
+        directory: str,
+        *,
+        extension_registry: Any = None,
+        manifest: Manifest | None = None,
+    ) -> StoredBase:
         """Open the complete checkpoint in `storage`, whose directory in the run is `directory`.
 
-        `extension_registry` is torch's, for checkpoints with stream extensions. Raises `CheckpointNotFoundError`,
-        `CorruptCheckpointError` or `UnsupportedFormatError`.
+        `manifest` is a known one: that of a rank's part, for example. `extension_registry` is torch's, for checkpoints with
+        stream extensions. Raises `CheckpointNotFoundError`, `CorruptCheckpointError` or `UnsupportedFormatError`.
         """
-        manifest = read_manifest(storage).manifest
+        manifest = manifest or read_manifest(storage).manifest
         fetcher = ChunkFetcher(storage, manifest, 1, transforms_for(manifest.transforms, extension_registry))
         with collection_paused():
             return cls(directory, manifest, fetcher)
@@ -196,11 +203,10 @@ def places_of(manifest: Manifest) -> dict[ItemKey, Place]:
     return {key: Place(*place) for key, place in zip(keys, zip(*columns, strict=True), strict=True)}
 
 
-def find_damage(storage: CheckpointStorage, base: Base, threads: int, *, share: tuple[int, int] = (0, 1)) -> str | None:
+def find_damage(storage: CheckpointStorage, base: Base, threads: int) -> str | None:
     """Find damage in the stored bytes of a base and of its own bases; None if all match their checksums.
 
-    `storage` is the base's directory. Missing files are not reported: `check_files` finds them before a save ends. `share`
-    is this rank's number and the number of ranks that check the same base together.
+    `storage` is the base's directory. Missing files are not reported: `check_files` finds them before a save ends.
     """
     chunks = base.chunks
     columns = (chunks[name] for name in ("file", "offset", "stored_bytes"))
@@ -224,8 +230,7 @@ def find_damage(storage: CheckpointStorage, base: Base, threads: int, *, share: 
                 return f"a chunk in {file.name} does not match its checksum"
         return None
 
-    first, step = share
-    return next((problem for problem in run_in_order(ranges[first::step], check, threads) if problem), None)
+    return next((problem for problem in run_in_order(ranges, check, threads) if problem), None)
 
 
 def check_files(

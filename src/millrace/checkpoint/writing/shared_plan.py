@@ -26,7 +26,6 @@ from millrace.checkpoint.state.tensors import dtype_name, flat_bytes, plain_memo
 from millrace.checkpoint.state.wrappers import encode_recipe, inner_key, is_wrapper, take_apart
 from millrace.checkpoint.writing.bases import ItemKey, MemoryBase, Place, Readable
 from millrace.checkpoint.writing.packing import ItemSource
-from millrace.checkpoint.writing.save_planner import CheckpointSavePlanner
 from millrace.checkpoint.writing.sources import BlobSource, WrapperParts, sources_of
 from millrace.checkpoint.writing.writer import CheckpointWriter
 from millrace.runtime.garbage import collection_paused
@@ -78,6 +77,14 @@ class SharedObject(NamedTuple):
 # --- in the training process ----------------------------------------------------------------------
 
 
+class RankPlan(NamedTuple):
+    """This rank's items of a save: torch's planner, its plan, and the metadata of these items."""
+
+    planner: Any
+    plan: Any
+    metadata: Any
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedState:
     """A plan, and the keys on the paths to its objects in the state."""
@@ -86,15 +93,14 @@ class PlannedState:
     paths: list[tuple[Any, ...]]
 
     @classmethod
-    def of(cls, state: dict[str, Any], region: Region | None, trusted_types: Sequence[type]) -> PlannedState:
-        """Plan the save of a staged state, whose tensors are in `region`.
+    def of(
+        cls, planned: RankPlan, state: dict[str, Any], region: Region | None, trusted_types: Sequence[type]
+    ) -> PlannedState:
+        """Describe the save of a staged state, whose tensors are in `region`, for another process.
 
         Raises as a save does for values that a checkpoint cannot store.
         """
-        planner = CheckpointSavePlanner()
-        planner.set_up_planner(state, None, is_coordinator=True)
-        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-        plan = planner.finish_plan(plans[0])
+        planner, plan, metadata = planned
         indices: list[ItemIndex] = []
         items: list[SharedItem] = []
         objects: list[Any] = []
@@ -271,9 +277,7 @@ def save_shared(
             yield source
 
     try:
-        writer.storage_meta()
-        writer.set_up_storage_writer(True)
-        writer.prepare_local_plan(None)
+        writer.begin_alone()
         results = writer.write_sources(plan.indices, sources(), kept, plan.wrapped)
         writer.finish(plan.metadata, [results])
     except BaseException as error:

@@ -191,6 +191,12 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         self._manifest_rank = None if kwargs.get("use_collectives", True) else self._rank
         self.stats = None
 
+    def begin_alone(self) -> None:
+        """The calls before `write_data` or `write_sources` in a save without collective calls of torch."""
+        self.storage_meta()
+        self.set_up_storage_writer(True, rank=self._rank)
+        self.prepare_local_plan(None)
+
     def prepare_local_plan(self, plan: Any) -> Any:
         storage = self._storage()
         storage.prepare()
@@ -260,12 +266,12 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
 
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
         storage = self._storage()
-        name = manifest_name(self._manifest_rank)
+        name = self._manifest_name()
         try:
             previous = self._previous_files(storage)
             stock = self._stock_metadata(storage)
             with collection_paused():
-                if self._manifest_rank is None:
+                if self._manifest_rank is None and not self._is_part:
                     # Planners do not check a single plan: it may be that of one rank in a save without collectives.
                     check_cover(metadata, complete=True)
                 manifest = build_manifest(
@@ -284,7 +290,7 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         discard(storage, [name for name in previous if name not in current])
         if stock is not None:
             self._discard_stock(storage, stock)
-        if not self._manifest_rank:
+        if not self._manifest_rank and not self._is_part:
             sweep(storage, name)
 
     def written_base(self, directory: str) -> MemoryBase | None:
@@ -318,6 +324,14 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
             discard(*unconfirmed)
 
     # --- inside -----------------------------------------------------------------------------------
+
+    @property
+    def _is_part(self) -> bool:
+        """Whether the manifest is that of one rank, and is joined with those of the others."""
+        return False
+
+    def _manifest_name(self) -> str:
+        return manifest_name(self._manifest_rank)
 
     def _storage(self) -> CheckpointStorage:
         if self._opened is None:

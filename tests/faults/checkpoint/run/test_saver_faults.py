@@ -164,7 +164,7 @@ def test_close_after_the_death_of_the_saver_releases_the_run(tmp_path: Path) -> 
     assert json.loads(claim.read_bytes())["released"]
 
 
-def test_saver_that_cannot_start_again_leaves_the_run_to_threads(
+def test_saver_that_cannot_start_again_makes_later_calls_wait(
     tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with CheckpointManager(tmp_path / "run") as run:
@@ -174,9 +174,15 @@ def test_saver_that_cannot_start_again_leaves_the_run_to_threads(
         wait_until(lambda: saver._child.death is not None)
         monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
         assert run.save_async(2, state(2.0)).exception() is None
-        assert run.save_async(3, state(3.0)).exception() is None
+        with pytest.warns(
+            RuntimeWarning, match="save_async.. of .*/run waits for the end of each save: it cannot start"
+        ):
+            pending = run.save_async(3, state(3.0))
+        assert pending.done()
+        assert pending.exception() is None
+        assert run.save_async(4, state(4.0)).exception() is None, "there is one warning"
         check(run, 2, 2.0)
-        check(run, 3, 3.0)
+        check(run, 4, 4.0)
     assert [event.name for event in events].count("run.saver.unavailable") == 1
     assert [path.name for path in (tmp_path / "run").glob("writer-*")] == ["writer-000000000001.json"]
 
@@ -217,7 +223,7 @@ def test_unexpected_error_in_the_saver_keeps_its_type_and_traceback(tmp_path: Pa
     broken = """
 from millrace.checkpoint.run import run_saver
 def fails(*arguments): raise ZeroDivisionError("a defect")
-run_saver.RunSaver._order = fails
+run_saver.RunSaver.order = fails
 """
     with CheckpointManager(tmp_path / "run") as run, savers_with(broken):
         error = run.save_async(1, state(1.0)).exception()

@@ -179,35 +179,6 @@ def test_restores_of_a_run_move_at_most_twice_the_bytes_of_a_full_one(server):
     assert max(moved_bytes.values()) <= 2 * moved_bytes[1], moved_bytes
 
 
-PRIORITIES = """
-import json, os, sys, time, torch
-from pathlib import Path
-from millrace.checkpoint import CheckpointManager
-with CheckpointManager("s3://runs/priorities", target_options=json.loads(sys.argv[1])) as run:
-    run.save(1, {"x": torch.zeros(1000)})
-deadline = time.monotonic() + 120
-while True:
-    try:
-        threads = [int(thread.name) for thread in Path("/proc/self/task").iterdir()]
-        priorities = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
-    except ProcessLookupError:
-        continue  # those of the save itself are ending still
-    differences = sorted({priority - os.getpriority(os.PRIO_PROCESS, os.getpid()) for priority in priorities})
-    if differences == [0] or time.monotonic() > deadline:
-        break
-    time.sleep(0.05)
-print(differences, len(threads))
-"""
-
-
-def test_save_leaves_no_thread_of_lower_priority(server):
-    program = [sys.executable, "-c", PRIORITIES, json.dumps(server.target_options)]
-    reported = subprocess.run(program, capture_output=True, text=True, timeout=100, check=True).stdout
-    differences, _, count = reported.rpartition(" ")
-    assert differences == "[0]"
-    assert int(count) > 1, "the storage library has threads of its own"
-
-
 def test_claims_on_server_have_one_owner(server):
     run = open_on(server, "claims")
     first = Claim.take(run)

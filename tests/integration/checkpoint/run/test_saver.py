@@ -333,7 +333,7 @@ def fails(*arguments):
     except ZeroDivisionError:
         logging.getLogger("millrace.checkpoint").exception("a line of %s", "the saver")
     raise KeyError("x")
-run_saver.RunSaver._order = fails
+run_saver.RunSaver.order = fails
 """
     with CheckpointManager(tmp_path / "run") as run, savers_with(noisy):
         assert isinstance(run.save_async(1, {"w": torch.ones(3)}).exception(), KeyError)
@@ -386,19 +386,20 @@ def test_save_process_is_accepted_and_warns_once(tmp_path: Path, monkeypatch: py
     CheckpointManager(tmp_path / "run", save_process=False).close()
 
 
-def test_options_that_no_other_process_can_import_save_in_threads(tmp_path: Path, events: list[Event]) -> None:
+def test_options_that_no_other_process_can_import_save_in_this_process(tmp_path: Path, events: list[Event]) -> None:
     class KeepAllOfThem:  # local to this function
         def keep(self, checkpoints: Any, *, now: float) -> Any:
             return {each.name for each in checkpoints}
 
     with CheckpointManager(tmp_path / "run", keep=KeepAllOfThem()) as run:
-        for step in (1, 2):
-            run.save_async(step, {"w": torch.full((3,), float(step))}).result()
+        run.save_async(1, {"w": torch.full((3,), 1.0)}).result()
+        with pytest.warns(RuntimeWarning, match="waits for the end of each save: the options cannot be pickled"):
+            assert run.save_async(2, {"w": torch.full((3,), 2.0)}).done()
         assert run.steps() == [1, 2]
     assert [event.name for event in events].count("run.saver.unavailable") == 1
 
 
-def test_interpreter_that_cannot_start_saves_in_threads(
+def test_save_continues_in_this_process_where_the_interpreter_cannot_start(
     tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
@@ -408,7 +409,7 @@ def test_interpreter_that_cannot_start_saves_in_threads(
     assert "run.saver.unavailable" in {event.name for event in events}
 
 
-def test_interpreter_that_ends_at_its_start_saves_in_threads(
+def test_save_continues_in_this_process_where_the_interpreter_ends_at_its_start(
     tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Its child is not a child of this process, and ends.
@@ -417,15 +418,17 @@ def test_interpreter_that_ends_at_its_start_saves_in_threads(
     wrapper.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(wrapper))
     with CheckpointManager(tmp_path / "run") as run:
-        for step in (1, 2):
-            assert run.save_async(step, {"w": torch.ones(3)}).exception() is None
+        assert run.save_async(1, {"w": torch.ones(3)}).exception() is None
+        with pytest.warns(RuntimeWarning, match="waits for the end of each save"):
+            assert run.save_async(2, {"w": torch.ones(3)}).exception() is None
         assert run.steps() == [1, 2]
     assert [event.name for event in events].count("run.saver.unavailable") == 1
 
 
-def test_run_in_the_memory_of_this_process_is_saved_in_threads() -> None:
+def test_run_in_the_memory_of_this_process_is_saved_before_the_call_returns() -> None:
     with CheckpointManager("memory://saver/run") as run:
-        run.save_async(1, {"w": torch.ones(3)}).result()
+        with pytest.warns(RuntimeWarning, match="waits for the end of each save"):
+            assert run.save_async(1, {"w": torch.ones(3)}).done()
         assert run.steps() == [1]
 
 
@@ -433,15 +436,15 @@ def test_executable_of_a_frozen_application_is_not_started(tmp_path: Path, monke
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with CheckpointManager(tmp_path / "run") as run:
         assert run._saver is None
-        assert run.save_async(1, {"w": torch.ones(3)}).exception() is None
+        with pytest.warns(RuntimeWarning, match="waits for the end of each save"):
+            assert run.save_async(1, {"w": torch.ones(3)}).exception() is None
 
 
-def test_system_without_shared_memory_saves_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_without_shared_memory_saves_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver_process.os, "memfd_create", lambda *_: (_ for _ in ()).throw(OSError("refused")))
     with CheckpointManager(tmp_path / "run") as run:
         run.save_async(1, {"w": torch.ones(3)}).result()
-        assert run._saver is not None
-        assert run._saver.pid is None
+        assert run._saver is None
         assert run.steps() == [1]
 
 

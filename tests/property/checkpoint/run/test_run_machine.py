@@ -2,11 +2,14 @@
 
 A restore always returns exactly one saved state: the newest durable one. A crash is an
 operation of the storage that raises. Every later operation of that manager raises too, so its leftovers stay.
+A second machine saves asynchronously in saver processes, in which the operation kills the process.
 """
 
 from __future__ import annotations
 
 import copy
+import mmap
+import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +20,13 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.savers import savers_with
 
 from millrace.checkpoint import CheckpointManager
 from millrace.checkpoint.storage import storage
-from millrace.errors import MillraceError
+from millrace.errors import MillraceError, SaverDiedError
+
+pytestmark = pytest.mark.filterwarnings("ignore:save_async")  # waits where there is no saver
 
 _ELEMENTS = 150_000
 
@@ -29,32 +35,68 @@ class SimulatedCrash(BaseException):
     """The process is dead from here on."""
 
 
+_NONE = -1
+
+
 class _Fuse:
-    """Counts operations on local storage, and ends them all from one of them on."""
+    """Counts operations on local storage in this process and in the savers, and ends them all from one of them on."""
 
     def __init__(self) -> None:
-        self.left: int | None = None
+        self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - as long as this object
+        self._file.write(struct.pack("q", _NONE))
+        self._file.flush()
+        self._memory = mmap.mmap(self._file.fileno(), 8)
+        self.name = self._file.name
+
+    @property
+    def left(self) -> int | None:
+        (left,) = struct.unpack("q", self._memory[:])
+        return None if left == _NONE else int(left)
+
+    @left.setter
+    def left(self, operations: int | None) -> None:
+        self._memory[:] = struct.pack("q", _NONE if operations is None else operations)
 
     def burn(self) -> None:
-        if self.left is None:
+        left = self.left
+        if left is None:
             return
-        if self.left == 0:
+        if left == 0:
             raise SimulatedCrash
-        self.left -= 1
+        self.left = left - 1
 
 
 _FUSE = _Fuse()
+_USES_SAVER = [False]
 _GUARDED = (
     (storage.LocalWriter, ("__init__", "write", "close", "abort")),
     (storage.LocalStorage, ("publish", "delete", "prepare")),
 )
+# The same in a saver, which ends there as a process that is killed.
+_IN_SAVER = f"""
+import mmap, os, signal, struct
+from millrace.checkpoint.storage import storage
+memory = mmap.mmap(os.open({_FUSE.name!r}, os.O_RDWR), 8)
+def guard(owner, name):
+    method = getattr(owner, name)
+    def guarded(*arguments, **options):
+        (left,) = struct.unpack("q", memory[:])
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if left > 0:
+            memory[:] = struct.pack("q", left - 1)
+        return method(*arguments, **options)
+    setattr(owner, name, guarded)
+for owner, names in ((storage.LocalWriter, {_GUARDED[0][1]}), (storage.LocalStorage, {_GUARDED[1][1]})):
+    for name in names:
+        guard(owner, name)
+"""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _guarded_storage() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        # In this process, where the storage can be guarded. `test_saver_faults.py` ends saver processes.
-        patch.setattr("millrace.checkpoint.run.manager.is_supported", lambda url: False)
+    with pytest.MonkeyPatch.context() as patch, savers_with(_IN_SAVER):
+        patch.setattr("millrace.checkpoint.run.manager.is_supported", lambda url: _USES_SAVER[0])
         for owner, names in _GUARDED:
             for name in names:
                 patch.setattr(owner, name, _guarded(getattr(owner, name)))
@@ -94,8 +136,11 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 class RunMachine(RuleBasedStateMachine):
     """`saved`: every state that was given to a save; `durable`: those that are known to be there, oldest first."""
 
+    uses_saver = False
+
     def __init__(self) -> None:
         super().__init__()
+        _USES_SAVER[0] = self.uses_saver
         torch.manual_seed(7)
         self.folder = tempfile.TemporaryDirectory()
         self.url = Path(self.folder.name) / "run"
@@ -298,11 +343,51 @@ def _empty_like(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-TestRun = RunMachine.TestCase
-TestRun.settings = settings(
+class SaverMachine(RunMachine):
+    """Asynchronous saves in saver processes, and savers that die while the training continues."""
+
+    uses_saver = True
+
+    @rule(kinds=st.lists(st.sampled_from(["little", "much", "nothing", "other shape"]), min_size=2, max_size=4))
+    def train_and_save(self, kinds: list[str]) -> None:
+        """Several asynchronous saves by one saver, which share a plan where the structure stays."""
+        for kind in kinds:
+            self.train(kind)
+            self.save_async(1)
+        self._settle()
+
+    @rule(operations=st.integers(0, 12))
+    def crash_of_the_saver(self, operations: int) -> None:
+        self._settle()
+        # In the saver alone: the claim and a state that it takes over from this process are not counted.
+        self._run().save_async(self.step + 1, self.state).result()
+        self._add(self.step + 1, copy.deepcopy(self.state))
+        self.step += 2
+        expected = copy.deepcopy(self.state)
+        _FUSE.left = operations
+        error = self._run().save_async(self.step, self.state).exception()
+        _FUSE.left = None
+        if error is None:
+            self._add(self.step, expected)
+            return
+        assert isinstance(error, SaverDiedError)
+        self.doubtful = (self.step, expected)
+        self._clear_doubt()
+        # The same step, whether or not the dead saver has published it.
+        assert self._run().save_async(self.step, self.state).exception() is None
+        self.durable = [(step, state) for step, state in self.durable if step != self.step]
+        self._add(self.step, expected)
+
+
+_SETTINGS = settings(
     max_examples=25,
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a shorter history is not worth minutes
 )
+TestRun = RunMachine.TestCase
+TestRun.settings = _SETTINGS
+TestSaver = SaverMachine.TestCase
+# Each manager with an asynchronous save starts a process.
+TestSaver.settings = settings(_SETTINGS, max_examples=4, stateful_step_count=12)

@@ -13,7 +13,7 @@ import pytest
 from millrace import events
 from millrace.checkpoint.run.saving import PendingSave, SaveProgress, SaveResult, SaveRunner
 from millrace.errors import ConfigurationError, DiskFullError, MillraceError, UsageError
-from millrace.runtime.pipeline import default_threads, lower_priority, run_in_order
+from millrace.runtime.pipeline import default_threads, run_in_order
 
 
 def result(step: int) -> SaveResult:
@@ -301,32 +301,6 @@ def test_pipeline_takes_bounded_work_and_cancels_the_rest():
     count = len(begun)
     assert count <= 6
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("millrace-checkpoint")]
-
-
-def test_threads_of_a_job_are_nicer_than_their_caller():
-    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    def priority(_: int) -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    assert set(run_in_order(range(4), priority, 2, niceness=3)) == {min(19, mine + 3)}
-    assert set(run_in_order(range(4), priority, 2)) == {mine}
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
-
-
-def test_refused_thread_priority_emits_an_event(monkeypatch):
-    def refuse(*_) -> None:
-        raise PermissionError("no")
-
-    monkeypatch.setattr(os, "setpriority", refuse)
-    reported = []
-    remove = events.add_hook(reported.append)
-    try:
-        lower_priority(5)
-        lower_priority(0)
-    finally:
-        remove()
-    assert [event.name for event in reported] == ["checkpoint.priority.failed"]
 
 
 def test_default_threads_are_the_cores_up_to_eight(monkeypatch):

@@ -1,0 +1,367 @@
+"""Asynchronous saves of two ranks in their saver processes: killed savers, killed and late ranks, node disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support import ranks
+from tests.support.savers import is_gone, pid_of, savers_with
+from tests.support.waiting import wait_until
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from millrace.checkpoint import CheckpointManager
+from millrace.checkpoint.run.run_layout import checkpoint_name, open_run
+from millrace.errors import RetryableError, SaverDiedError, UsageError
+from millrace.events import Event, add_hook
+from millrace.testing.s3 import S3Server
+
+ROWS = 300_000
+
+
+def state(value: float, rows: int = ROWS) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(rows, generator=generator) * value
+    return {
+        "sharded": distribute_tensor(weight, mesh, [Shard(0)]),
+        "frozen": distribute_tensor(torch.randn(ROWS, generator=generator.manual_seed(6)), mesh, [Shard(0)]),
+        "replicated": torch.full((1000,), float(value)),
+        "note": value,
+    }
+
+
+def check(run: CheckpointManager, step: int, value: float, rows: int = ROWS) -> None:
+    found, expected = state(0.0, rows), state(value, rows)
+    assert run.restore(found, step) == step
+    for key in ("sharded", "frozen"):
+        assert torch.equal(found[key].to_local(), expected[key].to_local())
+    assert torch.equal(found["replicated"], expected["replicated"])
+    assert found["note"] == value
+
+
+def is_first() -> bool:
+    return dist.get_rank() == 0
+
+
+# --- what each rank does --------------------------------------------------------------------------
+
+
+def save_in_both_ways(root: Path) -> None:
+    """Synchronous and asynchronous saves alternate, and the structure changes."""
+    with CheckpointManager(root / "run") as run:
+        kinds = []
+        for step in range(1, 9):
+            rows = ROWS if step < 6 else ROWS + 7
+            if step % 3:
+                result = run.save_async(step, state(step, rows)).result()
+            else:
+                result = run.save(step, state(step, rows))
+            assert result is not None
+            kinds.append(result.kind)
+            if result.kind == "delta":
+                assert result.chunks_referenced > 0
+        assert kinds[:5] == ["full", "full", *["delta"] * 3]
+        # The default group and one more: nothing in the background makes a collective call.
+        assert len(dist.distributed_c10d._world.pg_map) == 2
+        with pytest.raises(UsageError, match="step 1 is not beyond step 8"):
+            run.save_async(1, state(1)).result()
+        for step in (2, 4, 5, 6, 8):
+            check(run, step, step, ROWS if step < 6 else ROWS + 7)
+        assert run.save_async(9, state(9)).exception() is None
+    names = {path.name for path in (root / "run").glob("step-*/*")}
+    assert not [name for name in names if name.startswith(("part-", "failed-"))]
+
+
+def kill_the_saver_of_rank_1(root: Path) -> None:
+    with CheckpointManager(root / "run", keep=10) as run:
+        assert run.save_async(1, state(1)).exception() is None
+        if not is_first():
+            os.kill(pid_of(run), signal.SIGSTOP)
+        pending = run.save_async(2, state(2))
+        if not is_first():
+            os.kill(pid_of(run), signal.SIGKILL)
+        error = pending.exception()
+        assert isinstance(error, SaverDiedError)
+        assert "step 2" in error.message
+        assert run.save_async(3, state(3)).exception() is None
+        assert run.steps() == [1, 3]
+        check(run, 1, 1)
+        check(run, 3, 3)
+    dist.barrier()
+    assert {path.parent.name for path in (root / "run").glob("step-*/*")} == {checkpoint_name(1), checkpoint_name(3)}
+
+
+def kill_the_saver_of_rank_0(root: Path) -> None:
+    killed = """
+import os, signal
+from millrace.checkpoint.run import run_saver
+run_saver.complete = lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with CheckpointManager(root / "run", keep=10) as run:
+        run.save(1, state(1))
+        with savers_with(killed if is_first() else ""):
+            error = run.save_async(2, state(2)).exception()
+        assert isinstance(error, SaverDiedError)
+        assert run.save_async(2, state(4)).exception() is None
+        check(run, 2, 4)
+        check(run, 1, 1)
+
+
+def kill_rank_1(root: Path) -> None:
+    hangs = """
+import signal
+from millrace.checkpoint.run import engine
+engine.SaveEngine.save = lambda *arguments: signal.pause()
+"""
+    with savers_with("" if is_first() else hangs):
+        run = CheckpointManager(root / "run", timeout="5s")
+        pending = run.save_async(1, state(1))
+    if not is_first():
+        wait_until(lambda: run._saver is not None and run._saver.pid is not None)
+        (root / "pid").write_text(str(pid_of(run)))
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    error = pending.exception()
+    assert isinstance(error, RetryableError)
+    assert "did not arrive within 5 s: 1" in error.message
+    os._exit(0)  # without the barrier of all ranks
+
+
+def arrive_late(root: Path) -> None:
+    """The saver of rank 1 begins to write when rank 0 has failed."""
+    late = f"""
+import os, time
+from millrace.checkpoint.run import engine
+save = engine.SaveEngine.save
+def wait(*arguments):
+    while not os.path.exists({str(root / "failed")!r}):
+        time.sleep(0.05)
+    return save(*arguments)
+engine.SaveEngine.save = wait
+"""
+    with savers_with("" if is_first() else late), CheckpointManager(root / "run", timeout="3s") as run:
+        pending = run.save_async(1, state(1))
+        error = None
+        if is_first():
+            error = pending.exception()
+            (root / "failed").touch()
+        error = error or pending.exception()
+        assert isinstance(error, RetryableError)
+        assert "did not arrive within 3 s: 1" in error.message
+        assert run.latest() is None
+        dist.barrier()
+        assert not list((root / "run").glob("step-*/data-*")), "both ranks have removed their files"
+    with CheckpointManager(root / "run") as run:
+        assert run.save_async(2, state(2)).exception() is None
+        check(run, 2, 2)
+    dist.barrier()
+    assert not list((root / "run").glob("step-*/failed-*"))
+
+
+def cannot_start_on_rank_1(root: Path) -> None:
+    seen: list[Event] = []
+    remove = add_hook(seen.append)
+    if not is_first():
+        sys.executable = str(root / "no python")
+    with warnings.catch_warnings(record=True) as warned, CheckpointManager(root / "run") as run:
+        warnings.simplefilter("always")
+        pending = [run.save_async(step, state(step)) for step in (1, 2, 3)]
+        # From the second one on each call waits.
+        assert pending[2].done()
+        assert all(each.exception() is None for each in pending)
+        for step in (1, 2, 3):
+            check(run, step, step)
+    remove()
+    assert [event.name for event in seen].count("run.saver.unavailable") == 1
+    assert len([each for each in warned if "waits for the end of each save" in str(each.message)]) == int(is_first())
+
+
+def on_nodes(root: Path) -> CheckpointManager:
+    return CheckpointManager(root / "run", local=root / f"node{dist.get_rank()}")
+
+
+def save_near(root: Path) -> None:
+    with on_nodes(root) as run:
+        for step in range(1, 5):
+            pending = run.save_async(step, state(step))
+            near = pending.near.result()
+            assert near is not None
+            result = pending.result()
+            assert result is not None
+            assert result.kind == ("full" if step < 3 else "delta")
+            assert result.raw_bytes > near.raw_bytes > 0
+        check(run, 4, 4)
+
+
+def kill_the_saver_of_rank_1_in_an_upload(root: Path) -> None:
+    killed = """
+import os, signal
+from millrace.checkpoint.run.uploading import Uploader
+Uploader.upload = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with on_nodes(root) as run:
+        with savers_with("" if is_first() else killed):
+            pending = run.save_async(1, state(1))
+            assert pending.near.exception() is None
+            assert isinstance(pending.exception(), SaverDiedError)
+        run.save_async(2, state(2)).result()
+    with CheckpointManager(root / "run") as run:
+        assert run.steps() == [1, 2], "the next save uploads both"
+        check(run, 1, 1)
+        check(run, 2, 2)
+
+
+def die_before_the_upload(root: Path) -> None:
+    """Both ranks on one node, whose disk has their parts."""
+    from millrace.checkpoint.run import uploading
+
+    def die(*arguments: object, **options: object) -> None:
+        os._exit(9)
+
+    uploading.copy_checkpoint = die  # type: ignore[assignment]
+    CheckpointManager(root / "run", local=root / "node").save(1, state(3))
+
+
+def fill_the_disk_of_node_1(root: Path) -> None:
+    (root / "node1").touch()  # not a directory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with on_nodes(root) as run:
+            pending = run.save_async(1, state(1))
+            assert pending.exception() is None
+            assert pending.result() is not None
+    with CheckpointManager(root / "run") as run:
+        check(run, 1, 1)
+
+
+def save_to_s3(root: Path) -> None:
+    options = json.loads((root / "options").read_text())
+    with CheckpointManager("s3://runs/two", keep=10, target_options=options, timeout="3min") as run:
+        for step in range(1, 5):
+            result = run.save_async(step, state(step)).result()
+            assert result is not None
+            assert result.kind == ("full" if step < 3 else "delta")
+        assert run.steps() == [1, 2, 3, 4]
+        check(run, 1, 1)
+        check(run, 4, 4)
+    names = {file.name for found in open_run("s3://runs/two", options).scan() for file in found.files}
+    assert not [name for name in names if name.startswith(("part-", "failed-"))]
+
+
+PROGRAMS: dict[str, Callable[[Path], None]] = {
+    each.__name__: each
+    for each in (
+        save_in_both_ways,
+        kill_the_saver_of_rank_1,
+        kill_the_saver_of_rank_0,
+        kill_rank_1,
+        arrive_late,
+        cannot_start_on_rank_1,
+        save_near,
+        kill_the_saver_of_rank_1_in_an_upload,
+        die_before_the_upload,
+        fill_the_disk_of_node_1,
+        save_to_s3,
+    )
+}
+
+
+# --- the tests ------------------------------------------------------------------------------------
+
+
+def test_synchronous_and_asynchronous_saves_of_two_ranks_continue_each_other(tmp_path: Path) -> None:
+    ranks.run(__file__, "save_in_both_ways", 2, tmp_path)
+
+
+def test_saver_of_rank_1_killed_during_a_save_fails_it_on_all_ranks(tmp_path: Path) -> None:
+    ranks.run(__file__, "kill_the_saver_of_rank_1", 2, tmp_path)
+
+
+def test_saver_of_rank_0_killed_before_the_manifest_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
+    ranks.run(__file__, "kill_the_saver_of_rank_0", 2, tmp_path)
+
+
+def test_killed_rank_ends_its_saver_and_fails_the_save_after_the_timeout(tmp_path: Path) -> None:
+    ranks.run(__file__, "kill_rank_1", 2, tmp_path, codes=(0, -signal.SIGKILL))
+    wait_until(lambda: is_gone(int((tmp_path / "pid").read_text())))
+    with CheckpointManager(tmp_path / "run") as run:
+        assert run.latest() is None
+        run.save(2, {"w": torch.ones(3)})
+        assert run.steps() == [2]
+
+
+def test_rank_that_is_late_gets_the_error_of_the_first_rank(tmp_path: Path) -> None:
+    ranks.run(__file__, "arrive_late", 2, tmp_path)
+
+
+def test_saver_that_cannot_start_on_one_rank_makes_all_ranks_save_themselves(tmp_path: Path) -> None:
+    ranks.run(__file__, "cannot_start_on_rank_1", 2, tmp_path)
+
+
+def test_near_saves_of_two_ranks_are_uploaded_by_their_savers(tmp_path: Path) -> None:
+    ranks.run(__file__, "save_near", 2, tmp_path)
+    near = [{path.name for path in (tmp_path / f"node{node}").rglob("data-*")} for node in (0, 1)]
+    assert near[0]
+    assert near[1]
+    assert not near[0] & near[1]
+    for node in (0, 1):
+        shutil.rmtree(tmp_path / f"node{node}")
+    with CheckpointManager(tmp_path / "run") as run:
+        found = {
+            "sharded": torch.zeros(ROWS),
+            "frozen": torch.zeros(ROWS),
+            "replicated": torch.zeros(1000),
+            "note": 0.0,
+        }
+        assert run.restore(found) == 4
+        generator = torch.Generator().manual_seed(5)
+        assert torch.equal(found["sharded"], torch.randn(ROWS, generator=generator) * 4)
+
+
+def test_saver_of_rank_1_killed_in_an_upload_fails_it_on_all_ranks(tmp_path: Path) -> None:
+    ranks.run(__file__, "kill_the_saver_of_rank_1_in_an_upload", 2, tmp_path)
+
+
+def test_one_process_restores_the_parts_that_two_ranks_left_on_its_disk(tmp_path: Path) -> None:
+    ranks.run(__file__, "die_before_the_upload", 2, tmp_path, codes=(9, 9))
+    assert not list(tmp_path.glob("node/*/step-*/manifest.millrace"))
+    with CheckpointManager(tmp_path / "run", local=tmp_path / "node") as run:
+        found = {
+            "sharded": torch.zeros(ROWS),
+            "frozen": torch.zeros(ROWS),
+            "replicated": torch.zeros(1000),
+            "note": 0.0,
+        }
+        assert run.restore(found) == 1
+        generator = torch.Generator().manual_seed(5)
+        assert torch.equal(found["sharded"], torch.randn(ROWS, generator=generator) * 3)
+    with CheckpointManager(tmp_path / "run") as run:
+        assert run.steps() == [1], "it was uploaded, too"
+
+
+def test_rank_whose_disk_refuses_its_part_writes_it_to_the_origin(tmp_path: Path) -> None:
+    ranks.run(__file__, "fill_the_disk_of_node_1", 2, tmp_path)
+
+
+def test_savers_of_two_ranks_meet_in_an_object_store(tmp_path: Path) -> None:
+    with S3Server(tmp_path / "s3") as server:
+        server.create_bucket("runs")
+        (tmp_path / "options").write_text(json.dumps(server.target_options))
+        ranks.run(__file__, "save_to_s3", 2, tmp_path)
+
+
+if __name__ == "__main__":
+    ranks.main(PROGRAMS)
