@@ -55,6 +55,8 @@ _OTHER = 0x04
 _SPARSE = 0x08
 # A delta is sparse if at most one element in this many differs. Below, a byte of each element takes at least a bit.
 _SPARSE_SHARE = 8
+# The head of a sparse delta is longer than a chunk of fewer elements.
+_SPARSE_LEAST = 64
 # A plane of a sparse delta that shrinks by more than this factor may have matches.
 _LEAST_MATCHED = 5
 # The first byte, the number of changed elements, the length of their distances, and whether there are lower bytes.
@@ -129,7 +131,7 @@ class PlaneCodec:
             code |= _DELTA
             words, bases = _elements(data, kind), _elements(reference, kind)
             index = np.flatnonzero(words != bases)
-            if index.size * _SPARSE_SHARE <= words.size:
+            if words.size >= _SPARSE_LEAST and index.size * _SPARSE_SHARE <= words.size:
                 return self._encode_sparse(words, bases, index, kind)
             coded = self._array("coded", words.dtype, words.size)
             difference(words, bases, kind.is_float, coded, self._array)
