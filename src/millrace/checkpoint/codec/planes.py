@@ -55,6 +55,8 @@ _OTHER = 0x04
 _SPARSE = 0x08
 # A delta is sparse if at most one element in this many differs. Below, a byte of each element takes at least a bit.
 _SPARSE_SHARE = 8
+# The head of a sparse delta is longer than a chunk of fewer elements.
+_SPARSE_LEAST = 64
 # A plane of a sparse delta that shrinks by more than this factor may have matches.
 _LEAST_MATCHED = 5
 # The first byte, the number of changed elements, the length of their distances, and whether there are lower bytes.
@@ -112,7 +114,7 @@ class PlaneCodec:
             raise ValueError(f"{data.size} bytes are not a chunk of {kind.width}-byte elements")
         if effort == Effort.RAW and base is None:
             # As bytes of unknown type: splitting takes time and saves nothing.
-            return _packed(OPAQUE.code, [(Mode.RAW, data.data)])
+            return _packed(bytes([OPAQUE.code]), [(Mode.RAW, data.data)])
         code = kind.code
         if base is None:
             if effort == Effort.TYPED and kind == _SINGLE and self._has_noisy_halves(data):
@@ -129,7 +131,7 @@ class PlaneCodec:
             code |= _DELTA
             words, bases = _elements(data, kind), _elements(reference, kind)
             index = np.flatnonzero(words != bases)
-            if index.size * _SPARSE_SHARE <= words.size:
+            if words.size >= _SPARSE_LEAST and index.size * _SPARSE_SHARE <= words.size:
                 return self._encode_sparse(words, bases, index, kind)
             coded = self._array("coded", words.dtype, words.size)
             difference(words, bases, kind.is_float, coded, self._array)
@@ -139,7 +141,7 @@ class PlaneCodec:
                     coded, by_exponent(bases), out=self._array("grouped", words.dtype, words.size), mode="clip"
                 )
             planes = self._split(coded.view(np.uint8), kind, 0)
-        return _packed(code, [self._encode_plane(plane, effort) for plane in planes])
+        return _packed(bytes([code]), [self._encode_plane(plane, effort) for plane in planes])
 
     def _encode_sparse(self, words: Array, bases: Array, index: Array, kind: Kind) -> list[Buffer]:
         """A delta of the elements `index`, which are all that differ."""
@@ -153,7 +155,7 @@ class PlaneCodec:
         head = _SPARSE_HEAD.pack(
             kind.code | _DELTA | _SPARSE, index.size, distances.escaped.size, distances.low is not None
         )
-        return [head, *_planes_of(coded)]
+        return _packed(head, coded)
 
     def _encode_short(self, plane: Array) -> tuple[Mode, Buffer]:
         """Encode a short plane of a sparse delta, without a trial on a sample."""
@@ -181,7 +183,7 @@ class PlaneCodec:
             np.right_shift(block, 16, out=high, casting="unsafe")
             self._split_block(high, planes[:, part], 1)
         coded = [self._encode_plane(plane, effort) for plane in planes]
-        return _packed(_SINGLE.code | _HALVED, [(Mode.RAW, low.view(np.uint8).data), *coded])
+        return _packed(bytes([_SINGLE.code | _HALVED]), [(Mode.RAW, low.view(np.uint8).data), *coded])
 
     def _encode_plane(self, plane: Array, effort: Effort) -> tuple[Mode, Buffer]:
         if plane.size == 0 or effort == Effort.RAW:
@@ -439,15 +441,10 @@ def is_sparse(stored: memoryview) -> bool:
     return len(stored) > 0 and stored[0] & (_DELTA | _SPARSE | _OTHER) == _DELTA | _SPARSE
 
 
-def _planes_of(coded: Sequence[tuple[Mode, Buffer]]) -> list[Buffer]:
-    """The modes, lengths and bodies of planes."""
+def _packed(head: bytes, coded: Sequence[tuple[Mode, Buffer]]) -> list[Buffer]:
+    """The parts of a stored chunk with these planes: the head with their modes and lengths, then their bodies."""
     lengths = struct.pack(f"<{len(coded)}I", *(memoryview(body).nbytes for _, body in coded))
-    return [bytes([mode for mode, _ in coded]) + lengths, *(body for _, body in coded)]
-
-
-def _packed(code: int, coded: Sequence[tuple[Mode, Buffer]]) -> list[Buffer]:
-    """The parts of a stored chunk with these planes."""
-    return [bytes([code]), *_planes_of(coded)]
+    return [head + bytes([mode for mode, _ in coded]) + lengths, *(body for _, body in coded)]
 
 
 def _elements(data: Array, kind: Kind) -> Array:

@@ -48,8 +48,8 @@ def test_sparse_delta_of_any_kind_and_density_decodes_bit_for_bit(kind: Kind, sh
         words[changed] = rng.integers(0, 256, int(changed.sum()) * kind.width, dtype=np.uint8).view(base.dtype)
         stored = encoded(words, base, kind)
         assert np.array_equal(decoded(stored, base, kind), words)
-        if np.count_nonzero(words != base) * 8 <= count:
-            assert is_sparse(memoryview(stored))
+        assert is_sparse(memoryview(stored)) == (count > 9 and np.count_nonzero(words != base) * 8 <= count)
+        assert len(stored) <= base.nbytes + 1 + 5 * kind.width
 
 
 @pytest.mark.parametrize("rate", [1e-6, 3e-6])
