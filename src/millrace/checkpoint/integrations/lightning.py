@@ -16,7 +16,6 @@ from millrace.checkpoint.arguments import path_text
 from millrace.checkpoint.codec.effort import Compression
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
 from millrace.checkpoint.run.driving import plan_save, save
-from millrace.checkpoint.run.ranks import Ranks
 from millrace.checkpoint.storage.storage import open_storage
 from millrace.checkpoint.tools.weights import load_weights
 from millrace.checkpoint.writing.writer import CheckpointWriter
