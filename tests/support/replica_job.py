@@ -43,7 +43,7 @@ def state_of(step: int) -> dict[str, Any]:
 def train(run: CheckpointManager) -> None:
     for step in range(1, 1000):
         run.save_async(step, state_of(step)).near.result()
-        print(f"near {step}", flush=True)
+        print(f"near {step}\n", end="", flush=True)
 
 
 def restore(run: CheckpointManager) -> None:
@@ -55,13 +55,13 @@ def restore(run: CheckpointManager) -> None:
     for key in ("moving", "frozen"):
         one, other = (each[key].to_local().view(torch.uint8) for each in (state, expected))
         assert torch.equal(one, other), f"{key} of step {step}"
-    print(f"restored {step}", flush=True)
+    print(f"restored {step}\n", end="", flush=True)
 
 
 def report(event: Event) -> None:
     if event.name == "checkpoint.replicated":
         point = parse_name(str(event.detail).split()[0])
-        print(f"replicated {-1 if point is None else point.step}", flush=True)
+        print(f"replicated {-1 if point is None else point.step}\n", end="", flush=True)
     elif event.name.startswith(("checkpoint.replica", "checkpoint.tier", "run.restored", "run.restore.fallback")):
         print(f"event {os.environ['RANK']} {event.name} {event.subject} {event.detail}", file=sys.stderr, flush=True)
 
@@ -105,7 +105,7 @@ def main() -> None:
                 os._exit(1)
             os._exit(0)
         children.append(child)
-        print(f"rank {number} {child}", flush=True)
+        print(f"rank {number} {child}\n", end="", flush=True)
     ended = [os.waitpid(child, 0)[1] for child in children]
     os._exit(0 if not any(ended) else 1)
 
