@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import numpy as np
 from typing_extensions import Buffer
 
 import millrace
+from millrace.cache.disk import Disk
 from millrace.cache.reading.locations import stored_object
-from millrace.store.records import BLOCK_BYTES, Entry, span_of
+from millrace.store.records import BLOCK_BYTES, Entry, page_span, span_of
 
 PAGE = 4096
 _WORDS = PAGE // 8
@@ -53,6 +55,7 @@ def stored_pieces(fs: millrace.MillraceFileSystem) -> list[tuple[Entry, int, byt
             try:
                 for block in range(-(-entry.size // BLOCK_BYTES)):
                     if disk.store.missing(entry, [block]):
+                        found += [(entry, *page) for page in _pages(disk, entry, descriptor, block)]
                         continue
                     data = disk.store.read_block(entry, descriptor, block)
                     assert data is not None, f"block {block} of {entry.name} is damaged"
@@ -60,6 +63,16 @@ def stored_pieces(fs: millrace.MillraceFileSystem) -> list[tuple[Entry, int, byt
             finally:
                 os.close(descriptor)
     return found
+
+
+def _pages(disk: Disk, entry: Entry, descriptor: int, block: int) -> Iterator[tuple[int, bytes]]:
+    """The cached pages of an incomplete block: the first byte of each in the object, and its bytes."""
+    state = disk.store.index.block_states(entry, [block])[0]
+    for page in state if isinstance(state, dict) else ():
+        start, stop = page_span(entry, block, page)
+        data = disk.store.read_pages(entry, descriptor, start, stop)
+        assert data is not None, f"page {page} of block {block} of {entry.name} is damaged"
+        yield start, data
 
 
 def assert_store_holds_only(fs: millrace.MillraceFileSystem, contents: dict[str, bytes]) -> int:
