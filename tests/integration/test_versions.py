@@ -27,7 +27,7 @@ from millrace.testing.s3 import S3Server
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 ROOT = Path(__file__).parents[2]
-OLDER = "8b67e0e"
+OLDER = "fb45365"
 OBJECTS, OBJECT_BYTES = 24, 300_000
 TOTAL = OBJECTS * OBJECT_BYTES
 

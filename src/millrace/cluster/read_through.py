@@ -20,6 +20,7 @@ from millrace.errors import ConfigurationError, MillraceError, PeerError, Storag
 from millrace.origin import ObjectInfo, Origin
 from millrace.runtime import forks
 from millrace.runtime.forks import importing
+from millrace.store.records import ReadAhead
 
 if TYPE_CHECKING:
     from millrace.cache.node import CacheNode
