@@ -143,8 +143,6 @@ class _Readers:
     """
 
     def __init__(self, stored: ObjectReader, passing: OriginReader | None) -> None:
-        from millrace.store.records import ReadAhead
-
         self._stored = stored
         self._passing = passing
         self._ahead = ReadAhead()
