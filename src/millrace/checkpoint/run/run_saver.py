@@ -293,6 +293,7 @@ class RunSaver:
             emit(Event(name="run.leftover.failed", subject=run.url_of(name), detail=str(error)))
 
     def _order(self, step: int) -> SaveOrder:
+        """Decide the name, the revision and the base of a save, on the first rank. Takes the claim at the first save."""
         if not (self.rewind or self.may_go_back):
             self._refuse_to_go_back(step)
         complete, taken = self._known_names()
