@@ -48,7 +48,7 @@ SILENCE_SECONDS = 2.0
 """How long a read waits for another process, on this node or another one, that shows no sign of life."""
 
 WORKING_SECONDS = 180.0
-"""How long a read waits for another process that works for it. The client of an origin gives up earlier."""
+"""How long a read waits for another process that is still fetching its block. A request to an origin fails earlier."""
 
 LOCAL_FOLDER = "local"
 """The directory, inside a cache directory, of a single node and of the first node of a cluster on a machine."""

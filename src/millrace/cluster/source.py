@@ -59,6 +59,8 @@ def route(
 ) -> list[Step]:
     """The requests of the node `me` (None: a client) for a missing stripe, in order, before it reads the origin. Pure.
 
+    First, fetch requests to the members before `me` in the placement order. Then `me` acts as the owner, and requests only
+    cached blocks: from the other holders and, with `changed_lately`, from the former owner and the first other member.
     A node that is `serving` others sends no fetch requests, so nodes cannot wait for each other in a circle.
     """
     order = placement.order(object_id, stripe)

@@ -10,9 +10,9 @@ The signs are hints. If they cannot be written, or are overwritten with somethin
 could be, and nothing else happens.
 
 Single flight: of several threads that request a block at the same time, one fetches it, and all receive the result. Between
-processes, named locks do the same. A process that finds a lock held waits for the block to appear in the store. A
-holder that is stopped is waited for `SILENCE_SECONDS`; then the block is fetched a second time, which costs one request and
-has no other effect.
+processes, named locks do the same. A process that finds a lock held waits for the block to appear in the store. If the
+holder is stopped, the wait ends after `SILENCE_SECONDS`. Then the block is fetched a second time, which costs one request
+and has no other effect.
 
 Which class to use: `FileLock` for one lock, `NamedLocks` for many locks in one file, `locked_directory` for a directory,
 `Flights` for fetches.

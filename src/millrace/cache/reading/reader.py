@@ -355,6 +355,10 @@ class CachedReader:
     # --- objects of many blocks -------------------------------------------------------------------
 
     def _read_blocks(self, location: FileLocation, start: int, stop: int) -> Buffer:
+        """Read a range of an object that has a data file. Scans, and reads from the beginning, fetch the missing blocks.
+
+        Other reads fetch only the missing pages. If nothing can be stored, such a read requests only its own range.
+        """
         began = time.perf_counter()
         entry = location.entry
         blocks = blocks_of(start, stop, entry.block_bytes)

@@ -269,7 +269,11 @@ class CheckpointManager:
         *,
         user: Mapping[str, Any] | None = None,
     ) -> SaveResult:
-        """Save, and return when it is durable. Waits for a save in flight. Raises the error of any rank's save."""
+        """Save, and return when it is durable. Waits for a save in flight. Raises the error of any rank's save.
+
+        Copies the state first, as `save_async` does, and then writes it in a thread of this process. With several ranks,
+        every rank calls it, and returns when the first rank has published the manifest.
+        """
         result = self._submit(step, state, metrics, user, waits=True, is_async=False).result()
         if result is None:
             raise AssertionError("a save that waits is not skipped")
@@ -442,6 +446,7 @@ class CheckpointManager:
         waits: bool,
         is_async: bool,
     ) -> PendingSave:
+        """Check the arguments on all ranks, copy the state, and start the save in a thread. Collective."""
         self._open()
         step = _checked_step(step)
         _check_state(state)

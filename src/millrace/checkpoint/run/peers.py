@@ -157,7 +157,7 @@ class Peers:
         self._peers: dict[str, Peer] | None = None
 
     def look(self) -> Sequence[Peer]:
-        """Ask all members at the same time for their replicas; returns those that responded, this machine's node first.
+        """Request the lists of replicas of all members at the same time. Returns those that responded, this node first.
 
         Takes a deadline at most, and never raises. A member that does not respond is an event.
         """
