@@ -126,7 +126,7 @@ def _saves(folder: Path, _: S3Server) -> Iterator[Callable[[], None]]:
 # The limits are the numbers of today. The targets are 25 files for a cold read, 35 for a read from a peer and 20 for a save.
 HOT_PATHS = (
     HotPath("warm-read", 5, lambda folder, s3: _reads(folder, s3, warm=True)),
-    HotPath("cold-read", 38, lambda folder, s3: _reads(folder, s3, warm=False)),
+    HotPath("cold-read", 39, lambda folder, s3: _reads(folder, s3, warm=False)),
     HotPath("peer-read", 40, _reads_from_a_peer),
     HotPath("save", 30, _saves),
 )
