@@ -75,7 +75,7 @@ class ColumnAhead:
             first = max(group + 1, self._until.get(column, 0))
             spans += [layout.chunks(each)[column] for each in range(first, last)]
             self._until[column] = max(first, last)
-        return sorted(spans)
+        return sorted(span for span in spans if span[1] <= self._size)  # a footer may describe other files
 
     def _parsed(self) -> _Layout | None:
         parquet = sys.modules.get("pyarrow.parquet")  # other readers would have to wait for its import

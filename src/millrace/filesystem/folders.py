@@ -7,6 +7,7 @@ with several disks the directory is on the first one, and has symbolic links to 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -64,12 +65,15 @@ class LocalFolder:
         names = file_names(self._fs, self._url, [info.key for info in chosen])
         if not self._copy:
             self._require_capacity(sum(info.size for info in chosen), disks)
+        guard = None
         try:
             if self._directory is None:
                 self.path = str(self._folder_on(disks[0]).path)
             else:
                 self.path = self._directory
-                self._made = _make_directory(self._directory)
+                made = _make_directory(self._directory)
+                guard = _lock_directory(self._directory)
+                self._made = made
                 if not self._copy and os.stat(self.path).st_dev not in {
                     os.stat(disk.store.directory).st_dev for disk in disks
                 }:
@@ -80,6 +84,9 @@ class LocalFolder:
             if self._made is not None:
                 self._clear(self._made)
             raise
+        finally:
+            if guard is not None:
+                os.close(guard)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -285,6 +292,23 @@ def _make_directory(path: str) -> bool:
     if content:
         raise UsageError(f"{path}: is not empty", next_step="choose a new or empty directory, or delete it first")
     return made
+
+
+def _lock_directory(path: str) -> int:
+    """Lock an empty directory while it is filled; returns a descriptor to close. Raises `UsageError` as `_make_directory`."""
+    with disk_errors(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.listdir(path):
+            raise UsageError(f"{path}: is not empty", next_step="choose a new or empty directory, or delete it first")
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise UsageError(f"{path}: another process fills it now", next_step="choose another directory") from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _not_linkable(path: str, disk: Disk, code: int) -> StorageError:

@@ -351,16 +351,17 @@ class Store:
     def drop_wrong_blocks(
         self, entry: Entry, descriptor: int, blocks: range, *, stop: Callable[[], bool]
     ) -> list[int] | None:
-        """Verify the cached ones of `blocks`, without keeping their bytes. Returns the wrong ones.
+        """Verify `blocks`, without keeping their bytes. Returns those that are wrong or not cached as a whole.
 
-        These are removed and reported. None when `stop()` returned True.
+        Wrong ones are removed and reported. None when `stop()` returned True.
         """
         wrong: list[int] = []
         buffer = memoryview(bytearray(min(entry.block_bytes, entry.size)))
         for block, expected in zip(blocks, self.index.checksums(entry, blocks), strict=True):
             if stop():
                 return None
-            if expected is None:
+            if expected is None:  # only its pages are recorded: it is not verified as a block
+                wrong.append(block)
                 continue
             start, end = span_of(block, block + 1, entry.size, entry.block_bytes)
             with disk_errors(self.path(entry)):

@@ -265,7 +265,8 @@ class Fetcher:
         data, keep, fetched_bytes = bytearray(stop - start), Keep.OWNED, 0
         most = MOST_REQUESTS * len(blocks_of(start, stop, self.entry.block_bytes))
         for begin, end, is_gap in _with_gaps(start, stop, bridged(gaps, 0, most=most), self.entry.block_bytes):
-            piece: Buffer | None = None if is_gap else self.cached_pages(location, begin, end)
+            # Verified, since the block's checksum is computed over these bytes.
+            piece: Buffer | None = None if is_gap else self.cached_pages(location, begin, end, verify=True)
             if piece is None:
                 piece, how = self.request(begin, end)
                 keep = how if keep is Keep.OWNED else keep

@@ -17,12 +17,13 @@ from typing import NamedTuple
 from millrace import errors
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, Manifest, encode_manifest
 from millrace.checkpoint.run.ranks import Member
-from millrace.checkpoint.storage.layered import StoredManifest
+from millrace.checkpoint.storage.layered import StoredManifest, files_exist
 from millrace.checkpoint.storage.manifests import load_manifest
 from millrace.checkpoint.storage.replicating import publish_manifest
 from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile
 from millrace.checkpoint.writing.assembly import join_manifests
 from millrace.errors import (
+    BaseGoneError,
     MillraceError,
     MissingError,
     ObjectExistsError,
@@ -123,10 +124,21 @@ def complete(
     whole = stored(manifest)
     note([record for part in parts if (record := PartRecord.of(part)) is not None])
     before()
+    require_files(storage, manifest)
     check()
     publish_manifest(storage, whole)
     remove(storage, [part_name(rank) for rank in range(member.count)])
     return whole
+
+
+def require_files(storage: CheckpointStorage, manifest: Manifest) -> None:
+    """Raise `BaseGoneError` if a data file of a joined manifest is missing: an earlier save may have failed since."""
+    exist = files_exist(storage, manifest.files)
+    missing = [file.name for file, exists in zip(manifest.files, exist, strict=True) if not exists]
+    if missing:
+        raise BaseGoneError(
+            f"{storage.url}: the data file {missing[0]} is missing", next_step="save again; the next save is a full one"
+        )
 
 
 def _wait_for_parts(storage: CheckpointStorage, member: Member, save_id: str, limit: float) -> list[Manifest]:

@@ -115,7 +115,10 @@ class _RunWriter(CheckpointWriter):
     def _publish(self, storage: CheckpointStorage, name: str, data: bytes, manifest: Manifest) -> None:
         if self._claim is not None and not self._is_part:
             self._claim.check()
-        super()._publish(storage, name, data, manifest)
+        if self._is_part:
+            storage.publish(name, data, replace=True)  # the part of a dead save may be there
+        else:
+            super()._publish(storage, name, data, manifest)
         self.manifest, self.info = manifest, describe(storage.url, manifest, len(data))
 
 

@@ -13,7 +13,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, Manifest
-from millrace.checkpoint.run.parts import PartRecord, SaveFailedElsewhere, join_parts, part_name, remove, stored
+from millrace.checkpoint.run.parts import (
+    PartRecord,
+    SaveFailedElsewhere,
+    join_parts,
+    part_name,
+    remove,
+    require_files,
+    stored,
+)
 from millrace.checkpoint.run.pruning import prune
 from millrace.checkpoint.run.ranks import Member, Ranks
 from millrace.checkpoint.run.replicator import Replicator
@@ -28,7 +36,15 @@ from millrace.checkpoint.storage.layered import StoredManifest
 from millrace.checkpoint.storage.manifests import load_manifest
 from millrace.checkpoint.storage.replicating import copy_checkpoint, publish_manifest
 from millrace.checkpoint.storage.storage import CheckpointStorage
-from millrace.errors import DamagedError, MillraceError, MissingError, ObjectExistsError, RetryableError, RunTakenError
+from millrace.errors import (
+    BaseGoneError,
+    DamagedError,
+    MillraceError,
+    MissingError,
+    ObjectExistsError,
+    RetryableError,
+    RunTakenError,
+)
 from millrace.events import Event, emit
 
 
@@ -211,7 +227,10 @@ class Uploader:
         def publish_earlier() -> None:
             self._publish(left)
             for found in own:
-                self._join_earlier(found)
+                try:
+                    self._join_earlier(found)
+                except (BaseGoneError, DamagedError, MissingError) as error:  # it must not block later checkpoints
+                    emit(Event(name="checkpoint.tier.left", subject=self.local.url_of(found.name), detail=str(error)))
 
         whole = self.join(far, written.save_id, publish_earlier)
         self._is_behind = False
@@ -258,28 +277,43 @@ class Uploader:
         if not self._is_behind:
             return []
         name = part_name(self.member.rank)
-        found = [each for each in self.local.scan() if not each.complete and name in {file.name for file in each.files}]
+        # An earlier save that was complete at the origin, and was pruned there, does not return.
+        done = max((age_of(each) for each in self.tiers.origin.scan() if each.complete), default=(-1, -1))
+        found = [
+            each
+            for each in self.local.scan()
+            if not each.complete and age_of(each) > done and name in {file.name for file in each.files}
+        ]
         for each in itertools.takewhile(lambda each: each.name != newest, found):
             near, far = self.local.checkpoint(each.name), self.tiers.origin.checkpoint(each.name)
-            part = StoredManifest.read(near, name)
             try:
-                whole = StoredManifest.read(far)
-            except MissingError:
-                own = [file.name for file in part.manifest.files if not file.name.startswith("../")]
-                self._copy_part(near, far, part, own)
-                continue
-            if whole.manifest.save_id == part.manifest.save_id:
-                self._publish_near(near, whole)
+                self._copy_earlier_part(near, far, name)
+            except (DamagedError, MissingError) as error:  # it must not block later checkpoints
+                emit(Event(name="checkpoint.tier.left", subject=near.url, detail=str(error)))
         return [each for each in found if each.name != newest]
+
+    def _copy_earlier_part(self, near: CheckpointStorage, far: CheckpointStorage, name: str) -> None:
+        part = StoredManifest.read(near, name)
+        try:
+            whole = StoredManifest.read(far)
+        except MissingError:
+            own = [file.name for file in part.manifest.files if not file.name.startswith("../")]
+            self._copy_part(near, far, part, own)
+            return
+        if whole.manifest.save_id == part.manifest.save_id:
+            self._publish_near(near, whole)
 
     def _join_earlier(self, found: ListedCheckpoint) -> None:
         """Publish the manifest of an earlier save if all its parts are at the origin by now. On the first rank."""
         far = self.tiers.origin.checkpoint(found.name)
         files = {file.name: file for file in far.files()}
         parts = [load_manifest(far, files[name]).manifest for name in files if name.startswith("part-")]
-        manifest = join_parts(parts)
-        if manifest is None or MANIFEST_NAME in files or len({part.save_id for part in parts}) > 1:
+        if MANIFEST_NAME in files or len({part.save_id for part in parts}) != 1:
             return
+        manifest = join_parts(parts)
+        if manifest is None:
+            return
+        require_files(far, manifest)
         self.check()
         publish_manifest(far, stored(manifest))
         remove(far, [name for name in files if name.startswith("part-")])

@@ -23,6 +23,8 @@ from millrace.errors import (
     MissingError,
     ObjectExistsError,
     ObjectNotFoundError,
+    OutcomeUnknownError,
+    StorageError,
     UsageError,
 )
 from millrace.runtime.pipeline import run_in_order
@@ -102,7 +104,7 @@ def copy_checkpoint(
     try:
         _copy_all(source, target, stored.manifest, missing, meter, threads)
     except BaseException:
-        if isinstance(target, LocalStorage):
+        if manifest and isinstance(target, LocalStorage):  # else other ranks may be about to write there
             with contextlib.suppress(OSError):  # it has files
                 os.rmdir(target.url)
         raise
@@ -262,3 +264,11 @@ def publish_manifest(target: CheckpointStorage, stored: StoredManifest) -> None:
         # Another process published it first. The same bytes are a success.
         if not _holds_manifest(target, stored):
             raise
+    except StorageError as error:
+        # A disk may fail after the rename: other ranks may have seen the manifest.
+        if _holds_manifest(target, stored):
+            raise OutcomeUnknownError(
+                f"{target.url}: the manifest may not survive a power failure ({error.message})",
+                next_step="check the disk, and save again",
+            ) from error
+        raise

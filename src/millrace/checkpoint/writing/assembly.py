@@ -147,6 +147,7 @@ def join_manifests(parts: Sequence[Manifest], user: Mapping[str, Any]) -> Manife
     return replace(
         parts[0],
         files=tuple(files),
+        sparse=any(part.sparse for part in parts),
         tensors=tuple(tensors.values()),
         blobs=tuple(blobs),
         items=item_table(items),
