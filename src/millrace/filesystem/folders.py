@@ -295,7 +295,7 @@ def _make_directory(path: str) -> bool:
 
 
 def _lock_directory(path: str) -> int:
-    """Lock an empty directory while it is filled; returns a descriptor to close. Raises `UsageError` as `_make_directory`."""
+    """Lock an empty directory while it is filled; returns a descriptor to close. Raises `UsageError`."""
     with disk_errors(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
