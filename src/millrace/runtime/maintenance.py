@@ -61,7 +61,9 @@ class PeriodicThread:
     def run_all(self) -> None:
         """Call every task now, in the caller's thread."""
         with self._running:
-            self._call(list(self._due))
+            with self._lock:
+                tasks = list(self._due)
+            self._call(tasks)
 
     def _call(self, tasks: list[Task]) -> None:
         for task in tasks:
@@ -72,7 +74,8 @@ class PeriodicThread:
                 # `register` may have found it in the table just before.
                 pause = self._result_of(task)
             if pause is not False:
-                self._due[task] = time.monotonic() + (TICK_SECONDS if pause is None or pause is True else pause)
+                with self._lock:
+                    self._due[task] = time.monotonic() + (TICK_SECONDS if pause is None or pause is True else pause)
 
     def _result_of(self, task: Task) -> float | bool | None:
         try:
@@ -91,7 +94,9 @@ class PeriodicThread:
             pause.wait(min(TICK_SECONDS, max(0.0, next_due - time.monotonic())))
             with self._running:
                 now = time.monotonic()
-                self._call([task for task, due in list(self._due.items()) if due <= now])
+                with self._lock:
+                    tasks = [task for task, due in self._due.items() if due <= now]
+                self._call(tasks)
             with self._lock:
                 if not self._due:
                     self._thread = None

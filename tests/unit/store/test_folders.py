@@ -176,7 +176,7 @@ def test_damaged_file_that_was_linked_is_replaced(store: Store, sealer: Sealer, 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="root can take on another user")
 def test_other_user_than_root_reads_read_only_files() -> None:
-    with tempfile.TemporaryDirectory() as directory:  # pytest's own is below a directory of this user
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # others are below directories of this user
         tmp_path = Path(directory)
         tmp_path.chmod(0o777)
         _read_as_another_user(tmp_path)
