@@ -27,7 +27,7 @@ from millrace.testing.s3 import S3Server
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 ROOT = Path(__file__).parents[2]
-OLDER = "fb45365"
+OLDER = "421c71a"
 OBJECTS, OBJECT_BYTES = 24, 300_000
 TOTAL = OBJECTS * OBJECT_BYTES
 
