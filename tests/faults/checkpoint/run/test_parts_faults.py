@@ -1,0 +1,269 @@
+"""Damage and crashes between the parts of several ranks, with real engines; threads stand for the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.checkpoint import load_weights
+from millrace.checkpoint.run.driving import plan_save
+from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest
+from millrace.checkpoint.run.parts import part_name, publish_failure
+from millrace.checkpoint.run.pruning import prune
+from millrace.checkpoint.run.ranks import Member
+from millrace.checkpoint.run.retention import KeepAll, KeepLast
+from millrace.checkpoint.run.run_layout import checkpoint_name
+from millrace.checkpoint.run.save_values import SaveOrder
+from millrace.checkpoint.run.uploading import Uploader
+from millrace.checkpoint.state.staging import StateStager
+from millrace.checkpoint.storage import storage as storages
+from millrace.checkpoint.storage.layered import StoredManifest
+from millrace.errors import BaseGoneError, CorruptCheckpointError, OriginUnavailableError, OutcomeUnknownError
+from millrace.events import Event
+
+RANKS = 2
+MakeState = Callable[[int, int], dict[str, Any]]
+
+
+def weights(rank: int, step: int) -> dict[str, Any]:
+    """A tensor of one rank, of which each step changes a little."""
+    values = torch.randn(300_000, generator=torch.Generator().manual_seed(rank))
+    values[: 50 * step] += step
+    return {f"w{rank}": values}
+
+
+class Job:
+    """The engines of two ranks that save to a directory, each with a disk of its own."""
+
+    def __init__(self, root: Path, *, is_near: bool = True, state: MakeState = weights) -> None:
+        self.root = root
+        self._is_near, self._state = is_near, state
+        self._stagers = [StateStager() for _ in range(RANKS)]
+        self.engines = [self._engine(rank) for rank in range(RANKS)]
+
+    def _engine(self, rank: int) -> SaveEngine:
+        options = EngineOptions(
+            url=str(self.root / "origin"),
+            member=Member(rank, RANKS, True),
+            local=str(self.root / f"node{rank}") if self._is_near else None,
+            replicas=0,
+            access=None,
+            target_options=None,
+            timeout=60.0,
+            policy=KeepAll(),
+            local_keep=4,
+            full_every=10,
+            base_memory=1 << 30,
+            rewind=False,
+            independent=False,
+            read_through="none",
+            writer_options={
+                "target_options": None,
+                "trusted_types": (),
+                "compression": "typed",
+                "thread_count": 1,
+            },
+        )
+        return SaveEngine(options=options, tiers=options.open(), damaged=set())
+
+    def restart(self) -> None:
+        """New engines, as after a crash of all ranks."""
+        claim = self.engines[0]._saver._claim if self.engines[0]._saver is not None else None
+        if claim is not None:
+            claim.release()
+        self.engines = [self._engine(rank) for rank in range(RANKS)]
+        for engine in self.engines:
+            engine.start_over()
+
+    def write(self, rank: int, order: SaveOrder, state: dict[str, Any]) -> Any:
+        """Write the part of one rank."""
+        staged = self._stagers[rank].stage(state)
+        staged.plan = plan_save(staged.state)
+        request = SaveRequest(step=int(order.name.split("-")[1]), metrics={}, user={}, waited_seconds=0.0, order=order)
+        return self.engines[rank].save(request, staged, lambda progress: None)
+
+    def near(self, step: int) -> tuple[SaveOrder, list[Any]]:
+        """Write the parts of all ranks."""
+        order = self.engines[0].order(step)
+        return order, together(lambda rank: self.write(rank, order, self._state(rank, step)))
+
+    def upload(self, order: SaveOrder, written: list[Any]) -> list[Any]:
+        def one(rank: int) -> Any:
+            try:
+                return self.engines[rank].upload(written[rank], lambda progress: None)
+            except Exception as error:  # as the manager does
+                publish_failure(self.engines[rank].tiers.origin.checkpoint(order.name), rank, order.save_id, error)
+                raise
+
+        return together(one)
+
+    def save(self, step: int) -> list[Any]:
+        return self.upload(*self.near(step))
+
+    def complete(self) -> list[int]:
+        """The steps that are complete at the origin, each of which can be read."""
+        names = sorted(path.parent.name for path in (self.root / "origin").glob("*/manifest.millrace"))
+        for name in names:
+            load_weights(self.root / "origin" / name)
+        return [int(name.split("-")[1]) for name in names]
+
+    def data_file(self, rank: int, step: int) -> Path:
+        """The data file of a step on the disk of a rank."""
+        [file] = (self.root / f"node{rank}").glob(f"*/{checkpoint_name(step)}/data-*")
+        return file
+
+
+def together(function: Callable[[int], Any]) -> list[Any]:
+    """What each rank returns, or its error."""
+
+    def one(rank: int) -> Any:
+        try:
+            return function(rank)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            return error
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(one, range(RANKS)))
+
+
+def kinds(results: list[Any]) -> list[str]:
+    return [type(result).__name__ for result in results]
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(data)
+
+
+def test_delta_to_a_save_that_failed_in_the_upload_fails_on_all_ranks(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    assert kinds(job.save(1)) == ["SaveResult", "SaveResult"]
+    second, third = job.near(2), job.near(3)
+    assert third[0].base is not None
+    flip(job.data_file(1, 2))
+    assert all(isinstance(result, CorruptCheckpointError) for result in job.upload(*second))
+    assert all(isinstance(result, BaseGoneError) for result in job.upload(*third))
+    assert job.complete() == [1]
+    assert kinds(job.save(4)) == ["SaveResult", "SaveResult"]
+    assert job.complete() == [1, 4]
+
+
+def test_failing_rank_leaves_the_directory_for_the_notices_of_all(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    order, written = job.near(1)
+    flip(job.data_file(1, 1))
+    assert kinds(job.upload(order, written)) == ["CorruptCheckpointError", "CorruptCheckpointError"]
+    names = {path.name for path in (tmp_path / "origin" / order.name).iterdir()}
+    assert {"failed-0.json", "failed-1.json"} <= names
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, flip])
+def test_part_with_bad_data_from_an_earlier_process_blocks_no_later_save(
+    tmp_path: Path, events: list[Event], harm: Callable[[Path], None]
+) -> None:
+    job = Job(tmp_path)
+    job.save(1)
+    job.near(2)
+    harm(job.data_file(1, 2))
+    job.restart()
+    assert kinds(job.save(3)) == ["SaveResult", "SaveResult"]
+    assert kinds(job.save(4)) == ["SaveResult", "SaveResult"]
+    assert job.complete() == [1, 3, 4]
+    assert "checkpoint.tier.left" in {event.name for event in events}
+
+
+def test_parts_of_two_dead_saves_of_one_step_block_no_later_save(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    common = {"both": torch.zeros(5)}
+    job.write(1, job.engines[0].order(2), {**common, "w1": torch.zeros(4)})
+    job.restart()
+    job.write(0, job.engines[0].order(2), {**common, "w0": torch.zeros(3)})
+    job.restart()
+    assert kinds(job.save(3)) == ["SaveResult", "SaveResult"]
+    assert kinds(job.save(4)) == ["SaveResult", "SaveResult"]
+    assert job.complete() == [3, 4]
+
+
+def test_step_whose_first_save_died_between_the_ranks_is_saved_again(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.save(1)
+    dead = job.engines[0].order(2)
+    job.write(1, dead, weights(1, 2))
+    job.restart()
+    order, written = job.near(2)
+    assert order.name == dead.name
+    assert kinds(job.upload(order, written)) == ["SaveResult", "SaveResult"]
+    assert job.complete() == [1, 2]
+    found = load_weights(tmp_path / "origin" / order.name)
+    assert torch.equal(found["w1"], weights(1, 2)["w1"])
+
+
+def test_pruned_checkpoint_does_not_return_after_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, down = Uploader._upload_part, {2, 5}
+
+    def upload(self: Uploader, written: Any, progress: Any) -> Any:
+        if int(written.name.split("-")[1]) in down:
+            raise OriginUnavailableError("an outage", next_step="wait")
+        return real(self, written, progress)
+
+    monkeypatch.setattr(Uploader, "_upload_part", upload)
+    job = Job(tmp_path)
+    assert kinds(job.save(1)) == ["SaveResult", "SaveResult"]
+    assert kinds(job.upload(*job.near(2))) == ["OriginUnavailableError", "OriginUnavailableError"]
+    assert kinds(job.save(3)) == ["SaveResult", "SaveResult"]
+    assert job.complete() == [1, 2, 3]
+    saver = job.engines[0]._saver
+    assert saver is not None
+    saver.save_next_in_full()
+    assert kinds(job.save(4)) == ["SaveResult", "SaveResult"]
+    prune(job.engines[0].tiers.origin, KeepLast(1), independent=False)
+    assert job.complete() == [4]
+    job.upload(*job.near(5))
+    assert kinds(job.save(6)) == ["SaveResult", "SaveResult"]
+    assert job.complete() == [4, 5, 6]
+
+
+def test_disk_that_fails_after_the_manifest_is_visible_costs_no_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path, is_near=False)
+    job.near(1)
+    real, failed = storages._sync_directory, []
+
+    def sync(path: str) -> None:
+        if path.endswith(checkpoint_name(2)) and (Path(path) / "manifest.millrace").exists() and not failed:
+            failed.append(path)
+            raise OSError(5, "Input/output error", path)
+        real(path)
+
+    monkeypatch.setattr(storages, "_sync_directory", sync)
+    _, written = job.near(2)
+    assert failed
+    assert isinstance(written[0], OutcomeUnknownError)
+    assert job.complete() == [1, 2]
+
+
+def test_joined_manifest_requires_sparse_when_any_part_does(tmp_path: Path) -> None:
+    def state(rank: int, step: int) -> dict[str, Any]:
+        values = torch.randn(300_000, generator=torch.Generator().manual_seed(rank))
+        if rank == 1:
+            values[::1000] += step
+        return {f"w{rank}": values}
+
+    job = Job(tmp_path, state=state)
+    job.save(1)
+    order, written = job.near(2)
+    parts = [
+        StoredManifest.read(engine.tiers.local.checkpoint(order.name), part_name(rank)).manifest
+        for rank, engine in enumerate(job.engines)
+        if engine.tiers.local is not None
+    ]
+    assert [part.sparse for part in parts] == [False, True]
+    assert kinds(job.upload(order, written)) == ["SaveResult", "SaveResult"]
+    assert StoredManifest.read(job.engines[0].tiers.origin.checkpoint(order.name)).manifest.sparse
