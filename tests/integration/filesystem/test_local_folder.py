@@ -459,6 +459,25 @@ def test_failed_folder_leaves_nothing(make: Callable[..., MillraceFileSystem], m
     assert not os.path.exists(path)
 
 
+def test_second_caller_with_the_same_directory_is_refused_and_removes_nothing(
+    make: Callable[..., MillraceFileSystem], model: Path, tmp_path: Path
+) -> None:
+    fs, target, refused = make(), tmp_path / "there", []
+
+    def begin_again(_: object) -> None:
+        if not refused:
+            with pytest.raises(UsageError, match="another process fills it") as error:
+                fs.local_folder(str(model), directory=target).__enter__()
+            refused.append(error)
+
+    with fs.local_folder(str(model), directory=target, progress=begin_again):
+        pass
+    assert refused
+    assert {path.name for path in target.rglob("*")} == {path.name for path in model.rglob("*")}
+    with pytest.raises(UsageError, match="is not empty"), fs.local_folder(str(model), directory=target):
+        pass
+
+
 def test_forked_child_that_leaves_the_block_removes_nothing(
     make: Callable[..., MillraceFileSystem], model: Path
 ) -> None:

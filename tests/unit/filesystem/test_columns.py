@@ -115,3 +115,17 @@ def test_reader_without_pyarrow_parquet_gets_nothing(monkeypatch: pytest.MonkeyP
     data, chunks = written()
     monkeypatch.delitem(sys.modules, "pyarrow.parquet")
     assert ahead_of(data).after(*chunks[0][2]) == []
+
+
+def test_footer_of_other_files_leads_to_no_read_beyond_the_end() -> None:
+    """A `_metadata` file has the footers of other files: offsets that are larger than it is."""
+    data, chunks = written()
+    footer = pq.read_metadata(io.BytesIO(data))
+    written_footer = io.BytesIO()
+    footer.write_metadata_file(written_footer)
+    metadata = written_footer.getvalue()
+    # As long as its first chunks reach, so that a read inside them is possible.
+    padded = bytes(chunks[1][0][1]) + metadata
+    found = ahead_of(padded).after(*chunks[0][0])
+    assert all(stop <= len(padded) for _, stop in found)
+    assert len(found) < GROUPS - 1

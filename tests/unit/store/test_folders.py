@@ -21,7 +21,7 @@ from millrace.config import Amount
 from millrace.errors import StorageError
 from millrace.events import Event
 from millrace.store.folders import Folder, link, remove_abandoned
-from millrace.store.records import Entry, ObjectName
+from millrace.store.records import PAGE_BYTES, Entry, ObjectName
 from millrace.store.seals import Sealer
 from millrace.store.store import Store
 
@@ -68,6 +68,22 @@ def sealer(store: Store) -> Iterator[Sealer]:
 
 def changed(events: list[Event]) -> int:
     return sum(event.name == "cache.file.changed" for event in events)
+
+
+def test_object_with_a_block_of_pages_only_is_not_sealed(
+    store: Store, sealer: Sealer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state that a process leaves if it is killed between the last page and the checksum of its block."""
+    monkeypatch.setattr(Store, "_join_pages", lambda *_: None)
+    entry = fill(store, range(2))
+    descriptor = store.open_data(entry)
+    for start in range(2 * BLOCK, len(DATA), PAGE_BYTES):
+        store.write_pages(entry, descriptor, start, DATA[start : start + PAGE_BYTES])
+    assert current(store).complete
+    os.pwrite(descriptor, b"damage", 2 * BLOCK)
+    os.close(descriptor)
+    assert not link(store, sealer, current(store), str(tmp_path / "file"))
+    assert not current(store).sealed
 
 
 def test_linked_file_is_read_only_and_keeps_its_seal(

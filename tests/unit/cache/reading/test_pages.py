@@ -293,3 +293,24 @@ def test_parts_without_pieces() -> None:
     assert without((5, 10), {}) == [(5, 10)]
     assert without((0, 10), {2: b"ab", 6: b"c"}) == [(0, 2), (4, 6), (7, 10)]
     assert without((3, 6), {0: bytes(100)}) == []
+
+
+def test_page_damaged_after_its_first_read_is_fetched_again_when_the_block_is_completed(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin
+) -> None:
+    """The checksum of a complete block must not be computed over bytes that were not verified."""
+    node = make_node()
+    reader = opened(node, origin)
+    damaged = 5 * PAGE_BYTES
+    for _ in range(2):  # fetched, and read from the disk
+        assert bytes(reader.read(damaged, damaged + 10)) == DATA[damaged : damaged + 10]
+    [disk] = node.open_disks
+    entry = reader._location.entry
+    with open(disk.store.path(entry), "r+b") as file:
+        file.seek(damaged)
+        file.write(bytes(10))
+    assert bytes(reader.read(0, SIZE)) == DATA
+    reader.close()
+    reader = opened(make_node(native=False), origin)
+    assert bytes(reader.read(0, SIZE)) == DATA
+    reader.close()
