@@ -12,11 +12,9 @@ from millrace.cli.common import (
     file_system,
     json_option,
     print_json,
-    print_message,
     time_text,
 )
-from millrace.cli.interrupts import remembered
-from millrace.cli.load import CACHE_FULL, LoadDisplay, leave, progress_so_far
+from millrace.cli.load import LoadDisplay, run_load
 from millrace.figures import size_text
 
 
@@ -40,29 +38,18 @@ def files(
 
     Exit code 3: the cache is full, and not everything is in it; DIRECTORY is then removed.
     """
-    from millrace.errors import DiskFullError
     from millrace.filesystem.folders import LocalFolder
 
     fs = file_system([url], cache_dir, endpoint_url, asks=True)
-    display = LoadDisplay()
-    try:
-        with remembered(), LocalFolder(fs, url, directory=directory, copy=copy, progress=display) as made:
-            pass
-    except DiskFullError as error:
-        display.clear()
-        print_message(str(error))
-        return CACHE_FULL
-    except KeyboardInterrupt as end:
-        display.clear()
-        word, code = end.args if len(end.args) == 2 else ("interrupted", 130)
-        print_message(f"{word}: {progress_so_far(display.last)}; run the same command again to continue")
-        return leave(code)
-    except BaseException:
-        display.clear()
-        raise
-    display.clear()
-    state = display.last
-    seconds = state.seconds if state is not None else 0.0
+
+    def fill(display: LoadDisplay) -> tuple[LocalFolder, float]:
+        with LocalFolder(fs, url, directory=directory, copy=copy, progress=display) as made:
+            return made, 0.0 if display.last is None else display.last.seconds
+
+    done = run_load(fill)
+    if isinstance(done, int):
+        return done
+    made, seconds = done
     if as_json:
         print_json(
             {

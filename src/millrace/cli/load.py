@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from millrace.filesystem import MillraceFileSystem
     from millrace.filesystem.loading import LoadProgress
 
-CACHE_FULL = 3
-"""The exit code if not everything fits into the cache."""
+_CACHE_FULL = 3  # the exit code if not everything fits into the cache
+
+T = TypeVar("T")
 
 
 @click.command(cls=LibraryCommand)
@@ -64,26 +65,10 @@ def load(
 
     Exit code 3: the cache is full, and not everything is in it.
     """
-    from millrace.errors import DiskFullError
-
     fs = file_system(urls, cache_dir, endpoint_url, asks=True)
-    display = LoadDisplay()
-    try:
-        with remembered():
-            done = _load(fs, urls, node, cache_dir, display, verify=verify)
-    except DiskFullError as error:
-        display.clear()
-        print_message(str(error))
-        return CACHE_FULL
-    except KeyboardInterrupt as end:
-        display.clear()
-        word, code = end.args if len(end.args) == 2 else ("interrupted", 130)
-        print_message(f"{word}: {progress_so_far(display.last)}; run the same command again to continue")
-        return leave(code)
-    except BaseException:
-        display.clear()
-        raise
-    display.clear()
+    done = run_load(lambda display: _load(fs, urls, node, cache_dir, display, verify=verify))
+    if isinstance(done, int):
+        return done
     if as_json:
         print_json({**asdict(done), "seconds": round(done.seconds, 3)})
         return 0
@@ -141,7 +126,7 @@ def _warn_if_alone(cache_dir: Sequence[str]) -> None:
         )
 
 
-def progress_so_far(state: LoadProgress | None) -> str:
+def _progress_so_far(state: LoadProgress | None) -> str:
     if state is None or not state.objects:
         return "nothing was loaded yet"
     more = "" if state.listed else " or more"
@@ -151,7 +136,28 @@ def progress_so_far(state: LoadProgress | None) -> str:
     )
 
 
-def leave(code: int) -> int:
+def run_load(work: Callable[[LoadDisplay], T]) -> T | int:
+    """Load with a progress display. Returns what `work` returns, or the exit code if the cache is full or on Ctrl-C."""
+    from millrace.errors import DiskFullError
+
+    display = LoadDisplay()
+    try:
+        with remembered():
+            return work(display)
+    except DiskFullError as error:
+        display.clear()
+        print_message(str(error))
+        return _CACHE_FULL
+    except KeyboardInterrupt as end:
+        display.clear()
+        word, code = end.args if len(end.args) == 2 else ("interrupted", 130)
+        print_message(f"{word}: {_progress_so_far(display.last)}; run the same command again to continue")
+        return _leave(code)
+    finally:
+        display.clear()
+
+
+def _leave(code: int) -> int:
     """End the process now if a request still waits for a server: it has no state to lose."""
     if any(thread.name.startswith("millrace-load") for thread in threading.enumerate()):
         sys.stdout.flush()

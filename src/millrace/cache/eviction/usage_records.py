@@ -284,7 +284,7 @@ class _Book:
 
     def enter(self, tally: Tally, group: int | None) -> None:
         if not is_checkpoint_file(ObjectName.unpack(tally.packed_name).key):
-            # A restore reads much at once, which is no evidence that the data sets are idle.
+            # A restore reads much at once, which does not show that the data sets are idle.
             self.clock += tally.hit_bytes + tally.miss_bytes
         for object_id in tally.joined:
             value = self._txn.pop(object_id, db=self._ghosts)
