@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, set_seed
 from tests.support import ranks
 from tests.support.training import kill_with_the_others, run_script, set_up_rank
 from torch.distributed.tensor import DTensor
@@ -44,15 +44,15 @@ def accelerator_of(kind: str) -> Accelerator:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True)
     accelerator = Accelerator(cpu=True)
     # accelerate offers FSDP on accelerators only; torch shards on CPUs as well.
-    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
     return accelerator
 
 
 def train(run: str, kind: str, last: int = STEPS, kill: int | None = None) -> dict[str, Any]:
     """Train to step `last`; returns the state."""
-    torch.manual_seed(0)
     accelerator = accelerator_of(kind)
+    set_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 33), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(33, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=STEPS)
