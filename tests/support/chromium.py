@@ -133,7 +133,9 @@ class Chromium:
 
     def _next(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self._received:
-            ready, _, _ = select.select([self._in], [], [], max(0.0, deadline - time.monotonic()))
+            poll = select.poll()  # a process of the tests may have too many files for `select`
+            poll.register(self._in, select.POLLIN)
+            ready = poll.poll(1000 * max(0.0, deadline - time.monotonic()))
             data = os.read(self._in, 1 << 20) if ready else b""
             assert data, f"Chromium does not respond: {log_tail(self._log)}"
             self._received += data
