@@ -40,9 +40,9 @@ MADE_UP = "~"
 
 # For uploads in parts, which obstore itself retries.
 RETRY: dict[str, Any] = {
-    "max_retries": 8,
+    # The time ends first, as in `retrying.PATIENCE`.
+    "max_retries": 60,
     "retry_timeout": timedelta(seconds=60),
-    # With jitter: waits 10 to 20 seconds for a server that restarts, then fails.
     "backoff": {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=5), "base": 4},
 }
 # Other requests are retried around all origins (`origin/limits`), within the limits.

@@ -329,9 +329,11 @@ def test_silent_node_costs_one_deadline(
     dcp.save(state, storage_writer=CheckpointWriter(url, target_options=s3.target_options, thread_count=1))
     with LocalCluster(tmp_path, 2, target_options=options) as cluster:
         failures: list[str] = []
+        waited = 0
         remove = add_hook(lambda event: failures.append(event.subject) if event.name == "peer.failed" else None)
         try:
             for node in cluster.nodes:
+                failures.clear()
                 join(monkeypatch, cluster, node)
                 cluster.nodes[1 - node.number].suspend()
                 loaded = empty(state)
@@ -339,11 +341,12 @@ def test_silent_node_costs_one_deadline(
                 dcp.load(loaded, storage_reader=reader)
                 assert_equal(loaded, state)
                 cluster.nodes[1 - node.number].resume()
+                # Of at least four ranges the first one waits. Its blocks are up to two requests at the same time.
+                assert len(failures) <= 2
+                waited += len(failures)
         finally:
             remove()
-        # Of at least four ranges the first one waits. Its blocks are up to two requests at the same time.
-        assert 1 <= len(failures) <= 2
-        assert len(set(failures)) == 1
+        assert waited  # at least one of the nodes does not own the data file
 
 
 def test_damaged_cached_bytes_are_read_again_and_not_restored(

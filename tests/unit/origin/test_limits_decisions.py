@@ -226,6 +226,11 @@ def test_timeout_below_a_second_is_refused(value: object) -> None:
         resolve_limits({"timeout": value}, environ={"HOME": "/h"}, file={})
 
 
+def test_patience_outlasts_a_server_that_refuses_connections_for_half_a_minute() -> None:
+    pauses = sum(backoff(failures, 0.5) for failures in range(1, PATIENCE.tries))  # a refusal itself takes no time
+    assert min(pauses, PATIENCE.seconds) >= 45.0
+
+
 def test_timeout_limits_tries_and_requests_together() -> None:
     for timeout in (1.0, 30.0, 90.0, 600.0):
         assert patience_within(timeout).seconds + request_seconds(timeout) <= timeout

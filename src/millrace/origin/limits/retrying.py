@@ -47,12 +47,12 @@ class Patience:
     """
 
     seconds: float = 60.0
-    tries: int = 12
+    tries: int = 60
 
 
 PATIENCE = Patience()
-"""For every request; read at each request, so that a test can change it. A server that restarts is waited for 10 to 20
-seconds. One that refuses connections for about half a minute, or does not respond for a minute, is an error."""
+"""For every request; read at each request, so that a test can change it. The time ends first, after some 26 tries: training
+continues after a server that was away for half a minute, also if it refused connections."""
 
 
 def patience_within(timeout: float | None) -> Patience:
