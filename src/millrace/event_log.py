@@ -37,7 +37,7 @@ EVENTS = {
     "cache.file.recreated": Declared(None, "a file of the cache could not be used and was recreated"),
     "cache.folder.closed": Declared(None, "a folder was open to other users; its mode was changed"),
     "cache.full": Declared(None, "the cache or a quota is full; reads continue uncached"),
-    "cache.housekeeping.failed": Declared(_WARNING, "a periodic task failed; it is repeated"),
+    "cache.maintenance.failed": Declared(_WARNING, "a periodic task failed; it is repeated"),
     "cache.index.corrupt": Declared(_WARNING, "records of the index were damaged and were removed"),
     "cache.leftover.removed": Declared(_INFO, "a file without a record, or a folder of an ended process, was removed"),
     "cache.metadata.cleared": Declared(_INFO, "the cached listings became too large and were removed"),

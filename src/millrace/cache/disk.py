@@ -137,18 +137,18 @@ class Disk:
         self._warn_about_resize(options)
         self._full_reported: set[Place | None] = set()
         self._missed_bytes = self._settle_after = 0
-        self._keeps_house = False
+        self._is_maintained = False
         self._measures: Measures | None = None
         self._attributed: dict[Part, Reads] = {}
         self.failed = False
 
-    def keep_house(self) -> None:
+    def start_maintenance(self) -> None:
         """Register `tidy` to run twice a second, because this disk keeps state in memory from now on."""
-        if not self._keeps_house:
+        if not self._is_maintained:
             self.counters.counts_late()
             register_periodic(self.tidy)
             register_periodic(self.look_at_room)
-            self._keeps_house = True
+            self._is_maintained = True
 
     def tidy(self) -> None:
         """Record the uses, enforce the limits, and release maps of removed files."""

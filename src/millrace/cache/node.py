@@ -187,7 +187,7 @@ class CacheNode:
             disk.report(error)
             return None
         if found is not None:
-            disk.keep_house()
+            disk.start_maintenance()
             disk.usage.touched(AccessRecord(found.entry))
         return found
 
@@ -207,7 +207,7 @@ class CacheNode:
         except StorageError:
             return None  # the slow path raises the same error and reports it
         if first is not None:
-            disk.keep_house()
+            disk.start_maintenance()
         return first
 
     def changes(self) -> IndexVersion | None:
@@ -245,7 +245,7 @@ class CacheNode:
         disk = self.disk_of(name)
         if disk is None:
             return OriginReader(source=make(origin, info, name, None), info=info, counters=None)
-        disk.keep_house()
+        disk.start_maintenance()
         for _ in range(2):
             try:
                 location = self._locate(origin, info, name, disk)

@@ -1,7 +1,7 @@
 """Breakers: one for each peer, shared by the processes of a machine. Requests skip a peer with an open breaker.
 
 A failure opens it. While it is open, one request is let through at intervals, after 2 s at first, after more failures up to
-15 s; a response closes it. `Cluster.may_ask` probes in the background, so readers wait for the first deadline only.
+15 s; a response closes it. `Cluster.is_available` probes in the background, so readers wait for the first deadline only.
 
 The rules are pure functions. `Breakers` stores the states in a small file with one slot for each hash of a peer's id, read
 and written by `pread` and `pwrite`. A truncated, damaged or missing file only ends the sharing, never a read or the process;

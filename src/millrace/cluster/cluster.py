@@ -68,7 +68,7 @@ class Cluster:
         """Whether a member's breaker is open. Unlike `breakers.is_open`, this never lets a request through."""
         return self.breakers.is_known_open(member.id)
 
-    def may_ask(self, member: Member, what: ObjectDescription | None = None) -> bool:
+    def is_available(self, member: Member, what: ObjectDescription | None = None) -> bool:
         """Whether to send a member a request, about `what`. A member with an open breaker is probed in the background."""
         if not self.is_skipped(member):
             return True

@@ -84,7 +84,7 @@ class Invalidations:
 
     def _send(self, member: Member, identity: str, keys: Sequence[str]) -> bool:
         """Invalidate keys on a member; returns whether it succeeded."""
-        if not self._cluster.may_ask(member):
+        if not self._cluster.is_available(member):
             return False
         try:
             for batch in batches(keys):

@@ -121,7 +121,7 @@ class ClusterListings:
         for member in self._owners(origin.identity, key):
             if member.id == me:
                 return None
-            if not self._cluster.may_ask(member):
+            if not self._cluster.is_available(member):
                 continue
             try:
                 response = self._cluster.client.call(member, "GET", path, query=arguments, deadline=SILENCE_SECONDS)

@@ -100,5 +100,5 @@ class ReceivedBytes:
             raise PeerError("these bytes were not received")
         return Fetched(view, Keep.OWNED)
 
-    def asks_to_fetch(self, start: int) -> bool:
+    def fetches_through_peer(self, start: int) -> bool:
         return False

@@ -123,7 +123,7 @@ class ClusterSource:
             keep = fetched.keep if keep is Keep.OWNED else keep
         return Fetched(data, keep)
 
-    def asks_to_fetch(self, start: int) -> bool:
+    def fetches_through_peer(self, start: int) -> bool:
         steps = self._steps(self._cluster.placement(), stripe_of(start, self._what.size))
         return any(step.ask is Ask.FETCH and not self._cluster.is_skipped(step.member) for step in steps)
 
@@ -219,7 +219,7 @@ class _Visit:
         for step in steps:
             if self._failures == MOST_PEERS or (step.ask is Ask.FETCH and fetches == MOST_PEERS):
                 return None
-            if not self._cluster.may_ask(step.member, self._what):
+            if not self._cluster.is_available(step.member, self._what):
                 continue
             fetches += step.ask is Ask.FETCH
             try:

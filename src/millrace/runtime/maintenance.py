@@ -83,7 +83,7 @@ class PeriodicThread:
         except Exception as error:  # noqa: BLE001 - the thread must continue; the next call may succeed
             if not isinstance(error, MillraceError):
                 _log.exception("%s: a periodic task failed because of a defect", self._name)
-            emit(Event(name="cache.housekeeping.failed", subject=repr(task), detail=str(error)))
+            emit(Event(name="cache.maintenance.failed", subject=repr(task), detail=str(error)))
             return None
 
     def _run(self) -> None:

@@ -68,7 +68,7 @@ def free_bytes(place: Path) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
-def keep_house(is_done: Callable[[], bool]) -> None:
+def run_maintenance(is_done: Callable[[], bool]) -> None:
     """Run the tasks of maintenance until they have done this. They leave out what their thread is doing at the moment."""
     deadline = time.monotonic() + 120
     while True:
@@ -95,7 +95,7 @@ def test_min_free_holds_while_another_program_fills_the_disk(small_disk: Path) -
         for _ in range(20):
             other.write(bytes(2 * MIB))
             other.flush()
-            keep_house(lambda: free_bytes(small_disk) >= 8 * MIB)
+            run_maintenance(lambda: free_bytes(small_disk) >= 8 * MIB)
             read(node, origin, random.Random(0).choice(keys))  # what others may do meanwhile
             assert free_bytes(small_disk) >= 8 * MIB
         assert all(event.name != "cache.pinned.evicted" for event in events)
@@ -104,7 +104,7 @@ def test_min_free_holds_while_another_program_fills_the_disk(small_disk: Path) -
         while store.index.used_bytes():
             other.write(bytes(free_bytes(small_disk) - 2 * MIB))
             other.flush()
-            keep_house(lambda: free_bytes(small_disk) >= 8 * MIB or not store.index.used_bytes())
+            run_maintenance(lambda: free_bytes(small_disk) >= 8 * MIB or not store.index.used_bytes())
         remove()
         assert [event.name for event in events].count("cache.pinned.evicted") == 2
         assert [event.name for event in events if "evicted" in event.name][-1] == "cache.pinned.evicted"

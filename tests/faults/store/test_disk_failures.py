@@ -94,7 +94,7 @@ def test_disk_that_fails_is_left_out_and_the_other_is_used(
         check()
         assert all(used for _, used, _ in fs.node.disks())
     events: list[Event] = []
-    remove = add_hook(events.append)  # before: housekeeping may be the first to notice
+    remove = add_hook(events.append)  # before: maintenance may be the first to notice
     try:
         shut_down(disks[which])
         check()

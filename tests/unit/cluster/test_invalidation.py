@@ -31,7 +31,7 @@ def test_invalidation_during_a_late_one_is_sent_too(monkeypatch: pytest.MonkeyPa
 
     cluster: Any = SimpleNamespace(
         placement=lambda: SimpleNamespace(view=SimpleNamespace(members=[member])),
-        may_ask=lambda _: not is_away.is_set(),
+        is_available=lambda _: not is_away.is_set(),
         client=SimpleNamespace(call=call),
         breakers=SimpleNamespace(failed=lambda _: None, worked=lambda _: None),
     )

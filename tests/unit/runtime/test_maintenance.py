@@ -40,7 +40,7 @@ def test_task_that_raises_is_reported_and_called_again() -> None:
         maintenance.unregister(task)
         remove()
     assert len(calls) >= 2
-    assert events[0].name == "cache.housekeeping.failed"
+    assert events[0].name == "cache.maintenance.failed"
     assert "no index" in events[0].detail
 
 

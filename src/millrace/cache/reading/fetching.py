@@ -33,7 +33,7 @@ from millrace.store.records import RUN_BLOCKS, blocks_of, coalesce, span_of
 _log = logging.getLogger("millrace.cache")
 
 _ONE_BLOCK = range(1)
-_ASKED_ELSEWHERE = 1 << 40  # beyond any block
+_THROUGH_PEER = 1 << 40  # beyond any block
 
 
 class Fetched(NamedTuple):
@@ -50,7 +50,7 @@ class Source(Protocol):
         """The bytes `[start, stop)`, a range inside the object. Raises the errors of `Readable.read`."""
         ...
 
-    def asks_to_fetch(self, start: int) -> bool:
+    def fetches_through_peer(self, start: int) -> bool:
         """Whether another node is requested to fetch the bytes at `start`, which may take long; see `lock_key`."""
         ...
 
@@ -74,7 +74,7 @@ class DirectSource:
             self._counters.add("origin_bytes", stop - start)
         return Fetched(data, Keep.OWNED)
 
-    def asks_to_fetch(self, start: int) -> bool:
+    def fetches_through_peer(self, start: int) -> bool:
         return False
 
 
@@ -91,7 +91,7 @@ def lock_key(source: Source, object_id: bytes, block: int, start: int) -> int:
     A fetch through another node holds another lock than a fetch from the origin. The server of a node takes the second
     kind only, so nodes that disagree about the owner of a block cannot wait for each other in a cycle.
     """
-    return lock_number(object_id, block + _ASKED_ELSEWHERE if source.asks_to_fetch(start) else block)
+    return lock_number(object_id, block + _THROUGH_PEER if source.fetches_through_peer(start) else block)
 
 
 MakeSource = Callable[[Origin, ObjectInfo, bytes, Counters | None], Source]
@@ -362,7 +362,7 @@ class _Run:
         self._pending = set(flights)
         self._wait = LockWait(fetcher.disk.locks)
         for flight in flights.values():
-            flight.on_promote(self.hasten)
+            flight.on_promote(self.prioritize)
 
     def submit(self) -> None:
         """Begin in the pool for runs of its kind."""
@@ -376,7 +376,7 @@ class _Run:
             else:
                 self._begin(self._continue)  # in the caller's thread: a thread that outlives the main one reads on
 
-    def hasten(self) -> None:
+    def prioritize(self) -> None:
         """Begin in the other pool if a thread waits for blocks of a prefetch that has not begun."""
         if not self._waited_for:
             self._waited_for = True

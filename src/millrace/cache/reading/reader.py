@@ -98,7 +98,7 @@ class OriginReader:
 
     def is_fetched_by_peer(self, start: int, stop: int) -> bool:
         """Whether another node fetches, and stores, the blocks at the beginning and the end of a range."""
-        return self._source.asks_to_fetch(start) and self._source.asks_to_fetch(max(start, stop - 1))
+        return self._source.fetches_through_peer(start) and self._source.fetches_through_peer(max(start, stop - 1))
 
     def cached(self, start: int, stop: int) -> Buffer | None:
         return None
@@ -472,7 +472,7 @@ class CachedReader:
         """Whether these byte ranges would be stored; evicts for them where the policy allows it."""
         entry = self._location.entry
         # A block that another node fetches for this one is owned by that node, and a copy on this one.
-        how = Keep.COPY if self._source.asks_to_fetch(spans[0][0]) else Keep.OWNED
+        how = Keep.COPY if self._source.fetches_through_peer(spans[0][0]) else Keep.OWNED
         if is_checkpoint_file(self._info.key):
             how = Keep.CHECKPOINT
         candidate = Candidate(entry.object_id, entry.size, lambda: entry.name, self._group, how)

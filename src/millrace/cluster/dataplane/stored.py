@@ -263,7 +263,7 @@ class StoredObjects:
             stored.adopt(before)
         if not entry.cached_bytes:
             return stored  # its first blocks may be in flight: looked up again until they are cached
-        disk.keep_house()
+        disk.start_maintenance()
         kept, most = (self._small, self._max_small) if entry.place else (self._open, self._max_open)
         with self._lock:
             kept.pop(object_id, None)

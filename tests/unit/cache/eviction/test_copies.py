@@ -64,7 +64,7 @@ class PlacedSource:
         fetched = self._source.read(start, stop)
         return fetched._replace(keep=Keep.COPY if self._placed.is_of_others(self._key) else Keep.OWNED)
 
-    def asks_to_fetch(self, start: int) -> bool:
+    def fetches_through_peer(self, start: int) -> bool:
         return False
 
 
