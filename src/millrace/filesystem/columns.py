@@ -95,7 +95,10 @@ class ColumnAhead:
             return None
         self._attempts = 0
         try:
-            return _Layout(parquet.read_metadata(pa.BufferReader(b"".join((_MAGIC, footer, end)))))
+            metadata = parquet.read_metadata(pa.BufferReader(b"".join((_MAGIC, footer, end))))
+            # A signature follows the metadata of a file with encrypted columns. pyarrow ends the process where it is asked
+            # for such a column without its key.
+            return _Layout(metadata) if metadata.serialized_size == nbytes else None
         except (pa.ArrowException, OSError, ValueError):
             return None  # encrypted, or not Parquet: its reader reports that
 
