@@ -129,8 +129,8 @@ class BlockService:
         try:
             checksum = stored.known_sum(key) if whole or stored.is_verified(block) else None
             if checksum is None:
-                if whole or not stored.is_verified(block):
-                    return None
+                if whole or not stored.is_verified(block) or stored.checksum(block) is None:
+                    return None  # also if the block was verified once, and dropped since
                 data = stored.read(start, stop)
                 if data is None:
                     return None

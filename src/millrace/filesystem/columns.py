@@ -75,7 +75,8 @@ class ColumnAhead:
             first = max(group + 1, self._until.get(column, 0))
             spans += [layout.chunks(each)[column] for each in range(first, last)]
             self._until[column] = max(first, last)
-        return sorted(span for span in spans if span[1] <= self._size)  # a footer may describe other files
+        # A footer may describe other files, or be damaged.
+        return sorted((start, stop) for start, stop in spans if 0 <= start < stop <= self._size)
 
     def _parsed(self) -> _Layout | None:
         parquet = sys.modules.get("pyarrow.parquet")  # other readers would have to wait for its import
@@ -95,7 +96,10 @@ class ColumnAhead:
             return None
         self._attempts = 0
         try:
-            return _Layout(parquet.read_metadata(pa.BufferReader(b"".join((_MAGIC, footer, end)))))
+            metadata = parquet.read_metadata(pa.BufferReader(b"".join((_MAGIC, footer, end))))
+            # A signature follows the metadata of a file with encrypted columns. pyarrow ends the process where it is asked
+            # for such a column without its key.
+            return _Layout(metadata) if metadata.serialized_size == nbytes else None
         except (pa.ArrowException, OSError, ValueError):
             return None  # encrypted, or not Parquet: its reader reports that
 

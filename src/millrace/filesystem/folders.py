@@ -132,12 +132,14 @@ class LocalFolder:
                 numbers.discard(number)
 
     def _load_and_place(self, names: dict[str, str], want: Callable[[ObjectInfo], None]) -> None:
-        urls, missing = [self._url], len(names) + 1
+        urls, placed, before = [self._url], set[str](), -1
         for _ in range(_ATTEMPTS):
             full: DiskFullError | None = None
             loaded: dict[str, ObjectInfo] = {}
 
             def share(info: ObjectInfo, into: dict[str, ObjectInfo] = loaded) -> tuple[tuple[int, int], ...]:
+                if info.key in placed:
+                    return ()
                 into[info.key] = info  # the last one is the version that is loaded, see `_load_again`
                 want(info)
                 return tuple(everything(info))
@@ -149,12 +151,15 @@ class LocalFolder:
             if new := loaded.keys() - names.keys():  # listed since, or in another order of the listing
                 names.update(file_names(self._fs, self._url, [*names, *new]))
             left = [info for info in loaded.values() if not self._place(info, names[info.key])]
-            if not left:
+            placed.update(loaded.keys() - {info.key for info in left})
+            if full is not None:  # it may have ended the listing, so everything is listed again
+                if len(placed) == before:
+                    raise full
+            elif not left:
                 return
-            if full is not None and len(left) >= missing:
-                raise full
-            missing = len(left)
-            urls = [self._fs.unstrip_protocol(info.key) for info in left]
+            else:
+                urls = [self._fs.unstrip_protocol(info.key) for info in left]
+            before = len(placed)
         raise full or DiskFullError(
             f"{urls[0]}: was removed from the cache {_ATTEMPTS} times before the folder was complete",
             next_step="enlarge the cache with 'millrace resize'",

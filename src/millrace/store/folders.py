@@ -54,7 +54,10 @@ class Folder:
 
 
 def remove_abandoned(directory: Path) -> Iterator[str]:
-    """Remove the folders of ended processes from the store in `directory`; yields their paths. Raises `StorageError`."""
+    """Remove the folders of ended processes from the store in `directory`; yields their paths. Raises `StorageError`.
+
+    A folder with content that this user may not remove stays.
+    """
     root = directory / FOLDERS_NAME
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     with disk_errors(root):
@@ -72,7 +75,10 @@ def remove_abandoned(directory: Path) -> Iterator[str]:
                     continue
                 try:
                     if _try_lock(folder):
-                        shutil.rmtree(root / name)
+                        try:
+                            shutil.rmtree(root / name)
+                        except PermissionError:  # another user has written to it; the others must not wait for that
+                            continue
                         yield str(root / name)
                 finally:
                     os.close(folder)

@@ -141,3 +141,38 @@ def test_killed_reader_of_a_column_leaves_right_bytes(
         assert file.read_at(200_000, start) == wide.data[start : start + 200_000]
     assert pq.read_table(wide.path, filesystem=make_fs()) == wide.table
     assert make_fs().cache_counters()["corrupt_blocks"] == 0
+
+
+def test_file_with_encrypted_columns_is_read(s3: S3Server, bucket: str, tmp_path: Path) -> None:
+    """Its footer is not encrypted, so its reader has the columns without a key. In a process of its own: it may abort."""
+    keys = (
+        "import base64, io, sys, millrace, pyarrow as pa, pyarrow.parquet as pq, pyarrow.parquet.encryption as pe\n"
+        "class Keys(pe.KmsClient):\n"
+        "    def __init__(self, connection): super().__init__()\n"
+        "    def wrap_key(self, key, master): return base64.b64encode(key)\n"
+        "    def unwrap_key(self, wrapped, master): return base64.b64decode(wrapped)\n"
+        "keys, connection = pe.CryptoFactory(Keys), pe.KmsConnectionConfig()\n"
+    )
+    write = keys + (
+        "table = pa.table({name: range(400_000) for name in 'abc'})\n"
+        "wanted = pe.EncryptionConfiguration(footer_key='f', column_keys={'k': ['b']}, plaintext_footer=True)\n"
+        "encrypt = keys.file_encryption_properties(connection, wanted)\n"
+        "with pq.ParquetWriter(sys.argv[1], table.schema, encryption_properties=encrypt, use_dictionary=False) as file:\n"
+        "    file.write_table(table, row_group_size=100_000)"
+    )
+    path = tmp_path / "encrypted.parquet"
+    subprocess.run([sys.executable, "-c", write, str(path)], check=True, timeout=300)
+    open_origin("s3", s3.target_options).put(f"{bucket}/encrypted.parquet", path.read_bytes())
+    read = keys + (
+        "path, url, key, secret, cache = sys.argv[1:]\n"
+        "target = {'key': key, 'secret': secret, 'endpoint_url': url}\n"
+        "fs = millrace.filesystem('s3', target_options=target, cache_dir=cache, min_free=0)\n"
+        "decrypt = keys.file_decryption_properties(connection, pe.DecryptionConfiguration())\n"
+        "file = pq.ParquetFile(fs.open_input_file(path), decryption_properties=decrypt)\n"
+        "assert file.read(['b', 'c']).column('b').to_pylist() == list(range(400_000))"
+    )
+    options = s3.target_options
+    arguments = [f"{bucket}/encrypted.parquet", s3.endpoint_url, options["key"], options["secret"]]
+    command = [sys.executable, "-c", read, *arguments, str(tmp_path / "cache")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr

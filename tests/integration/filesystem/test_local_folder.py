@@ -9,7 +9,8 @@ import random
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from tests.support.waiting import wait_until
 import millrace
 from millrace.cache.node import close_nodes
 from millrace.errors import DiskFullError, ObjectNotFoundError, StorageError, UsageError
-from millrace.filesystem import MillraceFileSystem
-from millrace.origin import open_origin
+from millrace.filesystem import MillraceFileSystem, loading
+from millrace.origin import ObjectInfo, open_origin
+from millrace.store.records import Entry
+from millrace.store.store import Store
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -457,6 +460,28 @@ def test_failed_folder_leaves_nothing(make: Callable[..., MillraceFileSystem], m
     with pytest.raises(ValueError, match="inside"), fs.local_folder(str(model)) as path:
         raise ValueError("inside")
     assert not os.path.exists(path)
+
+
+def test_folder_is_complete_after_a_full_disk_ended_the_listing(
+    make: Callable[..., MillraceFileSystem], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs, select, open_data, is_full = make(), loading.select, Store.open_data, [True]
+
+    def select_slowly(*arguments: Any) -> Iterator[ObjectInfo]:
+        for info in sorted(select(*arguments), key=lambda info: -info.size):
+            yield info
+            time.sleep(0.3)  # until the error of the first one has ended the load
+
+    def open_when_free(store: Store, entry: Entry) -> int:
+        if is_full:
+            is_full.clear()
+            raise DiskFullError("no space left on the disk")
+        return open_data(store, entry)
+
+    monkeypatch.setattr(loading, "select", select_slowly)
+    monkeypatch.setattr(Store, "open_data", open_when_free)
+    with fs.local_folder(str(model)) as path:
+        assert_equal(path, content())
 
 
 def test_second_caller_with_the_same_directory_is_refused_and_removes_nothing(

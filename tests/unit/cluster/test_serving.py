@@ -323,6 +323,22 @@ def test_damaged_block_is_never_served(tmp_path: Path, nbytes: int) -> None:
         assert client.get(what, (0, stop), verify=True)[1] == data[:stop]
 
 
+def test_part_of_a_block_that_was_dropped_is_fetched_again(plane: Plane) -> None:
+    data = random(LARGE)
+    what = plane.put("b/x", data)
+    plane.fill("b/x", range(2))
+    disk = plane.node.open_disks[0]
+    entry = disk.store.index.get(what.object_id())
+    assert entry is not None
+    with plane.client() as client:
+        assert client.get(what, (100, 200))[1] == data[100:200]
+        flip(data_file(plane, what), 150)
+        descriptor = disk.store.open_data(entry)
+        assert disk.store.read_block(entry, descriptor, 0) is None  # as another process of the node finds it
+        os.close(descriptor)
+        assert client.get(what, (100, 200))[1] == data[100:200]
+
+
 def test_eviction_does_not_break_a_response(plane: Plane) -> None:
     data = random(LARGE) * 4  # more than a socket's buffers
     what = plane.put("b/x", data)

@@ -1,6 +1,7 @@
 """The read-ahead of Parquet columns, as a value."""
 
 import io
+import struct
 import sys
 
 import numpy as np
@@ -129,3 +130,14 @@ def test_footer_of_other_files_leads_to_no_read_beyond_the_end() -> None:
     found = ahead_of(padded).after(*chunks[0][0])
     assert all(stop <= len(padded) for _, stop in found)
     assert len(found) < GROUPS - 1
+
+
+def test_damaged_footer_leads_to_no_read_before_the_beginning() -> None:
+    data, chunks = written()
+    offset = 2 * chunks[2][1][0]  # as Thrift writes it: twice, in groups of seven bits
+    stored = bytes((offset >> shift & 127) | (128 if offset >> shift + 7 else 0) for shift in range(0, 21, 7))
+    (size,) = struct.unpack("<I", data[-8:-4])
+    footer = data[-8 - size : -8].replace(stored, bytes([stored[0] | 1]) + stored[1:])  # the bit of the sign
+    damaged = data[: -8 - size] + footer + data[-8:]
+    assert pq.read_metadata(io.BytesIO(damaged)).row_group(2).column(1).data_page_offset < 0
+    assert ahead_of(damaged).after(*chunks[0][1]) == [chunks[group][1] for group in range(1, GROUPS) if group != 2]

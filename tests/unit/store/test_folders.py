@@ -303,6 +303,25 @@ def test_folder_stays_while_a_forked_child_of_its_process_lives(
     assert list(remove_abandoned(tmp_path)) == [str(path)]
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="root can take on another user")
+def test_folder_that_cannot_be_removed_does_not_hold_up_the_others() -> None:
+    def use() -> str:
+        os.setgid(65534)
+        os.setuid(65534)
+        for name in "abc":
+            (root / name / "sub").mkdir(parents=True)
+        (root / "b" / "sub" / "file").write_text("x")
+        (root / "b" / "sub").chmod(0o500)
+        removed = sorted(remove_abandoned(root.parent))
+        (root / "b" / "sub").chmod(0o700)
+        return ",".join(Path(path).name for path in removed)
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # others are below directories of this user
+        Path(directory).chmod(0o777)
+        root = Path(directory) / "folders"
+        assert in_child(use) == "a,c"
+
+
 def test_folder_is_private_and_removed_with_its_files(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     (folder.path / "file").write_text("x")

@@ -201,7 +201,7 @@ class WeightFollower:
         """Bring `weights` to the newest version, and return it.
 
         `weights` is a dict as it was published, or with some of its keys. Tensors are updated in place; plain values are
-        replaced; modules load theirs. Use no tensor of it before this returns.
+        replaced; modules load theirs, also a part of a published module. Use no tensor of it before this returns.
 
         Raises `CheckpointNotFoundError` before the first publication, `MissingKeyError` for keys that are not published,
         `StateMismatchError` for other shapes, and the errors of a load. Then the tensors are unchanged. The exception is an
@@ -261,7 +261,7 @@ class WeightFollower:
         reader = UpdatingReader(
             f"{self._path}/{found.name}", kept=self._kept, agree=self._ranks.raise_if_any_failed, **self._options
         )
-        # Only keys that the weights have, also inside of dicts.
-        restore_into(weights, reader, self._ranks, keys=("*",))
+        # Only keys that the weights have, also inside of dicts and modules.
+        restore_into(weights, reader, self._ranks, keys=("*",), partial_modules=True)
         if reader.update is not None:
             self._kept = reader.update.kept

@@ -213,12 +213,18 @@ class _RunReader(CheckpointReader):
 
 
 def restore_into(
-    state: dict[str, Any], reader: CheckpointReader, ranks: Ranks, *, keys: Sequence[str] | None = None
+    state: dict[str, Any],
+    reader: CheckpointReader,
+    ranks: Ranks,
+    *,
+    keys: Sequence[str] | None = None,
+    partial_modules: bool = False,
 ) -> None:
     """Load into `state`: tensors in place; plain values are replaced; objects get theirs through `load_state_dict`.
 
     `keys` are patterns of flattened keys (`is_named`). Values that match none of them stay unchanged. Without `keys` the
-    checkpoint and the members of `state` must have the same keys. Every rank calls this. Raises `MissingKeyError`,
+    checkpoint and the members of `state` must have the same keys. With `partial_modules` a module may have a part of the
+    keys of the saved one; otherwise its `load_state_dict` gets all of them. Every rank calls this. Raises `MissingKeyError`,
     `StateMismatchError`, `UsageError` for patterns that match nothing, and the errors of the reader. After an error while
     values are read, the state is a mix of old and new values.
     """
@@ -226,7 +232,7 @@ def restore_into(
     plain = ranks.run_on_all(
         lambda: {key: state_dict_of(key, value) if _is_stateful(value) else value for key, value in state.items()}
     )
-    planner = _RunLoadPlanner(state, keys)
+    planner = _RunLoadPlanner(state, keys, partial_modules=partial_modules)
     load(plain, reader, planner, ranks)
     for container, key, slot in planner.slots:
         container[key] = slot.value
@@ -262,9 +268,11 @@ class _RunLoadPlanner(CheckpointLoadPlanner):
 
     way_out = "name the keys as they were saved, or choose with keys= those that the checkpoint has"
 
-    def __init__(self, members: Mapping[str, Any], patterns: Sequence[str] | None) -> None:
+    def __init__(
+        self, members: Mapping[str, Any], patterns: Sequence[str] | None, *, partial_modules: bool = False
+    ) -> None:
         super().__init__()
-        self._members, self._patterns = members, patterns
+        self._members, self._patterns, self._partial_modules = members, patterns, partial_modules
         self.touched: set[str] = set()
         # Where the wrapper tensors that the reader builds are stored.
         self.slots: list[tuple[Any, Any, WrapperSlot]] = []
@@ -279,7 +287,10 @@ class _RunLoadPlanner(CheckpointLoadPlanner):
         refuse_nested_objects(present)
         for name, value in self._members.items():
             absent = [key for key in saved.get(str(name), ()) if key not in present and self._wants(key)]
-            if absent and _is_stateful(value) and not isinstance(value, OptionalKeys):
+            is_partial = isinstance(value, OptionalKeys) or (
+                self._partial_modules and isinstance(value, torch.nn.Module)
+            )
+            if absent and _is_stateful(value) and not is_partial:
                 self.slots += _complete(state_dict[name], name, value, absent, metadata)
             elif absent and isinstance(value, Mapping | list) and self._patterns is None:
                 raise MissingKeyError(

@@ -161,6 +161,15 @@ def test_module_nested_dict_and_plain_value_are_updated(tmp_path: Path) -> None:
     assert torch.equal(mine["scale"]["ema"], torch.ones(3))
 
 
+def test_part_of_a_published_module_is_updated(tmp_path: Path) -> None:
+    whole = torch.nn.ModuleDict({"body": torch.nn.Linear(8, 8), "head": torch.nn.Linear(8, 2)})
+    part = torch.nn.ModuleDict({"body": torch.nn.Linear(8, 8)})
+    with WeightPublisher(tmp_path / "policy") as publisher:
+        publisher.publish(0, {"model": whole})
+    assert WeightFollower(tmp_path / "policy").update({"model": part}) == 0
+    assert all(torch.equal(value, whole.state_dict()[key]) for key, value in part.state_dict().items())
+
+
 def test_wait_returns_a_newer_version_or_none(tmp_path: Path) -> None:
     follower = WeightFollower(tmp_path)
     assert follower.newest() is None
