@@ -556,9 +556,11 @@ class RunSaver:
         try:
             stored = self.join(storage, order.save_id)
         except BaseException as error:
-            # Another rank than the first leaves its files until it knows that the first one has failed.
+            # Another rank than the first leaves its files until it knows that the first one has failed for certain.
             is_over = self.member.is_first and not isinstance(error, OutcomeUnknownError)
-            if is_over or isinstance(error, SaveFailedElsewhere):
+            if isinstance(error, SaveFailedElsewhere):
+                is_over = self.member.is_first or not isinstance(error.error, OutcomeUnknownError)
+            if is_over:
                 remove(storage, [*writer.own_files, part_name(self.member.rank)])
             raise
         writer.manifest, writer.info = stored.manifest, describe(storage.url, stored.manifest, len(stored.data))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from millrace.checkpoint import load_weights
+from millrace.checkpoint.run import parts
 from millrace.checkpoint.run.driving import plan_save
 from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest
 from millrace.checkpoint.run.parts import part_name, publish_failure
@@ -23,6 +24,8 @@ from millrace.checkpoint.run.uploading import Uploader
 from millrace.checkpoint.state.staging import StateStager
 from millrace.checkpoint.storage import storage as storages
 from millrace.checkpoint.storage.layered import StoredManifest
+from millrace.checkpoint.storage.replicating import publish_manifest
+from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.errors import BaseGoneError, CorruptCheckpointError, OriginUnavailableError, OutcomeUnknownError
 from millrace.events import Event
 
@@ -94,13 +97,17 @@ class Job:
 
     def upload(self, order: SaveOrder, written: list[Any]) -> list[Any]:
         def one(rank: int) -> Any:
-            try:
-                return self.engines[rank].upload(written[rank], lambda progress: None)
-            except Exception as error:  # as the manager does
-                publish_failure(self.engines[rank].tiers.origin.checkpoint(order.name), rank, order.save_id, error)
-                raise
+            return self.noting(rank, order, lambda: self.engines[rank].upload(written[rank], lambda progress: None))
 
         return together(one)
+
+    def noting(self, rank: int, order: SaveOrder, function: Callable[[], Any]) -> Any:
+        """Call `function`, and notify the other ranks if it fails, as the manager does."""
+        try:
+            return function()
+        except Exception as error:
+            publish_failure(self.engines[rank].tiers.origin.checkpoint(order.name), rank, order.save_id, error)
+            raise
 
     def save(self, step: int) -> list[Any]:
         return self.upload(*self.near(step))
@@ -249,6 +256,23 @@ def test_disk_that_fails_after_the_manifest_is_visible_costs_no_data(
     assert job.complete() == [1, 2]
 
 
+def test_files_of_all_ranks_stay_where_the_manifest_may_appear_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, late = Job(tmp_path, is_near=False), []
+
+    def lose(storage: CheckpointStorage, manifest: StoredManifest) -> None:
+        late.append((storage, manifest))
+        raise OutcomeUnknownError("no response", next_step="wait")
+
+    monkeypatch.setattr(parts, "publish_manifest", lose)
+    order = job.engines[0].order(1)
+    results = together(lambda rank: job.noting(rank, order, lambda: job.write(rank, order, weights(rank, 1))))
+    assert kinds(results) == ["OutcomeUnknownError", "OutcomeUnknownError"]
+    publish_manifest(*late[0])
+    assert job.complete() == [1]
+
+
 def test_joined_manifest_requires_sparse_when_any_part_does(tmp_path: Path) -> None:
     def state(rank: int, step: int) -> dict[str, Any]:
         values = torch.randn(300_000, generator=torch.Generator().manual_seed(rank))
@@ -259,11 +283,11 @@ def test_joined_manifest_requires_sparse_when_any_part_does(tmp_path: Path) -> N
     job = Job(tmp_path, state=state)
     job.save(1)
     order, written = job.near(2)
-    parts = [
+    found = [
         StoredManifest.read(engine.tiers.local.checkpoint(order.name), part_name(rank)).manifest
         for rank, engine in enumerate(job.engines)
         if engine.tiers.local is not None
     ]
-    assert [part.sparse for part in parts] == [False, True]
+    assert [part.sparse for part in found] == [False, True]
     assert kinds(job.upload(order, written)) == ["SaveResult", "SaveResult"]
     assert StoredManifest.read(job.engines[0].tiers.origin.checkpoint(order.name)).manifest.sparse
