@@ -29,6 +29,7 @@ from millrace.errors import (
     ObjectExistsError,
     OutcomeUnknownError,
     RetryableError,
+    StorageError,
     UsageError,
 )
 from millrace.events import Event, emit
@@ -54,6 +55,33 @@ def part_name(rank: int) -> str:
 
 def _notice_name(rank: int) -> str:
     return f"failed-{rank}.json"
+
+
+def publish_part(storage: CheckpointStorage, name: str, data: bytes) -> None:
+    """Publish the part of a rank, in place of that of a dead save.
+
+    Raises `OutcomeUnknownError` if other ranks may have seen it in spite of a failure.
+    """
+    try:
+        storage.publish(name, data, replace=True)
+    except StorageError as error:
+        # A disk may fail after the rename, and the first rank may publish a manifest of this part.
+        if _may_hold(storage, name, data):
+            raise OutcomeUnknownError(
+                f"{storage.url}: {name} may not survive a power failure ({error.message})",
+                next_step="check the disk, and save again",
+            ) from error
+        raise
+
+
+def _may_hold(storage: CheckpointStorage, name: str, data: bytes) -> bool:
+    try:
+        file = storage.stat(name)
+        return file.size == len(data) and bytes(memoryview(storage.read(file, 0, file.size))) == data
+    except MissingError:
+        return False
+    except MillraceError:
+        return True
 
 
 class PartRecord(NamedTuple):

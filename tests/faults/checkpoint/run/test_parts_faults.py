@@ -273,6 +273,24 @@ def test_files_of_all_ranks_stay_where_the_manifest_may_appear_later(
     assert job.complete() == [1]
 
 
+def test_disk_that_fails_after_a_part_is_visible_costs_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path, is_near=False)
+    order = job.engines[0].order(1)
+    real, failed = storages._sync_directory, []
+
+    def sync(path: str) -> None:
+        if (Path(path) / part_name(1)).exists() and not failed:
+            failed.append(path)
+            raise OSError(5, "Input/output error", path)
+        real(path)
+
+    monkeypatch.setattr(storages, "_sync_directory", sync)
+    with pytest.raises(OutcomeUnknownError):
+        job.write(1, order, weights(1, 1))
+    job.write(0, order, weights(0, 1))
+    assert job.complete() == [1]
+
+
 def test_joined_manifest_requires_sparse_when_any_part_does(tmp_path: Path) -> None:
     def state(rank: int, step: int) -> dict[str, Any]:
         values = torch.randn(300_000, generator=torch.Generator().manual_seed(rank))
