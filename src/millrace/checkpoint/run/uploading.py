@@ -44,6 +44,8 @@ from millrace.errors import (
     ObjectExistsError,
     RetryableError,
     RunTakenError,
+    StorageError,
+    UnsupportedFormatError,
 )
 from millrace.events import Event, emit
 
@@ -429,10 +431,15 @@ class Uploader:
 
 
 def _parts_in(run: Run) -> list[tuple[str, Manifest]]:
-    """The parts of checkpoints without a manifest in a place, with the names of the checkpoints."""
-    return [
-        (found.name, load_manifest(run.checkpoint(found.name), file).manifest)
-        for found in run.scan()
-        for file in found.files
-        if not found.complete and file.name.startswith("part-")
-    ]
+    """The parts of checkpoints without a manifest in a place, by name. An unreadable one is an event."""
+    parts: list[tuple[str, Manifest]] = []
+    for found in run.scan():
+        storage = run.checkpoint(found.name)
+        for file in found.files:
+            if not found.complete and file.name.startswith("part-"):
+                try:
+                    parts.append((found.name, load_manifest(storage, file).manifest))
+                except (DamagedError, MissingError, StorageError, UnsupportedFormatError) as error:
+                    # It must not hide the parts of other saves.
+                    emit(Event(name="checkpoint.tier.left", subject=storage.url, detail=f"{file.name}: {error}"))
+    return parts

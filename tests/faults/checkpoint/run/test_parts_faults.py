@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.checkpoint import load_weights
+from millrace.checkpoint import CheckpointManager, load_weights
 from millrace.checkpoint.run import parts
 from millrace.checkpoint.run.driving import plan_save
 from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest
@@ -289,6 +290,22 @@ def test_disk_that_fails_after_a_part_is_visible_costs_no_data(tmp_path: Path, m
         job.write(1, order, weights(1, 1))
     job.write(0, order, weights(0, 1))
     assert job.complete() == [1]
+
+
+def test_damaged_part_of_an_older_save_does_not_hide_a_newer_one(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.save(1)
+    job.near(2)
+    job.near(3)
+    job.engines[0].close()
+    shutil.copytree(tmp_path / "node1", tmp_path / "node0", dirs_exist_ok=True)
+    [part] = (tmp_path / "node0").glob(f"*/{checkpoint_name(2)}/{part_name(0)}")
+    flip(part)
+    found = {f"w{rank}": torch.zeros(300_000) for rank in range(RANKS)}
+    with CheckpointManager(tmp_path / "origin", local=tmp_path / "node0") as run:
+        assert run.restore(found) == 3
+    for rank in range(RANKS):
+        assert torch.equal(found[f"w{rank}"], weights(rank, 3)[f"w{rank}"])
 
 
 def test_joined_manifest_requires_sparse_when_any_part_does(tmp_path: Path) -> None:
