@@ -140,7 +140,7 @@ def complete(
     When all parts have arrived, the first rank calls `note` with their records, then `before`, and `check` just before it
     publishes the manifest. Raises `SaveFailedElsewhere` when another rank has failed, on the other ranks when the first one
     has. After `limit` seconds raises `RetryableError` on the first rank, and after twice that time `OutcomeUnknownError` on
-    the others. Raises errors of the storage.
+    the others, also when the storage does not respond to them. Raises errors of the storage.
     """
     if not member.is_first:
         # The first rank may write its part last. Then it waits for the others.
@@ -207,7 +207,14 @@ def _wait_for_manifest(storage: CheckpointStorage, save_id: str, limit: float) -
             raise SaveFailedElsewhere(error)
         return False
 
-    if not _poll(storage, look, limit):
+    try:
+        is_over = _poll(storage, look, limit)
+    except RetryableError as error:
+        raise OutcomeUnknownError(
+            f"{storage.url}: unknown whether rank 0 published the manifest ({error.message})",
+            next_step="see the steps of the run when the storage responds again, and save again",
+        ) from error
+    if not is_over:
         raise OutcomeUnknownError(
             f"{storage.url}: rank 0 did not publish the manifest within {limit:.0f} s",
             next_step="see the log of rank 0; with a longer timeout= slower ranks are waited for",

@@ -308,6 +308,22 @@ def test_damaged_part_of_an_older_save_does_not_hide_a_newer_one(tmp_path: Path)
         assert torch.equal(found[f"w{rank}"], weights(rank, 3)[f"w{rank}"])
 
 
+def test_outage_for_another_rank_than_the_first_does_not_report_the_save_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path, is_near=False)
+    order = job.engines[0].order(1)
+
+    def outage(storage: CheckpointStorage) -> StoredManifest:
+        raise OriginUnavailableError("an outage", next_step="wait")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.StoredManifest, "read", outage)
+        results = together(lambda rank: job.noting(rank, order, lambda: job.write(rank, order, weights(rank, 1))))
+    assert kinds(results) == ["Written", "OutcomeUnknownError"]
+    assert job.complete() == [1]
+
+
 def test_joined_manifest_requires_sparse_when_any_part_does(tmp_path: Path) -> None:
     def state(rank: int, step: int) -> dict[str, Any]:
         values = torch.randn(300_000, generator=torch.Generator().manual_seed(rank))
