@@ -427,7 +427,8 @@ class CheckpointManager:
         if not any(self._ranks.gather(self._watch.noted)):
             return False
         self._drain()
-        if self._newest_saved != step:
+        # A save may have succeeded on some ranks only: all save again then.
+        if not all(self._ranks.gather(self._newest_saved == step)):
             self._warn_of_failures()
             # After a restore that failed the step may be the newest one, with another state.
             self._submit(step, state, metrics, None, waits=True, is_async=False).result()

@@ -29,6 +29,7 @@ from millrace.errors import (
     ObjectExistsError,
     OutcomeUnknownError,
     RetryableError,
+    StorageError,
     UsageError,
 )
 from millrace.events import Event, emit
@@ -54,6 +55,33 @@ def part_name(rank: int) -> str:
 
 def _notice_name(rank: int) -> str:
     return f"failed-{rank}.json"
+
+
+def publish_part(storage: CheckpointStorage, name: str, data: bytes) -> None:
+    """Publish the part of a rank, in place of that of a dead save.
+
+    Raises `OutcomeUnknownError` if other ranks may have seen it in spite of a failure.
+    """
+    try:
+        storage.publish(name, data, replace=True)
+    except StorageError as error:
+        # A disk may fail after the rename, and the first rank may publish a manifest of this part.
+        if _may_hold(storage, name, data):
+            raise OutcomeUnknownError(
+                f"{storage.url}: {name} may not survive a power failure ({error.message})",
+                next_step="check the disk, and save again",
+            ) from error
+        raise
+
+
+def _may_hold(storage: CheckpointStorage, name: str, data: bytes) -> bool:
+    try:
+        file = storage.stat(name)
+        return file.size == len(data) and bytes(memoryview(storage.read(file, 0, file.size))) == data
+    except MissingError:
+        return False
+    except MillraceError:
+        return True
 
 
 class PartRecord(NamedTuple):
@@ -112,7 +140,7 @@ def complete(
     When all parts have arrived, the first rank calls `note` with their records, then `before`, and `check` just before it
     publishes the manifest. Raises `SaveFailedElsewhere` when another rank has failed, on the other ranks when the first one
     has. After `limit` seconds raises `RetryableError` on the first rank, and after twice that time `OutcomeUnknownError` on
-    the others. Raises errors of the storage.
+    the others, also when the storage does not respond to them. Raises errors of the storage.
     """
     if not member.is_first:
         # The first rank may write its part last. Then it waits for the others.
@@ -179,7 +207,14 @@ def _wait_for_manifest(storage: CheckpointStorage, save_id: str, limit: float) -
             raise SaveFailedElsewhere(error)
         return False
 
-    if not _poll(storage, look, limit):
+    try:
+        is_over = _poll(storage, look, limit)
+    except RetryableError as error:
+        raise OutcomeUnknownError(
+            f"{storage.url}: unknown whether rank 0 published the manifest ({error.message})",
+            next_step="see the steps of the run when the storage responds again, and save again",
+        ) from error
+    if not is_over:
         raise OutcomeUnknownError(
             f"{storage.url}: rank 0 did not publish the manifest within {limit:.0f} s",
             next_step="see the log of rank 0; with a longer timeout= slower ranks are waited for",

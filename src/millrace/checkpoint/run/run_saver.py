@@ -17,7 +17,7 @@ from typing import Any, Literal
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, DataFile, Manifest
 from millrace.checkpoint.run.claims import Claim, ClaimState
 from millrace.checkpoint.run.driving import plan_save, save
-from millrace.checkpoint.run.parts import PartRecord, SaveFailedElsewhere, complete, part_name, remove
+from millrace.checkpoint.run.parts import PartRecord, SaveFailedElsewhere, complete, part_name, publish_part, remove
 from millrace.checkpoint.run.ranks import Member
 from millrace.checkpoint.run.run_info import CheckpointInfo, info_of_manifest, paths_of
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, checkpoint_name, parse_name
@@ -116,7 +116,7 @@ class _RunWriter(CheckpointWriter):
         if self._claim is not None and not self._is_part:
             self._claim.check()
         if self._is_part:
-            storage.publish(name, data, replace=True)  # the part of a dead save may be there
+            publish_part(storage, name, data)
         else:
             super()._publish(storage, name, data, manifest)
         self.manifest, self.info = manifest, describe(storage.url, manifest, len(data))
@@ -556,9 +556,11 @@ class RunSaver:
         try:
             stored = self.join(storage, order.save_id)
         except BaseException as error:
-            # Another rank than the first leaves its files until it knows that the first one has failed.
+            # Another rank than the first leaves its files until it knows that the first one has failed for certain.
             is_over = self.member.is_first and not isinstance(error, OutcomeUnknownError)
-            if is_over or isinstance(error, SaveFailedElsewhere):
+            if isinstance(error, SaveFailedElsewhere):
+                is_over = self.member.is_first or not isinstance(error.error, OutcomeUnknownError)
+            if is_over:
                 remove(storage, [*writer.own_files, part_name(self.member.rank)])
             raise
         writer.manifest, writer.info = stored.manifest, describe(storage.url, stored.manifest, len(stored.data))

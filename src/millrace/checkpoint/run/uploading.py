@@ -7,6 +7,7 @@ origin (`parts.py`). No collective calls, except in `join_left_parts` and `recov
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import warnings
 from collections.abc import Callable, Collection
@@ -44,6 +45,8 @@ from millrace.errors import (
     ObjectExistsError,
     RetryableError,
     RunTakenError,
+    StorageError,
+    UnsupportedFormatError,
 )
 from millrace.events import Event, emit
 
@@ -335,17 +338,28 @@ class Uploader:
 
         Raises errors of the places.
         """
-        known = ranks.run_on_first(
-            lambda: [
-                (upload.name, StoredManifest.read(self.local.checkpoint(upload.name)))
-                for upload in pending_uploads(self.local, self.tiers.origin)
-                if upload.manifest
-            ]
-        )
-        self._publish_on_all(ranks, known)
+        self._publish_on_all(ranks, self._pending_on_nodes(ranks))
         names = ranks.run_on_all(lambda: self._copy_leftovers(""))
         ranks.run_on_first(lambda: self._publish(names))
         self._is_behind = False
+
+    def _pending_on_nodes(self, ranks: Ranks) -> list[tuple[str, StoredManifest]]:
+        """The complete checkpoints of any node that the origin lacks. Of several of one name the last counts."""
+
+        def pending() -> dict[str, StoredManifest]:
+            uploads = pending_uploads(self.local, self.tiers.origin) if self.member.handles_node else ()
+            names = [upload.name for upload in uploads if upload.manifest]
+            return {name: StoredManifest.read(self.local.checkpoint(name)) for name in names}
+
+        own = ranks.run_on_all(pending)
+        created = ranks.gather({name: each.manifest.created for name, each in own.items()})
+        # Several nodes may have a manifest. One of them sends it.
+        senders = {
+            name: max(range(ranks.count), key=lambda rank: created[rank].get(name, -math.inf))
+            for name in itertools.chain(*created)
+        }
+        sent = [(name, each) for name, each in own.items() if senders[name] == ranks.rank]
+        return list(itertools.chain(*ranks.gather(sent)))
 
     def _publish_on_all(self, ranks: Ranks, known: Collection[tuple[str, StoredManifest]]) -> None:
         """Publish the manifests of checkpoints on all nodes' disks, in place of the parts there."""
@@ -429,10 +443,15 @@ class Uploader:
 
 
 def _parts_in(run: Run) -> list[tuple[str, Manifest]]:
-    """The parts of checkpoints without a manifest in a place, with the names of the checkpoints."""
-    return [
-        (found.name, load_manifest(run.checkpoint(found.name), file).manifest)
-        for found in run.scan()
-        for file in found.files
-        if not found.complete and file.name.startswith("part-")
-    ]
+    """The parts of checkpoints without a manifest in a place, by name. An unreadable one is an event."""
+    parts: list[tuple[str, Manifest]] = []
+    for found in run.scan():
+        storage = run.checkpoint(found.name)
+        for file in found.files:
+            if not found.complete and file.name.startswith("part-"):
+                try:
+                    parts.append((found.name, load_manifest(storage, file).manifest))
+                except (DamagedError, MissingError, StorageError, UnsupportedFormatError) as error:
+                    # It must not hide the parts of other saves.
+                    emit(Event(name="checkpoint.tier.left", subject=storage.url, detail=f"{file.name}: {error}"))
+    return parts

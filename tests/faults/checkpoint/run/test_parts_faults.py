@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.checkpoint import load_weights
+from millrace.checkpoint import CheckpointManager, load_weights
+from millrace.checkpoint.run import parts
 from millrace.checkpoint.run.driving import plan_save
 from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest
 from millrace.checkpoint.run.parts import part_name, publish_failure
@@ -23,6 +25,8 @@ from millrace.checkpoint.run.uploading import Uploader
 from millrace.checkpoint.state.staging import StateStager
 from millrace.checkpoint.storage import storage as storages
 from millrace.checkpoint.storage.layered import StoredManifest
+from millrace.checkpoint.storage.replicating import publish_manifest
+from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.errors import BaseGoneError, CorruptCheckpointError, OriginUnavailableError, OutcomeUnknownError
 from millrace.events import Event
 
@@ -94,13 +98,17 @@ class Job:
 
     def upload(self, order: SaveOrder, written: list[Any]) -> list[Any]:
         def one(rank: int) -> Any:
-            try:
-                return self.engines[rank].upload(written[rank], lambda progress: None)
-            except Exception as error:  # as the manager does
-                publish_failure(self.engines[rank].tiers.origin.checkpoint(order.name), rank, order.save_id, error)
-                raise
+            return self.noting(rank, order, lambda: self.engines[rank].upload(written[rank], lambda progress: None))
 
         return together(one)
+
+    def noting(self, rank: int, order: SaveOrder, function: Callable[[], Any]) -> Any:
+        """Call `function`, and notify the other ranks if it fails, as the manager does."""
+        try:
+            return function()
+        except Exception as error:
+            publish_failure(self.engines[rank].tiers.origin.checkpoint(order.name), rank, order.save_id, error)
+            raise
 
     def save(self, step: int) -> list[Any]:
         return self.upload(*self.near(step))
@@ -249,6 +257,73 @@ def test_disk_that_fails_after_the_manifest_is_visible_costs_no_data(
     assert job.complete() == [1, 2]
 
 
+def test_files_of_all_ranks_stay_where_the_manifest_may_appear_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, late = Job(tmp_path, is_near=False), []
+
+    def lose(storage: CheckpointStorage, manifest: StoredManifest) -> None:
+        late.append((storage, manifest))
+        raise OutcomeUnknownError("no response", next_step="wait")
+
+    monkeypatch.setattr(parts, "publish_manifest", lose)
+    order = job.engines[0].order(1)
+    results = together(lambda rank: job.noting(rank, order, lambda: job.write(rank, order, weights(rank, 1))))
+    assert kinds(results) == ["OutcomeUnknownError", "OutcomeUnknownError"]
+    publish_manifest(*late[0])
+    assert job.complete() == [1]
+
+
+def test_disk_that_fails_after_a_part_is_visible_costs_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path, is_near=False)
+    order = job.engines[0].order(1)
+    real, failed = storages._sync_directory, []
+
+    def sync(path: str) -> None:
+        if (Path(path) / part_name(1)).exists() and not failed:
+            failed.append(path)
+            raise OSError(5, "Input/output error", path)
+        real(path)
+
+    monkeypatch.setattr(storages, "_sync_directory", sync)
+    with pytest.raises(OutcomeUnknownError):
+        job.write(1, order, weights(1, 1))
+    job.write(0, order, weights(0, 1))
+    assert job.complete() == [1]
+
+
+def test_damaged_part_of_an_older_save_does_not_hide_a_newer_one(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.save(1)
+    job.near(2)
+    job.near(3)
+    job.engines[0].close()
+    shutil.copytree(tmp_path / "node1", tmp_path / "node0", dirs_exist_ok=True)
+    [part] = (tmp_path / "node0").glob(f"*/{checkpoint_name(2)}/{part_name(0)}")
+    flip(part)
+    found = {f"w{rank}": torch.zeros(300_000) for rank in range(RANKS)}
+    with CheckpointManager(tmp_path / "origin", local=tmp_path / "node0") as run:
+        assert run.restore(found) == 3
+    for rank in range(RANKS):
+        assert torch.equal(found[f"w{rank}"], weights(rank, 3)[f"w{rank}"])
+
+
+def test_outage_for_another_rank_than_the_first_does_not_report_the_save_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path, is_near=False)
+    order = job.engines[0].order(1)
+
+    def outage(storage: CheckpointStorage) -> StoredManifest:
+        raise OriginUnavailableError("an outage", next_step="wait")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.StoredManifest, "read", outage)
+        results = together(lambda rank: job.noting(rank, order, lambda: job.write(rank, order, weights(rank, 1))))
+    assert kinds(results) == ["Written", "OutcomeUnknownError"]
+    assert job.complete() == [1]
+
+
 def test_joined_manifest_requires_sparse_when_any_part_does(tmp_path: Path) -> None:
     def state(rank: int, step: int) -> dict[str, Any]:
         values = torch.randn(300_000, generator=torch.Generator().manual_seed(rank))
@@ -259,11 +334,11 @@ def test_joined_manifest_requires_sparse_when_any_part_does(tmp_path: Path) -> N
     job = Job(tmp_path, state=state)
     job.save(1)
     order, written = job.near(2)
-    parts = [
+    found = [
         StoredManifest.read(engine.tiers.local.checkpoint(order.name), part_name(rank)).manifest
         for rank, engine in enumerate(job.engines)
         if engine.tiers.local is not None
     ]
-    assert [part.sparse for part in parts] == [False, True]
+    assert [part.sparse for part in found] == [False, True]
     assert kinds(job.upload(order, written)) == ["SaveResult", "SaveResult"]
     assert StoredManifest.read(job.engines[0].tiers.origin.checkpoint(order.name)).manifest.sparse

@@ -119,6 +119,25 @@ run_saver.complete = lambda *arguments, **options: os.kill(os.getpid(), signal.S
         check(run, 1, 1)
 
 
+def end_after_a_save_that_failed_on_rank_1(root: Path) -> None:
+    killed = """
+import os, signal
+from millrace.checkpoint.run import run_saver
+run_saver.complete = lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with CheckpointManager(root / "run") as run:
+        run.watch_preemption()
+        with savers_with("" if is_first() else killed):
+            error = run.save_async(1, state(1)).exception()
+        assert error is None if is_first() else isinstance(error, SaverDiedError)
+        if is_first():
+            os.kill(os.getpid(), signal.SIGTERM)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert run.preempted(1, state(2))
+        check(run, 1, 2)
+
+
 def kill_rank_1(root: Path) -> None:
     hangs = """
 import signal
@@ -267,6 +286,7 @@ PROGRAMS: dict[str, Callable[[Path], None]] = {
         save_in_both_ways,
         kill_the_saver_of_rank_1,
         kill_the_saver_of_rank_0,
+        end_after_a_save_that_failed_on_rank_1,
         kill_rank_1,
         arrive_late,
         cannot_start_on_rank_1,
@@ -292,6 +312,10 @@ def test_saver_of_rank_1_killed_during_a_save_fails_it_on_all_ranks(tmp_path: Pa
 
 def test_saver_of_rank_0_killed_before_the_manifest_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
     ranks.run(__file__, "kill_the_saver_of_rank_0", 2, tmp_path)
+
+
+def test_ranks_that_differ_about_the_last_save_save_once_more_before_they_end(tmp_path: Path) -> None:
+    ranks.run(__file__, "end_after_a_save_that_failed_on_rank_1", 2, tmp_path)
 
 
 def test_killed_rank_ends_its_saver_and_fails_the_save_after_the_timeout(tmp_path: Path) -> None:

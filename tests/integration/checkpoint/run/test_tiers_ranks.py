@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from tests.support import ranks
 
+from millrace.checkpoint.run import uploading
 from millrace.checkpoint.run.manager import CheckpointManager
 from millrace.checkpoint.run.run_layout import checkpoint_name
 from millrace.checkpoint.run.tiers import Tiers, open_tiers
 from millrace.checkpoint.storage.layered import missing_files
 from millrace.checkpoint.storage.manifests import read_manifest
+from millrace.errors import OriginUnavailableError
 from millrace.events import Event, add_hook
 
 ROWS, STEPS = 300_000, 4
@@ -96,6 +98,14 @@ def find_only_half(root: Path) -> None:
     assert all("the parts of these ranks are missing: 1" in each for each in found)
 
 
+def restore_of_one_process(root: Path) -> None:
+    found = {"weights": torch.zeros(1000)}
+    with manager(root) as run:
+        assert run.restore(found) == 2
+        assert run.steps() == [1, 2]
+    assert torch.equal(found["weights"], torch.full((1000,), 2.0))
+
+
 def restore_the_later(root: Path) -> None:
     restore(root, STEPS + 1)
 
@@ -143,6 +153,20 @@ def test_manifest_refused_by_the_disk_of_one_node_is_an_event(tmp_path: Path) ->
         assert tiers_of(tmp_path, 0).is_at_origin(checkpoint_name(step))
 
 
+def test_checkpoint_that_only_the_disk_of_the_second_rank_has_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OriginUnavailableError("an outage", next_step="wait")
+
+    with CheckpointManager(tmp_path / "origin", local=tmp_path / "node1") as run:
+        run.save(1, {"weights": torch.full((1000,), 1.0)})
+        monkeypatch.setattr(uploading, "copy_checkpoint", refuse)
+        with pytest.raises(OriginUnavailableError):
+            run.save(2, {"weights": torch.full((1000,), 2.0)})
+    ranks.run(__file__, "restore_of_one_process", 2, tmp_path)
+
+
 @pytest.mark.slow
 def test_checkpoint_in_parts_on_two_nodes_is_joined(tmp_path: Path) -> None:
     ranks.run(__file__, "die_before_the_upload", 2, tmp_path, codes=(9, 9))
@@ -163,5 +187,13 @@ def test_checkpoint_in_parts_on_two_nodes_is_joined(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    programs = (save, restore, die_before_the_upload, restore_the_later, find_only_half, refuse_one_manifest)
+    programs = (
+        save,
+        restore,
+        restore_of_one_process,
+        die_before_the_upload,
+        restore_the_later,
+        find_only_half,
+        refuse_one_manifest,
+    )
     ranks.main({program.__name__: program for program in programs})
