@@ -297,6 +297,16 @@ def _failure(storage: CheckpointStorage, file: StoredFile | None, save_id: str) 
     return UsageError(f"a rank failed ({name}: {message:.300})", next_step="see its log")
 
 
+def remove_part(storage: CheckpointStorage, member: Member, save_id: str, files: Sequence[str]) -> None:
+    """Remove the data files and the part of this rank, but not the part of another job that has taken the run."""
+    name = part_name(member.rank)
+    try:
+        is_own = part_of(storage, storage.stat(name), save_id, (member.rank, member.count)) is not None
+    except MillraceError:  # missing, or unreadable: a pruning removes it
+        is_own = False
+    remove(storage, [*files, *([name] if is_own else [])])
+
+
 def remove(storage: CheckpointStorage, names: Sequence[str]) -> None:
     """Remove files that are not needed any more. An error of the storage is an event."""
     try:

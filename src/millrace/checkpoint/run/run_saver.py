@@ -17,7 +17,14 @@ from typing import Any, Literal
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, DataFile, Manifest
 from millrace.checkpoint.run.claims import Claim, ClaimState
 from millrace.checkpoint.run.driving import plan_save, save
-from millrace.checkpoint.run.parts import PartRecord, SaveFailedElsewhere, complete, part_name, publish_part, remove
+from millrace.checkpoint.run.parts import (
+    PartRecord,
+    SaveFailedElsewhere,
+    complete,
+    part_name,
+    publish_part,
+    remove_part,
+)
 from millrace.checkpoint.run.ranks import Member
 from millrace.checkpoint.run.run_info import CheckpointInfo, info_of_manifest, paths_of
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, checkpoint_name, parse_name
@@ -561,7 +568,7 @@ class RunSaver:
             if isinstance(error, SaveFailedElsewhere):
                 is_over = self.member.is_first or not isinstance(error.error, OutcomeUnknownError)
             if is_over:
-                remove(storage, [*writer.own_files, part_name(self.member.rank)])
+                remove_part(storage, self.member, order.save_id, writer.own_files)
             raise
         writer.manifest, writer.info = stored.manifest, describe(storage.url, stored.manifest, len(stored.data))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.waiting import wait_until
 
 from millrace.checkpoint import CheckpointManager, load_weights
 from millrace.checkpoint.run import parts
@@ -27,7 +28,13 @@ from millrace.checkpoint.storage import storage as storages
 from millrace.checkpoint.storage.layered import StoredManifest
 from millrace.checkpoint.storage.replicating import publish_manifest
 from millrace.checkpoint.storage.storage import CheckpointStorage
-from millrace.errors import BaseGoneError, CorruptCheckpointError, OriginUnavailableError, OutcomeUnknownError
+from millrace.errors import (
+    BaseGoneError,
+    CorruptCheckpointError,
+    OriginUnavailableError,
+    OutcomeUnknownError,
+    RunTakenError,
+)
 from millrace.events import Event
 
 RANKS = 2
@@ -321,6 +328,32 @@ def test_outage_for_another_rank_than_the_first_does_not_report_the_save_as_fail
         patch.setattr(parts.StoredManifest, "read", outage)
         results = together(lambda rank: job.noting(rank, order, lambda: job.write(rank, order, weights(rank, 1))))
     assert kinds(results) == ["Written", "OutcomeUnknownError"]
+    assert job.complete() == [1]
+
+
+def test_rank_that_lost_the_run_leaves_the_part_of_its_successor(tmp_path: Path) -> None:
+    lost, job = Job(tmp_path, is_near=False), Job(tmp_path, is_near=False)
+    former, order = lost.engines[0].order(1), job.engines[0].order(1)
+    assert former.name == order.name
+
+    def has_part(save_id: str) -> bool:
+        storage = job.engines[0].tiers.origin.checkpoint(order.name)
+        return any(
+            file.name == part_name(1) and parts.part_of(storage, file, save_id, (1, RANKS)) is not None
+            for file in storage.files()
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        late = pool.submit(lost.write, 1, former, weights(1, 1))
+        wait_until(lambda: has_part(former.save_id))
+        saved = pool.submit(job.write, 1, order, weights(1, 1))
+        wait_until(lambda: has_part(order.save_id))
+        error = RunTakenError("taken", next_step="end")
+        publish_failure(lost.engines[0].tiers.origin.checkpoint(order.name), 0, former.save_id, error)
+        assert isinstance(late.exception(), RunTakenError)
+        assert has_part(order.save_id)
+        job.write(0, order, weights(0, 1))
+        assert saved.exception() is None
     assert job.complete() == [1]
 
 
