@@ -52,8 +52,8 @@ def run(
         meanwhile()
         for process in ranks:
             ended.append((process.communicate(timeout=500)[1], process.returncode))
-    for (text, code), expected in zip(ended, codes or (0,) * world, strict=True):
-        assert code == expected, text
+    for (_, code), expected in zip(ended, codes or (0,) * world, strict=True):
+        assert code == expected, "\n".join(text for text, _ in ended)
 
 
 def free_port() -> int:

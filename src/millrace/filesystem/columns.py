@@ -73,7 +73,8 @@ class ColumnAhead:
         spans = []
         for column in self._columns:
             first = max(group + 1, self._until.get(column, 0))
-            spans += [layout.chunks(each)[column] for each in range(first, last)]
+            for each in range(first, last):
+                spans += layout.chunks(each)[column : column + 1]  # a damaged footer may have fewer columns here
             self._until[column] = max(first, last)
         # A footer may describe other files, or be damaged.
         return sorted((start, stop) for start, stop in spans if 0 <= start < stop <= self._size)
@@ -100,7 +101,7 @@ class ColumnAhead:
             # A signature follows the metadata of a file with encrypted columns. pyarrow ends the process where it is asked
             # for such a column without its key.
             return _Layout(metadata) if metadata.serialized_size == nbytes else None
-        except (pa.ArrowException, OSError, ValueError):
+        except (pa.ArrowException, OSError, ValueError, LookupError):
             return None  # encrypted, or not Parquet: its reader reports that
 
 

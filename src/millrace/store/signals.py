@@ -26,7 +26,7 @@ from millrace.runtime.locks import is_byte_locked
 _PAGE_BYTES = 4096
 _REMOVALS, _CHANGES = 0, 1
 
-_CHECKED_AT, _PASSED = 2, 3
+CHECKED_AT, _PASSED = 2, 3
 """The words with the time of the last passed check of the index, in seconds since the boot, and the number of checks that
 passed in a row.
 """
@@ -147,14 +147,14 @@ def retire(signals: Signals) -> None:
 
 def _passed_in_a_row(signals: Signals) -> int:
     """The number of checks that the index has passed in a row, each less than a minute after the one before."""
-    last = signals.numbers[_CHECKED_AT]
+    last = signals.numbers[CHECKED_AT]
     return signals.numbers[_PASSED] if last and 0 <= _now() - last < _AGAIN_SECONDS else 0
 
 
 def note_check(signals: Signals, slots: list[int]) -> None:
     """Record a passed check, and clear the marks in these words."""
     passed = _passed_in_a_row(signals) + 1
-    signals.numbers[_CHECKED_AT], signals.numbers[_PASSED] = _now(), passed
+    signals.numbers[CHECKED_AT], signals.numbers[_PASSED] = _now(), passed
     for slot in slots:
         signals.numbers[slot] = 0
 

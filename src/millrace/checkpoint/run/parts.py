@@ -292,7 +292,11 @@ def _failure(storage: CheckpointStorage, file: StoredFile | None, save_id: str) 
     if isinstance(found, type) and issubclass(found, MillraceError):
         return found(message, next_step=next_step)
     found = getattr(builtins, name, None)
-    if isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, UnicodeError):
+    if (
+        isinstance(found, type)
+        and issubclass(found, Exception)
+        and not issubclass(found, UnicodeError | BaseExceptionGroup)
+    ):
         return found(message)
     return UsageError(f"a rank failed ({name}: {message:.300})", next_step="see its log")
 

@@ -340,7 +340,12 @@ class RunSaver:
             raise
 
     def _remove_empty(self, run: Run, name: str) -> None:
-        """Remove the directory of a failed save, whose files are removed already. A directory with files stays."""
+        """Remove the directory of a failed save, whose files are removed already. A directory with files stays.
+
+        So does that of several ranks: another one may be about to write there.
+        """
+        if self.member.count > 1:
+            return
         try:
             run.remove(name, [])
         except MillraceError as error:
