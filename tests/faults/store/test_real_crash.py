@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import shutil
 import struct
 import subprocess
 import sys
@@ -45,13 +46,19 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mount(tmp_path: Path, place: Path) -> Iterator[Mount]:
-    """Mounts the image with these options, a new ext4 of 96 MiB at first."""
-    image = tmp_path / "disk.img"
-    with open(image, "wb") as file:
+    """Mounts the image with these options, a new ext4 of 96 MiB at first.
+
+    As a copy: a test beside this one may have copied the mount into a namespace, where the stopped disk lives on.
+    """
+    images = [tmp_path / "disk-0.img"]
+    with open(images[0], "wb") as file:
         file.truncate(96 << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
+    subprocess.run(["mkfs.ext4", "-q", "-F", str(images[0])], check=True)
 
     def mount(options: str) -> None:
+        image = tmp_path / f"disk-{len(images)}.img"
+        shutil.copyfile(images[-1], image)
+        images.append(image)
         done = subprocess.run(["mount", "-o", options, str(image), str(place)], capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"no loop mounts here: {done.stderr.strip()}")
