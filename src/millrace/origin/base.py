@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -114,7 +115,7 @@ def note_failure(error: BaseException) -> None:
         operation.ended_by = operation.ended_by or error
 
 
-class BaseOrigin:
+class BaseOrigin(ABC):
     """One storage system, created from (scheme, target_options). Implements `Origin` together with a subclass.
 
     A subclass has `identity`, `head`, `read_range`, `list_level`, `list_pages` and, unless it is read only, `put`,
@@ -162,17 +163,17 @@ class BaseOrigin:
             raise ConfigurationError(f"bad byte range [{start}, {stop}) of {self._shown(key)}")
         return self.read_range(key, start, stop, version) if start < stop else b""
 
+    @abstractmethod
     def read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer:
         """As `read`, for a range with at least one byte."""
-        raise NotImplementedError
 
-    def list_level(self, prefix: str) -> Listing:
-        raise NotImplementedError
+    @abstractmethod
+    def list_level(self, prefix: str) -> Listing: ...
 
+    @abstractmethod
     def list_pages(
         self, prefix: str, *, after: str = "", settled: Callable[[str], ObjectInfo | None] | None = None
-    ) -> Iterator[ListingPage]:
-        raise NotImplementedError
+    ) -> Iterator[ListingPage]: ...
 
     def list_all(self, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
         return (page.objects for page in self.list_pages(prefix) if page.objects)

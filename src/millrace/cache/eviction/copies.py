@@ -25,7 +25,7 @@ from millrace.store.index import Index
 StillACopy = Callable[[bytes, int], bool]
 """Whether another node owns all of the object with this id and size in bytes. Thread-safe, quick, never raises."""
 
-_ENTRIES_LOOKED_AT = 32
+_SAMPLED_ENTRIES = 32
 _ANSWER_SECONDS = 1.0  # for which the result of a segment is kept
 _MAX_ANSWERS = 4096
 _PAGE = 1000
@@ -120,7 +120,7 @@ class Copies:
         now = time.monotonic()
         until, answer = self._answers.get(record.segment, (0.0, False))
         if now >= until:
-            some = self._index.entries_in(record.segment, limit=_ENTRIES_LOOKED_AT)
+            some = self._index.entries_in(record.segment, limit=_SAMPLED_ENTRIES)
             answer = all(
                 is_checkpoint_file(entry.name.key) or (ask is not None and ask(entry.object_id, entry.size))
                 for entry in some

@@ -201,7 +201,7 @@ class WeightFollower:
         """Bring `weights` to the newest version, and return it.
 
         `weights` is a dict as it was published, or with some of its keys. Tensors are updated in place; plain values are
-        replaced; modules load theirs, also a part of a published module. Use no tensor of it before this returns.
+        replaced; modules load theirs, and may lack some of the published keys. Use no tensor before this returns.
 
         Raises `CheckpointNotFoundError` before the first publication, `MissingKeyError` for keys that are not published,
         `StateMismatchError` for other shapes, and the errors of a load. Then the tensors are unchanged. The exception is an
