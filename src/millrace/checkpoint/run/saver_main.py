@@ -29,6 +29,7 @@ from millrace.checkpoint.run.ranks import picklable
 from millrace.checkpoint.run.save_values import LastSave, SaveOrder, Staged, Written
 from millrace.checkpoint.run.saver_protocol import (
     Acknowledge,
+    Answer,
     Channel,
     Claimed,
     Close,
@@ -43,6 +44,7 @@ from millrace.checkpoint.run.saver_protocol import (
     MapRegion,
     NewPlan,
     Progressed,
+    Question,
     Ready,
     Refused,
     Released,
@@ -114,6 +116,7 @@ class _Saver:
         self._plan: SharedPlan | None = None
         self._uploads = SaveRunner()
         self._engine: SaveEngine | None = None
+        self._question = 0
 
     def serve(self) -> None:
         """Handle messages until the training process closes the socket. Then raises `EOFError` or `OSError`."""
@@ -144,6 +147,8 @@ class _Saver:
 
     def _carry_out(self, message: object) -> bool:
         """Returns False after the last message."""
+        if isinstance(message, Question):
+            self._question, message = message.number, message.message
         if isinstance(message, Start):
             return self._start(message)
         engine = self._engine
@@ -165,7 +170,7 @@ class _Saver:
             self._give_state(engine)
         elif isinstance(message, Close):
             engine.close()
-            self._channel.send(Closed())
+            self._answer(Closed())
             return False
         else:
             raise AssertionError(f"an unknown message: {type(message).__name__}")
@@ -177,7 +182,7 @@ class _Saver:
             options: EngineOptions = pickle.loads(message.options)
             tiers = options.open()
         except Exception as error:  # noqa: BLE001 - whatever a class of the user raises
-            self._channel.send(Refused(f"{type(error).__name__}: {error!s:.300}"))
+            self._answer(Refused(f"{type(error).__name__}: {error!s:.300}"))
             return False
         self._engine = SaveEngine(
             options=options,
@@ -186,7 +191,7 @@ class _Saver:
             write=_write,
             on_claim=lambda state: self._channel.send(Claimed(state)),
         )
-        self._channel.send(Ready())
+        self._answer(Ready())
         return True
 
     def _decide(self, engine: SaveEngine, step: int) -> None:
@@ -198,7 +203,7 @@ class _Saver:
                 order = engine.order(step)
             except Exception as error:  # noqa: BLE001 - raised in the training process, whatever it is
                 failure = _portable(error)
-        self._channel.send(Decided(order, failure))
+        self._answer(Decided(order, failure))
 
     def _save(self, engine: SaveEngine, message: Save) -> None:
         ticket = message.state.ticket
@@ -269,9 +274,12 @@ class _Saver:
             ticket = staged.ticket
             if base is None:
                 staged.release()
-        self._channel.send(StateGiven(state, None if base is None else ticket, base))
+        self._answer(StateGiven(state, None if base is None else ticket, base))
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _answer(self, message: Ready | Refused | Decided | StateGiven | Closed) -> None:
+        self._channel.send(Answer(self._question, message))
 
     def _mapped(self, nbytes: int) -> _Mapping:
         descriptor = self._channel.take_descriptor()

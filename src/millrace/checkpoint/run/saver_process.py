@@ -32,6 +32,7 @@ from millrace.checkpoint.run.run_layout import parse_name
 from millrace.checkpoint.run.save_values import LastSave, RunState, SaveOrder, Written
 from millrace.checkpoint.run.saver_protocol import (
     Acknowledge,
+    Answer,
     Channel,
     Claimed,
     Close,
@@ -46,6 +47,7 @@ from millrace.checkpoint.run.saver_protocol import (
     MapRegion,
     NewPlan,
     Progressed,
+    Question,
     Ready,
     Refused,
     Released,
@@ -142,8 +144,7 @@ class SaverProcess:
         child = _Child(self._url, self._known.claim)
         self._end = weakref.finalize(self, _end, os.getpid(), child)
         self._planned = None
-        child.send(Start(options, this_process()))
-        answer = child.answer()
+        answer = child.ask(Start(options, this_process()))
         if not isinstance(answer, Ready):
             self._end()
             # It would also end at the next start, for example where its imports fail.
@@ -160,8 +161,7 @@ class SaverProcess:
     def order(self, step: int) -> SaveOrder:
         """As `SaveEngine.order`. `start` was called before. Raises also `SaverDiedError`."""
         child = self._running()
-        child.send(Decide(step))
-        answer = child.answer()
+        answer = child.ask(Decide(step))
         if not isinstance(answer, Decided):
             raise child.died(f"the decision about the save of step {step}")
         if answer.error is not None:
@@ -243,8 +243,7 @@ class SaverProcess:
         """Hand the run over to the engine of the training process. After the death of the saver it continues from less."""
         child = self._child
         if child is not None:
-            child.send(GiveState())
-            answer = child.answer()
+            answer = child.ask(GiveState())
             if isinstance(answer, StateGiven):
                 self._known, child.claim = RunState(), None
                 return answer.state, child.last_save(answer)
@@ -263,8 +262,7 @@ class SaverProcess:
         if not self._owner.is_this_process or self._child is None:
             return True
         child = self._child
-        child.send(Close())
-        if not isinstance(child.answer(), Closed) and child.claim is not None:
+        if not isinstance(child.ask(Close()), Closed) and child.claim is not None:
             return False
         child.stop(patience=_END_SECONDS)
         self._child = None
@@ -314,7 +312,8 @@ class _Child:
         self.death: str | None = None
         """How the process has ended; None while it runs."""
         self.claim = claim
-        # `Ready`, `Refused`, `Decided`, `StateGiven` and `Closed`; None at the end.
+        self._questions = itertools.count(1)
+        # None at the end.
         self._answers: queue.SimpleQueue[object] = queue.SimpleQueue()
         ours, theirs = socket.socketpair()
         _connections.update((ours, theirs))
@@ -344,12 +343,19 @@ class _Child:
         with contextlib.suppress(OSError):
             self._channel.send(message, None if region is None else region.descriptor)
 
-    def answer(self) -> object:
-        """Wait for the answer to a message that has no ticket. None if the process has ended."""
-        if self.death is None:
-            return self._next(self._answers)
-        with contextlib.suppress(queue.Empty):
-            return self._answers.get_nowait()
+    def ask(self, message: Start | Decide | GiveState | Close) -> object:
+        """Send a question and wait for its answer. None if the process has ended.
+
+        Answers to earlier questions are dropped: a Ctrl-C may have ended the wait for one.
+        """
+        number = next(self._questions)
+        self.send(Question(number, message))
+        while self.death is None or not self._answers.empty():
+            found = self._next(self._answers)
+            if not isinstance(found, Answer):
+                break
+            if found.number == number:
+                return found.message
         return None
 
     def share(self, ticket: int, staged: StagedState) -> SharedState:
@@ -487,7 +493,7 @@ class _Child:
                 staged.release()
         elif isinstance(message, Claimed):
             self.claim = message.claim
-        elif isinstance(message, Ready | Refused | Decided | StateGiven | Closed):
+        elif isinstance(message, Answer):
             self._answers.put(message)
         else:
             raise UsageError(f"an unknown message of the saver: {type(message).__name__}")

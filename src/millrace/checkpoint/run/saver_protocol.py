@@ -30,8 +30,16 @@ _FDS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """A message that has an answer. `number` tells it from one whose sender was interrupted and did not wait."""
+
+    number: int
+    message: Start | Decide | GiveState | Close
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
-    """The first message: pickled `EngineOptions`, and the process for which the saver acts. The reply is `Ready` or
+    """The first message: pickled `EngineOptions`, and the process for which the saver acts. The answer is `Ready` or
     `Refused`.
     """
 
@@ -85,7 +93,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """Decide the order of the next save, on the first of several ranks. The reply is `Decided`."""
+    """Decide the order of the next save, on the first of several ranks. The answer is `Decided`."""
 
     step: int
 
@@ -113,7 +121,7 @@ class TakeState:
 
 @dataclass(frozen=True, slots=True)
 class GiveState:
-    """Give up the run. The reply is `StateGiven`."""
+    """Give up the run. The answer is `StateGiven`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +133,18 @@ class Closing:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Release the run, and end. The reply is `Closed`."""
+    """Release the run, and end. The answer is `Closed`."""
 
 
 # --- from the saver process -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to the question of this number."""
+
+    number: int
+    message: Ready | Refused | Decided | StateGiven | Closed
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.interrupts import interrupts
 from tests.support.runs import assert_whole, local_run
 from tests.support.savers import KILLED_AFTER, is_gone, pid_of, savers_with
 from tests.support.waiting import wait_until
 
 from millrace.checkpoint import CheckpointManager
 from millrace.checkpoint.run import saver_process
+from millrace.checkpoint.run.run_layout import parse_name
+from millrace.checkpoint.run.save_values import RunState
 from millrace.errors import RunTakenError, SaverDiedError, UsageError
 from millrace.events import Event
 
@@ -327,6 +330,22 @@ def test_ctrl_c_during_a_save_does_not_end_it(tmp_path: Path) -> None:
         assert child.stdout.read().split() == ["interrupted", "2"]
         assert child.wait() == 0
     assert is_gone(saver)
+
+
+def test_answer_to_an_interrupted_question_is_not_that_to_the_next_one(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save_async(1, state(1.0)).result()
+        saver = run._saver
+        assert saver is not None
+        os.kill(pid_of(run), signal.SIGSTOP)
+        try:
+            with interrupts() as interrupt_after, pytest.raises(KeyboardInterrupt):
+                interrupt_after(0.1)
+                saver.order(2)
+        finally:
+            os.kill(pid_of(run), signal.SIGCONT)
+        assert parse_name(saver.order(7).name) == (7, 0)
+        assert isinstance(saver.give_state()[0], RunState)
 
 
 def test_saver_has_a_low_priority(tmp_path: Path) -> None:
