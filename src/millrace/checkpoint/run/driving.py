@@ -17,11 +17,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from millrace.checkpoint.reading.load_planner import CheckpointLoadPlanner
 from millrace.checkpoint.reading.reader import CheckpointReader
 from millrace.checkpoint.run.ranks import Ranks, first_failure
+from millrace.checkpoint.run.save_values import Staged
+from millrace.checkpoint.state.staging import StagedState
 from millrace.checkpoint.state.wrappers import is_wrapper, take_apart
-from millrace.checkpoint.writing.plans import join
+from millrace.checkpoint.writing.bases import ItemKey
+from millrace.checkpoint.writing.packing import ItemSource
+from millrace.checkpoint.writing.plans import check_cover, describe, join
+from millrace.checkpoint.writing.rank_data import WrapperParts
+from millrace.checkpoint.writing.rank_writer import RankWriter
 from millrace.checkpoint.writing.save_planner import CheckpointSavePlanner
-from millrace.checkpoint.writing.shared_plan import RankPlan
-from millrace.checkpoint.writing.writer import CheckpointWriter
+from millrace.checkpoint.writing.sources import key_of, sources_of
+from millrace.checkpoint.writing.state_plan import RankPlan
 
 
 class _CountingPlanner(CheckpointSavePlanner):
@@ -50,6 +56,8 @@ def plan_save(state: dict[str, Any], ranks: Ranks | None = None) -> RankPlan:
     if ranks is None or ranks.count == 1:
         planner.set_up_planner(state, None, is_coordinator=True)
         plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+        # Planners do not check a single plan: it may be that of one rank in a save without collectives.
+        check_cover(metadata, complete=True)
         return RankPlan(planner, planner.finish_plan(plans[0]), metadata)
 
     def own() -> Any:
@@ -62,18 +70,31 @@ def plan_save(state: dict[str, Any], ranks: Ranks | None = None) -> RankPlan:
     return RankPlan(planner, plan, metadata)
 
 
-def save(plan: RankPlan, writer: CheckpointWriter, *, count: Callable[[int], None] | None = None) -> None:
+def save(plan: RankPlan, writer: RankWriter, *, count: Callable[[int], None] | None = None) -> None:
     """Save this rank's items of a planned state.
 
     `count` is called with the bytes of each tensor when its write begins, from several threads.
     """
     plan.planner.count = count
+    kept: dict[ItemKey, ItemSource] = {}
+    wrapped: dict[int, WrapperParts] = {}
+    keys = [key_of(item) for item in plan.plan.items]
     try:
-        writer.begin_alone()
-        writer.finish(plan.metadata, [writer.write_data(plan.plan, plan.planner).wait()])
+        writer.begin()
+        sources = sources_of(plan.plan, plan.planner, writer.trusted_types, kept, wrapped)
+        places = writer.write_sources(len(keys), sources, kept, wrapped)
+        described = describe(plan.metadata, {keys[number][0] for number in wrapped})
+        writer.finish_save(described, dict(zip(keys, places, strict=True)))
     except BaseException as error:
         writer.abandon(error)
         raise
+
+
+def save_staged(staged: Staged, writer: RankWriter, count: Callable[[int], None]) -> None:
+    """Save a state that was staged in this process. `count` is called with the bytes of each tensor."""
+    if not isinstance(staged, StagedState):
+        raise AssertionError("the state was staged in another process")
+    save(staged.plan or plan_save(staged.state), writer, count=count)
 
 
 def load(state: dict[str, Any], reader: CheckpointReader, planner: CheckpointLoadPlanner, ranks: Ranks) -> None:

@@ -15,12 +15,11 @@ from millrace.checkpoint.run.claims import ClaimState
 from millrace.checkpoint.run.parts import DEFAULT_LIMIT_SECONDS
 from millrace.checkpoint.run.peers import ClusterAccess, Peers
 from millrace.checkpoint.run.pruning import Retention
-from millrace.checkpoint.run.ranks import Member
 from millrace.checkpoint.run.replicator import Replicator
 from millrace.checkpoint.run.retention import Policy
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run
-from millrace.checkpoint.run.run_saver import RunSaver, Write, save_staged
-from millrace.checkpoint.run.save_values import LastSave, RunState, SaveOrder, Staged, Written
+from millrace.checkpoint.run.run_saver import RunSaver, Write
+from millrace.checkpoint.run.save_values import LastSave, Member, RunState, SaveOrder, Staged, Written
 from millrace.checkpoint.run.saving import ProgressMeter, Report, SaveResult
 from millrace.checkpoint.run.tiers import Tiers, open_tiers
 from millrace.checkpoint.run.uploading import Uploader
@@ -90,7 +89,7 @@ class SaveEngine:
     options: EngineOptions
     tiers: Tiers
     damaged: set[str]
-    write: Write = save_staged
+    write: Write
     on_claim: Callable[[ClaimState], None] = lambda state: None
     operation: Operation = field(default_factory=Operation)
     is_closing: bool = False

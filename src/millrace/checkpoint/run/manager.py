@@ -28,18 +28,19 @@ from millrace.checkpoint.arguments import (
 )
 from millrace.checkpoint.codec.effort import Compression, schedule_for
 from millrace.checkpoint.format.values import pack_value, unpack_value
-from millrace.checkpoint.run.driving import plan_save
+from millrace.checkpoint.run.driving import plan_save, save_staged
 from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest, failed
 from millrace.checkpoint.run.parts import publish_failure
 from millrace.checkpoint.run.peers import ClusterAccess
 from millrace.checkpoint.run.preemption import PreemptionWatch
 from millrace.checkpoint.run.pruning import PruneReport
-from millrace.checkpoint.run.ranks import Member, Ranks, picklable
+from millrace.checkpoint.run.ranks import Ranks
+from millrace.checkpoint.run.recovering import Recovery
 from millrace.checkpoint.run.restoring import Restorer
 from millrace.checkpoint.run.retention import KeepAll, Policy, as_policy
 from millrace.checkpoint.run.run_info import CheckpointInfo
 from millrace.checkpoint.run.run_layout import MAX_STEP, Run
-from millrace.checkpoint.run.save_values import SaveOrder, Written
+from millrace.checkpoint.run.save_values import Member, SaveOrder, Written, picklable
 from millrace.checkpoint.run.saver_process import SaverProcess, SaverUnavailable, Upload, is_supported
 from millrace.checkpoint.run.saving import (
     PendingSave,
@@ -212,6 +213,7 @@ class CheckpointManager:
             options=options,
             tiers=self._tiers,
             damaged=self._damaged,
+            write=save_staged,
         )
         # None where asynchronous saves run in this process, for this reason.
         self._saver: SaverProcess | None = None
@@ -625,7 +627,7 @@ class CheckpointManager:
         if self._engine.uploader is None:
             return False
         try:
-            return self._engine.uploader.join_left_parts(self._ranks)
+            return Recovery(self._engine.uploader, self._ranks).join_left_parts()
         except MillraceError as error:
             emit(Event(name="checkpoint.tier.left", subject=self.url, detail=str(error)))
             return True
@@ -635,7 +637,7 @@ class CheckpointManager:
         if self._engine.uploader is None:
             return
         try:
-            self._engine.uploader.recover(self._ranks)
+            Recovery(self._engine.uploader, self._ranks).recover()
         except MillraceError as error:
             emit(Event(name="checkpoint.tier.left", subject=self.url, detail=str(error)))
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from millrace import errors
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, Manifest, encode_manifest
-from millrace.checkpoint.run.ranks import Member
+from millrace.checkpoint.run.save_values import Member
 from millrace.checkpoint.storage.layered import StoredManifest, files_exist
 from millrace.checkpoint.storage.manifests import load_manifest
 from millrace.checkpoint.storage.replicating import publish_manifest

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from millrace.checkpoint.run.save_values import picklable
 from millrace.errors import MillraceError, UsageError
 
 Value = TypeVar("Value")
 Other = TypeVar("Other")
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """The position of a rank among all. `handles_node`: whether it is the lowest rank with this node's directory."""
-
-    rank: int = 0
-    count: int = 1
-    handles_node: bool = True
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0, which decides for all."""
-        return self.rank == 0
 
 
 class Ranks:
@@ -119,15 +104,6 @@ class Ranks:
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.group = None
-
-
-def picklable(error: Exception) -> Exception:
-    """`error`, or a `UsageError` with its text where it cannot be pickled: the other ranks wait for it."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever its class raises
-        return UsageError(f"a rank failed ({type(error).__name__}: {error!s:.300})", next_step="see its log")
-    return error
 
 
 def first_failure(failures: Mapping[int, Any]) -> BaseException:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, DataFile, Manifest
 from millrace.checkpoint.run.claims import Claim, ClaimState
-from millrace.checkpoint.run.driving import plan_save, save
 from millrace.checkpoint.run.parts import (
     PartRecord,
     SaveFailedElsewhere,
@@ -25,21 +24,19 @@ from millrace.checkpoint.run.parts import (
     publish_part,
     remove_part,
 )
-from millrace.checkpoint.run.ranks import Member
 from millrace.checkpoint.run.run_info import CheckpointInfo, info_of_manifest, paths_of
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, checkpoint_name, parse_name
-from millrace.checkpoint.run.save_values import LastSave, RunState, SaveOrder, Staged, Written
+from millrace.checkpoint.run.save_values import LastSave, Member, RunState, SaveOrder, Staged, Written
 from millrace.checkpoint.run.saving import ProgressMeter, SaveResult
 from millrace.checkpoint.run.tiers import is_local_failure, report_local_failure
 from millrace.checkpoint.run.timeline import Point, next_revision, timeline
-from millrace.checkpoint.state.staging import StagedState
 from millrace.checkpoint.storage.layered import StoredManifest
 from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.checkpoint.writing.bases import Base, ItemKey, StoredBase, check_files, find_damage
 from millrace.checkpoint.writing.delta import SaveRecord, choose_base
 from millrace.checkpoint.writing.packing import ItemSource
-from millrace.checkpoint.writing.sources import WrapperParts
-from millrace.checkpoint.writing.writer import CheckpointWriter
+from millrace.checkpoint.writing.rank_data import StoredItem, StoredWrapper, WrapperParts
+from millrace.checkpoint.writing.rank_writer import RankWriter
 from millrace.errors import (
     BaseGoneError,
     ChangedError,
@@ -52,18 +49,11 @@ from millrace.errors import (
 )
 from millrace.events import Event, emit
 
-Write = Callable[[Staged, CheckpointWriter, Callable[[int], None]], None]
-"""Writes this rank's items of a staged state with a writer, as `save_staged`."""
+Write = Callable[[Staged, RankWriter, Callable[[int], None]], None]
+"""Writes this rank's items of a staged state with a writer. The function is called with the bytes of each tensor."""
 
 
-def save_staged(staged: Staged, writer: CheckpointWriter, count: Callable[[int], None]) -> None:
-    """Save a state that was staged in this process. `count` is called with the bytes of each tensor."""
-    if not isinstance(staged, StagedState):
-        raise AssertionError("the state was staged in another process")
-    save(staged.plan or plan_save(staged.state), writer, count=count)
-
-
-class _RunWriter(CheckpointWriter):
+class _RunWriter(RankWriter):
     """A writer that checks the run's claim before it publishes, and keeps a description of the published checkpoint.
 
     Of several ranks, each publishes its part. `is_near`: the storage is this node's own. `versions` are those of the run's
@@ -102,19 +92,19 @@ class _RunWriter(CheckpointWriter):
 
     def write_sources(
         self,
-        indices: Sequence[Any],
+        count: int,
         sources: Iterable[ItemSource],
         kept: Mapping[ItemKey, ItemSource] | None,
         wrapped: Mapping[int, WrapperParts],
-    ) -> list[Any]:
-        results = super().write_sources(indices, sources, kept, wrapped)
+    ) -> list[StoredItem | StoredWrapper]:
+        places = super().write_sources(count, sources, kept, wrapped)
         if self._unconfirmed is not None:
             self.own_files = tuple(self._unconfirmed[1])
         if self._is_part and self.stats is not None:
             chunks = (self.stats.chunks_full, self.stats.chunks_delta, self.stats.chunks_referenced)
             record = PartRecord(self._member.rank, self._member.count, chunks, self._replaced_base)
             self._user_metadata = {**self._user_metadata, "part": tuple(record)}
-        return results
+        return places
 
     def _check_files(self, files: Sequence[DataFile]) -> None:
         check_files(self._storage(), files, self._threads, versions=None if self._is_near else self._versions)
@@ -165,7 +155,7 @@ class RunSaver:
     may_go_back: bool = False
     independent: bool = True
     damaged: set[str] = field(default_factory=set)
-    write: Write = save_staged
+    write: Write
     on_claim: Callable[[ClaimState], None] = lambda state: None
     # Every save since the last full one; on the first rank.
     _history: list[SaveRecord] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -11,6 +12,21 @@ from millrace.checkpoint.run.saving import SaveResult
 from millrace.checkpoint.run.timeline import Point
 from millrace.checkpoint.writing.bases import MemoryBase
 from millrace.checkpoint.writing.delta import SaveRecord
+from millrace.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """The position of a rank among all. `handles_node`: whether it is the lowest rank with this node's directory."""
+
+    rank: int = 0
+    count: int = 1
+    handles_node: bool = True
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which decides for all."""
+        return self.rank == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,3 +99,12 @@ class RunState:
     is_abandoned: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
     damaged: tuple[str, ...] = ()
+
+
+def picklable(error: Exception) -> Exception:
+    """`error`, or a `UsageError` with its text where it cannot be pickled: the other ranks wait for it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever its class raises
+        return UsageError(f"a rank failed ({type(error).__name__}: {error!s:.300})", next_step="see its log")
+    return error

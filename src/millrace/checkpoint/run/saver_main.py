@@ -21,12 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from millrace.checkpoint.run import processes
 from millrace.checkpoint.run.engine import EngineOptions, SaveEngine
-from millrace.checkpoint.run.ranks import picklable
-from millrace.checkpoint.run.save_values import LastSave, SaveOrder, Staged, Written
+from millrace.checkpoint.run.save_values import LastSave, SaveOrder, Staged, Written, picklable
 from millrace.checkpoint.run.saver_protocol import (
     Acknowledge,
     Answer,
@@ -59,8 +57,8 @@ from millrace.checkpoint.run.saver_protocol import (
     Warned,
 )
 from millrace.checkpoint.run.saving import Report, SaveProgress, SaveResult, SaveRunner
-from millrace.checkpoint.writing.shared_plan import SharedBase, SharedObject, SharedPlan, save_shared
-from millrace.checkpoint.writing.writer import CheckpointWriter
+from millrace.checkpoint.writing.rank_writer import RankWriter
+from millrace.checkpoint.writing.shared_plan import SharedBase, SharedPlan, save_shared
 from millrace.errors import MillraceError
 from millrace.events import Event, redirect
 from millrace.origin.base import part_of
@@ -89,7 +87,7 @@ class _MappedState:
     seconds: float
     mapping: _Mapping
     plan: SharedPlan | None = None
-    objects: list[SharedObject] = field(default_factory=list)
+    objects: list[bytes] = field(default_factory=list)
     is_released: bool = False
 
     def release(self) -> None:
@@ -98,7 +96,7 @@ class _MappedState:
             self.channel.send(Released(self.ticket))
 
 
-def _write(staged: Staged, writer: CheckpointWriter, count: Callable[[int], None]) -> None:
+def _write(staged: Staged, writer: RankWriter, count: Callable[[int], None]) -> None:
     if not isinstance(staged, _MappedState) or staged.plan is None:
         raise AssertionError("the state was not staged by the training process")
     save_shared(staged.plan, staged.objects, staged.mapping.address, staged.mapping.memory, writer, count)
@@ -358,7 +356,6 @@ def main(arguments: list[str]) -> None:
     descriptor, niceness = map(int, arguments)
     # Not before the imports, for which the first save waits. All threads inherit it.
     os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
-    torch.set_num_threads(1)
     channel = Channel(socket.socket(fileno=descriptor))
     _forward_everything(channel)
     try:

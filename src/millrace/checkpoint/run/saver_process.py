@@ -64,7 +64,8 @@ from millrace.checkpoint.run.saver_protocol import (
 from millrace.checkpoint.run.saving import Report, SaveResult
 from millrace.checkpoint.state.arena import Region, regions
 from millrace.checkpoint.state.staging import StagedState, Structure
-from millrace.checkpoint.writing.shared_plan import PlannedState, SharedBase
+from millrace.checkpoint.writing.shared_plan import SharedBase
+from millrace.checkpoint.writing.state_plan import PlannedState
 from millrace.errors import SaverDiedError, UsageError
 from millrace.events import emit
 from millrace.runtime import forks

@@ -19,7 +19,7 @@ from millrace.checkpoint.run.engine import SaveRequest
 from millrace.checkpoint.run.processes import Process
 from millrace.checkpoint.run.save_values import RunState, SaveOrder, Written
 from millrace.checkpoint.run.saving import SaveProgress, SaveResult
-from millrace.checkpoint.writing.shared_plan import SharedBase, SharedObject, SharedPlan
+from millrace.checkpoint.writing.shared_plan import SharedBase, SharedPlan
 from millrace.events import Event
 
 _LENGTH = struct.Struct("<Q")
@@ -85,7 +85,7 @@ class Save:
 
     state: SharedState
     request: SaveRequest
-    objects: list[SharedObject]
+    objects: list[bytes]
     damaged: tuple[str, ...]
     wants_progress: bool
     log_level: int

@@ -1,21 +1,18 @@
 """Uploads saves from this node's disk to the origin, and begins their copies to other nodes.
 
 Of several ranks, each uploads its own files and its part. The first rank publishes the manifest when all parts are at the
-origin (`parts.py`). No collective calls, except in `join_left_parts` and `recover`.
+origin (`parts.py`). No collective calls.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import time
-import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from millrace.checkpoint.format.manifest import MANIFEST_NAME, Manifest
+from millrace.checkpoint.format.manifest import MANIFEST_NAME
 from millrace.checkpoint.run.parts import (
-    PartRecord,
     SaveFailedElsewhere,
     join_parts,
     part_name,
@@ -24,12 +21,11 @@ from millrace.checkpoint.run.parts import (
     stored,
 )
 from millrace.checkpoint.run.pruning import prune
-from millrace.checkpoint.run.ranks import Member, Ranks
 from millrace.checkpoint.run.replicator import Replicator
 from millrace.checkpoint.run.retention import KeepLast
 from millrace.checkpoint.run.run_info import info_of_manifest
-from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, parse_name
-from millrace.checkpoint.run.save_values import Written
+from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run
+from millrace.checkpoint.run.save_values import Member, Written
 from millrace.checkpoint.run.saving import PendingSave, ProgressMeter, Report, SaveResult
 from millrace.checkpoint.run.tiers import Tiers, Upload, pending_uploads
 from millrace.checkpoint.run.timeline import age_of
@@ -42,11 +38,8 @@ from millrace.errors import (
     DamagedError,
     MillraceError,
     MissingError,
-    ObjectExistsError,
     RetryableError,
     RunTakenError,
-    StorageError,
-    UnsupportedFormatError,
 )
 from millrace.events import Event, emit
 
@@ -127,6 +120,10 @@ class Uploader:
         """Look for leftovers at the next upload: another process has saved near."""
         self._is_behind = True
 
+    def caught_up(self) -> None:
+        """Look for no leftovers at the next upload: the origin has everything."""
+        self._is_behind = False
+
     def upload(self, written: Written, report: Report) -> SaveResult:
         """Upload a save, and begin its copy to other nodes. Raises errors of the places, and of other ranks."""
         began = time.monotonic()
@@ -140,7 +137,7 @@ class Uploader:
                 source, target = self.local.checkpoint(written.name), self.tiers.origin.checkpoint(written.name)
                 if self.replicator is not None:
                     self._replicate(written, StoredManifest.read(source))
-                self._publish(self._copy_leftovers(written.name))
+                self.publish(self.copy_leftovers(written.name))
                 self._is_behind = False
                 copy_checkpoint(source, target, written.own_files, manifest=False, progress=progress.reach)
                 copy_checkpoint(source, target, (), check=self.check)
@@ -178,7 +175,7 @@ class Uploader:
         if self.replicator is not None and written.is_copied:
             self.replicator.begin(written.name, written.own_files, stored, is_first_rank=self.member.is_first)
 
-    def _copy_leftovers(self, newest: str) -> list[str]:
+    def copy_leftovers(self, newest: str) -> list[str]:
         """Upload the files of what an earlier process, or a failed upload, left only on this node's disk.
 
         Returns the checkpoints whose manifests are to be published after that.
@@ -197,7 +194,8 @@ class Uploader:
                 emit(Event(name="checkpoint.tier.left", subject=source.url, detail=str(error)))
         return [upload.name for upload in before if upload.manifest]
 
-    def _publish(self, names: Collection[str]) -> None:
+    def publish(self, names: Collection[str]) -> None:
+        """Publish the manifests of checkpoints, whose files are at the origin. Raises `RunTakenError`."""
         for name in names:
             source, target = self.local.checkpoint(name), self.tiers.origin.checkpoint(name)
             try:
@@ -223,12 +221,12 @@ class Uploader:
         near, far = self.local.checkpoint(written.name), self.tiers.origin.checkpoint(written.name)
         part = StoredManifest.read(near, part_name(self.member.rank))
         self._replicate(written, part)
-        left = self._copy_leftovers(written.name)
+        left = self.copy_leftovers(written.name)
         own = self._copy_earlier_parts(written.name)
         self._copy_part(near, far, part, written.own_files, progress)
 
         def publish_earlier() -> None:
-            self._publish(left)
+            self.publish(left)
             for found in own:
                 try:
                     self._join_earlier(found)
@@ -320,138 +318,3 @@ class Uploader:
         self.check()
         publish_manifest(far, stored(manifest))
         remove(far, [name for name in files if name.startswith("part-")])
-
-    # --- after a crash ----------------------------------------------------------------------------
-
-    def join_left_parts(self, ranks: Ranks) -> bool:
-        """Complete, on the nodes' disks, what a crash left in parts there and on other nodes. Needs no origin.
-
-        Returns whether any rank has parts. A collective call in the caller's thread. Raises errors of the disks.
-        """
-        gathered = ranks.gather(ranks.run_on_all(self._near_parts))
-        known = ranks.run_on_first(lambda: self._joined(gathered))
-        self._publish_on_all(ranks, known)
-        return bool(known) or any(gathered)
-
-    def recover(self, ranks: Ranks) -> None:
-        """Upload what a crash left on the nodes' disks. A collective call in the caller's thread.
-
-        Raises errors of the places.
-        """
-        self._publish_on_all(ranks, self._pending_on_nodes(ranks))
-        names = ranks.run_on_all(lambda: self._copy_leftovers(""))
-        ranks.run_on_first(lambda: self._publish(names))
-        self._is_behind = False
-
-    def _pending_on_nodes(self, ranks: Ranks) -> list[tuple[str, StoredManifest]]:
-        """The complete checkpoints of any node that the origin lacks. Of several of one name the last counts."""
-
-        def pending() -> dict[str, StoredManifest]:
-            uploads = pending_uploads(self.local, self.tiers.origin) if self.member.handles_node else ()
-            names = [upload.name for upload in uploads if upload.manifest]
-            return {name: StoredManifest.read(self.local.checkpoint(name)) for name in names}
-
-        own = ranks.run_on_all(pending)
-        created = ranks.gather({name: each.manifest.created for name, each in own.items()})
-        # Several nodes may have a manifest. One of them sends it.
-        senders = {
-            name: max(range(ranks.count), key=lambda rank: created[rank].get(name, -math.inf))
-            for name in itertools.chain(*created)
-        }
-        sent = [(name, each) for name, each in own.items() if senders[name] == ranks.rank]
-        return list(itertools.chain(*ranks.gather(sent)))
-
-    def _publish_on_all(self, ranks: Ranks, known: Collection[tuple[str, StoredManifest]]) -> None:
-        """Publish the manifests of checkpoints on all nodes' disks, in place of the parts there."""
-
-        def publish_all() -> None:
-            for name, manifest in known:
-                storage = self.local.checkpoint(name)
-                try:
-                    storage.prepare()
-                    publish_manifest(storage, manifest)
-                    remove(storage, [part_name(self.member.rank)])
-                except ObjectExistsError as error:
-                    emit(Event(name="checkpoint.tier.left", subject=storage.url, detail=str(error)))
-
-        ranks.run_on_all(publish_all)
-
-    def _near_parts(self) -> list[tuple[str, Manifest]]:
-        """The parts on this node's disk, with the names of their checkpoints."""
-        return _parts_in(self.local) if self.member.handles_node else []
-
-    def _joined(self, gathered: Collection[list[tuple[str, Manifest]]]) -> list[tuple[str, StoredManifest]]:
-        """The manifests of checkpoints of which all parts exist on the nodes' disks, or whose manifest another node has."""
-        near = {(name, part.save_id) for parts in gathered for name, part in parts}
-        by_save: dict[tuple[str, str], list[Manifest]] = {}
-        for name, part in itertools.chain(*gathered, self._parts_elsewhere()):
-            by_save.setdefault((name, part.save_id), []).append(part)
-        found: list[tuple[str, StoredManifest]] = []
-        incomplete: list[tuple[str, list[Manifest]]] = []
-        for (name, save_id), parts in by_save.items():
-            manifest = join_parts(parts)
-            whole = self._manifest_elsewhere(name, save_id) if manifest is None else stored(manifest)
-            if whole is None:
-                incomplete.append((name, parts))
-            elif manifest is not None or (name, save_id) in near:
-                found.append((name, whole))
-        if incomplete:
-            newest = max((age_of(each) for each in self.tiers.complete()), default=(-1, -1))
-            joined = max(
-                (age_of(point) for name, _ in found if (point := parse_name(name)) is not None), default=newest
-            )
-            for name, parts in incomplete:
-                point = parse_name(name)
-                if point is not None and age_of(point) > max(newest, joined):
-                    self._report_missing(name, parts)
-        return found
-
-    def _parts_elsewhere(self) -> list[tuple[str, Manifest]]:
-        """The parts that other nodes have."""
-        self.tiers.look()
-        found: list[tuple[str, Manifest]] = []
-        for run in () if self.tiers.peers is None else self.tiers.peers.runs():
-            try:
-                found += _parts_in(run)
-            except MillraceError as error:
-                emit(Event(name="checkpoint.tier.unreachable", subject=run.url, detail=str(error)))
-        return found
-
-    def _manifest_elsewhere(self, name: str, save_id: str) -> StoredManifest | None:
-        """The manifest of a save on another node."""
-        for run in () if self.tiers.peers is None else self.tiers.peers.runs():
-            try:
-                whole = StoredManifest.read(run.checkpoint(name))
-            except MissingError:
-                continue
-            except MillraceError as error:
-                emit(Event(name="checkpoint.tier.unreachable", subject=run.url_of(name), detail=str(error)))
-            else:
-                if whole.manifest.save_id == save_id:
-                    return whole
-        return None
-
-    def _report_missing(self, name: str, parts: Collection[Manifest]) -> None:
-        records = [record for part in parts if (record := PartRecord.of(part)) is not None]
-        missing = {rank for record in records for rank in range(record.world)} - {record.rank for record in records}
-        text = (
-            f"{self.tiers.origin.url_of(name)} is on disks of several nodes, and the parts of these ranks are missing: "
-            f"{', '.join(map(str, sorted(missing)))}; start with the same nodes to restore it"
-        )
-        emit(Event(name="checkpoint.tier.left", subject=self.local.url_of(name), detail=text))
-        warnings.warn(text, RuntimeWarning, stacklevel=6)
-
-
-def _parts_in(run: Run) -> list[tuple[str, Manifest]]:
-    """The parts of checkpoints without a manifest in a place, by name. An unreadable one is an event."""
-    parts: list[tuple[str, Manifest]] = []
-    for found in run.scan():
-        storage = run.checkpoint(found.name)
-        for file in found.files:
-            if not found.complete and file.name.startswith("part-"):
-                try:
-                    parts.append((found.name, load_manifest(storage, file).manifest))
-                except (DamagedError, MissingError, StorageError, UnsupportedFormatError) as error:
-                    # It must not hide the parts of other saves.
-                    emit(Event(name="checkpoint.tier.left", subject=storage.url, detail=f"{file.name}: {error}"))
-    return parts

@@ -7,50 +7,50 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from millrace._version import __version__
 from millrace.checkpoint.format.manifest import DataFile, Manifest, Shard, TensorEntry, WrappedEntry
 from millrace.checkpoint.format.tables import NO_BASE, Table, chunk_table, item_table
-from millrace.checkpoint.state.tensors import entries_of
 from millrace.checkpoint.writing.rank_data import RankData, StoredItem, StoredWrapper
 from millrace.errors import UnsupportedObjectError, UsageError
 
 
-def written_files(results: Sequence[Sequence[Any]]) -> list[str]:
+class Described(NamedTuple):
+    """The contents of a checkpoint by a plan: its tensors, the keys of its objects, and the values of the planner."""
+
+    tensors: tuple[TensorEntry, ...]
+    blobs: tuple[str, ...]
+    planner_data: Any
+
+
+Written = Mapping[tuple[str, Any], StoredItem | StoredWrapper]
+"""The places of items by key and offsets (None for an object)."""
+
+
+def written_files(written: Written) -> list[str]:
     """The data files that the ranks have written, without those of siblings that they refer to."""
-    written = (result.storage_data for rank_results in results for result in rank_results)
-    return sorted({file.name for stored in written for file in stored.data.own_files})
+    return sorted({file.name for stored in written.values() for file in stored.data.own_files})
 
 
 def build_manifest(
-    metadata: Any,
-    results: Sequence[Sequence[Any]],
-    user: Mapping[str, Any],
-    *,
-    save_id: str,
-    replaces: str | None = None,
+    described: Described, written: Written, user: Mapping[str, Any], *, save_id: str, replaces: str | None = None
 ) -> Manifest:
-    """Join the data of all ranks with the planner's metadata, without changing either. `save_id` is unique to this save.
+    """Join the places of all items with what a plan describes, without changing either. `save_id` is unique to this save.
 
     Raises `UsageError` if no rank wrote a tensor or object of the plan, or if ranks had different extensions.
     """
-    # Keys are plain tuples: an index computes its hash again, in Python, at each lookup.
-    written: dict[tuple[str, Any], StoredItem | StoredWrapper] = {}
     first_rows: dict[int, int] = {}
     ranks: list[RankData] = []
     chunk_count = 0
-    for result in (result for rank_results in results for result in rank_results):
-        stored: StoredItem | StoredWrapper = result.storage_data
-        written[result.index.fqn, result.index.offset] = stored
+    for stored in written.values():
         if id(stored.data) not in first_rows:
             first_rows[id(stored.data)] = chunk_count
             ranks.append(stored.data)
             chunk_count += len(stored.data.chunks)
-    wrappers = {key for (key, _), each in written.items() if isinstance(each, StoredWrapper)}
-    tensors, blobs = entries_of(metadata, wrappers)
+    tensors, blobs, planner_data = described
     indices: list[tuple[str, Any]] = [(entry.key, shard.offsets) for entry in tensors for shard in entry.shards]
     indices += [(key, None) for key in blobs]
     missing = [index[0] for index in indices if index not in written]
@@ -80,7 +80,7 @@ def build_manifest(
         blobs=blobs,
         items=places,
         chunks=_join_chunks(ranks, files),
-        planner_data=metadata.planner_data,
+        planner_data=planner_data,
         user=user,
         save_id=save_id,
         replaces=replaces,

@@ -51,6 +51,25 @@ class ItemSource(Protocol):
         ...
 
 
+class BytesSource:
+    """The bytes of an object, as `torch.save` wrote it, or of a tensor."""
+
+    __slots__ = ("_data", "key", "kind", "nbytes")
+
+    key: ItemKey
+    kind: Kind
+    nbytes: int
+
+    def __init__(self, key: ItemKey, kind: Kind, data: bytes | memoryview) -> None:
+        self.key, self.kind, self.nbytes, self._data = key, kind, len(data), memoryview(data)
+
+    def read(self, start: int, stop: int) -> Buffer:
+        return self._data[start:stop]
+
+    def memory(self) -> Memory | None:
+        return None
+
+
 @dataclass(slots=True)
 class _PlannedChunk:
     """A chunk to be encoded: its plan, and the source of each of its parts."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import (
@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItemType
 
+from millrace.checkpoint.state.tensors import entries_of
+from millrace.checkpoint.writing.assembly import Described
 from millrace.errors import UsageError
 
 # An error names at most this many problems.
@@ -82,6 +84,11 @@ def join(plans: Sequence[Any]) -> tuple[list[Any], Any]:
             known.chunks.append(data.chunk)
         joined.append(dataclasses.replace(plan, items=items))
     return joined, Metadata(described)
+
+
+def describe(metadata: Any, wrappers: Collection[str]) -> Described:
+    """What a manifest needs of the `Metadata` of a plan. `wrappers` are the keys of wrapper tensors."""
+    return Described(*entries_of(metadata, wrappers), metadata.planner_data)
 
 
 def check_cover(metadata: Any, *, complete: bool) -> None:

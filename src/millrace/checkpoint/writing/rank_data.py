@@ -64,6 +64,14 @@ class StoredWrapper(NamedTuple):
         return self.recipe.nbytes + sum(leaf[3].nbytes for leaf in self.leaves)
 
 
+@dataclass(frozen=True, slots=True)
+class WrapperParts:
+    """The stored parts of a wrapper tensor: a recipe, and plain tensors with their element types and shapes."""
+
+    recipe: str
+    leaves: tuple[tuple[str, str, tuple[int, ...]], ...]
+
+
 class ChunkTableBuilder:
     """Builds the chunk table of a rank, with the rows of the base's table that it needs."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.planner import WriteItemType
@@ -26,17 +25,10 @@ from millrace.checkpoint.state.tensors import (
 )
 from millrace.checkpoint.state.wrappers import encode_recipe, inner_key, is_wrapper, take_apart, type_name
 from millrace.checkpoint.writing.bases import ItemKey
-from millrace.checkpoint.writing.packing import ItemSource
+from millrace.checkpoint.writing.packing import BytesSource, ItemSource
+from millrace.checkpoint.writing.rank_data import WrapperParts
 from millrace.errors import MillraceError, UnsupportedObjectError, UsageError
 from millrace.runtime.memory import Memory
-
-
-@dataclass(frozen=True, slots=True)
-class WrapperParts:
-    """The stored parts of a wrapper tensor: a recipe, and plain tensors with their element types and shapes."""
-
-    recipe: str
-    leaves: tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 def sources_of(
@@ -96,7 +88,7 @@ def _wrapper_sources(
         raise _not_as_planned(item, value)
     key = inner_key(item.index.fqn, data.chunk.offsets, data.chunk.sizes, data.size)
     wrapper, leaves = take_apart(value, key)
-    sources: list[ItemSource] = [BlobSource(encode_recipe(wrapper, key, trusted_types), key)]
+    sources: list[ItemSource] = [BytesSource((key, None), OPAQUE, encode_recipe(wrapper, key, trusted_types))]
     parts = []
     for name, leaf in leaves.items():
         dtype = dtype_name(leaf.dtype, name)
@@ -137,24 +129,7 @@ def _blob_source(data: memoryview, key: str, trusted_types: Sequence[type], chec
     if digest not in checked:
         check_blob(data, key, trusted_types)
         checked.add(digest)
-    return BlobSource(data, key)
-
-
-class BlobSource:
-    """An object as `torch.save` wrote it."""
-
-    kind = OPAQUE
-
-    def __init__(self, data: memoryview, key: str) -> None:
-        self._data = data
-        self.nbytes = len(data)
-        self.key: ItemKey = (key, None)
-
-    def read(self, start: int, stop: int) -> Buffer:
-        return self._data[start:stop]
-
-    def memory(self) -> Memory | None:
-        return None
+    return BytesSource((key, None), OPAQUE, data)
 
 
 class TensorSource:

@@ -3,18 +3,14 @@
 Torch calls, in this order: `reset` (only with a checkpoint id), `storage_meta`, `set_up_storage_writer`,
 `prepare_local_plan` on every rank; `prepare_global_plan` on the coordinator; `write_data` on every rank; `finish` on
 the coordinator. Without collectives every rank makes all the calls, and writes its own manifest.
-
-A save writes data files under unique names, and the manifest last. Until that atomic step the previous checkpoint is
-unchanged. Its data files are removed only after it.
 """
 
 from __future__ import annotations
 
 import os
-import time
 import uuid
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,47 +19,31 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from millrace.checkpoint.arguments import classes, flag, mapping, path_text, real_number, thread_number
-from millrace.checkpoint.codec.effort import Compression, schedule_for
-from millrace.checkpoint.format.manifest import DataFile, Manifest, encode_manifest
-from millrace.checkpoint.format.tables import chunk_table
-from millrace.checkpoint.format.transforms import Transforms
+from millrace.checkpoint.arguments import path_text
+from millrace.checkpoint.codec.effort import Compression
 from millrace.checkpoint.storage.manifests import (
-    manifest_name,
-    read_manifest,
     read_stock_metadata,
     refuse_existing,
     stock_mark,
     stock_metadata_name,
 )
-from millrace.checkpoint.storage.orphans import sweep
 from millrace.checkpoint.storage.stock_metadata import stock_files
-from millrace.checkpoint.storage.storage import CheckpointStorage, can_open_storage, open_storage
-from millrace.checkpoint.writing.assembly import build_manifest, written_files
-from millrace.checkpoint.writing.bases import Base, ItemKey, MemoryBase, Place, check_files
+from millrace.checkpoint.storage.storage import CheckpointStorage, can_open_storage
+from millrace.checkpoint.writing.bases import Base, ItemKey
 from millrace.checkpoint.writing.delta import RESTORE_LIMIT
-from millrace.checkpoint.writing.packing import ItemSource, discard, write_items
-from millrace.checkpoint.writing.plans import check_cover
-from millrace.checkpoint.writing.rank_data import RankData, SaveStats, StoredItem, StoredWrapper, stats_of
-from millrace.checkpoint.writing.sources import WrapperParts, sources_of
-from millrace.errors import (
-    ConfigurationError,
-    DeniedError,
-    MillraceError,
-    MissingError,
-    ObjectExistsError,
-    OutcomeUnknownError,
-    StorageError,
-    UsageError,
-)
+from millrace.checkpoint.writing.packing import ItemSource, discard
+from millrace.checkpoint.writing.plans import check_cover, describe
+from millrace.checkpoint.writing.rank_data import StoredWrapper, WrapperParts
+from millrace.checkpoint.writing.rank_writer import RankWriter
+from millrace.checkpoint.writing.sources import sources_of
+from millrace.errors import DeniedError, MillraceError, ObjectExistsError, UsageError
 from millrace.events import Event, emit
 from millrace.runtime.garbage import collection_paused
-from millrace.runtime.pipeline import default_threads
 
 _STOCK_COPY_AHEAD_BYTES = 10_000_000
 
 
-class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc]
+class CheckpointWriter(RankWriter, StorageWriter, BlockingAsyncStager):  # type: ignore[misc]
     """Writes a checkpoint to a URL or local path: `dcp.save(state, storage_writer=CheckpointWriter(url))`.
 
     The arguments up to `serialization_format` are those of torch's `FileSystemWriter`; those without an effect here warn.
@@ -115,33 +95,22 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         }
         for name in (name for name, given in meaningless.items() if given):
             warnings.warn(f"{name} has no effect in Millrace's checkpoint format", stacklevel=2)
-        self._path = path_text("path", path)
-        self._sync = flag("sync_files", sync_files)
-        self._threads = thread_number("thread_count", thread_count) or default_threads()
-        schedule_for(compression, self._threads)  # raises for an unknown name now, not during a save
-        self._compression = compression
-        self._transforms = Transforms(() if _extensions is None else _extensions)
-        self._overwrite = flag("overwrite", overwrite)
-        self._target_options = mapping("target_options", target_options) or {}
-        self._trusted_types = classes("trusted_types", trusted_types)
-        self._user_metadata = mapping("user_metadata", user_metadata) or {}
-        self._save_id, self._save_id_is_used = uuid.uuid4().hex, False
-        self._rank = 0
-        # The rank in the manifest's name, if each rank writes its own manifest.
-        self._manifest_rank: int | None = None
+        super().__init__(
+            path,
+            sync_files=sync_files,
+            thread_count=thread_count,
+            overwrite=overwrite,
+            extensions=() if _extensions is None else _extensions,
+            compression=compression,
+            target_options=target_options,
+            trusted_types=trusted_types,
+            user_metadata=user_metadata,
+            base=base,
+            restore_limit=restore_limit,
+            keep_base=keep_base,
+        )
+        self._save_id_is_used = False
         self._is_coordinator = True
-        self._opened: CheckpointStorage | None = None
-        # Data files of the last save, until a manifest names them for certain.
-        self._unconfirmed: tuple[CheckpointStorage, list[str]] | None = None
-        if base is not None and not all(hasattr(base, name) for name in ("find", "read", "chunks", "files")):
-            raise ConfigurationError(
-                f"base={base!r:.100}", next_step="give StoredBase.open(...), or a writer's written_base()"
-            )
-        self._base, self._restore_limit = base, real_number("restore_limit", restore_limit, least=1)
-        self._keep_base = flag("keep_base", keep_base)
-        # The last save: its data, the place of each item in it, and the sources of the values.
-        self._kept: tuple[RankData, dict[ItemKey, Place], dict[ItemKey, ItemSource]] | None = None
-        self.stats: SaveStats | None = None
 
     def __repr__(self) -> str:
         return f"CheckpointWriter({self._path!r})"
@@ -155,11 +124,6 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
     def checkpoint_id(self) -> str:
         """The URL or path that is written to."""
         return self._path
-
-    @property
-    def save_id(self) -> str:
-        """The id of the current save, or else of the last one. The coordinator's id is in the manifest."""
-        return self._save_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -191,12 +155,6 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
         self._manifest_rank = None if kwargs.get("use_collectives", True) else self._rank
         self.stats = None
 
-    def begin_alone(self) -> None:
-        """The calls before `write_data` or `write_sources` in a save without collective calls of torch."""
-        self.storage_meta()
-        self.set_up_storage_writer(True, rank=self._rank)
-        self.prepare_local_plan(None)
-
     def prepare_local_plan(self, plan: Any) -> Any:
         storage = self._storage()
         storage.prepare()
@@ -221,155 +179,34 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
     def write_data(self, plan: Any, planner: Any) -> Any:
         kept: dict[ItemKey, ItemSource] | None = {} if self._keep_base else None
         wrapped: dict[int, WrapperParts] = {}
-        sources = sources_of(plan, planner, self._trusted_types, kept, wrapped)
-        future: Any = torch.futures.Future()
-        future.set_result(self.write_sources([item.index for item in plan.items], sources, kept, wrapped))
-        return future
-
-    def write_sources(
-        self,
-        indices: Sequence[Any],
-        sources: Iterable[ItemSource],
-        kept: Mapping[ItemKey, ItemSource] | None,
-        wrapped: Mapping[int, WrapperParts],
-    ) -> list[Any]:
-        """Write the sources of the items with these indices; returns torch's results for `finish`.
-
-        `sources` fills `kept`, which `written_base` needs, and `wrapped` as `sources_of` does.
-        """
-        began = time.monotonic()
+        sources = sources_of(plan, planner, self.trusted_types, kept, wrapped)
         self._save_id_is_used = True
-        stem = f"{uuid.uuid4().hex}-{self._rank}"
-        schedule = schedule_for(self._compression, self._threads)
-        stored = write_items(
-            self._storage(),
-            stem,
-            sources,
-            self._threads,
-            schedule,
-            self._transforms,
-            self._usable_base(),
-            self._restore_limit,
-        )
+        places = self.write_sources(len(plan.items), sources, kept, wrapped)
         with collection_paused():
             results = [
-                WriteResult(index=index, size_in_bytes=place.nbytes, storage_data=place)
-                for index, place in zip(indices, _by_item(len(indices), stored, wrapped), strict=True)
+                WriteResult(index=item.index, size_in_bytes=place.nbytes, storage_data=place)
+                for item, place in zip(plan.items, places, strict=True)
             ]
-        data = stored[0].data if stored else RankData((), chunk_table())
-        self._unconfirmed = (self._storage(), [file.name for file in data.own_files])
-        self.stats = stats_of(data, stored, time.monotonic() - began)
-        if kept and self._keep_base:
-            places = {key: Place(*place[1:]) for key, place in zip(kept, stored, strict=True)}
-            self._kept = (data, places, dict(kept))
-        return results
+        future: Any = torch.futures.Future()
+        future.set_result(results)
+        return future
 
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
-        storage = self._storage()
-        name = self._manifest_name()
-        try:
-            previous = self._previous_files(storage)
-            stock = self._stock_metadata(storage)
+        # Keys are plain tuples: an index computes its hash again, in Python, at each lookup.
+        written = {(result.index.fqn, result.index.offset): result.storage_data for each in results for result in each}
+        with self._removing(written):
+            stock = self._stock_metadata(self._storage())
             with collection_paused():
-                if self._manifest_rank is None and not self._is_part:
+                if self._manifest_rank is None:
                     # Planners do not check a single plan: it may be that of one rank in a save without collectives.
                     check_cover(metadata, complete=True)
-                manifest = build_manifest(
-                    metadata, results, self._user_metadata, save_id=self._save_id, replaces=stock_mark(stock)
-                )
-                data = encode_manifest(manifest)
-            self._check_files(manifest.files)
-            self._publish(storage, name, data, manifest)
-        except MillraceError as error:
-            if not isinstance(error, OutcomeUnknownError):
-                discard(storage, written_files(results))
-            self._unconfirmed = None
-            raise
-        self._unconfirmed = None
-        current = {file.name for file in manifest.files}
-        discard(storage, [name for name in previous if name not in current])
+                wrappers = {key for (key, _), place in written.items() if isinstance(place, StoredWrapper)}
+                described = describe(metadata, wrappers)
+        self.finish_save(described, written, stock_mark(stock))
         if stock is not None:
-            self._discard_stock(storage, stock)
-        if not self._manifest_rank and not self._is_part:
-            sweep(storage, name)
-
-    def written_base(self, directory: str) -> MemoryBase | None:
-        """This rank's last save as the base of the next one; None if it wrote nothing. Available once per save.
-
-        `directory` is the name of the saved checkpoint's directory, next to that of the next one. The saved tensors must not
-        change while the base is in use. Raises `UsageError` without `keep_base=True`.
-        """
-        if not self._keep_base:
-            raise UsageError(
-                "the writer did not keep the saved tensors", next_step="create it with CheckpointWriter(keep_base=True)"
-            )
-        kept, self._kept = self._kept, None
-        if kept is None:
-            return None
-        data, places, sources = kept
-        return MemoryBase(directory, data.files, data.chunks, data.transforms, places, sources, sparse=data.sparse)
-
-    # --- after a failure --------------------------------------------------------------------------
-
-    def abandon(self, failure: BaseException | None = None) -> None:
-        """Remove this rank's files of a failed save: `except CheckpointException as e: writer.abandon(e)`.
-
-        Torch does not report the failure of another rank to a rank's writer. Without this call the data files stay until a
-        save into the same directory a day later. Does nothing after a save that succeeded on the coordinator, or if
-        `failure` means that the manifest may have been written. Never raises.
-        """
-        unconfirmed, self._unconfirmed, self._kept = self._unconfirmed, None, None
-        failures = getattr(failure, "failures", None) or {0: (failure, None)}
-        if unconfirmed and not any(isinstance(error, OutcomeUnknownError) for error, _ in failures.values()):
-            discard(*unconfirmed)
+            self._discard_stock(self._storage(), stock)
 
     # --- inside -----------------------------------------------------------------------------------
-
-    @property
-    def _is_part(self) -> bool:
-        """Whether the manifest is that of one rank, and is joined with those of the others."""
-        return False
-
-    def _manifest_name(self) -> str:
-        return manifest_name(self._manifest_rank)
-
-    def _storage(self) -> CheckpointStorage:
-        if self._opened is None:
-            self._opened = open_storage(self._path, self._target_options, sync=self._sync)
-        return self._opened
-
-    def _check_files(self, files: Sequence[DataFile]) -> None:
-        """Check that the files of other saves that this save needs exist. Raises `BaseGoneError`."""
-        check_files(self._storage(), files, self._threads)
-
-    def _usable_base(self) -> Base | None:
-        base, storage = self._base, self._storage()
-        if base is None:
-            return None
-        own = f"../{storage.url.rstrip('/').rpartition('/')[2]}/"
-        if any(file.name.startswith(own) for file in base.files):
-            raise UsageError(
-                f"{storage.url} cannot be replaced by a save that is based on its files",
-                next_step="save into another directory, or without a base",
-            )
-        if base.transforms != self._transforms.descriptors:
-            detail = "it was saved with other stream extensions"
-            emit(Event(name="checkpoint.base.unusable", subject=base.directory, detail=detail))
-            return None
-        return base
-
-    def _publish(self, storage: CheckpointStorage, name: str, data: bytes, manifest: Manifest) -> None:
-        """Publish the manifest. Raises `OutcomeUnknownError` if it may exist in spite of a failure."""
-        try:
-            storage.publish(name, data, replace=self._overwrite)
-        except StorageError as error:
-            # A disk may fail after the rename. Then the checkpoint exists, but may not survive a power failure.
-            if _is_absent(storage, self._manifest_rank, manifest):
-                raise
-            raise OutcomeUnknownError(
-                f"the manifest of {storage.url} may not survive a power failure ({error.message})",
-                next_step="check the disk, and save again",
-            ) from error
 
     def _stock_metadata(self, storage: CheckpointStorage) -> bytes | None:
         """The metadata of an earlier checkpoint of torch's own writer here, which this save replaces, too."""
@@ -385,41 +222,3 @@ class CheckpointWriter(StorageWriter, BlockingAsyncStager):  # type: ignore[misc
             discard(storage, stock_files(stock, storage.url))
         except MillraceError as error:
             emit(Event(name="checkpoint.discard.failed", subject=storage.url, detail=str(error)))
-
-    def _previous_files(self, storage: CheckpointStorage) -> list[str]:
-        """Data files of the checkpoint that this save replaces, if its manifest can be read."""
-        try:
-            files = read_manifest(storage, self._manifest_rank).manifest.files
-        except MissingError:
-            return []
-        except MillraceError as error:
-            emit(Event(name="checkpoint.previous.unreadable", subject=storage.url, detail=str(error)))
-            return []
-        return [file.name for file in files if not file.name.startswith("../")]
-
-
-def _by_item(
-    count: int, stored: Sequence[StoredItem], wrapped: Mapping[int, WrapperParts]
-) -> Iterable[StoredItem | StoredWrapper]:
-    """The places by item of the plan: a wrapper tensor has several."""
-    if not wrapped:
-        return stored
-    found: list[StoredItem | StoredWrapper] = []
-    places = iter(stored)
-    for number in range(count):
-        place, parts = next(places), wrapped.get(number)
-        if parts is None:
-            found.append(place)
-        else:
-            found.append(StoredWrapper(parts.recipe, place, tuple((*leaf, next(places)) for leaf in parts.leaves)))
-    return found
-
-
-def _is_absent(storage: CheckpointStorage, rank: int | None, manifest: Manifest) -> bool:
-    """Whether there is certainly another manifest, or none."""
-    try:
-        return read_manifest(storage, rank).manifest.save_id != manifest.save_id
-    except MissingError:
-        return True
-    except MillraceError:
-        return False

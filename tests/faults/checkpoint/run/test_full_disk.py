@@ -14,7 +14,7 @@ import torch
 
 from millrace.checkpoint import CheckpointManager
 from millrace.checkpoint.run.tiers import open_tiers
-from millrace.checkpoint.writing.writer import CheckpointWriter
+from millrace.checkpoint.writing.rank_writer import RankWriter
 from millrace.errors import DiskFullError, StorageError, UnsupportedObjectError
 from millrace.events import add_hook
 
@@ -46,7 +46,7 @@ def test_failed_save_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(UnsupportedObjectError):
             run.save(2, {"w": torch.eye(3).to_sparse()})
         with monkeypatch.context() as patch:
-            patch.setattr(CheckpointWriter, "_publish", fail)
+            patch.setattr(RankWriter, "_publish", fail)
             with pytest.raises(StorageError):
                 run.save(2, noise(2))
         assert directories(tmp_path / "run") == [1]
@@ -67,10 +67,11 @@ def test_failed_save_leaves_no_directory_on_the_near_disk(tmp_path: Path) -> Non
 
 DYING = """
 import os, sys, torch
-from millrace.checkpoint import CheckpointManager, CheckpointWriter
+from millrace.checkpoint import CheckpointManager
+from millrace.checkpoint.writing.rank_writer import RankWriter
 run = CheckpointManager(sys.argv[1])
 run.save(1, {"x": torch.zeros(1000)})
-CheckpointWriter.write_data = lambda *_: os._exit(9)
+RankWriter.write_sources = lambda *_: os._exit(9)
 run.save(2, {"x": torch.zeros(1000)})
 """
 

@@ -14,14 +14,13 @@ from tests.support.waiting import wait_until
 
 from millrace.checkpoint import CheckpointManager, load_weights
 from millrace.checkpoint.run import parts
-from millrace.checkpoint.run.driving import plan_save
+from millrace.checkpoint.run.driving import plan_save, save_staged
 from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest
 from millrace.checkpoint.run.parts import part_name, publish_failure
 from millrace.checkpoint.run.pruning import prune
-from millrace.checkpoint.run.ranks import Member
 from millrace.checkpoint.run.retention import KeepAll, KeepLast
 from millrace.checkpoint.run.run_layout import checkpoint_name
-from millrace.checkpoint.run.save_values import SaveOrder
+from millrace.checkpoint.run.save_values import Member, SaveOrder
 from millrace.checkpoint.run.uploading import Uploader
 from millrace.checkpoint.state.staging import StateStager
 from millrace.checkpoint.storage import storage as storages
@@ -80,7 +79,7 @@ class Job:
                 "thread_count": 1,
             },
         )
-        return SaveEngine(options=options, tiers=options.open(), damaged=set())
+        return SaveEngine(options=options, tiers=options.open(), damaged=set(), write=save_staged)
 
     def restart(self) -> None:
         """New engines, as after a crash of all ranks."""

@@ -339,13 +339,21 @@ def test_answer_to_an_interrupted_question_is_not_that_to_the_next_one(tmp_path:
         assert saver is not None
         os.kill(pid_of(run), signal.SIGSTOP)
         try:
-            with interrupts() as interrupt_after, pytest.raises(KeyboardInterrupt):
+            with interrupts() as interrupt_after:
                 interrupt_after(0.1)
-                saver.order(2)
+                with pytest.raises(KeyboardInterrupt):
+                    saver.order(2)
         finally:
             os.kill(pid_of(run), signal.SIGCONT)
         assert parse_name(saver.order(7).name) == (7, 0)
         assert isinstance(saver.give_state()[0], RunState)
+
+
+def test_saver_does_not_load_torch(tmp_path: Path) -> None:
+    """It would take seconds of the first save, and hundreds of MB for each rank."""
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save_async(1, {**state(1.0), "numbers": [1, 2.0], "path": {"lr": 1e-3, "dtype": torch.bfloat16}}).result()
+        assert "libtorch" not in Path(f"/proc/{pid_of(run)}/maps").read_text()
 
 
 def test_saver_has_a_low_priority(tmp_path: Path) -> None:

@@ -783,10 +783,11 @@ def test_kill_9_in_the_middle_of_saves_and_prunes_loses_nothing_that_is_kept(tmp
 
 DYING = """
 import os, sys, torch
-from millrace.checkpoint import CheckpointManager, CheckpointWriter
+from millrace.checkpoint import CheckpointManager
+from millrace.checkpoint.writing.rank_writer import RankWriter
 run = CheckpointManager(sys.argv[1])
 run.save(1, {"x": torch.zeros(100_000)})
-CheckpointWriter.finish = lambda *_: os._exit(9)
+RankWriter.finish_save = lambda *_: os._exit(9)
 run.save(2, {"x": torch.randn(100_000)})
 """
 

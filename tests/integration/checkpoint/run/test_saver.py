@@ -21,7 +21,7 @@ from millrace.checkpoint.run import manager as manager_module
 from millrace.checkpoint.run import saver_process
 from millrace.checkpoint.run.uploading import TieredSave
 from millrace.checkpoint.state.arena import regions
-from millrace.checkpoint.writing.shared_plan import PlannedState
+from millrace.checkpoint.writing.state_plan import PlannedState
 from millrace.errors import (
     DeniedError,
     DiskFullError,
@@ -491,7 +491,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from millrace.checkpoint import CheckpointManager
-from millrace.checkpoint.writing.shared_plan import PlannedState
+from millrace.checkpoint.writing.state_plan import PlannedState
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 mesh = init_device_mesh("cpu", (1,))
 planned, original = [], PlannedState.of.__func__

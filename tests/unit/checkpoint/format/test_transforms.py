@@ -6,14 +6,12 @@ import dataclasses
 import io
 
 import pytest
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.storage import WriteResult
 
 from millrace.checkpoint.format.manifest import DataFile, Manifest, decode_manifest, encode_manifest
 from millrace.checkpoint.format.tables import NO_BASE, chunk_table, item_table
 from millrace.checkpoint.format.transforms import Transforms, transforms_for
+from millrace.checkpoint.writing.assembly import Described, build_manifest
 from millrace.checkpoint.writing.rank_data import RankData, StoredItem
-from millrace.checkpoint.writing.writer import build_manifest
 from millrace.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
 
 
@@ -86,15 +84,12 @@ def test_endless_transform_is_stopped():
 
 
 def test_ranks_with_different_extensions_raise():
-    metadata = Metadata(state_dict_metadata={key: BytesStorageMetadata() for key in "ab"})
+    described = Described((), ("a", "b"), None)
     data = [RankData((DataFile(f"data-{n}-0-0.millrace", 900),), chunks(900), ("x/1",)) for n in range(2)]
 
-    def results(ranks):
-        return [
-            [WriteResult(index=MetadataIndex(key), size_in_bytes=1000, storage_data=StoredItem(rank, 0, 0, 1000))]
-            for key, rank in zip("ab", ranks, strict=True)
-        ]
+    def written(ranks):
+        return {(key, None): StoredItem(rank, 0, 0, 1000) for key, rank in zip("ab", ranks, strict=True)}
 
-    assert build_manifest(metadata, results(data), {}, save_id="x").transforms == ("x/1",)
+    assert build_manifest(described, written(data), {}, save_id="x").transforms == ("x/1",)
     with pytest.raises(UsageError, match="different stream extensions"):
-        build_manifest(metadata, results([data[0], dataclasses.replace(data[1], transforms=())]), {}, save_id="x")
+        build_manifest(described, written([data[0], dataclasses.replace(data[1], transforms=())]), {}, save_id="x")
