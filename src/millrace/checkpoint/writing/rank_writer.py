@@ -212,7 +212,8 @@ class RankWriter:
 
     def _check_files(self, files: Sequence[DataFile]) -> None:
         """Check that the files of other saves that this save needs exist. Raises `BaseGoneError`."""
-        check_files(self._storage(), files, self._threads)
+        if self._base is not None:
+            check_files(self._storage(), files, self._threads)
 
     def _usable_base(self) -> Base | None:
         base, storage = self._base, self._storage()
