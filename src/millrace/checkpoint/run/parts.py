@@ -1,15 +1,17 @@
 """The parts of a save by several ranks, which meet in the storage and not in collective calls.
 
-Each rank writes its data files and then its part, `part-RANK.millrace`: a manifest of its own items. The first rank waits
-for all parts, joins them, and publishes the manifest. The others wait for the manifest. A rank that fails publishes
-`failed-RANK.json`. The first rank fails then, too, and the others fail when the first one has. All files are in the
-directory of the checkpoint, which a pruning removes if the save fails. No torch.
+Each rank writes its data files and then its part, `part-RANK-SAVE.millrace`: a manifest of its own items. The first rank
+waits for all parts, joins them, and publishes the manifest. The others wait for the manifest. A rank that fails publishes
+`failed-RANK-SAVE.json`. The first rank fails then, too, and the others fail when the first one has. All files are in the
+directory of the checkpoint, which a pruning removes if the save fails. `SAVE` is the id of the save: a rank of a job that
+has lost the run cannot replace files of the job that took it. No torch.
 """
 
 from __future__ import annotations
 
 import builtins
 import json
+import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
@@ -38,6 +40,7 @@ DEFAULT_LIMIT_SECONDS = 1800.0
 """The time for which a rank waits for the others if the manager has no `timeout`."""
 _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.02, 1.0
 _MAX_NOTICE_BYTES, _MAX_TEXT = 64 << 10, 2000
+_PART = re.compile(r"part-(\d+)-[0-9a-f]{32}\.millrace", re.ASCII)
 
 
 class SaveFailedElsewhere(Exception):  # noqa: N818 - a wrapper: its cause is raised to the user
@@ -48,17 +51,23 @@ class SaveFailedElsewhere(Exception):  # noqa: N818 - a wrapper: its cause is ra
         self.error = error
 
 
-def part_name(rank: int) -> str:
-    """The file with the part of a rank."""
-    return f"part-{rank}.millrace"
+def part_name(rank: int, save_id: str) -> str:
+    """The file with the part of a rank in a save."""
+    return f"part-{rank}-{save_id}.millrace"
 
 
-def _notice_name(rank: int) -> str:
-    return f"failed-{rank}.json"
+def rank_of_part(name: str) -> int | None:
+    """The rank of a part; None for other files."""
+    found = _PART.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def _notice_name(rank: int, save_id: str) -> str:
+    return f"failed-{rank}-{save_id}.json"
 
 
 def publish_part(storage: CheckpointStorage, name: str, data: bytes) -> None:
-    """Publish the part of a rank, in place of that of a dead save.
+    """Publish the part of a rank.
 
     Raises `OutcomeUnknownError` if other ranks may have seen it in spite of a failure.
     """
@@ -155,7 +164,7 @@ def complete(
     require_files(storage, manifest)
     check()
     publish_manifest(storage, whole)
-    remove(storage, [part_name(rank) for rank in range(member.count)])
+    remove(storage, [part_name(rank, save_id) for rank in range(member.count)])
     return whole
 
 
@@ -174,14 +183,14 @@ def _wait_for_parts(storage: CheckpointStorage, member: Member, save_id: str, li
 
     def look(files: dict[str, StoredFile]) -> bool:
         for rank in set(range(member.count)) - parts.keys():
-            file = files.get(part_name(rank))
+            file = files.get(part_name(rank, save_id))
             part = None if file is None else part_of(storage, file, save_id, (rank, member.count))
             if part is not None:
                 parts[rank] = part
         if len(parts) == member.count:
             return True
         for rank in range(1, member.count):
-            error = _failure(storage, files.get(_notice_name(rank)), save_id)
+            error = _failure(storage, files.get(_notice_name(rank, save_id)), save_id)
             if error is not None:
                 raise SaveFailedElsewhere(error)
         return False
@@ -202,7 +211,7 @@ def _wait_for_manifest(storage: CheckpointStorage, save_id: str, limit: float) -
         if MANIFEST_NAME in files:
             found.append(StoredManifest.read(storage))
             return True
-        error = _failure(storage, files.get(_notice_name(0)), save_id)
+        error = _failure(storage, files.get(_notice_name(0, save_id)), save_id)
         if error is not None:
             raise SaveFailedElsewhere(error)
         return False
@@ -265,7 +274,7 @@ def publish_failure(storage: CheckpointStorage, rank: int, save_id: str, error: 
     }
     try:
         storage.prepare()
-        storage.publish(_notice_name(rank), json.dumps(notice).encode("ascii"), replace=True)
+        storage.publish(_notice_name(rank, save_id), json.dumps(notice).encode("ascii"), replace=True)
     except MillraceError as failure:
         emit(Event(name="run.notice.failed", subject=storage.url, detail=str(failure)))
 
@@ -299,16 +308,6 @@ def _failure(storage: CheckpointStorage, file: StoredFile | None, save_id: str) 
     ):
         return found(message)
     return UsageError(f"a rank failed ({name}: {message:.300})", next_step="see its log")
-
-
-def remove_part(storage: CheckpointStorage, member: Member, save_id: str, files: Sequence[str]) -> None:
-    """Remove the data files and the part of this rank, but not the part of another job that has taken the run."""
-    name = part_name(member.rank)
-    try:
-        is_own = part_of(storage, storage.stat(name), save_id, (member.rank, member.count)) is not None
-    except MillraceError:  # missing, or unreadable: a pruning removes it
-        is_own = False
-    remove(storage, [*files, *([name] if is_own else [])])
 
 
 def remove(storage: CheckpointStorage, names: Sequence[str]) -> None:

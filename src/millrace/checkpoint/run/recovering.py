@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from millrace.checkpoint.format.manifest import Manifest
-from millrace.checkpoint.run.parts import PartRecord, join_parts, part_name, remove, stored
+from millrace.checkpoint.run.parts import PartRecord, join_parts, part_name, rank_of_part, remove, stored
 from millrace.checkpoint.run.ranks import Ranks
 from millrace.checkpoint.run.run_layout import Run, parse_name
 from millrace.checkpoint.run.tiers import Tiers, pending_uploads
@@ -94,7 +94,7 @@ class Recovery:
                 try:
                     storage.prepare()
                     publish_manifest(storage, manifest)
-                    remove(storage, [part_name(self.uploader.member.rank)])
+                    remove(storage, [part_name(self.uploader.member.rank, manifest.manifest.save_id)])
                 except ObjectExistsError as error:
                     emit(Event(name="checkpoint.tier.left", subject=storage.url, detail=str(error)))
 
@@ -172,7 +172,7 @@ def _parts_in(run: Run) -> list[tuple[str, Manifest]]:
     for found in run.scan():
         storage = run.checkpoint(found.name)
         for file in found.files:
-            if not found.complete and file.name.startswith("part-"):
+            if not found.complete and rank_of_part(file.name) is not None:
                 try:
                     parts.append((found.name, load_manifest(storage, file).manifest))
                 except (DamagedError, MissingError, StorageError, UnsupportedFormatError) as error:

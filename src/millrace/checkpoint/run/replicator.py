@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
-from millrace.checkpoint.run.parts import PartRecord, join_parts, part_name, part_of
+from millrace.checkpoint.run.parts import PartRecord, join_parts, part_name, part_of, rank_of_part
 from millrace.checkpoint.run.parts import stored as joined
 from millrace.checkpoint.run.peers import CopyEndedError, Peers, absent_files, is_too_slow, obsolete_replicas
 from millrace.checkpoint.run.run_info import SIBLING, directory_of
@@ -172,7 +172,7 @@ class Replicator:
         def absent() -> str:
             for rank in set(range(record.world)) - parts.keys():
                 for peer in self._peers.responding():
-                    file = peer.files.get((copy.name, part_name(rank)))
+                    file = peer.files.get((copy.name, part_name(rank, own.save_id)))
                     try:
                         place = PeerStorage(peer, copy.name)
                         found = file and part_of(place, file, own.save_id, (rank, record.world))
@@ -182,7 +182,7 @@ class Replicator:
                         parts[rank] = found
                         break
                 else:
-                    return part_name(rank)
+                    return part_name(rank, own.save_id)
             return ""
 
         # The others have about as many bytes each. All copy at the same time.
@@ -262,7 +262,7 @@ class Replicator:
     def _delete_parts(self, holders: Iterable[Peer], name: str) -> None:
         """Delete the parts of a checkpoint, whose manifest replaces them."""
         for peer in holders:
-            parts = [file for directory, file in peer.files if directory == name and file.startswith("part-")]
+            parts = [file for directory, file in peer.files if directory == name and rank_of_part(file) is not None]
             if parts:
                 try:
                     peer.delete(name, parts)

@@ -22,7 +22,7 @@ from millrace.checkpoint.run.parts import (
     complete,
     part_name,
     publish_part,
-    remove_part,
+    remove,
 )
 from millrace.checkpoint.run.run_info import CheckpointInfo, info_of_manifest, paths_of
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, checkpoint_name, parse_name
@@ -88,7 +88,7 @@ class _RunWriter(RankWriter):
         return self._member.count > 1
 
     def _manifest_name(self) -> str:
-        return part_name(self._member.rank) if self._is_part else MANIFEST_NAME
+        return part_name(self._member.rank, self._save_id) if self._is_part else MANIFEST_NAME
 
     def write_sources(
         self,
@@ -563,7 +563,7 @@ class RunSaver:
             if isinstance(error, SaveFailedElsewhere):
                 is_over = self.member.is_first or not isinstance(error.error, OutcomeUnknownError)
             if is_over:
-                remove_part(storage, self.member, order.save_id, writer.own_files)
+                remove(storage, [*writer.own_files, part_name(self.member.rank, order.save_id)])
             raise
         writer.manifest, writer.info = stored.manifest, describe(storage.url, stored.manifest, len(stored.data))
 

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from millrace.checkpoint.format.manifest import MANIFEST_NAME
+from millrace.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from millrace.checkpoint.run.parts import (
     SaveFailedElsewhere,
     join_parts,
     part_name,
+    rank_of_part,
     remove,
     require_files,
     stored,
@@ -151,7 +152,8 @@ class Uploader:
             if not isinstance(cause, RetryableError):
                 self.give_up()
                 if self.member.count > 1:
-                    remove(self.local.checkpoint(written.name), [*written.own_files, part_name(self.member.rank)])
+                    own = part_name(self.member.rank, written.save_id)
+                    remove(self.local.checkpoint(written.name), [*written.own_files, own])
             if isinstance(error, SaveFailedElsewhere):
                 raise error.error from None
             raise
@@ -219,7 +221,7 @@ class Uploader:
     def _upload_part(self, written: Written, progress: ProgressMeter) -> SaveResult:
         """Upload this rank's part, and complete the checkpoint with the other ranks."""
         near, far = self.local.checkpoint(written.name), self.tiers.origin.checkpoint(written.name)
-        part = StoredManifest.read(near, part_name(self.member.rank))
+        part = StoredManifest.read(near, part_name(self.member.rank, written.save_id))
         self._replicate(written, part)
         left = self.copy_leftovers(written.name)
         own = self._copy_earlier_parts(written.name)
@@ -255,7 +257,7 @@ class Uploader:
         """Replace this rank's part by the manifest: from now on this node's disk can be the source of a copy."""
         try:
             publish_manifest(near, whole)
-            remove(near, [part_name(self.member.rank)])
+            remove(near, [part_name(self.member.rank, whole.manifest.save_id)])
         except MillraceError as error:
             # The origin has the checkpoint.
             emit(Event(name="checkpoint.tier.refused", subject=near.url, detail=str(error)))
@@ -271,27 +273,29 @@ class Uploader:
         reach = None if progress is None else progress.reach
         copy_checkpoint(near, far, files, manifest=False, progress=reach, stored=part)
         # An earlier attempt may have published it.
-        far.publish(part_name(self.member.rank), part.data, replace=True)
+        far.publish(part_name(self.member.rank, part.manifest.save_id), part.data, replace=True)
 
     def _copy_earlier_parts(self, newest: str) -> list[ListedCheckpoint]:
         """Upload own parts that have no manifest yet. Later saves may be deltas to them."""
         if not self._is_behind:
             return []
-        name = part_name(self.member.rank)
         # An earlier save that was complete at the origin, and was pruned there, does not return.
         done = max((age_of(each) for each in self.tiers.origin.scan() if each.complete), default=(-1, -1))
-        found = [
-            each
-            for each in self.local.scan()
-            if not each.complete and age_of(each) > done and name in {file.name for file in each.files}
-        ]
-        for each in itertools.takewhile(lambda each: each.name != newest, found):
-            near, far = self.local.checkpoint(each.name), self.tiers.origin.checkpoint(each.name)
-            try:
-                self._copy_earlier_part(near, far, name)
-            except (DamagedError, MissingError) as error:  # it must not block later checkpoints
-                emit(Event(name="checkpoint.tier.left", subject=near.url, detail=str(error)))
-        return [each for each in found if each.name != newest]
+        found: list[ListedCheckpoint] = []
+        is_before = True
+        for each in self.local.scan():
+            is_before = is_before and each.name != newest
+            own = [file.name for file in each.files if rank_of_part(file.name) == self.member.rank]
+            if each.complete or age_of(each) <= done or not own or each.name == newest:
+                continue
+            found.append(each)
+            for name in own if is_before else ():
+                near, far = self.local.checkpoint(each.name), self.tiers.origin.checkpoint(each.name)
+                try:
+                    self._copy_earlier_part(near, far, name)
+                except (DamagedError, MissingError) as error:  # it must not block later checkpoints
+                    emit(Event(name="checkpoint.tier.left", subject=near.url, detail=str(error)))
+        return found
 
     def _copy_earlier_part(self, near: CheckpointStorage, far: CheckpointStorage, name: str) -> None:
         part = StoredManifest.read(near, name)
@@ -308,13 +312,18 @@ class Uploader:
         """Publish the manifest of an earlier save if all its parts are at the origin by now. On the first rank."""
         far = self.tiers.origin.checkpoint(found.name)
         files = {file.name: file for file in far.files()}
-        parts = [load_manifest(far, files[name]).manifest for name in files if name.startswith("part-")]
-        if MANIFEST_NAME in files or len({part.save_id for part in parts}) != 1:
+        names = [name for name in files if rank_of_part(name) is not None]
+        if MANIFEST_NAME in files:
             return
-        manifest = join_parts(parts)
-        if manifest is None:
-            return
-        require_files(far, manifest)
-        self.check()
-        publish_manifest(far, stored(manifest))
-        remove(far, [name for name in files if name.startswith("part-")])
+        by_save: dict[str, list[Manifest]] = {}
+        for name in names:
+            part = load_manifest(far, files[name]).manifest
+            by_save.setdefault(part.save_id, []).append(part)
+        for parts in by_save.values():
+            manifest = join_parts(parts)
+            if manifest is not None:
+                require_files(far, manifest)
+                self.check()
+                publish_manifest(far, stored(manifest))
+                remove(far, names)
+                return

@@ -19,8 +19,8 @@ too, and an object store dates a long upload by its begin. So a save must not ta
 # Final and temporary names of `open_writer` and `publish`, and of the files by which ranks save together. No other file is
 # ever removed.
 _LEFT_BEHIND = re.compile(
-    r"(?:data-[0-9a-z-]{1,100}|part-\d+)\.millrace|failed-\d+\.json"
-    r"|\.(?:(?:data-[0-9a-z-]{1,100}|(?:rank-\d+\.)?manifest|part-\d+)\.millrace|failed-\d+\.json)\.[0-9a-f]{8}\.tmp",
+    r"(?:data|part)-[0-9a-z-]{1,100}\.millrace|failed-[0-9a-z-]{1,100}\.json"
+    r"|\.(?:(?:(?:data|part)-[0-9a-z-]{1,100}|(?:rank-\d+\.)?manifest)\.millrace|failed-[0-9a-z-]{1,100}\.json)\.[0-9a-f]{8}\.tmp",
     re.ASCII,
 )
 _RANK_MANIFEST = re.compile(rf"rank-(\d+)\.{re.escape(MANIFEST_NAME)}", re.ASCII)

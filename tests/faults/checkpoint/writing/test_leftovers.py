@@ -14,7 +14,7 @@ from millrace.checkpoint import CheckpointReader, CheckpointWriter
 from millrace.checkpoint.storage.orphans import ORPHAN_SECONDS, find_orphans
 from millrace.checkpoint.storage.storage import LocalStorage, StoredFile
 from millrace.checkpoint.writing import packing as packing_module
-from millrace.checkpoint.writing import writer as writer_module
+from millrace.checkpoint.writing import rank_writer
 from millrace.errors import CheckpointNotFoundError, OutcomeUnknownError, StorageError, UsageError
 from millrace.events import add_hook
 
@@ -58,7 +58,7 @@ def test_save_that_fails_at_the_end_removes_files_of_all_ranks(tmp_path, monkeyp
     def broken(*args, **options):
         raise StorageError("the disk is gone")
 
-    for module, name in ((writer_module, "encode_manifest"), (LocalStorage, "publish")):
+    for module, name in ((rank_writer, "encode_manifest"), (LocalStorage, "publish")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, broken)
             with pytest.raises(CheckpointException):
@@ -156,6 +156,11 @@ def file(name: str, age: float) -> StoredFile:
         (".data-0a-0-0.millrace.0123abcd.tmp", DAY + 1, True),
         (".manifest.millrace.0123abcd.tmp", DAY + 1, True),
         (".rank-12.manifest.millrace.0123abcd.tmp", DAY + 1, True),
+        (f"part-1-{'0a' * 16}.millrace", DAY + 1, True),
+        (f"failed-1-{'0a' * 16}.json", DAY + 1, True),
+        (f".part-1-{'0a' * 16}.millrace.0123abcd.tmp", DAY + 1, True),
+        (f".failed-1-{'0a' * 16}.json.0123abcd.tmp", DAY + 1, True),
+        ("failed.json", 9 * DAY, False),
         ("manifest.millrace", 9 * DAY, False),
         ("rank-3.manifest.millrace", 9 * DAY, False),
         (".metadata", 9 * DAY, False),
