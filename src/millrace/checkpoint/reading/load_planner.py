@@ -73,6 +73,19 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
             _check(self.state_dict, described, self.allow_partial_load, self.way_out)
             return LoadPlan(_read_items(self.state_dict, described))
 
+    def check_objects(self, read_items: Iterable[Any]) -> None:
+        """Raise `UsageError` if the place of an object in the state cannot be set, before anything is changed."""
+        for item in read_items if self.flatten_state_dict else ():
+            if item.type != LoadItemType.BYTE_IO:
+                continue
+            container: Any = self.original_state_dict
+            path = self.mappings[item.dest_index.fqn]
+            for part in path[:-1]:
+                texts = {str(key): key for key in container} if isinstance(container, Mapping) else {}
+                container = container[texts.get(str(part), part)]
+            if not hasattr(type(container), "__setitem__"):
+                raise _cannot_be_set(item.dest_index.fqn, type(container).__name__)
+
     def load_bytes(self, read_item: Any, value: Any) -> None:
         place = self._place(self.mappings[read_item.dest_index.fqn]) if self.flatten_state_dict else None
         try:
@@ -82,10 +95,7 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
                 container, key = place
                 container[key] = torch.load(value, weights_only=False)
         except TypeError as error:
-            raise UsageError(
-                f"{read_item.dest_index.fqn!r} cannot be set in the state ({error!s:.200})",
-                next_step="give dicts and lists, which can be changed",
-            ) from error
+            raise _cannot_be_set(read_item.dest_index.fqn, f"{error!s:.200}") from error
 
     def lookup_tensor(self, index: Any) -> Any:
         value = self.state_dict.get(index.fqn)
@@ -123,6 +133,12 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
             values, paths = flatten(self.original_state_dict, as_torch_2_3=True)
             if not unknown.isdisjoint(values):
                 self.state_dict, self.mappings = values, paths
+
+
+def _cannot_be_set(key: str, reason: str) -> UsageError:
+    return UsageError(
+        f"{key!r} cannot be set in the state ({reason})", next_step="give dicts and lists, which can be changed"
+    )
 
 
 def _check(state: Mapping[str, Any], described: Mapping[str, Any], partial: bool, way_out: str) -> None:

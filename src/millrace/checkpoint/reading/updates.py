@@ -20,6 +20,7 @@ from millrace.checkpoint.format.chains import chain
 from millrace.checkpoint.format.manifest import Manifest
 from millrace.checkpoint.format.tables import NO_BASE, Table
 from millrace.checkpoint.format.transforms import Transforms, transforms_for
+from millrace.checkpoint.reading.load_planner import CheckpointLoadPlanner
 from millrace.checkpoint.reading.loads import BlobLoad, Load, planned_loads
 from millrace.checkpoint.reading.reader import CheckpointReader
 from millrace.checkpoint.storage.fetching import ChunkFetcher, ChunkUse, copy_chunk
@@ -188,6 +189,8 @@ class UpdatingReader(CheckpointReader):
             return super().read_data(plan, planner)
         manifest, failure = self._loaded.manifest, None
         try:
+            if isinstance(planner, CheckpointLoadPlanner):
+                planner.check_objects(plan.items)
             self.update = stage_update(
                 plan.items,
                 planner,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -159,6 +160,20 @@ def test_module_nested_dict_and_plain_value_are_updated(tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight)
     assert mine["scale"]["rate"] == 0.5
     assert torch.equal(mine["scale"]["ema"], torch.ones(3))
+
+
+def test_value_in_an_immutable_mapping_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    with WeightPublisher(tmp_path) as publisher:
+        publisher.publish(1, {"w": torch.ones(4), "settings": {"rate": 0.1, "scale": torch.ones(2)}})
+    settings = {"rate": 0.5, "scale": torch.zeros(2)}
+    mine: dict[str, Any] = {"w": torch.zeros(4), "settings": MappingProxyType(settings)}
+    with pytest.raises(UsageError, match=r"'settings\.rate' cannot be set in the state \(mappingproxy\)"):
+        WeightFollower(tmp_path).update(mine)
+    assert not mine["w"].any()
+    assert not settings["scale"].any()
+    mine["settings"] = settings
+    assert WeightFollower(tmp_path).update(mine) == 1
+    assert (settings["rate"], float(mine["w"][0])) == (0.1, 1.0)
 
 
 def test_part_of_a_published_module_is_updated(tmp_path: Path) -> None:
