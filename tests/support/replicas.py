@@ -19,16 +19,20 @@ TOKEN = "a-token-for-tests-only"
 
 
 class ReplicaNodes:
-    """`count` static nodes with a cache directory each. The manager runs on the machine of number 0, see `on`.
+    """`count` nodes with a cache directory each, static ones without `members`. `on` puts managers on one.
 
-    `options` are those of all nodes. A context manager.
+    `tls` is a folder with a certificate, for all; `options` are further ones of all nodes. A context manager.
     """
 
-    def __init__(self, directory: Path, count: int = 3, **options: Any) -> None:
+    def __init__(
+        self, directory: Path, count: int = 3, *, members: str | None = None, tls: Path | None = None, **options: Any
+    ) -> None:
         self.directory = directory
-        self._options = options
+        self._options = options if tls is None else {**options, "tls": str(tls)}
+        self._tls = tls
         self._ports = free_ports(count)
-        self.members = "static://" + ",".join(address_text("127.0.0.1", port) for port in self._ports)
+        static = "static://" + ",".join(address_text("127.0.0.1", port) for port in self._ports)
+        self.members = members or static
         self._running: dict[int, NodeProcess] = {}
 
     def __enter__(self) -> ReplicaNodes:
@@ -76,6 +80,8 @@ class ReplicaNodes:
             patch.setenv("MILLRACE_CACHE_DIR", str(self.cache_dir(number)))
             patch.setenv("MILLRACE_MEMBERS", self.members)
             patch.setenv("MILLRACE_CLUSTER_TOKEN", TOKEN)
+            if self._tls is not None:
+                patch.setenv("MILLRACE_TLS", str(self._tls))
             yield
         close_all()
 

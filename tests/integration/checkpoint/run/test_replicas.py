@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.integration.checkpoint.run.test_manager import assert_same, change, empty_like, make_state
+from tests.integration.security.test_plane import Authority
 from tests.support.replicas import TOKEN, ReplicaNodes, seen_events
 from tests.support.waiting import wait_until
 
@@ -63,10 +64,26 @@ def options_of(bucket: S3Server, region: EmulatedRegion) -> dict[str, Any]:
     return {**bucket.target_options, "endpoint_url": region.endpoint_url}
 
 
+@pytest.fixture(params=["static", "TLS", pytest.param("etcd", marks=pytest.mark.etcd)])
+def any_nodes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ReplicaNodes]:
+    options: dict[str, Any] = {}
+    if request.param == "etcd":
+        options["members"] = f"{request.getfixturevalue('etcd').members}/replicas"
+    if request.param == "TLS":
+        options["tls"] = tmp_path / "pem"
+        options["tls"].mkdir()
+        tls = Authority(options["tls"], "ours").member("node")
+        for name, path in (("cert", tls.cert), ("key", tls.key), ("ca", tls.ca)):
+            path.rename(options["tls"] / f"{name}.pem")
+    with ReplicaNodes(tmp_path / "nodes", **options) as nodes:
+        yield nodes
+
+
 def test_save_survives_the_loss_of_its_node_before_the_upload(
-    tmp_path: Path, bucket: S3Server, region: EmulatedRegion, nodes: ReplicaNodes
+    tmp_path: Path, bucket: S3Server, region: EmulatedRegion, any_nodes: ReplicaNodes
 ) -> None:
-    url, options, state = "s3://runs/lost", options_of(bucket, region), make_state()
+    nodes = any_nodes
+    url, options, state = f"s3://runs/{tmp_path.name}", options_of(bucket, region), make_state()
     with seen_events() as seen, nodes.on(0):
         run = CheckpointManager(url, local=tmp_path / "local", replicas=1, target_options=options, timeout=20)
         run.save(1, state)
