@@ -120,7 +120,7 @@ class CheckpointManager:
     An error of a save in flight is raised by `result()`, or by the next call if `result()` is not called. Leaving the
     process waits for the save in flight.
 
-    The first `save_async` starts the saver process (about 250 MB of memory for each rank), which ends with the manager and
+    The first `save_async` starts the saver process (about 40 MB of memory for each rank), which ends with the manager and
     with this process. If it dies, its save raises `SaverDiedError`, and the next save starts another one. `save` works in
     this process, and so does `save_async`, which then returns at the end of the save, where the system lacks shared memory,
     for `memory://`, and where another process cannot start, or cannot unpickle `keep` or `target_options` (a
