@@ -122,7 +122,7 @@ class SaveEngine:
                 check=check,
                 join=lambda storage, save_id, before: self._run_saver().join(storage, save_id, before),
                 after=self._prune,
-                give_up=lambda: self._saver.save_next_in_full() if self._saver is not None else None,
+                give_up=lambda name: self._saver.give_up(name) if self._saver is not None else None,
                 begin=self.renew_operation,
                 replicator=None if tiers.peers is None else self._replicator(tiers.peers, tiers.local, check),
             )

@@ -169,6 +169,7 @@ class RunSaver:
     _claim: Claim | None = None
     _previous: LastSave | None = None
     _is_next_full: bool = False
+    _given_up: set[str] = field(default_factory=set)
     _versions: dict[str, str] = field(default_factory=dict)
     # Of several ranks: this rank's parts of the saves in the history, by directory.
     _own_parts: dict[str, Manifest] = field(default_factory=dict)
@@ -243,8 +244,9 @@ class RunSaver:
         self.may_go_back = True
         self._drop_history()
 
-    def save_next_in_full(self) -> None:
-        """Make the next save full, because the bases of a delta do not reach the run's URL. From any thread."""
+    def give_up(self, name: str) -> None:
+        """Note that a near save never reaches the run's URL: the next one is full. From any thread."""
+        self._given_up.add(name)
         self._is_next_full = True
 
     def give_state(self) -> tuple[RunState, LastSave | None]:
@@ -378,7 +380,7 @@ class RunSaver:
 
         All checkpoints before the last full save do, because that refers to no file of another. Retention keeps one.
         """
-        chain = {record.directory for record in self._history} | self.damaged
+        chain = {record.directory for record in self._history} | self.damaged | self._given_up
         return any(checkpoint_name(*point) not in chain for point in self._complete or ())
 
     def _without_damage(self, order: SaveOrder, about: dict[str, Any]) -> SaveOrder:
@@ -577,7 +579,7 @@ class RunSaver:
             if damaged:
                 # One rank has no base in its part, and the others have. From the next save on all begin anew.
                 self.damaged.update(damaged)
-                self.save_next_in_full()
+                self._is_next_full = True
 
         return complete(storage, self.member, save_id, self.limit, check=self.check_claim, before=before, note=note)
 

@@ -94,9 +94,9 @@ class Uploader:
     """Uploads saves from the local disk to the origin, in order, and copies them to other nodes. For one thread at a time.
 
     Every rank has one. `check` is called before a manifest is published (`RunTakenError`). `join` completes a checkpoint
-    at the origin with the other ranks, as `RunSaver.join`. `give_up` is called when a save can never reach the origin: no
-    later one should build on it. `begin` is called before each upload, `after` after it. On each node one rank handles the
-    node's disk: leftovers of an earlier process, and retention there.
+    at the origin with the other ranks, as `RunSaver.join`. `give_up` is called with the name of a save that can never reach
+    the origin: no later one should build on it. `begin` is called before each upload, `after` after it. On each node one
+    rank handles the node's disk: leftovers of an earlier process, and retention there.
     """
 
     tiers: Tiers
@@ -106,7 +106,7 @@ class Uploader:
     check: Callable[[], None]
     join: Join
     after: Callable[[], None]
-    give_up: Callable[[], None]
+    give_up: Callable[[str], None]
     begin: Callable[[], None]
     replicator: Replicator | None = None
     _is_behind: bool = True
@@ -150,7 +150,7 @@ class Uploader:
             self._is_behind = True
             cause = error.error if isinstance(error, SaveFailedElsewhere) else error
             if not isinstance(cause, RetryableError):
-                self.give_up()
+                self.give_up(written.name)
                 if self.member.count > 1:
                     own = part_name(self.member.rank, written.save_id)
                     remove(self.local.checkpoint(written.name), [*written.own_files, own])

@@ -50,9 +50,11 @@ def weights(rank: int, step: int) -> dict[str, Any]:
 class Job:
     """The engines of two ranks that save to a directory, each with a disk of its own."""
 
-    def __init__(self, root: Path, *, is_near: bool = True, state: MakeState = weights) -> None:
+    def __init__(
+        self, root: Path, *, is_near: bool = True, state: MakeState = weights, independent: bool = False
+    ) -> None:
         self.root = root
-        self._is_near, self._state = is_near, state
+        self._is_near, self._state, self._independent = is_near, state, independent
         self._stagers = [StateStager() for _ in range(RANKS)]
         self.engines = [self._engine(rank) for rank in range(RANKS)]
 
@@ -70,7 +72,7 @@ class Job:
             full_every=10,
             base_memory=1 << 30,
             rewind=False,
-            independent=False,
+            independent=self._independent,
             read_through="none",
             writer_options={
                 "target_options": None,
@@ -168,6 +170,19 @@ def test_delta_to_a_save_that_failed_in_the_upload_fails_on_all_ranks(tmp_path: 
     assert job.complete() == [1, 4]
 
 
+def test_save_that_never_reached_the_origin_is_not_the_independent_one(tmp_path: Path) -> None:
+    job = Job(tmp_path, independent=True)
+    first = job.near(1)
+    flip(job.data_file(1, 1))
+    assert all(isinstance(result, CorruptCheckpointError) for result in job.upload(*first))
+    bases = []
+    for step in (2, 3, 4):
+        order, written = job.near(step)
+        bases.append(order.base)
+        assert kinds(job.upload(order, written)) == ["SaveResult", "SaveResult"]
+    assert bases == [None, None, checkpoint_name(3)]
+
+
 def test_failing_rank_leaves_the_directory_for_the_notices_of_all(tmp_path: Path) -> None:
     job = Job(tmp_path)
     order, written = job.near(1)
@@ -234,7 +249,7 @@ def test_pruned_checkpoint_does_not_return_after_an_outage(tmp_path: Path, monke
     assert job.complete() == [1, 2, 3]
     saver = job.engines[0]._saver
     assert saver is not None
-    saver.save_next_in_full()
+    saver._is_next_full = True
     assert kinds(job.save(4)) == ["SaveResult", "SaveResult"]
     prune(job.engines[0].tiers.origin, KeepLast(1), independent=False)
     assert job.complete() == [4]
