@@ -81,11 +81,13 @@ class Planted:
         root = logging.getLogger()
         noting = _Noting(self)
         before = root.level
-        levels = {name: logging.getLogger(name).level for name in list(logging.root.manager.loggerDict)}
+        loggers = list(logging.root.manager.loggerDict.values())
+        # Only those with a level: each change visits all loggers, and libraries create thousands.
+        levels = {logger: logger.level for logger in loggers if isinstance(logger, logging.Logger) and logger.level}
         root.addHandler(noting)
         root.setLevel(logging.DEBUG)
-        for name in levels:
-            logging.getLogger(name).setLevel(logging.NOTSET)
+        for logger in levels:
+            logger.setLevel(logging.NOTSET)
         remove = add_hook(self._saw_event)
         try:
             yield
@@ -93,8 +95,8 @@ class Planted:
             remove()
             root.removeHandler(noting)
             root.setLevel(before)
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)
+            for logger, level in levels.items():
+                logger.setLevel(level)
 
     def _saw_event(self, event: Event) -> None:
         self.saw(f"event {event.name}", repr(event))
