@@ -40,7 +40,7 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
         # The keys of each mapping by their text. Mappings are identified by `id`.
-        self._keys: dict[int, dict[str, Any]] = {}
+        self._keys: dict[int, dict[str, list[Any]]] = {}
         if not self.flatten_state_dict:
             super().set_up_planner(state_dict, metadata, is_coordinator)
             return
@@ -76,15 +76,14 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
     def check_objects(self, read_items: Iterable[Any]) -> None:
         """Raise `UsageError` if the place of an object in the state cannot be set, before anything is changed."""
         for item in read_items if self.flatten_state_dict else ():
-            if item.type != LoadItemType.BYTE_IO:
-                continue
-            container: Any = self.original_state_dict
-            path = self.mappings[item.dest_index.fqn]
-            for part in path[:-1]:
-                texts = {str(key): key for key in container} if isinstance(container, Mapping) else {}
-                container = container[texts.get(str(part), part)]
-            if not hasattr(type(container), "__setitem__"):
-                raise _cannot_be_set(item.dest_index.fqn, type(container).__name__)
+            key = item.dest_index.fqn
+            place = self._place(self.mappings[key]) if item.type == LoadItemType.BYTE_IO else None
+            if place is not None:
+                container, last = place
+                try:
+                    container[last] = container[last]
+                except TypeError as error:
+                    raise _cannot_be_set(key, error) from error
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
         place = self._place(self.mappings[read_item.dest_index.fqn]) if self.flatten_state_dict else None
@@ -95,7 +94,7 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
                 container, key = place
                 container[key] = torch.load(value, weights_only=False)
         except TypeError as error:
-            raise _cannot_be_set(read_item.dest_index.fqn, f"{error!s:.200}") from error
+            raise _cannot_be_set(read_item.dest_index.fqn, error) from error
 
     def lookup_tensor(self, index: Any) -> Any:
         value = self.state_dict.get(index.fqn)
@@ -111,20 +110,29 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
         return super().transform_tensor(read_item, tensor)
 
     def _place(self, path: Sequence[str | int]) -> tuple[Any, Any] | None:
-        """The container and key at the end of a path, if a key of the path is not text in the state dict. Otherwise None."""
-        container, differs = self.original_state_dict, False
-        for depth, part in enumerate(path):
-            key: Any = part
-            if isinstance(container, Mapping) and part not in container:
-                keys = self._keys.get(id(container))
-                if keys is None:
-                    keys = self._keys[id(container)] = {str(key): key for key in container}
-                if part not in keys:
-                    return None
-                key, differs = keys[part], True
-            if depth < len(path) - 1:
-                container = container[key]
-        return (container, key) if differs else None
+        """The container and key at the end of a path, which has keys as text. None if the state lacks it."""
+        return self._place_in(self.original_state_dict, path)
+
+    def _place_in(self, container: Any, path: Sequence[str | int]) -> tuple[Any, Any] | None:
+        part, rest = path[0], path[1:]
+        keys: Sequence[Any] = (part,)
+        if isinstance(container, Mapping):
+            # 1 and "1" have the same text: the one that the rest of the path fits counts.
+            known = self._keys.get(id(container))
+            if known is None:
+                known = self._keys[id(container)] = {}
+                for key in container:
+                    known.setdefault(str(key), []).append(key)
+            keys = known.get(str(part), ())
+        elif not isinstance(container, list) or not isinstance(part, int) or part >= len(container):
+            return None
+        if not rest:
+            return (container, keys[0]) if keys else None
+        for key in keys:
+            found = self._place_in(container[key], rest)
+            if found is not None:
+                return found
+        return None
 
     def _adapt_to_torch_2_3(self, described: Mapping[str, Any]) -> None:
         """Use the keys of torch up to 2.3 if the checkpoint contains them."""
@@ -135,9 +143,9 @@ class CheckpointLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
                 self.state_dict, self.mappings = values, paths
 
 
-def _cannot_be_set(key: str, reason: str) -> UsageError:
+def _cannot_be_set(key: str, error: TypeError) -> UsageError:
     return UsageError(
-        f"{key!r} cannot be set in the state ({reason})", next_step="give dicts and lists, which can be changed"
+        f"{key!r} cannot be set in the state ({error!s:.200})", next_step="give dicts and lists, which can be changed"
     )
 
 

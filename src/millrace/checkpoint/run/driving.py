@@ -84,7 +84,7 @@ def save(plan: RankPlan, writer: RankWriter, *, count: Callable[[int], None] | N
         sources = sources_of(plan.plan, plan.planner, writer.trusted_types, kept, wrapped)
         places = writer.write_sources(len(keys), sources, kept, wrapped)
         described = describe(plan.metadata, {keys[number][0] for number in wrapped})
-        writer.finish_save(described, dict(zip(keys, places, strict=True)))
+        writer.finish_save(described, list(zip(keys, places, strict=True)))
     except BaseException as error:
         writer.abandon(error)
         raise

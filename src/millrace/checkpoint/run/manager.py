@@ -602,8 +602,9 @@ class CheckpointManager:
     def _move_here(self) -> None:
         if self._is_in_saver and self._saver is not None:
             self._upload_runner.drain()
+            state, previous = self._saver.give_state()
             self._is_in_saver = False
-            self._engine.take_state(*self._saver.give_state())
+            self._engine.take_state(state, previous)
 
     def _stage(self, state: Mapping[str, Any]) -> StagedState:
         """Copy the state. An error on one rank, or of an earlier save, is raised on all: none begins to save alone."""

@@ -50,7 +50,7 @@ from millrace.errors import (
 from millrace.events import Event, emit
 
 Write = Callable[[Staged, RankWriter, Callable[[int], None]], None]
-"""Writes this rank's items of a staged state with a writer. The function is called with the bytes of each tensor."""
+"""Saves a staged state with a writer, and calls its last argument with the bytes of each tensor when its write begins."""
 
 
 class _RunWriter(RankWriter):
@@ -264,6 +264,7 @@ class RunSaver:
             is_abandoned=self._is_abandoned,
             versions=dict(self._versions),
             damaged=tuple(self.damaged),
+            given_up=tuple(self._given_up),
         )
         previous, self._previous, self._claim = self._previous, None, None
         return state, previous
@@ -280,6 +281,7 @@ class RunSaver:
         self._is_abandoned = state.is_abandoned
         self._versions = dict(state.versions)
         self.damaged.update(state.damaged)
+        self._given_up.update(state.given_up)
         self._previous = previous
 
     def close(self) -> None:

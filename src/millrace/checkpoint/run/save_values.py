@@ -84,7 +84,8 @@ class RunState:
     """The state of a `RunSaver`, from which another one continues. Picklable.
 
     `newest_own`: the checkpoint that this manager saved last. `attempted`: the step of a save that may have been published
-    by a saver that died. `is_abandoned`: whether the saves that the claim announces will not be finished.
+    by a saver that died. `is_abandoned`: whether the saves that the claim announces will not be finished. `given_up`: near
+    saves that never reach the run's URL.
     """
 
     claim: ClaimState | None = None
@@ -99,6 +100,7 @@ class RunState:
     is_abandoned: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
     damaged: tuple[str, ...] = ()
+    given_up: tuple[str, ...] = ()
 
 
 def picklable(error: Exception) -> Exception:

@@ -96,7 +96,7 @@ class _MappedState:
             self.channel.send(Released(self.ticket))
 
 
-def _write(staged: Staged, writer: RankWriter, count: Callable[[int], None]) -> None:
+def _save_mapped(staged: Staged, writer: RankWriter, count: Callable[[int], None]) -> None:
     if not isinstance(staged, _MappedState) or staged.plan is None:
         raise AssertionError("the state was not staged by the training process")
     save_shared(staged.plan, staged.objects, staged.mapping.address, staged.mapping.memory, writer, count)
@@ -186,7 +186,7 @@ class _Saver:
             options=options,
             tiers=tiers,
             damaged=set(),
-            write=_write,
+            write=_save_mapped,
             on_claim=lambda state: self._channel.send(Claimed(state)),
         )
         self._answer(Ready())

@@ -66,7 +66,7 @@ from millrace.checkpoint.state.arena import Region, regions
 from millrace.checkpoint.state.staging import StagedState, Structure
 from millrace.checkpoint.writing.shared_plan import SharedBase
 from millrace.checkpoint.writing.state_plan import PlannedState
-from millrace.errors import SaverDiedError, UsageError
+from millrace.errors import MillraceError, RetryableError, SaverDiedError, UsageError
 from millrace.events import emit
 from millrace.runtime import forks
 
@@ -127,6 +127,8 @@ class SaverProcess:
         self._planned: tuple[Structure, PlannedState] | None = None
         # What the next saver must have of the present one if it dies.
         self._known = RunState()
+        # Near saves that never reach the run's URL, as the engine of a saver that died knew them.
+        self._given_up: list[str] = []
 
     @property
     def pid(self) -> int | None:
@@ -214,7 +216,7 @@ class SaverProcess:
         self._known = replace(self._known, newest_own=parse_name(written.name), attempted=None, may_go_back=False)
         if not written.is_near:  # else at the end of the upload, which needs a thread that receives its progress
             child.warn()
-        return written, functools.partial(self._upload, child, ticket, written.result.step)
+        return written, functools.partial(self._upload, child, ticket, written)
 
     def start_over(self) -> None:
         """After a restore: the next save is full, and may be of any step."""
@@ -244,7 +246,11 @@ class SaverProcess:
         """Hand the run over to the engine of the training process. After the death of the saver it continues from less."""
         child = self._child
         if child is not None:
-            answer = child.ask(GiveState())
+            try:
+                answer = child.ask(GiveState())
+            except BaseException:  # an interrupt: the saver gives up the run, and nobody would take it
+                self._lose()
+                raise
             if isinstance(answer, StateGiven):
                 self._known, child.claim = RunState(), None
                 return answer.state, child.last_save(answer)
@@ -271,9 +277,15 @@ class SaverProcess:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _upload(self, child: _Child, ticket: int, step: int, report: Report | None) -> SaveResult:
+    def _upload(self, child: _Child, ticket: int, written: Written, report: Report | None) -> SaveResult:
         """Wait for an upload. A method, because the process ends when there is no reference to this object."""
-        return child.upload(ticket, step, report)
+        try:
+            return child.upload(ticket, written.result.step, report)
+        except RetryableError:
+            raise
+        except MillraceError:
+            self._given_up.append(written.name)
+            raise
 
     def _running(self) -> _Child:
         if self._child is None:
@@ -287,7 +299,13 @@ class SaverProcess:
             child.stop(patience=0)
             is_taken = child.claim is not None
             # The history of the saves, and whether they have reached the run's URL, is lost.
-            self._known = replace(self._known, claim=child.claim, is_abandoned=is_taken, is_next_full=is_taken)
+            self._known = replace(
+                self._known,
+                claim=child.claim,
+                is_abandoned=is_taken,
+                is_next_full=is_taken,
+                given_up=tuple(self._given_up),
+            )
 
     def _plan(self, staged: StagedState) -> tuple[PlannedState, bool]:
         """The plan of the state, and whether it is new."""

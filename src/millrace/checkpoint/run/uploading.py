@@ -25,7 +25,7 @@ from millrace.checkpoint.run.pruning import prune
 from millrace.checkpoint.run.replicator import Replicator
 from millrace.checkpoint.run.retention import KeepLast
 from millrace.checkpoint.run.run_info import info_of_manifest
-from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run
+from millrace.checkpoint.run.run_layout import Run
 from millrace.checkpoint.run.save_values import Member, Written
 from millrace.checkpoint.run.saving import PendingSave, ProgressMeter, Report, SaveResult
 from millrace.checkpoint.run.tiers import Tiers, Upload, pending_uploads
@@ -229,11 +229,11 @@ class Uploader:
 
         def publish_earlier() -> None:
             self.publish(left)
-            for found in own:
+            for name in own:
                 try:
-                    self._join_earlier(found)
+                    self._join_earlier(name)
                 except (BaseGoneError, DamagedError, MissingError) as error:  # it must not block later checkpoints
-                    emit(Event(name="checkpoint.tier.left", subject=self.local.url_of(found.name), detail=str(error)))
+                    emit(Event(name="checkpoint.tier.left", subject=self.local.url_of(name), detail=str(error)))
 
         whole = self.join(far, written.save_id, publish_earlier)
         self._is_behind = False
@@ -275,27 +275,26 @@ class Uploader:
         # An earlier attempt may have published it.
         far.publish(part_name(self.member.rank, part.manifest.save_id), part.data, replace=True)
 
-    def _copy_earlier_parts(self, newest: str) -> list[ListedCheckpoint]:
-        """Upload own parts that have no manifest yet. Later saves may be deltas to them."""
+    def _copy_earlier_parts(self, newest: str) -> list[str]:
+        """Upload own parts of checkpoints that have no manifest yet; returns these. Later saves may be deltas to them."""
         if not self._is_behind:
             return []
         # An earlier save that was complete at the origin, and was pruned there, does not return.
         done = max((age_of(each) for each in self.tiers.origin.scan() if each.complete), default=(-1, -1))
-        found: list[ListedCheckpoint] = []
-        is_before = True
-        for each in self.local.scan():
-            is_before = is_before and each.name != newest
-            own = [file.name for file in each.files if rank_of_part(file.name) == self.member.rank]
-            if each.complete or age_of(each) <= done or not own or each.name == newest:
-                continue
-            found.append(each)
-            for name in own if is_before else ():
-                near, far = self.local.checkpoint(each.name), self.tiers.origin.checkpoint(each.name)
+        found = {
+            each.name: own
+            for each in self.local.scan()
+            if not each.complete and age_of(each) > done
+            if (own := [file.name for file in each.files if rank_of_part(file.name) == self.member.rank])
+        }
+        for name in itertools.takewhile(lambda name: name != newest, found):
+            near, far = self.local.checkpoint(name), self.tiers.origin.checkpoint(name)
+            for part in found[name]:
                 try:
-                    self._copy_earlier_part(near, far, name)
+                    self._copy_earlier_part(near, far, part)
                 except (DamagedError, MissingError) as error:  # it must not block later checkpoints
                     emit(Event(name="checkpoint.tier.left", subject=near.url, detail=str(error)))
-        return found
+        return [name for name in found if name != newest]
 
     def _copy_earlier_part(self, near: CheckpointStorage, far: CheckpointStorage, name: str) -> None:
         part = StoredManifest.read(near, name)
@@ -308,22 +307,22 @@ class Uploader:
         if whole.manifest.save_id == part.manifest.save_id:
             self._publish_near(near, whole)
 
-    def _join_earlier(self, found: ListedCheckpoint) -> None:
+    def _join_earlier(self, name: str) -> None:
         """Publish the manifest of an earlier save if all its parts are at the origin by now. On the first rank."""
-        far = self.tiers.origin.checkpoint(found.name)
-        files = {file.name: file for file in far.files()}
-        names = [name for name in files if rank_of_part(name) is not None]
-        if MANIFEST_NAME in files:
+        far = self.tiers.origin.checkpoint(name)
+        files = far.files()
+        if any(file.name == MANIFEST_NAME for file in files):
             return
-        by_save: dict[str, list[Manifest]] = {}
-        for name in names:
-            part = load_manifest(far, files[name]).manifest
-            by_save.setdefault(part.save_id, []).append(part)
+        by_save: dict[str, dict[str, Manifest]] = {}
+        for file in files:
+            if rank_of_part(file.name) is not None:
+                part = load_manifest(far, file).manifest
+                by_save.setdefault(part.save_id, {})[file.name] = part
         for parts in by_save.values():
-            manifest = join_parts(parts)
+            manifest = join_parts(parts.values())
             if manifest is not None:
                 require_files(far, manifest)
                 self.check()
                 publish_manifest(far, stored(manifest))
-                remove(far, names)
+                remove(far, list(parts))
                 return

@@ -26,30 +26,32 @@ class Described(NamedTuple):
     planner_data: Any
 
 
-Written = Mapping[tuple[str, Any], StoredItem | StoredWrapper]
-"""The places of items by key and offsets (None for an object)."""
+Places = Sequence[tuple[tuple[str, Any], StoredItem | StoredWrapper]]
+"""The place of each item, with its key and offsets (None for an object)."""
 
 
-def written_files(written: Written) -> list[str]:
+def written_files(places: Places) -> list[str]:
     """The data files that the ranks have written, without those of siblings that they refer to."""
-    return sorted({file.name for stored in written.values() for file in stored.data.own_files})
+    return sorted({file.name for _, place in places for file in place.data.own_files})
 
 
 def build_manifest(
-    described: Described, written: Written, user: Mapping[str, Any], *, save_id: str, replaces: str | None = None
+    described: Described, places: Places, user: Mapping[str, Any], *, save_id: str, replaces: str | None = None
 ) -> Manifest:
     """Join the places of all items with what a plan describes, without changing either. `save_id` is unique to this save.
 
     Raises `UsageError` if no rank wrote a tensor or object of the plan, or if ranks had different extensions.
     """
+    # Of an item that two ranks wrote, the last one counts.
+    written = dict(places)
     first_rows: dict[int, int] = {}
     ranks: list[RankData] = []
     chunk_count = 0
-    for stored in written.values():
-        if id(stored.data) not in first_rows:
-            first_rows[id(stored.data)] = chunk_count
-            ranks.append(stored.data)
-            chunk_count += len(stored.data.chunks)
+    for _, place in places:
+        if id(place.data) not in first_rows:
+            first_rows[id(place.data)] = chunk_count
+            ranks.append(place.data)
+            chunk_count += len(place.data.chunks)
     tensors, blobs, planner_data = described
     indices: list[tuple[str, Any]] = [(entry.key, shard.offsets) for entry in tensors for shard in entry.shards]
     indices += [(key, None) for key in blobs]
@@ -63,7 +65,7 @@ def build_manifest(
     if len(transforms) > 1:
         raise UsageError("ranks used different stream extensions", next_step="give the same _extensions to every rank")
     tensors, blobs, wrapped, items = _unwrapped(tensors, blobs, [written[index] for index in indices])
-    places = item_table(
+    table = item_table(
         {
             "chunk": [item.chunk + (first_rows[id(item.data)] if item.nbytes else 0) for item in items],
             "start": [item.start for item in items],
@@ -78,7 +80,7 @@ def build_manifest(
         files=tuple(files),
         tensors=tensors,
         blobs=blobs,
-        items=places,
+        items=table,
         chunks=_join_chunks(ranks, files),
         planner_data=planner_data,
         user=user,

@@ -21,7 +21,7 @@ from millrace.checkpoint.format.transforms import Transforms
 from millrace.checkpoint.storage.manifests import manifest_name, read_manifest, refuse_existing
 from millrace.checkpoint.storage.orphans import sweep
 from millrace.checkpoint.storage.storage import CheckpointStorage, open_storage
-from millrace.checkpoint.writing.assembly import Described, Written, build_manifest, written_files
+from millrace.checkpoint.writing.assembly import Described, Places, build_manifest, written_files
 from millrace.checkpoint.writing.bases import Base, ItemKey, MemoryBase, Place, check_files
 from millrace.checkpoint.writing.delta import RESTORE_LIMIT
 from millrace.checkpoint.writing.packing import ItemSource, discard, write_items
@@ -49,7 +49,8 @@ from millrace.runtime.pipeline import default_threads
 class RankWriter:
     """Writes a checkpoint to a URL or local path: `begin`, `write_sources`, `finish_save`; after an error, `abandon`.
 
-    The arguments are those of `CheckpointWriter`. For one thread at a time.
+    The arguments are those of `CheckpointWriter`. For one thread at a time. Internal: users call what torch's protocol and
+    the documentation of `CheckpointWriter` name.
     """
 
     def __init__(
@@ -143,18 +144,19 @@ class RankWriter:
             self._kept = (data, places, dict(kept))
         return found
 
-    def finish_save(self, described: Described, written: Written, replaces: str | None = None) -> None:
+    def finish_save(self, described: Described, places: Places, replaces: str | None = None) -> None:
         """Publish the manifest, and remove the files of the checkpoint that it replaces.
 
-        `written` are the places of all items of the checkpoint. `replaces` is the mark of one of torch's own writer.
+        `places` are those of all items of the checkpoint, which cover its tensors (`check_cover`). `replaces` is the mark
+        of a checkpoint of torch's own writer.
         """
         storage = self._storage()
         name = self._manifest_name()
-        with self._removing(written):
+        with self._discarding(places):
             previous = self._previous_files(storage)
             with collection_paused():
                 manifest = build_manifest(
-                    described, written, self._user_metadata, save_id=self._save_id, replaces=replaces
+                    described, places, self._user_metadata, save_id=self._save_id, replaces=replaces
                 )
                 data = encode_manifest(manifest)
             self._check_files(manifest.files)
@@ -212,7 +214,8 @@ class RankWriter:
 
     def _check_files(self, files: Sequence[DataFile]) -> None:
         """Check that the files of other saves that this save needs exist. Raises `BaseGoneError`."""
-        if self._base is not None:
+        # Also without a base of this rank: that of another one may need them.
+        if any(file.name.startswith("../") for file in files):
             check_files(self._storage(), files, self._threads)
 
     def _usable_base(self) -> Base | None:
@@ -245,13 +248,13 @@ class RankWriter:
             ) from error
 
     @contextlib.contextmanager
-    def _removing(self, written: Written) -> Iterator[None]:
+    def _discarding(self, places: Places) -> Iterator[None]:
         """Remove the data files of a save that fails, unless its manifest may exist."""
         try:
             yield
         except MillraceError as error:
             if not isinstance(error, OutcomeUnknownError):
-                discard(self._storage(), written_files(written))
+                discard(self._storage(), written_files(places))
             self._unconfirmed = None
             raise
 

@@ -101,7 +101,7 @@ def save_shared(
     try:
         writer.begin()
         places = writer.write_sources(len(plan.keys), sources(), kept, plan.wrapped)
-        writer.finish_save(plan.described, dict(zip(plan.keys, places, strict=True)))
+        writer.finish_save(plan.described, list(zip(plan.keys, places, strict=True)))
     except BaseException as error:
         writer.abandon(error)
         raise

@@ -27,8 +27,9 @@ from millrace.checkpoint.writing.sources import key_of, sources_of
 from millrace.runtime.garbage import collection_paused
 from millrace.runtime.memory import Memory
 
-# Plain values with the same pickle are the same object to torch's safe loader.
+# Plain values with the same pickle are equal bit for bit, and so `torch.save` writes the same of them.
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
+_MAX_MEMBERS, _MAX_TEXT = 100, 1000
 
 
 class RankPlan(NamedTuple):
@@ -48,8 +49,8 @@ class PlannedState:
     plan: SharedPlan
     objects: list[Any]
     paths: list[tuple[Any, ...]]
-    # The plain values of the last save, as `torch.save` wrote them, by their pickles. Most are the same in every save.
-    _written: dict[bytes, bytes] = field(default_factory=dict)
+    # The small plain values of the last save, as `torch.save` wrote them, by their pickles. Most are equal in every save.
+    _blobs: dict[bytes, bytes] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -100,18 +101,18 @@ class PlannedState:
 
         Raises `UnsupportedObjectError`.
         """
-        known = dict(self._written)
-        self._written.clear()
+        known = dict(self._blobs)
+        self._blobs.clear()
         found = []
         for item, path in zip(self.objects, self.paths, strict=True):
             value = _at(state, path)
-            plain = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if _is_plain(value) else None
+            plain = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if _is_small(value) else None
             data = None if plain is None else known.get(plain)
             if data is None:
                 (source,) = sources_of(SavePlan([item]), _Values({item.index.fqn: value}), trusted_types)
                 data = bytes(memoryview(source.read(0, source.nbytes)))
             if plain is not None:
-                known[plain] = self._written[plain] = data
+                known[plain] = self._blobs[plain] = data
             found.append(data)
         return found
 
@@ -174,13 +175,21 @@ def _at(state: Any, keys: Iterable[Any]) -> Any:
     return state
 
 
-def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    if kind in _ATOMS:
-        return True
-    if kind is list or kind is tuple:
-        return _ATOMS.issuperset(map(type, value)) or all(map(_is_plain, value))
-    return kind is dict and all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+def _is_small(value: Any) -> bool:
+    """Whether a value consists of a few plain values: its pickle is a quick and exact comparison with that of another."""
+    left = [value]
+    for _ in range(_MAX_MEMBERS):
+        if not left:
+            return True
+        member = left.pop()
+        kind = type(member)
+        if kind is list or kind is tuple:
+            left += member[: _MAX_MEMBERS + 1]
+        elif kind is dict:
+            left += itertools.chain.from_iterable(itertools.islice(member.items(), _MAX_MEMBERS + 1))
+        elif kind not in _ATOMS or ((kind is str or kind is bytes) and len(member) > _MAX_TEXT):
+            return False
+    return not left
 
 
 class _Values:

@@ -193,16 +193,16 @@ class CheckpointWriter(RankWriter, StorageWriter, BlockingAsyncStager):  # type:
 
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
         # Keys are plain tuples: an index computes its hash again, in Python, at each lookup.
-        written = {(result.index.fqn, result.index.offset): result.storage_data for each in results for result in each}
-        with self._removing(written):
+        places = [((each.index.fqn, each.index.offset), each.storage_data) for rank in results for each in rank]
+        with self._discarding(places):
             stock = self._stock_metadata(self._storage())
             with collection_paused():
                 if self._manifest_rank is None:
                     # Planners do not check a single plan: it may be that of one rank in a save without collectives.
                     check_cover(metadata, complete=True)
-                wrappers = {key for (key, _), place in written.items() if isinstance(place, StoredWrapper)}
+                wrappers = {key for (key, _), place in places if isinstance(place, StoredWrapper)}
                 described = describe(metadata, wrappers)
-        self.finish_save(described, written, stock_mark(stock))
+        self.finish_save(described, places, stock_mark(stock))
         if stock is not None:
             self._discard_stock(self._storage(), stock)
 

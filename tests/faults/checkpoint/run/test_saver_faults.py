@@ -21,10 +21,10 @@ from tests.support.savers import KILLED_AFTER, is_gone, pid_of, savers_with
 from tests.support.waiting import wait_until
 
 from millrace.checkpoint import CheckpointManager
-from millrace.checkpoint.run import saver_process
+from millrace.checkpoint.run import saver_process, uploading
 from millrace.checkpoint.run.run_layout import parse_name
 from millrace.checkpoint.run.save_values import RunState
-from millrace.errors import RunTakenError, SaverDiedError, UsageError
+from millrace.errors import CorruptCheckpointError, RunTakenError, SaverDiedError, UsageError
 from millrace.events import Event
 
 
@@ -193,7 +193,6 @@ def test_saver_that_cannot_start_again_makes_later_calls_wait(
 def test_saver_killed_during_an_upload_is_an_error_and_the_next_save_uploads_both(tmp_path: Path) -> None:
     stop = """
 import os, signal
-from millrace.checkpoint.run.uploading import Uploader
 Uploader.upload = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 """
     with CheckpointManager(tmp_path / "run", local=tmp_path / "near") as run:
@@ -347,6 +346,55 @@ def test_answer_to_an_interrupted_question_is_not_that_to_the_next_one(tmp_path:
             os.kill(pid_of(run), signal.SIGCONT)
         assert parse_name(saver.order(7).name) == (7, 0)
         assert isinstance(saver.give_state()[0], RunState)
+
+
+def test_interrupted_move_of_the_run_leaves_no_state_and_no_claim(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save_async(1, state(1.0)).result()
+        stopped = pid_of(run)
+        os.kill(stopped, signal.SIGSTOP)
+        with interrupts() as interrupt_after:
+            interrupt_after(0.5)
+            with pytest.raises(KeyboardInterrupt):
+                run._move_here()
+        assert is_gone(stopped)
+        assert run.save(2, state(2.0)).kind == "full"
+        assert run.save_async(3, state(3.0)).exception() is None
+        assert run._saver is not None
+        assert run._saver._child is not None
+        assert len(run._saver._child._held) == 1
+        check(run, 2, 2.0)
+
+
+FAIL_FIRST_UPLOAD = """
+from millrace.checkpoint.run import uploading
+from millrace.errors import CorruptCheckpointError
+copy = uploading.copy_checkpoint
+def fail_first(source, *arguments, **options):
+    if source.url.endswith("step-000000000001"):
+        raise CorruptCheckpointError("damaged on this disk", next_step="save again")
+    return copy(source, *arguments, **options)
+uploading.copy_checkpoint = fail_first
+"""
+
+
+@pytest.mark.parametrize("where", ["in the training process", "in a saver that dies"])
+def test_save_that_never_reached_the_url_counts_for_nothing_also_in_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    with savers_with(FAIL_FIRST_UPLOAD), CheckpointManager(tmp_path / "run", local=tmp_path / "near") as run:
+        if where == "in the training process":
+            with monkeypatch.context() as patch:
+                patch.setattr(uploading, "copy_checkpoint", uploading.copy_checkpoint)  # restored at the end
+                exec(FAIL_FIRST_UPLOAD, {})
+                with pytest.raises(CorruptCheckpointError):
+                    run.save(1, state(1.0))
+        else:
+            assert isinstance(run.save_async(1, state(1.0)).exception(), CorruptCheckpointError)
+            os.kill(pid_of(run), signal.SIGKILL)
+            wait_until(lambda: run._saver is not None and run._saver._child.death is not None)
+        results = [run.save_async(step, state(float(step))).result() for step in (2, 3, 4)]
+        assert [result and result.kind for result in results] == ["full", "full", "delta"]
 
 
 def test_saver_does_not_load_torch(tmp_path: Path) -> None:

@@ -162,15 +162,49 @@ def test_module_nested_dict_and_plain_value_are_updated(tmp_path: Path) -> None:
     assert torch.equal(mine["scale"]["ema"], torch.ones(3))
 
 
+class Frozen(dict):  # type: ignore[type-arg]
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise TypeError("frozen")
+
+
+class Counted(dict):  # type: ignore[type-arg]
+    visits = 0
+
+    def __iter__(self) -> Any:
+        Counted.visits += 1
+        return super().__iter__()
+
+
+def test_follower_visits_the_keys_of_a_mapping_once_for_all_its_objects(tmp_path: Path) -> None:
+    with WeightPublisher(tmp_path) as publisher:
+        publisher.publish(1, {"w": torch.ones(4), "state": {number: {"step": number} for number in range(50)}})
+    mine: dict[str, Any] = {"w": torch.zeros(4), "state": Counted({number: {"step": -1} for number in range(50)})}
+    Counted.visits = 0
+    WeightFollower(tmp_path).update(mine)
+    assert mine["state"] == {number: {"step": number} for number in range(50)}
+    assert Counted.visits < 20
+
+
+def test_keys_with_the_same_text_get_their_own_values(tmp_path: Path) -> None:
+    with WeightPublisher(tmp_path) as publisher:
+        publisher.publish(1, {"w": torch.ones(4), 1: {"a": {"q": 5}}, "1": {"b": {"q": 6}}})
+    mine: dict[Any, Any] = {"w": torch.zeros(4), 1: {"a": {"q": 0}}, "1": {"b": {"q": 0}}}
+    WeightFollower(tmp_path).update(mine)
+    assert (mine[1], mine["1"]) == ({"a": {"q": 5}}, {"b": {"q": 6}})
+
+
 def test_value_in_an_immutable_mapping_is_refused_before_anything_changes(tmp_path: Path) -> None:
     with WeightPublisher(tmp_path) as publisher:
         publisher.publish(1, {"w": torch.ones(4), "settings": {"rate": 0.1, "scale": torch.ones(2)}})
     settings = {"rate": 0.5, "scale": torch.zeros(2)}
-    mine: dict[str, Any] = {"w": torch.zeros(4), "settings": MappingProxyType(settings)}
-    with pytest.raises(UsageError, match=r"'settings\.rate' cannot be set in the state \(mappingproxy\)"):
-        WeightFollower(tmp_path).update(mine)
-    assert not mine["w"].any()
-    assert not settings["scale"].any()
+    mine: dict[str, Any] = {"w": torch.zeros(4)}
+    frozen = Frozen(settings)
+    for each in (MappingProxyType(settings), frozen):
+        mine["settings"] = each
+        with pytest.raises(UsageError, match=r"'settings\.rate' cannot be set in the state"):
+            WeightFollower(tmp_path).update(mine)
+        assert not mine["w"].any()
+        assert not settings["scale"].any()
     mine["settings"] = settings
     assert WeightFollower(tmp_path).update(mine) == 1
     assert (settings["rate"], float(mine["w"][0])) == (0.1, 1.0)

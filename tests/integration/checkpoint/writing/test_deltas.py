@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pathlib
 import pickle
+import shutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -342,6 +344,50 @@ def test_removed_base_fails_the_save_and_leaves_no_files(tmp_path, how):
     assert isinstance(pickle.loads(pickle.dumps(error)), BaseGoneError)
     assert list((tmp_path / name_of(2)).iterdir()) == []
     assert path.exists() == (how == "short")
+
+
+def planned(value: dict[str, Any]) -> tuple[Any, Any, Any]:
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner(value, None, True)
+    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    return planner, plan, metadata
+
+
+def ready(writer: CheckpointWriter, rank: int = 0) -> CheckpointWriter:
+    writer.storage_meta()
+    writer.set_up_storage_writer(not rank, rank=rank, use_collectives=True)
+    writer.prepare_local_plan(None)
+    return writer
+
+
+def test_removed_base_of_another_rank_fails_the_save_of_a_coordinator_without_one(tmp_path):
+    """A rank that wrote nothing has no base."""
+    planner, plan, metadata = planned({"w": torch.arange(100_000.0)})
+    first = ready(CheckpointWriter(tmp_path / "one", keep_base=True))
+    first.finish(metadata, [first.write_data(plan, planner).wait()])
+    other = ready(CheckpointWriter(tmp_path / "two", base=first.written_base("one")), rank=1)
+    results = other.write_data(plan, planner).wait()
+    shutil.rmtree(tmp_path / "one")
+    with pytest.raises(BaseGoneError):
+        ready(CheckpointWriter(tmp_path / "two")).finish(metadata, [[], results])
+    assert not list((tmp_path / "two").glob("manifest*"))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_files_of_both_ranks_that_wrote_an_item_are_named_or_removed(tmp_path, fails):
+    planner, plan, metadata = planned({"w": [1, 2, 3]})
+    writers = [ready(CheckpointWriter(tmp_path / "c"), rank) for rank in (0, 1)]
+    results = [writer.write_data(plan, planner).wait() for writer in writers]
+    if fails:
+        metadata.state_dict_metadata["missing"] = metadata.state_dict_metadata["w"]
+        with pytest.raises(UsageError, match="missing"):
+            writers[0].finish(metadata, results)
+        assert not list((tmp_path / "c").glob("data-*"))
+        return
+    writers[0].finish(metadata, results)
+    named = {file.name for file in read_manifest(open_storage(tmp_path / "c")).manifest.files}
+    assert named == {path.name for path in (tmp_path / "c").glob("data-*")}
+    assert len(named) == 2
 
 
 def test_damaged_base_is_detected_by_a_reader_of_the_delta(tmp_path):

@@ -88,7 +88,7 @@ def test_ranks_with_different_extensions_raise():
     data = [RankData((DataFile(f"data-{n}-0-0.millrace", 900),), chunks(900), ("x/1",)) for n in range(2)]
 
     def written(ranks):
-        return {(key, None): StoredItem(rank, 0, 0, 1000) for key, rank in zip("ab", ranks, strict=True)}
+        return [((key, None), StoredItem(rank, 0, 0, 1000)) for key, rank in zip("ab", ranks, strict=True)]
 
     assert build_manifest(described, written(data), {}, save_id="x").transforms == ("x/1",)
     with pytest.raises(UsageError, match="different stream extensions"):
