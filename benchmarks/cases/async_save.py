@@ -274,15 +274,11 @@ def two_nice_threads(measure: Measure, context: Mapping[str, Any]) -> int:
 
 
 @contextmanager
-def _manager(place: str, *, in_threads: bool) -> Iterator[Begin]:
+def _manager(place: str) -> Iterator[Begin]:
     """Full saves through a `CheckpointManager`; `place` of each is ignored."""
     from millrace.checkpoint import CheckpointManager
-    from millrace.checkpoint.run import manager
 
-    is_supported = manager.is_supported
-    manager.is_supported = (lambda: False) if in_threads else is_supported  # as with several ranks
     with CheckpointManager(place, full_every=1, thread_count=1) as run:
-        manager.is_supported = is_supported
         steps = iter(range(1000))
 
         def begin(state: Mapping[str, Any], place: str) -> Callable[[], bool]:
@@ -291,14 +287,12 @@ def _manager(place: str, *, in_threads: bool) -> Iterator[Begin]:
         yield begin
 
 
-def _steps_of_manager(
-    measure: Measure, context: Mapping[str, Any], training: Callable[[], Callable[[], float]], *, in_threads: bool
-) -> int:
+def _steps_of_manager(measure: Measure, context: Mapping[str, Any], training: Callable[[], Callable[[], float]]) -> int:
     """Steps in turns: while a save runs, and then as many alone."""
     step, total = training(), 0
     for name, state in _states(context).items():
         total += raw_bytes(state)
-        with _manager(f"{context['scratch']}/{name}", in_threads=in_threads) as begin:
+        with _manager(f"{context['scratch']}/{name}") as begin:
             for _ in range(2):  # the first ones map their memory, and start the process
                 done = begin(state, "")
                 while not done():
@@ -366,21 +360,11 @@ def _small_operations() -> Callable[[], float]:
     return step
 
 
-@case.contender("steps beside the manager, threads")
-def manager_threads(measure: Measure, context: Mapping[str, Any]) -> int:
-    return _steps_of_manager(measure, context, _training, in_threads=True)
-
-
 @case.contender("steps beside the manager")
 def manager_process(measure: Measure, context: Mapping[str, Any]) -> int:
-    return _steps_of_manager(measure, context, _training, in_threads=False)
-
-
-@case.contender("small operations beside the manager, threads")
-def small_operations_and_threads(measure: Measure, context: Mapping[str, Any]) -> int:
-    return _steps_of_manager(measure, context, _small_operations, in_threads=True)
+    return _steps_of_manager(measure, context, _training)
 
 
 @case.contender("small operations beside the manager")
 def small_operations(measure: Measure, context: Mapping[str, Any]) -> int:
-    return _steps_of_manager(measure, context, _small_operations, in_threads=False)
+    return _steps_of_manager(measure, context, _small_operations)
