@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import pathlib
 import socket
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -18,8 +18,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+from tests.support.rank_server import PATH, RankServer
 
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+@functools.cache
+def _server() -> RankServer:
+    return RankServer()
 
 
 def run(
@@ -31,27 +35,20 @@ def run(
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a program of `script` on so many ranks, and `meanwhile` here; all must end with 0, or with `codes`."""
-    ended = []
+    if not _server().is_alive:
+        _server.cache_clear()
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": PATH}
     with contextlib.ExitStack() as running:
         # The ranks meet at a file: a port that is free now may be taken when they have started.
         meeting = pathlib.Path(running.enter_context(tempfile.TemporaryDirectory()), "store")
         ranks = []
         for rank in range(world):
-            process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", script, program, str(rank), str(world), str(meeting), str(root)],
-                env={
-                    **os.environ,
-                    "GLOO_SOCKET_IFNAME": "lo",
-                    "PYTHONPATH": f"{_ROOT}/src:{_ROOT}:{_ROOT}/examples/speech",
-                },
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            ranks.append(running.enter_context(process))
+            arguments = [script, program, str(rank), str(world), str(meeting), str(root)]
+            process = _server().start(arguments, environment)
+            ranks.append(process)
             running.callback(process.kill)
         meanwhile()
-        for process in ranks:
-            ended.append((process.communicate(timeout=500)[1], process.returncode))
+        ended = [process.wait(timeout=500) for process in ranks]
     for (_, code), expected in zip(ended, codes or (0,) * world, strict=True):
         assert code == expected, "\n".join(text for text, _ in ended)
 
