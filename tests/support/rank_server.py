@@ -78,7 +78,7 @@ class RankServer:
 
     def close(self) -> None:
         """End it and its children."""
-        with contextlib.suppress(OSError):
+        with self._socket, contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._process.wait()
 

@@ -140,6 +140,7 @@ def test_training_killed_and_resumed_equals_an_uninterrupted_one(tmp_path: Path)
     assert_same(saved(tmp_path / "run"), saved(tmp_path / "whole"))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_training_on_two_ranks_killed_and_resumed_equals_an_uninterrupted_one(kind: str, tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def test_checkpoints_that_lightning_removes_are_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "best") == ["step=9.ckpt"]
 
 
+@pytest.mark.thorough
 def test_two_ranks_save_once_and_both_resume(tmp_path: Path) -> None:
     """Lightning starts the second process itself."""
     assert run_script(__file__, str(tmp_path / "a"), str(tmp_path / "b"), directory=tmp_path) == 0

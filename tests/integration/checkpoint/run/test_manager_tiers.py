@@ -170,6 +170,7 @@ def test_unwritable_near_disk_is_skipped(tmp_path: Path, bucket: S3Server) -> No
     assert_same(found, state)
 
 
+@pytest.mark.thorough
 def test_save_during_an_outage_of_the_origin_loses_no_state(tmp_path: Path) -> None:
     state, server = make_state(), S3Server(tmp_path / "s3", port=free_ports(1)[0])
     with server:
@@ -210,6 +211,7 @@ for step in range(first + 1, first + 1000):
 """
 
 
+@pytest.mark.thorough
 def test_kill_9_between_the_places_loses_nothing(tmp_path: Path, bucket: S3Server) -> None:
     import json
     import signal
