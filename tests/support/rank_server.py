@@ -164,7 +164,9 @@ def _main() -> None:
 
     import millrace.checkpoint.run.manager  # noqa: F401
 
-    request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    descriptor = os.dup(int(sys.argv[1]))  # a low number, which `select` needs: the one given may be above 1,023
+    os.close(int(sys.argv[1]))
+    request = _serve(socket.socket(fileno=descriptor))
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
