@@ -193,6 +193,7 @@ def test_saver_that_cannot_start_again_makes_later_calls_wait(
 def test_saver_killed_during_an_upload_is_an_error_and_the_next_save_uploads_both(tmp_path: Path) -> None:
     stop = """
 import os, signal
+from millrace.checkpoint.run.uploading import Uploader
 Uploader.upload = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 """
     with CheckpointManager(tmp_path / "run", local=tmp_path / "near") as run:
