@@ -10,7 +10,7 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -32,10 +32,8 @@ from millrace.checkpoint.run.tiers import is_local_failure, report_local_failure
 from millrace.checkpoint.run.timeline import Point, next_revision, timeline
 from millrace.checkpoint.storage.layered import StoredManifest
 from millrace.checkpoint.storage.storage import CheckpointStorage
-from millrace.checkpoint.writing.bases import Base, ItemKey, StoredBase, check_files, find_damage
+from millrace.checkpoint.writing.bases import Base, StoredBase, check_files, find_damage
 from millrace.checkpoint.writing.delta import SaveRecord, choose_base
-from millrace.checkpoint.writing.packing import ItemSource
-from millrace.checkpoint.writing.rank_data import StoredItem, StoredWrapper, WrapperParts
 from millrace.checkpoint.writing.rank_writer import RankWriter
 from millrace.errors import (
     BaseGoneError,
@@ -90,21 +88,12 @@ class _RunWriter(RankWriter):
     def _manifest_name(self) -> str:
         return part_name(self._member.rank, self._save_id) if self._is_part else MANIFEST_NAME
 
-    def write_sources(
-        self,
-        count: int,
-        sources: Iterable[ItemSource],
-        kept: Mapping[ItemKey, ItemSource] | None,
-        wrapped: Mapping[int, WrapperParts],
-    ) -> list[StoredItem | StoredWrapper]:
-        places = super().write_sources(count, sources, kept, wrapped)
-        if self._unconfirmed is not None:
-            self.own_files = tuple(self._unconfirmed[1])
-        if self._is_part and self.stats is not None:
-            chunks = (self.stats.chunks_full, self.stats.chunks_delta, self.stats.chunks_referenced)
-            record = PartRecord(self._member.rank, self._member.count, chunks, self._replaced_base)
-            self._user_metadata = {**self._user_metadata, "part": tuple(record)}
-        return places
+    def _user_values(self) -> Mapping[str, Any]:
+        if not self._is_part or self.stats is None:
+            return self._user_metadata
+        chunks = (self.stats.chunks_full, self.stats.chunks_delta, self.stats.chunks_referenced)
+        record = PartRecord(self._member.rank, self._member.count, chunks, self._replaced_base)
+        return {**self._user_metadata, "part": tuple(record)}
 
     def _check_files(self, files: Sequence[DataFile]) -> None:
         check_files(self._storage(), files, self._threads, versions=None if self._is_near else self._versions)
@@ -117,6 +106,7 @@ class _RunWriter(RankWriter):
         else:
             super()._publish(storage, name, data, manifest)
         self.manifest, self.info = manifest, describe(storage.url, manifest, len(data))
+        self.own_files = tuple(file.name for file in manifest.files if not file.name.startswith("../"))
 
 
 def describe(url: str, manifest: Manifest, nbytes: int) -> CheckpointInfo:
@@ -245,7 +235,7 @@ class RunSaver:
         self._drop_history()
 
     def give_up(self, name: str) -> None:
-        """Note that a near save never reaches the run's URL: the next one is full. From any thread."""
+        """Record that a save on the local disk will never reach the run's URL. The next save is full. From any thread."""
         self._given_up.add(name)
         self._is_next_full = True
 

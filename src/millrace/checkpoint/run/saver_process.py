@@ -248,7 +248,7 @@ class SaverProcess:
         if child is not None:
             try:
                 answer = child.ask(GiveState())
-            except BaseException:  # an interrupt: the saver gives up the run, and nobody would take it
+            except BaseException:  # Ctrl-C: the saver releases the run, and this process has not received its state
                 self._lose()
                 raise
             if isinstance(answer, StateGiven):

@@ -31,7 +31,7 @@ _FDS_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A message that has an answer. `number` tells it from one whose sender was interrupted and did not wait."""
+    """A message that has an answer, which repeats `number`. An answer with another number is dropped."""
 
     number: int
     message: Start | Decide | GiveState | Close

@@ -122,7 +122,7 @@ class Uploader:
         self._is_behind = True
 
     def caught_up(self) -> None:
-        """Look for no leftovers at the next upload: the origin has everything."""
+        """Record that the origin has everything, so that the next upload does not look for leftovers."""
         self._is_behind = False
 
     def upload(self, written: Written, report: Report) -> SaveResult:

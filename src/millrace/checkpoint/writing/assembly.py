@@ -19,7 +19,7 @@ from millrace.errors import UnsupportedObjectError, UsageError
 
 
 class Described(NamedTuple):
-    """The contents of a checkpoint by a plan: its tensors, the keys of its objects, and the values of the planner."""
+    """What a plan says about a checkpoint: its tensors, the keys of its objects, and the values of the planner."""
 
     tensors: tuple[TensorEntry, ...]
     blobs: tuple[str, ...]

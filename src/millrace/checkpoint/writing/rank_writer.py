@@ -49,8 +49,8 @@ from millrace.runtime.pipeline import default_threads
 class RankWriter:
     """Writes a checkpoint to a URL or local path: `begin`, `write_sources`, `finish_save`; after an error, `abandon`.
 
-    The arguments are those of `CheckpointWriter`. For one thread at a time. Internal: users call what torch's protocol and
-    the documentation of `CheckpointWriter` name.
+    The arguments are those of `CheckpointWriter`. For one thread at a time. Internal: users call the methods of
+    torch's protocol, on a `CheckpointWriter`.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class RankWriter:
             previous = self._previous_files(storage)
             with collection_paused():
                 manifest = build_manifest(
-                    described, places, self._user_metadata, save_id=self._save_id, replaces=replaces
+                    described, places, self._user_values(), save_id=self._save_id, replaces=replaces
                 )
                 data = encode_manifest(manifest)
             self._check_files(manifest.files)
@@ -203,6 +203,10 @@ class RankWriter:
     def _is_part(self) -> bool:
         """Whether the manifest is that of one rank, and is joined with those of the others."""
         return False
+
+    def _user_values(self) -> Mapping[str, Any]:
+        """The user metadata of the manifest, which is about to be written."""
+        return self._user_metadata
 
     def _manifest_name(self) -> str:
         return manifest_name(self._manifest_rank)

@@ -176,7 +176,7 @@ def _at(state: Any, keys: Iterable[Any]) -> Any:
 
 
 def _is_small(value: Any) -> bool:
-    """Whether a value consists of a few plain values: its pickle is a quick and exact comparison with that of another."""
+    """Whether a value consists of a few plain values, so that comparing pickles is quick and exact."""
     left = [value]
     for _ in range(_MAX_MEMBERS):
         if not left:
