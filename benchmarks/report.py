@@ -22,6 +22,7 @@ PACKAGES = (
     "fsspec",
     "s3fs",
     "obstore",
+    "aiohttp",
     "backports.zstd",
     "zstandard",
     "lmdb",

@@ -4,7 +4,8 @@ Everything is warm, over loopback, one connection. Our client compares a checksu
 for every answer; nginx's gets the same bytes by the leanest client that can be written in Python (a request, `recv_into`
 the same memory again and again, no checksum). "ours, lean" is that client with our server: what our client costs.
 Ranges of 16 and 256 KiB are parts of blocks, for which our server has to make a checksum the first time; 4 MiB are whole
-blocks; "objects" are whole small ones. Needs nginx: of this machine, or downloaded from Debian.
+blocks; "objects" are whole small ones. "aiohttp" serves the same files with that library, to the same lean client: what a
+server in Python costs. Needs nginx: of this machine, or downloaded from Debian.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from millrace.cluster.dataplane import wire
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.dataplane.wire import Ask, ObjectDescription
 from millrace.cluster.membership import Member
-from millrace.testing.process import ChildProcess, free_ports
+from millrace.testing.process import ChildProcess, free_ports, log_tail
 
 _TOKEN = "a-token-of-benchmarks"
 _LARGE_BYTES = 256 << 20
@@ -63,16 +64,23 @@ def prepare(options: Options) -> Iterator[Prepared]:
     names = sorted(str(file) for file in files.iterdir())
     log = options.scratch / "log"
     command = [sys.executable, "-m", "benchmarks.peers_server", str(options.scratch / "cache"), _TOKEN, *names]
+    aiohttp_command = [sys.executable, "-m", "benchmarks.aiohttp_server", str(files)]
+    aiohttp_log = options.scratch / "aiohttp.log"
     with (
         ChildProcess(command, log=log, cwd=ROOT, pipes=True) as ours,
+        ChildProcess(aiohttp_command, log=aiohttp_log, cwd=ROOT, pipes=True) as aiohttp,
         _nginx(options.scratch, files) as (nginx, port),
     ):
         facts = json.loads(ours.stdout.readline())
+        line = aiohttp.stdout.readline()
+        if not line:
+            raise ContenderError(f"peers: aiohttp does not start, install it: {log_tail(aiohttp_log)}")
         _await_port(port)
         yield Prepared(
             {
                 "ours": {"address": facts["address"], "pid": ours.pid, "objects": facts["objects"]},
                 "nginx": {"address": f"127.0.0.1:{port}", "pid": nginx.pid},
+                "aiohttp": {"address": f"127.0.0.1:{json.loads(line)['port']}", "pid": aiohttp.pid},
                 "names": [Path(name).name for name in names],
                 "large_bytes": large,
                 "total_bytes": (64 << 20) if options.quick else (2 << 30),
@@ -198,12 +206,22 @@ def ours_lean(measure: Measure, context: Mapping[str, Any]) -> list[int]:
 
 @case.contender("nginx")
 def nginx(measure: Measure, context: Mapping[str, Any]) -> list[int]:
-    names, lean = context["names"], _Lean(context["nginx"]["address"])
+    return _run_http(measure, context, context["nginx"])
+
+
+@case.contender("aiohttp")
+def aiohttp(measure: Measure, context: Mapping[str, Any]) -> list[int]:
+    return _run_http(measure, context, context["aiohttp"])
+
+
+def _run_http(measure: Measure, context: Mapping[str, Any], server: Mapping[str, Any]) -> list[int]:
+    """Read with ranges of plain HTTP from a server of files."""
+    names, lean = context["names"], _Lean(server["address"])
 
     def read(number: int, start: int, stop: int) -> memoryview:
         return lean.ask(f"GET /{names[number]} HTTP/1.1\r\nHost: x\r\nRange: bytes={start}-{stop - 1}\r\n\r\n".encode())
 
-    return _run(measure, context, context["nginx"]["pid"], read)
+    return _run(measure, context, server["pid"], read)
 
 
 class _Lean:
