@@ -1,6 +1,7 @@
 """Listings: 20,000 objects of a real bucket beside s3fs and pyarrow, and a million computed keys through the cache alone.
 
-Every contender lists everything twice and then describes a thousand objects. s3fs keeps its listing in memory;
+Every contender lists everything twice, describes a thousand objects, and then lists the names of one directory again and
+again ("ls", which the computed keys skip). s3fs keeps its listing in memory;
 pyarrow keeps nothing; Millrace keeps it on disk for every process of the node. The million keys come from an origin that
 computes them, so that what is measured is the cache and not a server.
 """
@@ -8,6 +9,7 @@ computes them, so that what is measured is the cache and not a server.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +22,11 @@ from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
 _STATS = 1000
+_DIRECTORY, _IN_DIRECTORY, _LISTINGS = f"{BUCKET}/train/0000", 5000, 20
 
 
 def _key(number: int) -> str:
-    return f"{BUCKET}/train/{number // 5000:04}/part-{number:07}.bin"
+    return f"{BUCKET}/train/{number // _IN_DIRECTORY:04}/part-{number:07}.bin"
 
 
 @contextmanager
@@ -36,12 +39,14 @@ def prepare(options: Options) -> Iterator[Prepared]:
                 "options": through(region, s3),
                 "keys": keys,
                 "computed": computed,
+                "names": min(keys, _IN_DIRECTORY),
             },
             probe=lambda: {"origin requests": region.stats().requests},  # listings are asked of the bucket itself
-            expected=[keys, keys, _STATS],
+            expected=[keys, keys, _STATS, min(keys, _IN_DIRECTORY)],
             notes=(
                 f"{keys:,} objects behind the region, listed twice; then {_STATS:,} of them described; "
                 f"'Millrace, computed keys' does the same with {computed:,} keys that no server lists.",
+                f"ls: {_LISTINGS} listings of the {min(keys, _IN_DIRECTORY):,} names of a directory that was listed before.",
                 str(region.calibrate()),
             ),
         )
@@ -64,18 +69,31 @@ def _run(measure: Measure, keys: int, list_all: Callable[[], int], describe: Cal
     return found
 
 
+def _ls(measure: Measure, context: Mapping[str, Any], list_names: Callable[[], list[str]]) -> int:
+    """List one directory many times; returns how many of its names were found."""
+    list_names()
+    with measure("ls") as figures:
+        began = time.perf_counter()
+        for _ in range(_LISTINGS):
+            names = list_names()
+        figures["us per name"] = (time.perf_counter() - began) / (_LISTINGS * context["names"]) * 1e6
+    return len(set(names) & {_key(number) for number in range(context["names"])})
+
+
 @case.contender("pyarrow S3FileSystem")
 def pyarrow_s3(measure: Measure, context: Mapping[str, Any]) -> list[int]:
     import pyarrow.fs
 
     fs = pyarrow_client(context["options"])
     selector = pyarrow.fs.FileSelector(f"{BUCKET}/train", recursive=True)
-    return _run(
+    found = _run(
         measure,
         context["keys"],
         lambda: sum(info.is_file for info in fs.get_file_info(selector)),
         lambda key: fs.get_file_info(key).size,
     )
+    directory = pyarrow.fs.FileSelector(_DIRECTORY)
+    return [*found, _ls(measure, context, lambda: [info.path for info in fs.get_file_info(directory)])]
 
 
 @case.contender("s3fs")
@@ -83,12 +101,13 @@ def s3fs(measure: Measure, context: Mapping[str, Any]) -> list[int]:
     import s3fs
 
     fs = s3fs.S3FileSystem(**context["options"])
-    return _run(
+    found = _run(
         measure,
         context["keys"],
         lambda: len(fs.find(f"{BUCKET}/train")),
         lambda key: fs.info(key)["size"],
     )
+    return [*found, _ls(measure, context, lambda: fs.ls(_DIRECTORY, detail=False))]
 
 
 @case.contender("Millrace")
@@ -101,12 +120,13 @@ def cached(measure: Measure, context: Mapping[str, Any]) -> list[int]:
         "s3", target_options=context["options"], cache_dir=str(Path(context["scratch"]) / "cache"), min_free=0
     )
     selector = pyarrow.fs.FileSelector(f"{BUCKET}/train", recursive=True)
-    return _run(
+    found = _run(
         measure,
         context["keys"],
         lambda: sum(info.is_file for info in fs.get_file_info(selector)),
         lambda key: fs.get_file_info(key).size,
     )
+    return [*found, _ls(measure, context, lambda: fs.ls(_DIRECTORY, detail=False))]
 
 
 class _ComputedOrigin:
@@ -143,4 +163,9 @@ def computed(measure: Measure, context: Mapping[str, Any]) -> list[int]:
     )
     if found != [keys, keys, _STATS]:
         raise RuntimeError(f"found {found}")
-    return [context["keys"], context["keys"], _STATS]  # as all others, so that the results can be compared
+    return [
+        context["keys"],
+        context["keys"],
+        _STATS,
+        context["names"],
+    ]  # as all others, so that the results can be compared
