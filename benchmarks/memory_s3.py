@@ -2,6 +2,9 @@
 
     with MemoryS3(log) as s3, EmulatedRegion(s3.endpoint_url, bytes_per_second=200e6) as region: ...
 
+`MemoryS3(log, computed={"/bucket/key": size, ...})` also serves objects of any size whose bytes it computes, as
+`millrace.testing.computed.ComputedOrigin` does for these keys without the bucket.
+
 For measuring clients only. The real server of `millrace.testing` takes uploads more slowly than the region that stands
 before it; this one is faster than any region that is emulated here, so the region alone is the limit. It knows what
 checkpoints need: objects, ranges, conditional and multipart uploads, listings, single and bulk deletes.
@@ -9,6 +12,7 @@ checkpoints need: objects, ranges, conditional and multipart uploads, listings, 
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import sys
@@ -16,13 +20,41 @@ import threading
 import time
 import urllib.parse
 import xml.sax.saxutils as xml
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from typing_extensions import Buffer
+
+from millrace.testing.computed import ComputedOrigin
 from millrace.testing.process import ChildProcess, free_ports, log_tail
 
-_OBJECTS: dict[str, tuple[memoryview, str]] = {}
+_PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """The bytes `[start, stop)` of a computed object: like a `memoryview`, but sent piece by piece."""
+
+    origin: ComputedOrigin
+    key: str
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, part: slice) -> _Computed:
+        return replace(self, start=self.start + part.start, stop=self.start + part.stop)
+
+    def pieces(self) -> Iterator[Buffer]:
+        for start in range(self.start, self.stop, _PIECE_BYTES):
+            yield self.origin.expected(self.key, start, min(start + _PIECE_BYTES, self.stop))
+
+
+_OBJECTS: dict[str, tuple[memoryview | _Computed, str]] = {}
 _UPLOADS: dict[str, dict[int, memoryview]] = {}
 _LOCK = threading.Lock()
 _COUNTER = iter(range(1, 1 << 62))
@@ -31,8 +63,9 @@ _COUNTER = iter(range(1, 1 << 62))
 class MemoryS3:
     """The server as a process of its own. A context manager."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, *, computed: Mapping[str, int] | None = None) -> None:
         self._log = log
+        self._computed = dict(computed or {})
         (self._port,) = free_ports(1)
 
     @property
@@ -40,7 +73,7 @@ class MemoryS3:
         return f"http://127.0.0.1:{self._port}"
 
     def __enter__(self) -> MemoryS3:
-        command = [sys.executable, "-m", "benchmarks.memory_s3", str(self._port)]
+        command = [sys.executable, "-m", "benchmarks.memory_s3", str(self._port), json.dumps(self._computed)]
         self._process = ChildProcess(command, log=self._log, cwd=Path(__file__).resolve().parent.parent)
         for _ in range(200):
             with socket.socket() as probe:
@@ -84,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise ValueError("aws-chunked bodies are not for this server")
         return view.toreadonly()
 
-    def _answer(self, status: int, body: memoryview | bytes = b"", **headers: str) -> None:
+    def _answer(self, status: int, body: memoryview | bytes | _Computed = b"", **headers: str) -> None:
         self.send_response(status)
         if status not in (204, 304):
             headers.setdefault("content_length", str(len(body)))
@@ -92,7 +125,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            for piece in body.pieces() if isinstance(body, _Computed) else (body,):
+                self.wfile.write(piece)
         self.wfile.flush()
 
     def _missing(self) -> None:
@@ -199,5 +233,13 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
 
+def _compute(sizes: Mapping[str, int]) -> None:
+    keys = {path: path.split("/", 2)[2] for path in sizes}
+    origin = ComputedOrigin({key: sizes[path] for path, key in keys.items()})
+    for path, key in keys.items():
+        _OBJECTS[path] = (_Computed(origin, key, 0, sizes[path]), f'"{next(_COUNTER):032x}"')
+
+
 if __name__ == "__main__":
+    _compute(json.loads(sys.argv[2]))
     _Server(("127.0.0.1", int(sys.argv[1])), _Handler).serve_forever()
