@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from benchmarks.checkpoints import trained
 from benchmarks.harness import Case, Measure, Options, Prepared
@@ -26,6 +27,7 @@ def prepare(options: Options) -> Iterator[Prepared]:
             f"Up to {chunks} chunks of 1 MiB of each kind, spread evenly over a really trained state. {about}",
             f"{_ROWS}: made up, rows of 1024 values whose scales vary by e^2, means of 20 squares.",
             f"GB/s of input by the CPU time of the one thread, median of {_PASSES} passes; decoded bytes are compared.",
+            "zstd %: the share of zstd in the CPU time, trials on samples included; timed in passes of its own.",
         ),
     )
 
@@ -61,11 +63,21 @@ def _run(measure: Measure, context: Mapping[str, Any], encode: Encode, decode: D
         raw_bytes = sum(chunk.size for chunk in chunks)
         out = np.empty(1 << 20, dtype=np.uint8)
         stored = [b"".join(encode(chunk, width)) for chunk in chunks]
+
+        def encode_one(chunk: Any, width: int = width) -> object:
+            return encode(chunk, width)
+
+        def decode_one(data: bytes, width: int = width, out: Any = out) -> None:
+            decode(data, width, out)
+
+        shares = _zstd_percent(encode_one, chunks), _zstd_percent(decode_one, stored)
         with measure(f"encode {name}") as figures:
-            figures["GB/s"] = _speed(raw_bytes, lambda chunk, width=width: encode(chunk, width), chunks)
+            figures["GB/s"] = _speed(raw_bytes, encode_one, chunks)
             figures["size to raw"] = sum(map(len, stored)) / raw_bytes
+            figures["zstd %"] = shares[0]
         with measure(f"decode {name}") as figures:
-            figures["GB/s"] = _speed(raw_bytes, lambda data, width=width, out=out: decode(data, width, out), stored)
+            figures["GB/s"] = _speed(raw_bytes, decode_one, stored)
+            figures["zstd %"] = shares[1]
         whole = xxhash.xxh3_128()
         for data in stored:
             out.fill(7)
@@ -83,6 +95,33 @@ def _speed(raw_bytes: int, work: Callable[[Any], object], items: Sequence[Any]) 
             work(item)
         seconds.append(time.thread_time() - began)
     return raw_bytes / statistics.median(seconds) / 1e9
+
+
+def _zstd_percent(work: Callable[[Any], object], items: Sequence[Any]) -> float:
+    """The share of the calls of zstd in the CPU time of `work`."""
+    from millrace.checkpoint.codec import zstd
+
+    inside = 0.0
+
+    def timed(call: Callable[..., bytes]) -> Callable[..., bytes]:
+        def wrapper(*arguments: Any) -> bytes:
+            nonlocal inside
+            began = time.thread_time()
+            result = call(*arguments)
+            inside += time.thread_time() - began
+            return result
+
+        return wrapper
+
+    with (
+        mock.patch.object(zstd.Compressor, "compress", timed(zstd.Compressor.compress)),
+        mock.patch.object(zstd, "decompress", timed(zstd.decompress)),
+    ):
+        began = time.thread_time()
+        for _ in range(_PASSES):
+            for item in items:
+                work(item)
+        return 100 * inside / (time.thread_time() - began)
 
 
 @case.contender("memory copy")
