@@ -7,6 +7,7 @@ has an age in seconds: the time between the request to the origin and the answer
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -139,13 +140,15 @@ class Answer:
     def within(self, prefix: str, after: str, space: Space) -> Answer:
         """The part of an answer about a parent directory that is below `prefix` and after the key `after`."""
         first, last = space.position(after), space.position(end_of(prefix))
-        if space.folders_first:
-            objects = [info for info in self.objects if first < space.position(info.key) < last]
-        else:  # without a call for each: listings of directories spend most of their time here
-            objects = [info for info in self.objects if first < info.key < last]
+
+        def position(info: ObjectInfo) -> str:
+            return space.position(info.key)
+
+        # Answers are sorted. A comparison for each object would be most of the time of a listing.
+        start, stop = bisect_right(self.objects, first, key=position), bisect_left(self.objects, last, key=position)
         through = max(first, min(space.position(self.through), last))
-        is_directory = after == base_of(prefix) and any(info.key == after for info in self.objects)
-        return Answer(objects, space.key(through), is_directory)
+        is_directory = start > 0 and after == base_of(prefix) and self.objects[start - 1].key == after
+        return Answer(self.objects[start:stop], space.key(through), is_directory)
 
 
 class ListingStream:
