@@ -24,10 +24,9 @@ import stat
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from millrace.config import MOST_REQUESTS, SILENCE_SECONDS
 from millrace.errors import StorageError
@@ -207,6 +206,8 @@ class NodeState:
     def number(self, which: Number) -> float:
         """A number; 0 for an impossible value, as in a damaged file."""
         value: float = self.numbers[which]
+        if not value:
+            return 0.0  # the usual case, in each request
         most = time.monotonic() + _FURTHEST_SECONDS if which in _TIMES else MOST_REQUESTS
         return value if 0.0 <= value <= most else 0.0
 
@@ -327,8 +328,7 @@ def next_start(booked_until: float, now: float, per_second: float) -> tuple[floa
 # --- the window -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """How many requests may be in flight, between `LEAST_REQUESTS` and `most`.
 
     `size` grows by one for each success below `threshold`, and above it by one for each windowful of successes.
@@ -353,7 +353,7 @@ def after_success(window: Window) -> Window:
     if window.is_open:
         return window  # it may be larger than the maximum of this process
     grown = window.size + (1.0 if window.size < window.threshold else 1.0 / max(window.size, 1.0))
-    return replace(window, size=min(grown, float(window.most)))
+    return window._replace(size=min(grown, float(window.most)))
 
 
 def after_busy(window: Window) -> Window:

@@ -236,7 +236,8 @@ class NodeLimiter:
 
     def _closed_for(self) -> float:
         """The seconds until the gate opens; 0 or less if it is open."""
-        seconds: float = self._shared_state().number(Number.CLOSED_UNTIL) - time.monotonic()
+        until = self._shared_state().number(Number.CLOSED_UNTIL)
+        seconds = until - time.monotonic() if until else 0.0
         return seconds if seconds <= LONGEST_CLOSED_SECONDS else 0.0
 
     def _window(self) -> Window:
