@@ -36,7 +36,7 @@ encoding and decoding take four times as long.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -72,14 +72,12 @@ _WORTH_SHORT_BLOCKS, _WORTH_MATCHING = 0.9, 0.85
 _WORTH_TRYING = 0.97
 # Short blocks have 2 KiB, like the pieces of a sample, so that a trial shows what they save.
 _SHORT_BLOCK_LOG = 11
-# Block of the bit operations. It fits the second-level cache.
-_BLOCK_BYTES = 256 << 10
 # Effort.MAX uses a larger sample, because it chooses between results of similar size.
 _MAX_SAMPLE_BYTES = 64 << 10
 _STRONG_LEVEL = 19
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_SINGLE, _UPPER = Kind(4, True), Kind(2, True)
+_SINGLE = Kind(4, True)
 
 
 class Mode(IntEnum):
@@ -175,13 +173,10 @@ class PlaneCodec:
 
     def _encode_halved(self, data: Array, effort: Effort) -> list[Buffer]:
         words = _elements(data, _SINGLE)
-        low, planes = self._array("low", np.uint16, words.size), self._planes(words.size, 2)
-        for part in _blocks(words.size, words.itemsize):
-            block = words[part]
-            high = self._array("high", np.uint16, block.size)
-            np.copyto(low[part], block, casting="unsafe")
-            np.right_shift(block, 16, out=high, casting="unsafe")
-            self._split_block(high, planes[:, part], 1)
+        low, high = (self._array(name, np.uint16, words.size) for name in ("low", "high"))
+        np.copyto(low, words, casting="unsafe")
+        np.right_shift(words, 16, out=high, casting="unsafe")
+        planes = self._split_words(high, 1)
         coded = [self._encode_plane(plane, effort) for plane in planes]
         return _packed(bytes([_SINGLE.code | _HALVED]), [(Mode.RAW, low.view(np.uint8).data), *coded])
 
@@ -257,31 +252,27 @@ class PlaneCodec:
         if width == 1:
             # Rotation does not change the entropy of a single plane.
             return [data]
-        words = _elements(data, kind)
-        planes = self._planes(words.size, width)
-        for part in _blocks(words.size, width):
-            self._split_block(words[part], planes[:, part], rotation)
-        return list(planes)
+        return self._split_words(_elements(data, kind), rotation)
 
-    def _split_block(self, block: Array, parts: Array, rotation: int) -> None:
-        # Numpy narrows several times as fast as it copies with a stride.
-        width = block.itemsize
+    def _split_words(self, words: Array, rotation: int) -> list[Array]:
+        # Numpy narrows several times as fast as it copies with a stride. Each step works on the whole chunk: in blocks that
+        # fit a smaller cache, threads would wait longer for the interpreter lock than for memory.
+        width = words.itemsize
+        planes = self._array("planes", np.uint8, width * words.size).reshape(width, words.size)
         for number in range(1, width):
-            np.right_shift(block, 8 * number - rotation, out=parts[number], casting="unsafe")
-        lowest = parts[0]
-        np.copyto(lowest, block, casting="unsafe")
+            np.right_shift(words, 8 * number - rotation, out=planes[number], casting="unsafe")
+        lowest = planes[0]
+        np.copyto(lowest, words, casting="unsafe")
         if rotation:
-            high = self._array("narrow", np.uint8, block.size)
+            high = self._array("narrow", np.uint8, words.size)
             if rotation == 1:  # adding and comparing bytes is much faster than shifting them
                 np.add(lowest, lowest, out=lowest)
-                np.less(block.view(SIGNED[width]), 0, out=high.view(np.bool_))
+                np.less(words.view(SIGNED[width]), 0, out=high.view(np.bool_))
             else:
                 np.left_shift(lowest, rotation, out=lowest)
-                np.right_shift(block, 8 * width - rotation, out=high, casting="unsafe")
+                np.right_shift(words, 8 * width - rotation, out=high, casting="unsafe")
             np.bitwise_or(lowest, high, out=lowest)
-
-    def _planes(self, count: int, width: int) -> Array:
-        return self._array("planes", np.uint8, width * count).reshape(width, count)
+        return list(planes)
 
     # --- decoding ---------------------------------------------------------------------------------
 
@@ -385,34 +376,29 @@ class PlaneCodec:
             target[:] = planes[0]
             return
         words = _elements(target, kind)
-        for part in _blocks(words.size, width):
-            parts = [plane[part] for plane in planes]
-            if width == 8 and rotation:
-                self._join_wide(parts, words[part], rotation)
-            else:
-                self._join_block(parts, words[part], rotation)
+        if width == 8 and rotation:
+            self._join_wide(planes, words, rotation)
+        else:
+            self._join_words(planes, words, rotation)
 
-    def _join_block(self, parts: list[Array], block: Array, rotation: int) -> None:
-        np.copyto(block, parts[-1])
-        for part in reversed(parts[:-1]):
-            _shift_left(block, 8, block)
-            np.bitwise_or(block, part, out=block)
+    def _join_words(self, planes: list[Array], words: Array, rotation: int) -> None:
+        np.copyto(words, planes[-1])
+        for plane in reversed(planes[:-1]):
+            _shift_left(words, 8, words)
+            np.bitwise_or(words, plane, out=words)
         if rotation:
-            high = self._array("wide", block.dtype, block.size)
-            _shift_left(block, 8 * block.itemsize - rotation, high)
-            np.right_shift(block, rotation, out=block)
-            np.bitwise_or(block, high, out=block)
+            high = self._array("wide", words.dtype, words.size)
+            _shift_left(words, 8 * words.itemsize - rotation, high)
+            np.right_shift(words, rotation, out=words)
+            np.bitwise_or(words, high, out=words)
 
     def _join_halves(self, planes: list[Array], target: Array) -> None:
         words = _elements(target, _SINGLE)
-        low = np.ascontiguousarray(planes[0]).view(np.uint16)
-        for part in _blocks(words.size, words.itemsize):
-            block = words[part]
-            high = self._array("high", np.uint16, block.size)
-            self._join_block([plane[part] for plane in planes[1:]], high, 1)
-            np.copyto(block, high)
-            np.left_shift(block, 16, out=block)
-            np.bitwise_or(block, low[part], out=block)
+        low, high = np.ascontiguousarray(planes[0]).view(np.uint16), self._array("high", np.uint16, words.size)
+        self._join_words(planes[1:], high, 1)
+        np.copyto(words, high)
+        np.left_shift(words, 16, out=words)
+        np.bitwise_or(words, low, out=words)
 
     def _join_wide(self, planes: list[Array], words: Array, rotation: int) -> None:
         """`_join` by quarters of a word. Each quarter needs its two planes and a few bits of the next one."""
@@ -457,15 +443,6 @@ def _shift_left(words: Array, bits: int, out: Array) -> None:
         np.multiply(words, 1 << bits, out=out)
     else:
         np.left_shift(words, bits, out=out)
-
-
-def _blocks(count: int, width: int) -> Iterator[slice]:
-    """Cut `count` elements of `width` bytes into blocks that stay in the second-level cache.
-
-    Smaller blocks need more calls, and each call releases and takes the interpreter lock.
-    """
-    step = _BLOCK_BYTES // width
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
 def _sample(values: Array, count: int) -> Array:

@@ -19,47 +19,39 @@ from millrace.checkpoint.codec.chunks import Array
 Scratch = Callable[[str, Any, int], Array]
 
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
-# Block of the operations: large enough for few calls, small enough for the second-level cache.
-_BLOCK_BYTES = 256 << 10
 _SAMPLE = 4096
 
 
 def difference(words: Array, base: Array, is_float: bool, out: Array, scratch: Scratch) -> None:
     """Write the zig-zag of `words - base`, modulo the width, to `out`. All arrays have one unsigned type and length."""
     signed, last = SIGNED[words.itemsize], 8 * words.itemsize - 1
-    step = _BLOCK_BYTES // words.itemsize
-    for start in range(0, words.size, step):
-        coded = out[start : start + step]
-        other = scratch("difference", words.dtype, coded.size)
-        if is_float:
-            _order(words[start : start + step], coded)
-            _order(base[start : start + step], other)
-            np.subtract(coded, other, out=coded)
-        else:
-            np.subtract(words[start : start + step], base[start : start + step], out=coded)
-        np.right_shift(coded.view(signed), last, out=other.view(signed))
-        np.add(coded, coded, out=coded)
-        np.bitwise_xor(coded, other, out=coded)
+    other = scratch("difference", words.dtype, words.size)
+    if is_float:
+        _order(words, out)
+        _order(base, other)
+        np.subtract(out, other, out=out)
+    else:
+        np.subtract(words, base, out=out)
+    np.right_shift(out.view(signed), last, out=other.view(signed))
+    np.add(out, out, out=out)
+    np.bitwise_xor(out, other, out=out)
 
 
 def apply_difference(coded: Array, base: Array, is_float: bool, scratch: Scratch) -> None:
     """The inverse of `difference`, in place: replace the zig-zag differences `coded` by the words."""
-    one, step = coded.dtype.type(1), _BLOCK_BYTES // coded.itemsize
-    for start in range(0, coded.size, step):
-        words = coded[start : start + step]
-        other = scratch("difference", coded.dtype, words.size)
-        np.bitwise_and(words, one, out=other)
-        np.negative(other, out=other)
-        np.right_shift(words, 1, out=words)
-        np.bitwise_xor(words, other, out=words)
-        if is_float:
-            _order(base[start : start + step], other)
-            np.add(words, other, out=words)
-            # Ordering is its own inverse.
-            _mask(words, other)
-            np.bitwise_xor(words, other, out=words)
-        else:
-            np.add(words, base[start : start + step], out=words)
+    other = scratch("difference", coded.dtype, coded.size)
+    np.bitwise_and(coded, coded.dtype.type(1), out=other)
+    np.negative(other, out=other)
+    np.right_shift(coded, 1, out=coded)
+    np.bitwise_xor(coded, other, out=coded)
+    if is_float:
+        _order(base, other)
+        np.add(coded, other, out=coded)
+        # Ordering is its own inverse.
+        _mask(coded, other)
+        np.bitwise_xor(coded, other, out=coded)
+    else:
+        np.add(coded, base, out=coded)
 
 
 def by_exponent(base: Array) -> Array:
