@@ -9,14 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Generic, ParamSpec
+from typing import Generic, NamedTuple, ParamSpec
 
 _log = logging.getLogger("millrace")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(NamedTuple):
     """One event.
 
     `name` is stable and dotted (`cache.block.corrupt`); `subject` names the object, file or node; `nbytes`

@@ -14,7 +14,6 @@ import heapq
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from itertools import islice
 from typing import Protocol
 
@@ -235,7 +234,7 @@ class Millrace:
             group, clock=self._clock, nbytes=nbytes, capacity_bytes=self._capacity, before=before, hit=hit
         )
         if before is None:
-            group = replace(group, bytes=group.bytes + nbytes, units=group.units + 1)
+            group = group._replace(bytes=group.bytes + nbytes, units=group.units + 1)
             record = Unit(key=unit.to_bytes(8, "big"), nbytes=nbytes, group=number, last=self._clock)
         else:
             record = touched(before, clock=self._clock, capacity_bytes=self._capacity)
@@ -297,7 +296,7 @@ class Millrace:
             self._ghosts.discard(unit)
             del self._records[unit]
             group = self._groups[record.group]
-            self._groups[record.group] = replace(group, bytes=group.bytes - record.nbytes, units=group.units - 1)
+            self._groups[record.group] = group._replace(bytes=group.bytes - record.nbytes, units=group.units - 1)
 
 
 def simulate_in_pieces(trace: Trace, *, readers: int = 8, pieces: int = 16, seed: int = 1) -> float:
@@ -328,7 +327,7 @@ def simulate_in_pieces(trace: Trace, *, readers: int = 8, pieces: int = 16, seed
         group = groups.get(name, Group(last=clock))
         group = group_touched(group, clock=clock, nbytes=nbytes, capacity_bytes=capacity, before=before, hit=hit)
         if before is None:
-            group = replace(group, bytes=group.bytes + nbytes, units=group.units + 1)
+            group = group._replace(bytes=group.bytes + nbytes, units=group.units + 1)
             records[unit] = Unit(key=unit.to_bytes(8, "big"), nbytes=nbytes, group=name, last=clock)
         else:
             records[unit] = touched(before, clock=clock, capacity_bytes=capacity)

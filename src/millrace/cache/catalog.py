@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 from millrace.cache.disk import Disk
 from millrace.cache.eviction.retention import Place, Rule, Rules, covers, prefixes_of
@@ -17,8 +17,7 @@ from millrace.store.records import Entry, ObjectName
 _PAGE = 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedObject:
+class CachedObject(NamedTuple):
     """One object version with cached bytes.
 
         `origin` is the identity of its origin, `key` its name at the origin. `cached_bytes` of its `size` are cached.
@@ -45,8 +44,7 @@ class CachedObject:
         return url_of(self.origin, self.key)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Freed:
+class Freed(NamedTuple):
     """The result of `free`. `pinned_objects` were also requested, and kept."""
 
     objects: int = 0
@@ -54,8 +52,7 @@ class Freed:
     pinned_objects: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedRule:
+class PlacedRule(NamedTuple):
     """A rule with its prefix, and the objects that it covers on all disks of the node.
 
     `quota_bytes` is the quota in bytes; None without one. `used_bytes` are those that count to the rule's quota, or
@@ -141,11 +138,11 @@ def free(node: CacheNode, place: Place | None, *, on_freed: Callable[[Freed], No
         for entry in _entries(disk, place):
             name = entry.name
             if rules.rule_for(name.origin, name.key).pinned or disk.store.is_linked(entry):
-                freed = replace(freed, pinned_objects=freed.pinned_objects + 1)
+                freed = freed._replace(pinned_objects=freed.pinned_objects + 1)
                 continue
             nbytes = entry.cached_bytes
             disk.remove(entry.object_id)
-            freed = replace(freed, objects=freed.objects + 1, nbytes=freed.nbytes + nbytes)
+            freed = freed._replace(objects=freed.objects + 1, nbytes=freed.nbytes + nbytes)
             if freed.objects % _PAGE == 0:
                 on_freed(freed)
         disk.drop_empty_segments()
@@ -195,7 +192,7 @@ def limit(node: CacheNode, place: Place, *, quota: Amount | None, ttl_seconds: f
 
 
 def _with_limits(rules: Rules, *, place: Place, quota: Amount | None, ttl_seconds: float | None) -> Rules:
-    return rules.with_rule(place, replace(rules.at(place), quota=quota, ttl_seconds=ttl_seconds))
+    return rules.with_rule(place, rules.at(place)._replace(quota=quota, ttl_seconds=ttl_seconds))
 
 
 def resize(node: CacheNode, capacity: Amount | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 
 import click
 
@@ -43,7 +42,7 @@ def ls(url: str | None, long: bool, cache_dir: tuple[str, ...], endpoint_url: st
         (item for place in places for item in cached_objects(node, place)), key=lambda item: (item.url, item.origin)
     )
     if as_json:
-        print_json([{"url": item.url, **asdict(item), "complete": item.complete} for item in found])
+        print_json([{"url": item.url, **item._asdict(), "complete": item.complete} for item in found])
         return
     if url is not None and not found:
         print_note(f"{printable(url)}: nothing is in the cache")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -198,7 +197,7 @@ def _this_node(cache_dir: Sequence[str]) -> dict[str, Any]:
         "objects": objects,
         "complete_objects": complete,
         "hit_ratio": hit_ratio(counters),
-        "rules": [{"url": rule.url, **asdict(rule)} for rule in catalog.placed_rules(node)],
+        "rules": [{"url": rule.url, **rule._asdict()} for rule in catalog.placed_rules(node)],
         "counters": counters,
     }
 

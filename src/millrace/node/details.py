@@ -45,7 +45,7 @@ def details_of(node: NodeProcess, contents: Contents, history: History, events: 
     return {
         "history": history.rates(),
         "datasets": _largest(datasets, "nbytes"),
-        "rules": [{"url": rule.url, **asdict(rule)} for rule in contents.rules],
+        "rules": [{"url": rule.url, **rule._asdict()} for rule in contents.rules],
         "jobs": _largest(jobs, "cached_bytes", "fetched_bytes"),
         "loads": node.jobs.running_loads(),
         "saves": saves_in(samples_from(disk.measures() for disk in cache.all_disks)),

@@ -17,7 +17,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar, runtime_checkable
 
@@ -245,7 +245,7 @@ def resumed(
         is_directory = is_directory or page.is_directory
         if page.objects:
             position = page.objects[-1].key
-        yield page if page.is_directory == is_directory else replace(page, is_directory=is_directory)
+        yield page if page.is_directory == is_directory else page._replace(is_directory=is_directory)
         if page.last:
             return
 

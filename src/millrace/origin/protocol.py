@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
@@ -28,8 +27,7 @@ class ObjectInfo(NamedTuple):
     modified: float
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(NamedTuple):
     """One level of a key space: the objects directly below a prefix, and the deeper prefixes (no trailing slash).
 
     `is_directory` is True for an empty level that exists: an empty bucket, folder or local directory.
@@ -40,8 +38,7 @@ class Listing:
     is_directory: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ListingPage:
+class ListingPage(NamedTuple):
     """A part of a listing from one request: at most 1,000 objects in the origin's order.
 
     `last`: nothing follows; an empty page may not be the last one. `is_directory`: the prefix itself exists, because it is a

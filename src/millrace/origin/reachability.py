@@ -13,7 +13,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from millrace.errors import OriginUnavailableError
@@ -32,8 +32,7 @@ _WRONG_HOST = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket
 _PLAIN_ANSWER = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE"})
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
+class Cause(NamedTuple):
     """The cause in words, and the next step.
 
     `seconds`: how long a request is retried if the endpoint has not responded lately; 0 for a permanent cause, None for as

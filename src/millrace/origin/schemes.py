@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from millrace.errors import ConfigurationError, UsageError
 from millrace.origin.base import Limits, limited
@@ -22,8 +21,7 @@ _HUB = "millrace.origin.hub:HubOrigin"
 _FSSPEC = "millrace.origin.fsspec_origin:FsspecOrigin"
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
+class Service(NamedTuple):
     """The origin of a scheme.
 
     - `aliases`: all names of the scheme in URLs, with `scheme` itself.

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from typing_extensions import Buffer
 
@@ -58,8 +58,7 @@ CLIENT: dict[str, Any] = {
 _RENEW_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
-class _Service:
+class _Service(NamedTuple):
     """The name of obstore's class for a scheme, and the function that translates its options."""
 
     store: str

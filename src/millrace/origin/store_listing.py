@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from millrace.errors import DeniedError, NotDirectoryError, ObjectNotFoundError, UsageError
@@ -64,7 +63,7 @@ class StoreListing(StoreAccess):
             lambda next_page: self._retrying(prefix, next_page),
         )
         for page in pages:
-            yield replace(page, objects=self._with_empty_folders(page.objects, settled))
+            yield page._replace(objects=self._with_empty_folders(page.objects, settled))
 
     def _list_remote_pages(self, prefix: str, after: str) -> Iterator[ListingPage]:
         """The pages of the origin; markers of empty folders are among the objects."""

@@ -21,7 +21,6 @@ import math
 import os
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import xxhash
@@ -99,8 +98,7 @@ def coalesce(blocks: Iterable[int], max_run: int) -> list[range]:
     return runs
 
 
-@dataclass(frozen=True, slots=True)
-class ReadAhead:
+class ReadAhead(NamedTuple):
     """The read-ahead of one reader, as a value: `after(start, stop)` returns the next one.
 
     Reads that together cover most of the bytes since they began are a scan, in any order: column by column, or by several

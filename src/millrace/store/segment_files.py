@@ -15,8 +15,8 @@ import os
 import stat
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
@@ -152,8 +152,7 @@ def unlink_files(directory: Path, generation: int) -> None:
 # --- records: pure --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentObject:
+class SegmentObject(NamedTuple):
     """The record of one object in `.idx`: `size` bytes from `offset` in `.data`, with this xxh3 checksum."""
 
     object_id: bytes

@@ -16,10 +16,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import xxhash
 from typing_extensions import Buffer
@@ -67,8 +66,7 @@ class SegmentTable(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """The place of an appended object: the segment's generation, the offset in its `.data`, and the xxh3 of the bytes."""
 
     segment: int

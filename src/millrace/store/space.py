@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -204,8 +203,7 @@ class Space:
 # --- other programs that fill the disk ------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(NamedTuple):
     """The state of a disk at one moment, as if nothing had been evicted: `left_bytes` free, `kept_bytes` in the store.
 
     `at` is in seconds of any monotonic clock.

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -58,8 +57,7 @@ _EXTREMES_SECONDS = 5.0
 _NO_PLACES: Mapping[Place, int] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """An object with bytes that are about to be stored. `key` is its id, `nbytes` its whole size.
 
     For a copy that another node owns nothing is evicted, if copies are distinguished at all. For a file of a checkpoint only
@@ -73,8 +71,7 @@ class Candidate:
     keep: Keep = Keep.OWNED
 
 
-@dataclass(frozen=True, slots=True)
-class _Resident:
+class _Resident(NamedTuple):
     """A unit that may go, as the policy sees it, and the bytes that it has here."""
 
     unit: Unit
@@ -156,7 +153,7 @@ class Evictor:
         """Calls `Store.reserve`, and evicts for it if the policy allows. The caller releases the granted bytes."""
         wanted = candidate.key in self.wanted
         if wanted:
-            candidate = replace(candidate, keep=Keep.OWNED)
+            candidate = candidate._replace(keep=Keep.OWNED)
         try:
             rules = self._rules.current()
             rule = self._rule_of(rules, candidate) if rules.by_place or wanted else None
@@ -206,7 +203,7 @@ class Evictor:
 
     def _rule_of(self, rules: Rules, candidate: Candidate) -> AppliedRule:
         rule = rule_of(rules, candidate.name())
-        return replace(rule, pinned=True) if candidate.key in self.wanted else rule
+        return rule._replace(pinned=True) if candidate.key in self.wanted else rule
 
     def _is_refused(self, nbytes: int, candidate: Candidate, state: _State, *, pinned: bool) -> bool:
         """Whether an equal request was refused a moment ago. A pin is not refused because of another object."""
@@ -351,7 +348,7 @@ class Evictor:
     def _unit_of(self, candidate: Candidate, prefix: int) -> Unit:
         record = self._records.get(candidate.key)
         if record is not None:
-            return replace(record.unit, prefix=prefix)
+            return record.unit._replace(prefix=prefix)
         group = group_number(candidate.group())
         return Unit(key=candidate.key, nbytes=candidate.nbytes, group=group, last=self._records.clock, prefix=prefix)
 
@@ -536,7 +533,7 @@ class Evictor:
                 gone.append(record.unit.key)
             else:
                 copy = self._copies.is_copy(record)
-                rule = replace(holding.rule, pinned=True) if record.unit.key in self.wanted else holding.rule
+                rule = holding.rule._replace(pinned=True) if record.unit.key in self.wanted else holding.rule
                 yield _resident(record, holding.nbytes, rule, places, now, copy=copy)
         if gone:
             self._records.gone(gone)
@@ -606,7 +603,7 @@ def _resident(
     record: UnitRecord, nbytes: int, rule: AppliedRule, places: Mapping[Place, int], now: float, *, copy: bool = False
 ) -> _Resident:
     prefix = 0 if rule.quota_place is None else places.get(rule.quota_place, 0)
-    unit = replace(record.unit, prefix=prefix, expired=is_expired(record, rule, now), copy=copy)
+    unit = record.unit._replace(prefix=prefix, expired=is_expired(record, rule, now), copy=copy)
     return _Resident(unit, record.segment, nbytes, rule)
 
 

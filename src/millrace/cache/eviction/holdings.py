@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from millrace.cache.eviction.retention import NO_RULE, AppliedRule, Place, Rules
 from millrace.cache.eviction.usage_records import UnitRecord, UsageRecords
@@ -22,8 +23,7 @@ _LEAST_PAUSE_SECONDS = 1.0
 _MAX_SEGMENTS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(NamedTuple):
     """The cached bytes of a unit, and its rule."""
 
     nbytes: int
@@ -49,7 +49,7 @@ class Holdings:
             return None
         rule = rule_of(rules, entry.name)
         if self._store.is_linked(entry):
-            rule = replace(rule, pinned=True)
+            rule = rule._replace(pinned=True)
         return Holding(entry.cached_bytes, rule)
 
     def _rule_of(self, segment: SegmentRecord, rules: Rules) -> AppliedRule:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from millrace.cache.eviction.policy import Group, Unit
 
@@ -42,10 +42,9 @@ def continues(unit: Unit, clock: int, capacity_bytes: int) -> bool:
 def touched(unit: Unit, *, clock: int, capacity_bytes: int) -> Unit:
     """The record after a read of the unit at `clock`."""
     if continues(unit, clock, capacity_bytes):
-        return replace(unit, last=max(unit.last, clock))
+        return unit._replace(last=max(unit.last, clock))
     gap = clock - unit.last
-    return replace(
-        unit,
+    return unit._replace(
         last=clock,
         uses=aged(unit, clock=clock, capacity_bytes=capacity_bytes) + 1.0,
         gap=(unit.gap + gap) // 2 if unit.gap else gap,
@@ -61,7 +60,7 @@ def group_touched(
     """
     pause, last = clock - group.last, max(group.last, clock)
     if before is not None and continues(before, clock, capacity_bytes):
-        return replace(group, last=last, longest_gap=max(pause, group.longest_gap))
+        return group._replace(last=last, longest_gap=max(pause, group.longest_gap))
     forgotten = nbytes / max(1, _PAUSE_MEMORY * max(capacity_bytes, group.bytes))
     longest_gap = max(pause, int(group.longest_gap * max(0.0, 1.0 - forgotten)))
     weight = min(1.0, nbytes / max(1, _MEMORY * capacity_bytes))
@@ -72,8 +71,7 @@ def group_touched(
         # The first gaps are not a fair sample: early in an epoch only short gaps are possible.
         gap = gap or 2.0 * group.bytes
         gap += min(1.0, weight * (_LONG_GAPS if passed > gap else 1)) * (passed - gap)
-    return replace(
-        group,
+    return group._replace(
         last=last,
         longest_gap=longest_gap,
         gap=gap,
@@ -132,8 +130,7 @@ def choose(
     return _by_recency(idle, candidate, now) or _by_frequency(idle, candidate, now)
 
 
-@dataclass(frozen=True, slots=True)
-class _Moment:
+class _Moment(NamedTuple):
     """The input of one decision."""
 
     groups: Mapping[int, Group]

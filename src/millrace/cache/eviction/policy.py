@@ -24,8 +24,7 @@ duration is in bytes.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 SAMPLE_SIZE = 8
 """Residents that are compared in one decision: enough that the worst of them is nearly the worst of all."""
@@ -37,8 +36,7 @@ GHOSTS_PER_RESIDENT = 4
 """Records of units that are not cached, for each one that is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class Unit(NamedTuple):
     """The usage record of a unit, resident or ghost.
 
     `key` is its id. `nbytes` is the size of the whole unit, even if only a part of it is cached. `last` is the clock at its
@@ -58,8 +56,7 @@ class Unit:
     copy: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class Group(NamedTuple):
     """The usage record of a data set.
 
     `bytes` and `units` count all residents and ghosts. `longest_gap` is the longest pause between two accesses to any unit;

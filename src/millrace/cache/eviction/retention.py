@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from millrace.config import Amount
 from millrace.errors import MillraceError, StorageError, UnsupportedFormatError
@@ -37,8 +37,7 @@ Place = tuple[str, str]
 """The identity of an origin, and a prefix of its keys without a slash at the end (`""` is everything)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class Rule(NamedTuple):
     """The rule of one prefix.
 
     `pinned`: never evicted. `quota`: maximum on this disk. `ttl_seconds`: removed when not used for this time.
@@ -54,8 +53,7 @@ class Rule:
         return self == Rule()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AppliedRule:
+class AppliedRule(NamedTuple):
     """The rule of one object. `quota_place` is the prefix whose quota the object counts to, if any."""
 
     pinned: bool = False
@@ -108,13 +106,13 @@ class Rules:
 
     def with_pin(self, place: Place) -> Rules:
         """These rules with `place` pinned."""
-        return self.with_rule(place, replace(self.at(place), pinned=True))
+        return self.with_rule(place, self.at(place)._replace(pinned=True))
 
     def without_pins(self, place: Place) -> Rules:
         """These rules without any pin at or below `place`. A pin above it stays in force."""
         rules = self
         for other in list(self.below(place)):
-            rules = rules.with_rule(other, replace(rules.at(other), pinned=False))
+            rules = rules.with_rule(other, rules.at(other)._replace(pinned=False))
         return rules
 
     def with_capacity(self, capacity: Amount | None) -> Rules:

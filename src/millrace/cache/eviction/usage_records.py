@@ -14,7 +14,6 @@ import random
 import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import xxhash
@@ -51,8 +50,7 @@ class UnitRecord(NamedTuple):
         return cls(Unit(key=key, nbytes=nbytes, group=group, last=last, uses=uses, gap=gap), segment, used_at)
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """Some units at one moment, their groups, and the clock."""
 
     records: Sequence[UnitRecord]
@@ -249,7 +247,7 @@ class UsageRecords:
         return [
             record
             if txn.get(record.unit.key, db=self._copies) is None
-            else record._replace(unit=replace(record.unit, copy=True))
+            else record._replace(unit=record.unit._replace(copy=True))
             for record in records
         ]
 
@@ -305,7 +303,7 @@ class _Book:
         unit = self._policy.touched(before, clock=self.clock, capacity_bytes=self.capacity_bytes)
         if tally.nbytes > unit.nbytes:  # a segment grows
             self._resize_group(unit.group, tally.nbytes - unit.nbytes, 0)
-            unit = replace(unit, nbytes=tally.nbytes)
+            unit = unit._replace(nbytes=tally.nbytes)
         self._put(UnitRecord(unit, tally.segment, self._now), here=here)
 
     def add(self, key: bytes, segment: int, nbytes: int, group: int, *, here: bool = True) -> None:
@@ -352,7 +350,7 @@ class _Book:
 
     def _resize_group(self, key: int, nbytes: int, units: int) -> None:
         group = self._group(key)
-        self._changed[key] = replace(group, bytes=max(0, group.bytes + nbytes), units=max(0, group.units + units))
+        self._changed[key] = group._replace(bytes=max(0, group.bytes + nbytes), units=max(0, group.units + units))
 
 
 def _clock(txn: Reading, table: Table) -> int:

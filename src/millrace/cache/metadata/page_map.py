@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
@@ -91,8 +90,7 @@ def described_in_page(cursor: Any, space: Space, position: bytes) -> Known | Non
     return None if description is None else Known(description, asked)
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(NamedTuple):
     """A page without its objects: the keys after the position `lower`, up to `through`, in a listing of `root`."""
 
     lower: str

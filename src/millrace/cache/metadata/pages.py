@@ -18,7 +18,6 @@ import struct
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -61,8 +60,7 @@ END = "\U0010ffff"
 """Sorts after everything that a key may continue with."""
 
 
-@dataclass(frozen=True, slots=True)
-class Space:
+class Space(NamedTuple):
     """The keys of one origin in its order, or one level of a directory's listing in byte order."""
 
     digest: bytes

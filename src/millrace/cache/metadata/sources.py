@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from millrace.cache.metadata.pages import END, Space
 from millrace.origin import Listing, ListingPage, ObjectInfo, Origin
@@ -18,8 +17,7 @@ from millrace.origin import Listing, ListingPage, ObjectInfo, Origin
 # --- freshness ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """The moment of a request to the origin: the time, and the number of the last change before it."""
 
     asked: float
@@ -30,8 +28,7 @@ class Moment:
         return self if not seconds else Moment(self.asked - seconds, self.changes)
 
 
-@dataclass(frozen=True, slots=True)
-class Freshness:
+class Freshness(NamedTuple):
     """For how long cached metadata is used without a new request.
 
     `max_age` is in seconds: 0 never uses cached metadata, `inf` never requests it again. The object is false for 0.
@@ -129,8 +126,7 @@ def end_of(prefix: str) -> str:
     return base_of(prefix) + END
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A part of a directory's listing: its objects after the end of the answer before, up to the key `through`."""
 
     objects: Sequence[ObjectInfo]

@@ -47,7 +47,7 @@ TRAIN = Group(last=NOW, bytes=2 * CAPACITY, units=100, gap=2.0 * CAPACITY)
 
 
 def unit(name: str = "v", *, idle: int = 1000, uses: float = 1.0, group: int = 0, **more: object) -> Unit:
-    return replace(Unit(key=name.encode(), nbytes=25, group=group, last=NOW - idle, uses=uses), **more)
+    return Unit(key=name.encode(), nbytes=25, group=group, last=NOW - idle, uses=uses)._replace(**more)
 
 
 def chosen(
@@ -75,10 +75,10 @@ def test_reads_that_follow_closely_are_one_use() -> None:
     assert (after.uses, after.gap, after.last) == (3.0, 500, NOW)
     assert continues(before, NOW, CAPACITY)
     assert not continues(before, NOW + 1, CAPACITY)
-    large = replace(before, nbytes=CAPACITY // 40)
+    large = before._replace(nbytes=CAPACITY // 40)
     assert continues(large, NOW + CAPACITY // 12, CAPACITY)  # several readers take turns
     assert not continues(large, NOW + CAPACITY // 9, CAPACITY)
-    assert not continues(replace(large, nbytes=CAPACITY), NOW + CAPACITY // 4, CAPACITY)
+    assert not continues(large._replace(nbytes=CAPACITY), NOW + CAPACITY // 4, CAPACITY)
     assert touched(after, clock=NOW - 50, capacity_bytes=CAPACITY) == after  # a record that is written late
 
 
@@ -124,12 +124,12 @@ def test_longest_pause_of_a_group_fades_slowly() -> None:
         (int(2.9 * CAPACITY), 0, TRAIN, False),  # a shuffled loop leaves up to two epochs between two uses
         (int(3.1 * CAPACITY), 0, TRAIN, True),
         (int(3.1 * CAPACITY), 2 * CAPACITY, TRAIN, False),  # this one is used less often than most
-        (100 * CAPACITY, 0, replace(TRAIN, gap=0.0), False),  # the first epoch: nothing is known yet
-        (1000, 0, replace(TRAIN, last=NOW - CAPACITY // 4 - 1), True),  # the data set is no longer used
-        (1000, 0, replace(TRAIN, last=NOW - CAPACITY // 4), False),
-        (1000, 0, replace(TRAIN, last=NOW - CAPACITY // 2, longest_gap=CAPACITY // 4), False),  # it does pause
-        (1000, 0, replace(TRAIN, last=NOW - CAPACITY // 2 - 1, longest_gap=CAPACITY // 4), True),
-        (1000, 0, replace(TRAIN, last=NOW - CAPACITY, units=3), False),  # a lone object is always idle but once
+        (100 * CAPACITY, 0, TRAIN._replace(gap=0.0), False),  # the first epoch: nothing is known yet
+        (1000, 0, TRAIN._replace(last=NOW - CAPACITY // 4 - 1), True),  # the data set is no longer used
+        (1000, 0, TRAIN._replace(last=NOW - CAPACITY // 4), False),
+        (1000, 0, TRAIN._replace(last=NOW - CAPACITY // 2, longest_gap=CAPACITY // 4), False),  # it does pause
+        (1000, 0, TRAIN._replace(last=NOW - CAPACITY // 2 - 1, longest_gap=CAPACITY // 4), True),
+        (1000, 0, TRAIN._replace(last=NOW - CAPACITY, units=3), False),  # a lone object is always idle but once
     ],
 )
 def test_unit_idle_beyond_its_limits_is_dead(idle: int, gap: int, group: Group, dead: bool) -> None:
@@ -137,9 +137,9 @@ def test_unit_idle_beyond_its_limits_is_dead(idle: int, gap: int, group: Group, 
 
 
 def test_recency_pays_only_where_it_beats_the_share_that_fits() -> None:
-    assert not recency_pays(replace(TRAIN, recent=0.5), CAPACITY)
-    assert not recency_pays(replace(TRAIN, recent=0.54), CAPACITY)  # a tie, nearly
-    assert recency_pays(replace(TRAIN, recent=0.6), CAPACITY)
+    assert not recency_pays(TRAIN._replace(recent=0.5), CAPACITY)
+    assert not recency_pays(TRAIN._replace(recent=0.54), CAPACITY)  # a tie, nearly
+    assert recency_pays(TRAIN._replace(recent=0.6), CAPACITY)
     assert not recency_pays(Group(last=NOW, bytes=CAPACITY, recent=1.0), CAPACITY)  # all of it fits
 
 
@@ -159,7 +159,7 @@ def test_candidate_with_more_uses_replaces_the_least_used() -> None:
 
 
 def test_dead_unit_is_evicted_for_any_candidate() -> None:
-    groups = {0: TRAIN, 1: replace(TRAIN, last=NOW - CAPACITY)}
+    groups = {0: TRAIN, 1: TRAIN._replace(last=NOW - CAPACITY)}
     residents = [unit("alive", uses=1.0), unit("dead", uses=40.0, group=1)]
     assert chosen(residents, unit("n", idle=0), groups) == "dead"
 
@@ -172,17 +172,17 @@ def test_unit_in_a_run_of_reads_is_not_evicted() -> None:
 
 def test_group_with_recency_evicts_least_used_or_longest_idle() -> None:
     residents = [unit("old", uses=4.0, idle=9000), unit("rare", uses=1.0, idle=500), unit("other", group=1)]
-    well = {0: replace(TRAIN, recent=0.7, hits=0.9), 1: replace(TRAIN, gap=0.0)}
+    well = {0: TRAIN._replace(recent=0.7, hits=0.9), 1: TRAIN._replace(gap=0.0)}
     assert chosen(residents, unit("n", uses=2.0, idle=0), well) == "rare"
     assert chosen(residents, unit("n", uses=1.2, idle=0), well) is None
-    badly = {0: replace(TRAIN, recent=0.7, hits=0.7), 1: replace(TRAIN, gap=0.0)}
+    badly = {0: TRAIN._replace(recent=0.7, hits=0.7), 1: TRAIN._replace(gap=0.0)}
     assert chosen(residents, unit("n", idle=0), badly) == "old"
     # Units of another data set are not evicted for that.
     assert chosen(residents[2:], unit("n", uses=2.0, idle=0), badly) is None
 
 
 def test_expired_units_are_evicted_before_units_over_quota() -> None:
-    groups = {0: TRAIN, 1: replace(TRAIN, last=NOW - CAPACITY)}
+    groups = {0: TRAIN, 1: TRAIN._replace(last=NOW - CAPACITY)}
     dead, greedy, expired = (
         unit("dead", group=1),
         unit("greedy", prefix=7, uses=9.0),
@@ -195,7 +195,7 @@ def test_expired_units_are_evicted_before_units_over_quota() -> None:
 
 
 def test_copies_are_evicted_first_for_any_candidate() -> None:
-    groups = {0: TRAIN, 1: replace(TRAIN, last=NOW - CAPACITY)}
+    groups = {0: TRAIN, 1: TRAIN._replace(last=NOW - CAPACITY)}
     copy = unit("copy", copy=True, uses=9.0, idle=0)
     dead, greedy = unit("dead", group=1), unit("greedy", prefix=7)
     expired = unit("expired", expired=True)
@@ -211,7 +211,7 @@ def test_copies_are_evicted_first_for_any_candidate() -> None:
 
 
 def test_candidate_over_quota_replaces_only_its_prefix() -> None:
-    groups = {0: TRAIN, 1: replace(TRAIN, last=NOW - CAPACITY)}
+    groups = {0: TRAIN, 1: TRAIN._replace(last=NOW - CAPACITY)}
     dead, own = unit("dead", group=1), unit("own", prefix=7)
     assert chosen([dead, own], unit("n", prefix=7, idle=0), groups, over_quota={7}) is None
     assert chosen([dead, own], unit("n", prefix=7, idle=0, uses=5.0), groups, over_quota={7}) == "own"
@@ -219,7 +219,7 @@ def test_candidate_over_quota_replaces_only_its_prefix() -> None:
 
 
 def test_choose_without_candidate_always_evicts() -> None:
-    groups = {0: TRAIN, 1: replace(TRAIN, last=NOW - 50), 2: replace(TRAIN, last=NOW - CAPACITY)}
+    groups = {0: TRAIN, 1: TRAIN._replace(last=NOW - 50), 2: TRAIN._replace(last=NOW - CAPACITY)}
     assert chosen([], None) is None
     assert chosen([unit("reading", idle=0, uses=50.0)], None) == "reading"
     assert chosen([unit("often", uses=8.0), unit("rare", uses=1.0)], None) == "rare"
