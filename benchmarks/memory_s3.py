@@ -197,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, **about, content_length=str(len(data)))
         elif wanted:
             first, last = wanted.groups()
-            start = int(first) if first else len(data) - int(last)
+            start = min(int(first), len(data)) if first else max(0, len(data) - int(last))
             stop = min(len(data), int(last) + 1) if first and last else len(data)
             self._answer(206, data[start:stop], **about, content_range=f"bytes {start}-{stop - 1}/{len(data)}")
         else:

@@ -57,7 +57,7 @@ fs = millrace.filesystem("file")
 ready, opened = time.process_time(), time.perf_counter()
 with fs.open_input_file(sys.argv[1]) as file:
     data = file.read(int(sys.argv[2]))
-first_byte = time.perf_counter() - opened
+    first_byte = time.perf_counter() - opened
 if data != b"x" * int(sys.argv[2]):
     sys.exit("wrong bytes")
 requests = fs.cache_counters(settled=True)["origin_requests"]

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Generic, NamedTuple, ParamSpec
+from dataclasses import dataclass
+from typing import Generic, ParamSpec
 
 _log = logging.getLogger("millrace")
 
 
-class Event(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
     """One event.
 
     `name` is stable and dotted (`cache.block.corrupt`); `subject` names the object, file or node; `nbytes`

@@ -110,7 +110,7 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
             found = [entry] if entry["type"] == "file" else []
             return found if detail else [entry["name"] for entry in found]
         if not detail:
-            return sorted([*listing.prefixes, *(info.key for info in files)])
+            return sorted([*listing.prefixes, *[info.key for info in files]])
         return [*map(_directory_entry, listing.prefixes), *map(file_entry, files)]
 
     def walk(

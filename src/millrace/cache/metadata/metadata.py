@@ -379,12 +379,11 @@ class MetadataCache:
             infos = self._fresh_infos(freshness, space, base, _LEVEL_PAGES)
         if not infos:  # a cached empty result is not used
             return None
-        # One search through all names together: one for each takes most of the time of a listing.
-        if "\0".join([info.key for info in infos]).count("/") == len(infos) * base.count("/"):
-            return Listing(objects=infos, prefixes=[])
         start = len(base)
         objects = [info for info in infos if info.key.find("/", start) < 0]
-        prefixes = dict.fromkeys(info.key[:slash] for info in infos if (slash := info.key.find("/", start)) >= 0)
+        prefixes: dict[str, None] = {}
+        if len(objects) < len(infos):
+            prefixes = dict.fromkeys(info.key[:slash] for info in infos if (slash := info.key.find("/", start)) >= 0)
         return Listing(objects=objects, prefixes=list(prefixes))
 
     def _flat_level(self, origin: Origin, prefix: str) -> Listing | None:

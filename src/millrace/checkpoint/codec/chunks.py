@@ -16,7 +16,7 @@ from typing_extensions import Buffer
 from millrace.errors import CorruptCheckpointError
 
 CHUNK_BYTES = 1 << 20
-"""Tensor bytes in one chunk as written. The ratio is flat from 64 KiB to 16 MiB; the speed peaks where it fits L2."""
+"""Tensor bytes in one chunk as written. The ratio is flat from 64 KiB to 16 MiB; smaller chunks need more calls."""
 
 MAX_CHUNK_BYTES = 8 << 20
 """No chunk of a valid checkpoint decodes to more. This limits the memory that a hostile checkpoint makes a reader

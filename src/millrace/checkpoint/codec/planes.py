@@ -90,7 +90,7 @@ class Mode(IntEnum):
 
 
 class PlaneCodec:
-    """The default `Codec`, which also encodes deltas. Holds compressor state and about 3 MiB of scratch memory."""
+    """The default `Codec`, which also encodes deltas. Holds compressor state and about 7 MiB of scratch memory."""
 
     def __init__(self) -> None:
         self._huffman = zstd.without_matches()
