@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,9 @@ class ReplicaNodes:
         """The files of all replicas by node, also of nodes that do not run, without the parts of files."""
         found = {}
         for number in range(len(self._ports)):
-            paths = sorted(self.cache_dir(number).glob("millrace/*/replicas/*/*/*"))
-            found[number] = [path for path in paths if not path.name.startswith(".")]
+            # Not Path.glob, which raises when the node deletes a directory meanwhile.
+            paths = glob.glob("millrace/*/replicas/*/*/*", root_dir=self.cache_dir(number))
+            found[number] = sorted(self.cache_dir(number) / path for path in paths)
         return found
 
     def holders(self, checkpoint: str) -> list[int]:
