@@ -33,7 +33,7 @@ from millrace.cache.reading.locations import (
     open_entry,
 )
 from millrace.cache.reading.reader import CachedReader, ObjectReader, OriginReader
-from millrace.cache.reading.threads import Pools, Threads
+from millrace.cache.reading.threads import Pools, Threads, limit_arenas
 from millrace.config import LOCAL_FOLDER, CacheOptions, resolve
 from millrace.errors import DiskFullError, StorageError
 from millrace.events import Event, emit
@@ -80,6 +80,7 @@ class CacheNode:
         self.closed = False
         self._failure: StorageError | None = None
         self._disks = self._open_disks()
+        limit_arenas()
         self._threads = Pools(
             demand=ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-fetch"),
             ahead=ThreadPoolExecutor(_PREFETCH_THREADS, thread_name_prefix="millrace-ahead"),
