@@ -79,8 +79,8 @@ class CacheNode:
         self._reopen: Callable[[], CacheNode] = lambda: cache_node(options)
         self.closed = False
         self._failure: StorageError | None = None
-        self._disks = self._open_disks()
         limit_arenas()
+        self._disks = self._open_disks()
         self._threads = Pools(
             demand=ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-fetch"),
             ahead=ThreadPoolExecutor(_PREFETCH_THREADS, thread_name_prefix="millrace-ahead"),

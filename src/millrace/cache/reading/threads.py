@@ -24,16 +24,14 @@ _LEAST_ARENAS = 2
 
 
 def limit_arenas() -> None:
-    """Let glibc allocate memory in at most one arena per core, and at least two. Call it before threads fetch.
+    """Limit glibc to one arena per core of the machine, and at least two. Call it before threads allocate memory.
 
-    By default up to eight threads per core have an arena of their own, and each of them keeps some 20 MB of freed responses.
-    The limit is that of the whole process. It has no effect when the environment sets one, when the process has more than
-    eight arenas already, or without glibc.
+    By default glibc makes up to eight per core, for the first threads that allocate, and each keeps some 20 MB of freed
+    responses. The limit is that of the whole process. It has no effect without glibc, and none where glibc has fixed a limit
+    before: for `MALLOC_ARENA_MAX`, or with more than eight arenas, as after `ray.init()` or work with many native threads.
     """
-    if "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", ""):
-        return
     if _mallopt is not None:
-        _mallopt(_M_ARENA_MAX, max(_LEAST_ARENAS, len(os.sched_getaffinity(0))))
+        _mallopt(_M_ARENA_MAX, max(_LEAST_ARENAS, os.cpu_count() or 1))
 
 
 class Threads(Protocol):
