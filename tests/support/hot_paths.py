@@ -129,7 +129,7 @@ HOT_PATHS = (
     HotPath("warm-read", 5, lambda folder, s3: _reads(folder, s3, warm=True)),
     HotPath("cold-read", 39, lambda folder, s3: _reads(folder, s3, warm=False)),
     HotPath("peer-read", 40, _reads_from_a_peer),
-    HotPath("save", 30, _saves),
+    HotPath("save", 24, _saves),
 )
 
 

@@ -26,8 +26,7 @@ from millrace.metrics import (
     flat_samples,
 )
 from millrace.node import telemetry
-from millrace.node.exposition import exposition
-from millrace.node.measures import Prices
+from millrace.node.measures import Prices, exposition
 
 PLACES = ((0, READS), (1, READ_BYTES))
 COUNTER = Metric("millrace_a_total", "counter", "Help.", ("tier",))

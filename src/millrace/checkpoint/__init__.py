@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from millrace.checkpoint.tools.exports import export_checkpoint
     from millrace.checkpoint.tools.verifying import verify_checkpoint
     from millrace.checkpoint.tools.weights import load_weights
-    from millrace.checkpoint.writing.rank_data import SaveStats
+    from millrace.checkpoint.writing.packing import SaveStats
     from millrace.checkpoint.writing.save_planner import CheckpointSavePlanner
     from millrace.checkpoint.writing.writer import CheckpointWriter
 
@@ -95,7 +95,7 @@ _LAZY = {
     "ResumableSampler": "run.sampling",
     "SaveProgress": "run.saving",
     "SaveResult": "run.saving",
-    "SaveStats": "writing.rank_data",
+    "SaveStats": "writing.packing",
     "WeightFollower": "run.publishing",
     "WeightPublisher": "run.publishing",
     "ZstdPlanes": "codec.extension",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from millrace.cache.saved_runs import FAILED, MOST_RUNS, SAVED, SavedRuns, updated
+from millrace.cache.measures import FAILED, MOST_RUNS, SAVED, SavedRuns, updated
 from millrace.errors import StorageError
 from millrace.events import Event
 

@@ -13,9 +13,8 @@ import pytest
 import millrace as package
 from millrace import cli
 from millrace.cli import main
-from millrace.cli.app import SECTIONS
+from millrace.cli.app import SECTIONS, log_to_stderr
 from millrace.cli.commands import first_sentence
-from millrace.cli.logs import log_to_stderr
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,6 @@ Key terms:
 - effort: which codec to use, and at which level.
 
 Start reading in `chunks.py` (shared types and the `Codec` protocol), then `planes.py` (the default codec). `registry.py`
-lists the codecs. `effort.py` selects the effort of each chunk. `extension.py` with `plane_stream.py` is the codec for
-torch's own checkpoint files.
+lists the codecs and selects the effort of each chunk. `extension.py` with `plane_stream.py` is the codec for torch's own
+checkpoint files.
 """

@@ -28,7 +28,7 @@ nothing.
 
 A *delta* chunk holds, for each element, the zig-zag difference to the element of a base chunk of equal length. Both are read
 as integers that order like the values. Where at most an eighth of the elements differ, the delta is *sparse*: bit 3 of its
-first byte is set, and it holds the positions and differences of these elements only (`sparse.py`). Decoding needs the base.
+first byte is set, and it holds the positions and differences of these elements only (`deltas.py`). Decoding needs the base.
 With `Effort.MAX` the differences of other deltas of floats are grouped by the exponents in the base: up to 15 % smaller, but
 encoding and decoding take four times as long.
 """
@@ -43,9 +43,9 @@ from typing import Any
 import numpy as np
 from typing_extensions import Buffer
 
-from millrace.checkpoint.codec import sparse, zstd
+from millrace.checkpoint.codec import deltas, zstd
 from millrace.checkpoint.codec.chunks import CHUNK_BYTES, MAX_CHUNK_BYTES, OPAQUE, Array, Effort, Kind, as_bytes
-from millrace.checkpoint.codec.zigzag import SIGNED, apply_difference, by_exponent, difference, worth_grouping
+from millrace.checkpoint.codec.deltas import SIGNED, apply_difference, by_exponent, difference, worth_grouping
 from millrace.errors import CorruptCheckpointError
 
 _HALVED, _DELTA, _GROUPED, _ROTATION_SHIFT = 0x08, 0x20, 0x40, 6
@@ -143,7 +143,7 @@ class PlaneCodec:
 
     def _encode_sparse(self, words: Array, bases: Array, index: Array, kind: Kind) -> list[Buffer]:
         """A delta of the elements `index`, which are all that differ."""
-        distances = sparse.encode_distances(index)
+        distances = deltas.encode_distances(index)
         values = np.empty(index.size, dtype=words.dtype)
         difference(words[index], bases[index], kind.is_float, values, self._array)
         values -= values.dtype.type(1)  # none is zero
@@ -336,7 +336,7 @@ class PlaneCodec:
             raise CorruptCheckpointError(f"the chunk has the kind {source[0]:#x} instead of {expected:#x}")
         words, bases = _elements(target, kind), _elements(reference, kind)
         _, number, escaped, low = _SPARSE_HEAD.unpack_from(source)
-        if number > words.size or not number <= escaped <= sparse.most_bytes(number, words.size) or low > 1:
+        if number > words.size or not number <= escaped <= deltas.most_bytes(number, words.size) or low > 1:
             raise CorruptCheckpointError("a sparse chunk has an impossible number of positions")
         np.copyto(words, bases)
         sizes = [escaped, *([number] * (low + width))] if number else []
@@ -353,7 +353,7 @@ class PlaneCodec:
             at += length
         if not number:
             return
-        index = sparse.decode_distances(sparse.Distances(number, planes[0], planes[1] if low else None), words.size)
+        index = deltas.decode_distances(deltas.Distances(number, planes[0], planes[1] if low else None), words.size)
         values = np.empty(number, dtype=words.dtype)
         self._join(planes[1 + low :], values.view(np.uint8), kind, 0)
         values += values.dtype.type(1)

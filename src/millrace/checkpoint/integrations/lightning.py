@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 
 from millrace.checkpoint.arguments import path_text
-from millrace.checkpoint.codec.effort import Compression
+from millrace.checkpoint.codec.registry import Compression
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
 from millrace.checkpoint.run.driving import plan_save, save
 from millrace.checkpoint.storage.storage import open_storage

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from millrace.checkpoint.codec.chunks import checksum
-from millrace.checkpoint.format.chains import chain
 from millrace.checkpoint.format.manifest import Manifest
-from millrace.checkpoint.format.tables import NO_BASE, Table
+from millrace.checkpoint.format.tables import NO_BASE, Table, chain
 from millrace.checkpoint.format.transforms import Transforms, transforms_for
 from millrace.checkpoint.reading.load_planner import CheckpointLoadPlanner
 from millrace.checkpoint.reading.loads import BlobLoad, Load, planned_loads

@@ -21,9 +21,8 @@ from millrace.checkpoint.run.save_values import Staged
 from millrace.checkpoint.state.staging import StagedState
 from millrace.checkpoint.state.wrappers import is_wrapper, take_apart
 from millrace.checkpoint.writing.bases import ItemKey
-from millrace.checkpoint.writing.packing import ItemSource
+from millrace.checkpoint.writing.packing import ItemSource, WrapperParts
 from millrace.checkpoint.writing.plans import check_cover, describe, join
-from millrace.checkpoint.writing.rank_data import WrapperParts
 from millrace.checkpoint.writing.rank_writer import RankWriter
 from millrace.checkpoint.writing.save_planner import CheckpointSavePlanner
 from millrace.checkpoint.writing.sources import key_of, sources_of

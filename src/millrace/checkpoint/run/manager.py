@@ -26,7 +26,7 @@ from millrace.checkpoint.arguments import (
     thread_number,
     whole_number,
 )
-from millrace.checkpoint.codec.effort import Compression, schedule_for
+from millrace.checkpoint.codec.registry import Compression, schedule_for
 from millrace.checkpoint.format.values import pack_value, unpack_value
 from millrace.checkpoint.run.driving import plan_save, save_staged
 from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest, failed

@@ -14,7 +14,7 @@ from millrace.checkpoint.run.retention import Policy, kept_names
 from millrace.checkpoint.run.run_info import CheckpointInfo, paths_of
 from millrace.checkpoint.run.run_layout import RunListing, parse_name
 from millrace.checkpoint.run.timeline import newest_first, timeline
-from millrace.checkpoint.storage.orphans import ORPHAN_SECONDS, find_orphans, is_left_behind, rank_of_manifest
+from millrace.checkpoint.storage.manifests import ORPHAN_SECONDS, find_orphans, is_left_behind, rank_of_manifest
 from millrace.errors import MillraceError
 
 IN_FLIGHT_SECONDS = 300.0

@@ -21,7 +21,7 @@ from millrace.checkpoint.arguments import (
     thread_number,
     whole_number,
 )
-from millrace.checkpoint.codec.effort import Compression
+from millrace.checkpoint.codec.registry import Compression
 from millrace.checkpoint.reading.updates import KeptChunks, UpdatingReader
 from millrace.checkpoint.run.manager import CheckpointManager
 from millrace.checkpoint.run.ranks import Ranks

@@ -13,9 +13,9 @@ from typing_extensions import Buffer
 
 from millrace.checkpoint.codec.chunks import MAX_CHUNK_OVERHEAD_BYTES, Kind, as_bytes, checksum
 from millrace.checkpoint.codec.registry import ChunkCodec
-from millrace.checkpoint.format.chains import ReadGroup, chain, plan_reads
 from millrace.checkpoint.format.manifest import Manifest
 from millrace.checkpoint.format.slices import ReadRange, Runs, scatter_chunk
+from millrace.checkpoint.format.tables import ReadGroup, chain, plan_reads
 from millrace.checkpoint.format.transforms import Transforms
 from millrace.checkpoint.storage.manifests import stat_data_file
 from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile

@@ -16,7 +16,7 @@ from typing_extensions import Buffer
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
 from millrace.checkpoint.run.run_layout import open_run
-from millrace.checkpoint.storage.orphans import is_left_behind
+from millrace.checkpoint.storage.manifests import is_left_behind
 from millrace.checkpoint.storage.storage import CheckpointStorage, LocalStorage, LocalWriter
 from millrace.config import absolute_path
 from millrace.errors import ConfigurationError, IsDirectoryError, MissingError, ObjectExistsError, UsageError

@@ -19,11 +19,10 @@ from typing_extensions import Buffer
 
 from millrace.checkpoint.codec.chunks import MAX_CHUNK_OVERHEAD_BYTES, Kind, as_bytes, checksum
 from millrace.checkpoint.codec.registry import ChunkCodec
-from millrace.checkpoint.format.chains import MAX_BASES
 from millrace.checkpoint.format.inventory import item_keys, item_spans
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from millrace.checkpoint.format.slices import ReadRange, coalesce
-from millrace.checkpoint.format.tables import NO_BASE, Table
+from millrace.checkpoint.format.tables import MAX_BASES, NO_BASE, Table
 from millrace.checkpoint.format.transforms import Transforms, transforms_for
 from millrace.checkpoint.storage.manifests import manifest_name, read_newest, read_stock_metadata
 from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile, open_storage

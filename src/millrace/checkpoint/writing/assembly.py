@@ -14,7 +14,7 @@ import numpy as np
 from millrace._version import __version__
 from millrace.checkpoint.format.manifest import DataFile, Manifest, Shard, TensorEntry, WrappedEntry
 from millrace.checkpoint.format.tables import NO_BASE, Table, chunk_table, item_table
-from millrace.checkpoint.writing.rank_data import RankData, StoredItem, StoredWrapper
+from millrace.checkpoint.writing.packing import RankData, StoredItem, StoredWrapper
 from millrace.errors import UnsupportedObjectError, UsageError
 
 

@@ -14,24 +14,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from millrace.checkpoint.arguments import classes, flag, mapping, path_text, real_number, thread_number
-from millrace.checkpoint.codec.effort import Compression, schedule_for
+from millrace.checkpoint.codec.registry import Compression, schedule_for
 from millrace.checkpoint.format.manifest import DataFile, Manifest, encode_manifest
 from millrace.checkpoint.format.tables import chunk_table
 from millrace.checkpoint.format.transforms import Transforms
-from millrace.checkpoint.storage.manifests import manifest_name, read_manifest, refuse_existing
-from millrace.checkpoint.storage.orphans import sweep
+from millrace.checkpoint.storage.manifests import manifest_name, read_manifest, refuse_existing, sweep
 from millrace.checkpoint.storage.storage import CheckpointStorage, open_storage
 from millrace.checkpoint.writing.assembly import Described, Places, build_manifest, written_files
 from millrace.checkpoint.writing.bases import Base, ItemKey, MemoryBase, Place, check_files
 from millrace.checkpoint.writing.delta import RESTORE_LIMIT
-from millrace.checkpoint.writing.packing import ItemSource, discard, write_items
-from millrace.checkpoint.writing.rank_data import (
+from millrace.checkpoint.writing.packing import (
+    ItemSource,
     RankData,
     SaveStats,
     StoredItem,
     StoredWrapper,
     WrapperParts,
+    discard,
     stats_of,
+    write_items,
 )
 from millrace.errors import (
     ConfigurationError,

@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 from typing_extensions import Buffer
 
 from millrace.checkpoint.codec.chunks import OPAQUE, Kind
-from millrace.checkpoint.format.layout import PACK_BELOW_BYTES
 from millrace.checkpoint.format.manifest import DataFile
-from millrace.checkpoint.format.tables import Table
+from millrace.checkpoint.format.tables import PACK_BELOW_BYTES, Table
 from millrace.checkpoint.writing.assembly import Described
 from millrace.checkpoint.writing.bases import ItemKey, MemoryBase, Place, Readable
-from millrace.checkpoint.writing.packing import BytesSource, ItemSource
-from millrace.checkpoint.writing.rank_data import WrapperParts
+from millrace.checkpoint.writing.packing import BytesSource, ItemSource, WrapperParts
 from millrace.checkpoint.writing.rank_writer import RankWriter
 from millrace.runtime.garbage import collection_paused
 from millrace.runtime.memory import Memory

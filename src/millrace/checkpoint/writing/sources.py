@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from typing_extensions import Buffer
 
 from millrace.checkpoint.codec.chunks import OPAQUE, Kind, checksum
-from millrace.checkpoint.format.layout import PACK_BELOW_BYTES
 from millrace.checkpoint.format.manifest import DTYPES, MAX_BLOB_BYTES
+from millrace.checkpoint.format.tables import PACK_BELOW_BYTES
 from millrace.checkpoint.state.flattening import PLAIN_TENSORS
 from millrace.checkpoint.state.tensors import (
     bytes_of,
@@ -25,8 +25,7 @@ from millrace.checkpoint.state.tensors import (
 )
 from millrace.checkpoint.state.wrappers import encode_recipe, inner_key, is_wrapper, take_apart, type_name
 from millrace.checkpoint.writing.bases import ItemKey
-from millrace.checkpoint.writing.packing import BytesSource, ItemSource
-from millrace.checkpoint.writing.rank_data import WrapperParts
+from millrace.checkpoint.writing.packing import BytesSource, ItemSource, WrapperParts
 from millrace.errors import MillraceError, UnsupportedObjectError, UsageError
 from millrace.runtime.memory import Memory
 

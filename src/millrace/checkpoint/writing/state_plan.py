@@ -20,8 +20,8 @@ from millrace.checkpoint.state.tensors import dtype_name, flat_bytes, plain_memo
 from millrace.checkpoint.state.wrappers import encode_recipe, inner_key, is_wrapper, take_apart
 from millrace.checkpoint.writing.assembly import Described
 from millrace.checkpoint.writing.bases import ItemKey
+from millrace.checkpoint.writing.packing import WrapperParts
 from millrace.checkpoint.writing.plans import describe
-from millrace.checkpoint.writing.rank_data import WrapperParts
 from millrace.checkpoint.writing.shared_plan import SharedItem, SharedPlan
 from millrace.checkpoint.writing.sources import key_of, sources_of
 from millrace.runtime.garbage import collection_paused

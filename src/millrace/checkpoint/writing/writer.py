@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from millrace.checkpoint.arguments import path_text
-from millrace.checkpoint.codec.effort import Compression
+from millrace.checkpoint.codec.registry import Compression
 from millrace.checkpoint.storage.manifests import (
     read_stock_metadata,
     refuse_existing,
@@ -31,9 +31,8 @@ from millrace.checkpoint.storage.stock_metadata import stock_files
 from millrace.checkpoint.storage.storage import CheckpointStorage, can_open_storage
 from millrace.checkpoint.writing.bases import Base, ItemKey
 from millrace.checkpoint.writing.delta import RESTORE_LIMIT
-from millrace.checkpoint.writing.packing import ItemSource, discard
+from millrace.checkpoint.writing.packing import ItemSource, StoredWrapper, WrapperParts, discard
 from millrace.checkpoint.writing.plans import check_cover, describe
-from millrace.checkpoint.writing.rank_data import StoredWrapper, WrapperParts
 from millrace.checkpoint.writing.rank_writer import RankWriter
 from millrace.checkpoint.writing.sources import sources_of
 from millrace.errors import DeniedError, MillraceError, ObjectExistsError, UsageError

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
-from millrace.checkpoint.storage.orphans import ORPHAN_SECONDS, find_orphans
+from millrace.checkpoint.storage.manifests import ORPHAN_SECONDS, find_orphans
 from millrace.checkpoint.storage.storage import LocalStorage, StoredFile
 from millrace.checkpoint.writing import packing as packing_module
 from millrace.checkpoint.writing import rank_writer

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, describe
 from millrace.checkpoint.codec.chunks import Kind
-from millrace.checkpoint.codec.effort import Adaptive
+from millrace.checkpoint.codec.registry import Adaptive
 from millrace.checkpoint.storage.storage import LocalStorage
 from millrace.checkpoint.writing.packing import write_items
 from millrace.errors import ConfigurationError

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
 from millrace.checkpoint.codec.chunks import CHUNK_BYTES, Kind
-from millrace.checkpoint.format.chains import chain_costs, restore_bytes
 from millrace.checkpoint.format.manifest import DTYPES
+from millrace.checkpoint.format.tables import chain_costs, restore_bytes
 from millrace.checkpoint.storage.manifests import read_manifest
 from millrace.checkpoint.storage.storage import open_storage
 from millrace.checkpoint.writing import encoding

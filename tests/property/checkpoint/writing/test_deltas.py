@@ -16,8 +16,8 @@ from tests.property.checkpoint.codec.test_roundtrip import DTYPES, BoxLoader, Bo
 from torch.distributed.checkpoint.api import CheckpointException
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
-from millrace.checkpoint.format.chains import chain_costs, restore_bytes
 from millrace.checkpoint.format.manifest import DataFile, Manifest, decode_manifest, encode_manifest
+from millrace.checkpoint.format.tables import chain_costs, restore_bytes
 from millrace.checkpoint.storage.manifests import read_manifest
 from millrace.checkpoint.storage.storage import open_storage
 from millrace.checkpoint.writing.bases import Base, StoredBase, check_files

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from millrace.checkpoint.codec.chunks import Effort
-from millrace.checkpoint.codec.effort import Adaptive, Steady, schedule_for, typed_share
+from millrace.checkpoint.codec.registry import Adaptive, Steady, schedule_for, typed_share
 from millrace.errors import ConfigurationError
 
 MB, GB = 10**6, 10**9

@@ -11,7 +11,7 @@ from millrace.checkpoint.format.manifest import DataFile, Manifest, decode_manif
 from millrace.checkpoint.format.tables import NO_BASE, chunk_table, item_table
 from millrace.checkpoint.format.transforms import Transforms, transforms_for
 from millrace.checkpoint.writing.assembly import Described, build_manifest
-from millrace.checkpoint.writing.rank_data import RankData, StoredItem
+from millrace.checkpoint.writing.packing import RankData, StoredItem
 from millrace.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
 
 

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from millrace.checkpoint.codec.chunks import CHUNK_BYTES, OPAQUE, Kind
-from millrace.checkpoint.format.layout import PACK_BELOW_BYTES, Packer
+from millrace.checkpoint.format.tables import PACK_BELOW_BYTES, Packer
 from millrace.checkpoint.storage import storage as storage_module
 from millrace.checkpoint.storage.storage import LocalStorage, ObjectStorage, open_storage
 from millrace.errors import (

@@ -8,11 +8,20 @@ import numpy as np
 import pytest
 
 from millrace.checkpoint.codec.chunks import CHUNK_BYTES, OPAQUE, Effort, Kind, checksum
-from millrace.checkpoint.codec.effort import Steady
 from millrace.checkpoint.codec.planes import PlaneCodec
-from millrace.checkpoint.format.chains import MAX_BASES, chain, chain_costs, closure, plan_reads, restore_bytes
+from millrace.checkpoint.codec.registry import Steady
 from millrace.checkpoint.format.manifest import DataFile
-from millrace.checkpoint.format.tables import NO_BASE, Table, chunk_table
+from millrace.checkpoint.format.tables import (
+    MAX_BASES,
+    NO_BASE,
+    Table,
+    chain,
+    chain_costs,
+    chunk_table,
+    closure,
+    plan_reads,
+    restore_bytes,
+)
 from millrace.checkpoint.format.transforms import Transforms
 from millrace.checkpoint.writing.bases import ChunkFinder, Place
 from millrace.checkpoint.writing.delta import SaveRecord, choose_base, sample, worth_a_delta

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from millrace.checkpoint.codec.chunks import Effort, Kind, checksum
-from millrace.checkpoint.codec.effort import Steady
 from millrace.checkpoint.codec.planes import PlaneCodec
+from millrace.checkpoint.codec.registry import Steady
 from millrace.checkpoint.format.transforms import Transforms
 from millrace.checkpoint.state.tensors import bytes_of
 from millrace.checkpoint.writing.encoding import ChunkEncoder, Encoded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.checkpoint.codec import sparse, zstd
+from millrace.checkpoint.codec import deltas, zstd
 from millrace.checkpoint.codec.chunks import Array, Kind
 from millrace.checkpoint.codec.planes import PlaneCodec, is_sparse
 from millrace.errors import CorruptCheckpointError
@@ -76,12 +76,12 @@ def test_delta_with_many_changed_values_is_dense() -> None:
 @pytest.mark.parametrize("gap", [1, 2, 254, 255, 256, 257, 510, 70_000])
 def test_distances_at_the_limits_of_a_byte_are_decoded(gap: int) -> None:
     positions = np.arange(20) * gap
-    coded = sparse.encode_distances(positions)
+    coded = deltas.encode_distances(positions)
     elements = int(positions[-1]) + 1
-    assert np.array_equal(sparse.decode_distances(coded, elements), positions)
-    assert coded.escaped.size <= sparse.most_bytes(20, elements)
+    assert np.array_equal(deltas.decode_distances(coded, elements), positions)
+    assert coded.escaped.size <= deltas.most_bytes(20, elements)
     with pytest.raises(CorruptCheckpointError):
-        sparse.decode_distances(coded, elements - 1)
+        deltas.decode_distances(coded, elements - 1)
 
 
 def test_damaged_sparse_chunk_raises_or_decodes_within_its_memory() -> None:
