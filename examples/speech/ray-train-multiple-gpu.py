@@ -12,13 +12,15 @@ AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL), from a profile, or from the role of th
 
 import millrace
 from finetune.options import parse_settings, protocol_of, run_script, show
-from finetune.report import summary
-from finetune.run import fine_tune
 
 
 def main() -> None:
     """The same as remote-ray.py, except for the number of workers."""
     settings = parse_settings(__doc__)
+    # Only now: PyTorch and Transformers take seconds to import, for which --help and a wrong option do not wait.
+    from finetune.report import summary
+    from finetune.run import fine_tune
+
     show(f"outputs go to {settings.run}")
     # One cache for all: a node reads from its own disk, then from the node that has the clip, then from the bucket.
     data = millrace.filesystem(protocol_of(settings.data))

@@ -11,13 +11,15 @@ AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL), from a profile, or from the role of th
 
 import millrace
 from finetune.options import parse_settings, protocol_of, run_script, show
-from finetune.report import summary
-from finetune.run import fine_tune
 
 
 def main() -> None:
     """One worker trains; Ray Data decodes the clips on whatever CPUs the cluster has."""
     settings = parse_settings(__doc__, workers=1)
+    # Only now: PyTorch and Transformers take seconds to import, for which --help and a wrong option do not wait.
+    from finetune.report import summary
+    from finetune.run import fine_tune
+
     show(f"outputs go to {settings.run}")
     # Each clip leaves the bucket once, in the first epoch. Later epochs read the disks of the cluster's nodes.
     data = millrace.filesystem(protocol_of(settings.data))

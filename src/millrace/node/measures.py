@@ -192,8 +192,6 @@ def add_pages(server: PlaneServer, node: NodeProcess, measures: NodeMeasures, *,
     """Register the pages of a node. The pages for probes need no token and contain no detail."""
 
     def metrics() -> Page:
-        from millrace.node.measures import CONTENT_TYPE, exposition
-
         return Page(200, CONTENT_TYPE, exposition(measures.samples()))
 
     def healthy() -> Page:
