@@ -1,6 +1,7 @@
-"""Encodes the chunks of one save. Thread-safe with one codec per thread. No torch, no I/O.
+"""Encodes the chunks of one save. Thread-safe. Reads chunks of the base, and does not import torch.
 
-`form_of` chooses the form of each: whole, a delta to a chunk of an earlier checkpoint, or a reference to it.
+`form_of` chooses the form of each chunk: whole, a delta to a chunk of an earlier checkpoint, or a reference to it. It is
+thread-safe with one codec per thread; `ChunkEncoder` has one for each thread.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class EncodeHooks:
     """Functions that the encoding calls: `next_effort` for each chunk to compress, `transform` after the codec, and
     `encoded` with effort, raw bytes, stored bytes and seconds.
 
-    `raw_stays`: the raw bytes stay as they are until the form is written, and there is no transformation. Then a chunk
+    `raw_stays`: the raw bytes do not change until the form is written, and there is no transformation. Then a chunk
     that is not compressed refers to them, without a copy.
     """
 

@@ -1,6 +1,6 @@
 """Writes a stream of items as data files of encoded chunks: threads encode, the caller's thread appends in order.
 
-The result is `RankData`: what one rank wrote in one save.
+The result is one `StoredItem` for each source: its place in the `RankData` that all of them share.
 """
 
 from __future__ import annotations
