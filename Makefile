@@ -5,8 +5,8 @@
 
 help:
 	@echo "make demo    speech data from S3 through the cache into training, and checkpoints back: the whole way"
-	@echo "make test    all checks and all tests but the thorough ones"
-	@echo "make test-all   and those too: whole jobs on machines of namespaces, every fault with every storage"
+	@echo "make test    all checks and all tests but those marked slow"
+	@echo "make test-all   and those too: whole jobs with Ray, machines of namespaces, most kills and faults"
 	@echo "make test-wheel   build the wheel; test it on every Python 3.11 to 3.14 that there is, and with the oldest and newest libraries"
 	@echo "make check   only the quick checks: ruff, mypy, import-linter, the documentation site"
 	@echo "make docs    the documentation site, in site/"
@@ -30,7 +30,7 @@ check: venv docs
 	.venv/bin/lint-imports
 
 test: check
-	@tools/test.sh -m "not thorough" $(ARGS)
+	@tools/test.sh -m "not slow" $(ARGS)
 
 test-all: check
 	@tools/test.sh $(ARGS)

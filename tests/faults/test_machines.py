@@ -66,6 +66,7 @@ def test_failed_machine_command_raises(machines: Machines) -> None:
         machines[0].run("sh", "-c", "echo why; exit 3")
 
 
+@pytest.mark.slow
 def test_machine_that_is_cut_suspended_or_killed_is_unreachable(machines: Machines, tmp_path: Path) -> None:
     first, second = machines
 
@@ -90,6 +91,7 @@ def test_machine_that_is_cut_suspended_or_killed_is_unreachable(machines: Machin
     assert not call(second, 1.0)
 
 
+@pytest.mark.slow
 def test_machines_end_with_a_killed_owner(tmp_path: Path) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", _OWNER, str(tmp_path / "machines")],

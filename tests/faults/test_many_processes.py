@@ -9,6 +9,8 @@ import time
 import traceback
 from pathlib import Path
 
+import pytest
+
 from millrace.cache.node import close_nodes
 from millrace.filesystem import filesystem
 
@@ -77,6 +79,7 @@ def _fork_all(data: Path, cache: Path) -> list[int]:
     return _wait(children)
 
 
+@pytest.mark.slow
 def test_two_hundred_concurrent_processes_read_right_bytes(tmp_path: Path) -> None:
     data, cache = tmp_path / "data", tmp_path / "cache"
     data.mkdir()

@@ -132,6 +132,7 @@ def seconds_next_to_stopped(cache: Path, data: Path, point: str) -> float:
     return seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 def test_process_stopped_at_any_point_blocks_no_reader(tmp_path: Path, data: Path, point: str) -> None:
     waited = []
@@ -143,6 +144,7 @@ def test_process_stopped_at_any_point_blocks_no_reader(tmp_path: Path, data: Pat
     pytest.fail(f"readers waited for a stopped process, seconds: {waited}")
 
 
+@pytest.mark.slow
 def test_command_during_stopped_change_of_the_rules_fails_with_the_cause(tmp_path: Path, data: Path) -> None:
     cache = tmp_path / "cache"
     code = "import sys; from millrace.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -174,6 +176,7 @@ def looks_until_silent(wait: LockWait, byte: int) -> int:
     return looks
 
 
+@pytest.mark.slow
 def test_running_holder_is_never_regarded_as_stopped(tmp_path: Path) -> None:
     with holding(HOLDER, tmp_path / "locks"):
         locks = SharedLocks(tmp_path / "locks")
@@ -186,6 +189,7 @@ def test_running_holder_is_never_regarded_as_stopped(tmp_path: Path) -> None:
         locks.close()
 
 
+@pytest.mark.slow
 def test_stopped_holder_of_many_locks_costs_one_deadline(tmp_path: Path) -> None:
     with holding(HOLDER, tmp_path / "locks") as process:
         locks = SharedLocks(tmp_path / "locks")

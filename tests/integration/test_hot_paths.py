@@ -15,7 +15,6 @@ SRC = Path(__file__).parents[2] / "src" / "millrace"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", HOT_PATHS, ids=lambda path: path.page)
 def test_hot_path_runs_the_files_that_its_page_lists(path: HotPath, s3: S3Server, tmp_path: Path) -> None:
     page = set(listed(path.page))

@@ -24,7 +24,7 @@ from millrace.cluster.membership import Member
 from millrace.origin import open_origin
 from millrace.testing.s3 import S3Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 OLDER = "421c71a"

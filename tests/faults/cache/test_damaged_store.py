@@ -48,7 +48,6 @@ def test_damaged_small_file_of_store_fails_no_read_and_no_later_process(
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 @pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
 def test_damaged_index_byte_fails_no_read_and_no_later_process(
     is_open: bool, filled: tuple[Path, Path], tmp_path: Path

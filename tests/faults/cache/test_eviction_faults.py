@@ -295,6 +295,7 @@ def disk_use(directory: Path) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "shuffled"), [(4, False), (2, True)])
 def test_processes_that_share_a_store_reach_the_optimum_together(
     start_readers: Callable[..., Readers], tmp_path: Path, processes: int, shuffled: bool
@@ -315,6 +316,7 @@ def test_processes_that_share_a_store_reach_the_optimum_together(
     assert abs(disk_use(tmp_path / "cache") - used) <= 48 * 8192
 
 
+@pytest.mark.slow
 def test_killed_evictors_leave_a_working_store(start_readers: Callable[..., Readers], tmp_path: Path) -> None:
     sizes = {f"b/train/{number:03}": SIZE for number in range(20)} | {
         f"b/small/{number:03}": 200_000 for number in range(100)

@@ -85,12 +85,14 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_new_process_with_stopped_writer_reads_without_the_cache(stopped: Path, data: Path) -> None:
     ended = run(READER, stopped, data)
     assert ended.stdout == "right\n", ended.stderr
     assert "does not continue" in ended.stderr  # reported once, with the next step
 
 
+@pytest.mark.slow
 def test_open_process_with_stopped_writer_reads_and_stores_again_later(data: Path) -> None:
     cache = data / "cache"
     fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0)
@@ -110,6 +112,7 @@ def test_open_process_with_stopped_writer_reads_and_stores_again_later(data: Pat
     close_nodes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["status"], ["ls"], ["free", "file:///nothing"], ["resize", "1GB"]])
 def test_command_with_stopped_writer_ends_with_the_cause(stopped: Path, command: list[str]) -> None:
     ended = run(COMMAND, *command, "--cache-dir", stopped)
@@ -130,6 +133,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
+@pytest.mark.slow
 def test_new_process_during_stopped_setup_reads_without_the_cache(data: Path) -> None:
     cache = data / "cache"
     assert run(READER, cache, data).stdout == "right\n"
@@ -144,6 +148,7 @@ def test_new_process_during_stopped_setup_reads_without_the_cache(data: Path) ->
     assert (ended.stdout, ended.stderr) == ("right\n", "")
 
 
+@pytest.mark.slow
 def test_process_waits_for_a_running_rebuild(data: Path) -> None:
     """The holder of the lock writes signs of life for longer than the wait for a stopped holder."""
     cache = data / "cache"

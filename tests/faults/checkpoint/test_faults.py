@@ -67,6 +67,7 @@ def kept(tmp_path):
     return place, weights(), sorted(os.listdir(place))
 
 
+@pytest.mark.slow
 def test_killed_save_leaves_the_previous_checkpoint_complete(tmp_path):
     place = tmp_path / "run"
     for attempt in range(2):

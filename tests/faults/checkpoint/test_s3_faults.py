@@ -94,6 +94,7 @@ def names(url: str, options: dict) -> list[str]:
 # --- saving ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_short_failures_are_retried(region, options):
     url = "s3://runs/hiccups"
     for path in (DATA, MANIFEST):
@@ -105,6 +106,7 @@ def test_short_failures_are_retried(region, options):
     assert_holds(1, url, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["every part", "the last part", "completing"])
 def test_permanently_failing_storage_fails_the_save(server, region, options, what):
     url = f"s3://runs/failing-{what.replace(' ', '-')}"
@@ -120,6 +122,7 @@ def test_permanently_failing_storage_fails_the_save(server, region, options, wha
     assert_holds(1, url, server.target_options)
 
 
+@pytest.mark.slow
 def test_stalling_storage_fails_the_save_in_bounded_time(server, region, options):
     url = "s3://runs/stalling"
     save(1, url, server.target_options)
@@ -131,6 +134,7 @@ def test_stalling_storage_fails_the_save_in_bounded_time(server, region, options
     assert_holds(1, url, server.target_options)
 
 
+@pytest.mark.slow
 def test_manifest_with_lost_answer_is_found_afterwards(server, region, options):
     url = "s3://runs/stalling-manifest"
     region.fail("stall", method="PUT", path=MANIFEST, seconds=600, count=None)
@@ -141,6 +145,7 @@ def test_manifest_with_lost_answer_is_found_afterwards(server, region, options):
     assert_holds(1, url, server.target_options)
 
 
+@pytest.mark.slow
 def test_server_killed_during_upload_fails_the_save(tmp_path):
     with S3Server(tmp_path) as server:
         server.create_bucket("runs")
@@ -166,6 +171,7 @@ def test_server_killed_during_upload_fails_the_save(tmp_path):
         assert_holds(3, url, server.target_options)
 
 
+@pytest.mark.slow
 def test_missing_buckets_and_wrong_secrets_are_named(server, options):
     failure = failure_of(save, 1, "s3://nobucket/x", options)
     assert "nobucket" in str(failure)
@@ -180,6 +186,7 @@ def test_missing_buckets_and_wrong_secrets_are_named(server, options):
 # --- the answer to the manifest's PUT is lost -----------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_lost_answer_of_own_manifest_is_a_success(region, options, overwrite):
     url = f"s3://runs/lost-{overwrite}"
@@ -190,6 +197,7 @@ def test_lost_answer_of_own_manifest_is_a_success(region, options, overwrite):
     assert len(names(url, options)) == 2
 
 
+@pytest.mark.slow
 def test_lost_answer_with_foreign_manifest_fails_the_save(server, region, options, monkeypatch):
     """Another process saves between the check and the PUT; then the answer to this PUT, a refusal, is lost as well."""
     url = "s3://runs/lost-and-late"
@@ -202,6 +210,7 @@ def test_lost_answer_with_foreign_manifest_fails_the_save(server, region, option
     assert_holds(1, url, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arrives", [True, False])
 def test_unknown_outcome_is_reported_and_keeps_all_files(region, options, monkeypatch, arrives):
     url = f"s3://runs/unknown-{arrives}"
@@ -256,6 +265,7 @@ def test_load_of_bytes_corrupted_in_transit_raises(region, options, saved):
     assert_holds(7, saved, options)
 
 
+@pytest.mark.slow
 def test_stalling_storage_fails_the_load_in_bounded_time(region, options, saved):
     region.fail("stall", method="GET", path=DATA, seconds=600, after_bytes=1000, count=None)
     began = time.monotonic()

@@ -88,6 +88,7 @@ def assert_downloaded_once(region: EmulatedRegion, cluster: LocalCluster) -> Non
     assert TOTAL <= downloaded(region) <= most
 
 
+@pytest.mark.slow
 def test_cluster_reads_each_byte_from_the_origin_once(
     tmp_path: Path, data: dict[str, str], region: EmulatedRegion, options: dict[str, str]
 ) -> None:
@@ -120,6 +121,7 @@ def test_read_with_a_killed_node_continues(
         assert downloaded(region) - before < TOTAL / 2
 
 
+@pytest.mark.slow
 def test_read_with_a_silent_node_continues(tmp_path: Path, data: dict[str, str], options: dict[str, str]) -> None:
     with LocalCluster(tmp_path, 4, target_options=options) as cluster:
         assert_all_right(everywhere(cluster, data, cluster.nodes[:1]))
@@ -135,6 +137,7 @@ def test_read_with_a_silent_node_continues(tmp_path: Path, data: dict[str, str],
         assert_all_right(everywhere(cluster, data, cluster.nodes))
 
 
+@pytest.mark.slow
 def test_read_with_one_node_left_continues(tmp_path: Path, data: dict[str, str], options: dict[str, str]) -> None:
     with LocalCluster(tmp_path, 4, target_options=options) as cluster:
         assert_all_right(everywhere(cluster, data, cluster.nodes[:1]))
@@ -146,6 +149,7 @@ def test_read_with_one_node_left_continues(tmp_path: Path, data: dict[str, str],
         assert_all_right(everywhere(cluster, data, cluster.nodes[:1]))
 
 
+@pytest.mark.slow
 def test_read_with_damaged_peer_bytes_is_right(
     tmp_path: Path, data: dict[str, str], region: EmulatedRegion, options: dict[str, str]
 ) -> None:
@@ -175,6 +179,7 @@ def test_read_with_damaged_peer_bytes_is_right(
         assert cluster.counters()["corrupt_blocks"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.etcd
 def test_leave_and_join_read_nothing_from_the_origin(
     tmp_path: Path, data: dict[str, str], region: EmulatedRegion, options: dict[str, str], etcd: EtcdServer
@@ -194,6 +199,7 @@ def test_leave_and_join_read_nothing_from_the_origin(
         assert_downloaded_once(region, cluster)
 
 
+@pytest.mark.slow
 @pytest.mark.etcd
 def test_read_with_a_restarted_etcd_continues(
     tmp_path: Path, data: dict[str, str], region: EmulatedRegion, options: dict[str, str], etcd: EtcdServer
@@ -211,6 +217,7 @@ def test_read_with_a_restarted_etcd_continues(
         assert_downloaded_once(region, cluster)
 
 
+@pytest.mark.slow
 def test_request_without_the_token_receives_nothing(
     tmp_path: Path, data: dict[str, str], options: dict[str, str]
 ) -> None:
@@ -235,6 +242,7 @@ def test_request_without_the_token_receives_nothing(
         assert_all_right(wrong)
 
 
+@pytest.mark.slow
 def test_read_with_a_full_disk_at_the_owner_continues(
     tmp_path: Path, data: dict[str, str], options: dict[str, str]
 ) -> None:
@@ -243,6 +251,7 @@ def test_read_with_a_full_disk_at_the_owner_continues(
             assert_all_right(everywhere(cluster, data, cluster.nodes))
 
 
+@pytest.mark.slow
 def test_soak_of_a_cluster_reads_right_bytes(tmp_path: Path, data: dict[str, str], options: dict[str, str]) -> None:
     """Random faults for a while. `python -m tests.support.soak` runs for any time."""
     from tests.support.soak import soak

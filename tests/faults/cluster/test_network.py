@@ -39,6 +39,7 @@ def read_right(fs: Any, data: Mapping[str, str]) -> None:
         assert time.monotonic() - began < MOST_SECONDS
 
 
+@pytest.mark.slow
 def test_read_with_a_disconnected_node_continues(tmp_path: Path, s3: S3Server, bucket: str) -> None:
     fs = filesystem("s3", s3.target_options, members="none")
     chance = random.Random(1)

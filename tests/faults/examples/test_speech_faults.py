@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.root,
     pytest.mark.slow,
-    pytest.mark.thorough,
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 

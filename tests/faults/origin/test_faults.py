@@ -39,7 +39,7 @@ from millrace.testing.s3 import S3Server
 
 BLOCK = 4 << 20
 LARGE, TWO_BLOCKS, SMALL = 2 * BLOCK + 8 * PAGE, BLOCK + 8 * PAGE, 16 * PAGE
-pytestmark = [pytest.mark.slow, pytest.mark.thorough]  # all of them together: the file is to run among the first
+pytestmark = pytest.mark.slow  # all of them together
 
 CONTAINER = "origin-faults"
 LISTED = [f"{number:02d}.bin" for number in range(12)]

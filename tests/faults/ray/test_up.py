@@ -26,7 +26,7 @@ from millrace.testing.s3 import S3Server
 
 pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.thorough, pytest.mark.root]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.root]
 
 HERE = ROOT / "tests" / "support" / "machines"
 JOB_SERVER = "http://localhost:8265"

@@ -124,6 +124,7 @@ def test_appends_of_eight_concurrent_processes_are_all_kept(tmp_path: Path) -> N
     assert check(tmp_path / "s") == written | more
 
 
+@pytest.mark.slow
 def test_appenders_killed_lose_no_acknowledged_object(tmp_path: Path) -> None:
     chooser = random.Random(5)
     written: set[int] = set()

@@ -130,6 +130,7 @@ def assert_saved(place: pathlib.Path, step: int) -> None:
     assert loaded["n"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "code", "text"),
     [
@@ -382,6 +383,7 @@ def run_ranks(root: pathlib.Path) -> None:
         del future
 
 
+@pytest.mark.slow
 def test_async_save_of_sharded_tensors_is_loaded(tmp_path):
     ranks.run(__file__, "ranks", 2, tmp_path)
     for step in range(2):

@@ -266,11 +266,13 @@ def load(path, state=None):
     return state
 
 
+@pytest.mark.slow
 def test_one_process_loads_the_save_of_two(ran):
     assert_same(load(ran / "two"), whole())
     assert describe(ran / "two").raw_bytes > 0
 
 
+@pytest.mark.slow
 def test_four_ranks_load_the_save_of_two(ran):
     run("four", 4, ran)
     expected = {key: whole()[key] for key in ("rows", "columns")}
@@ -284,6 +286,7 @@ def test_killed_rank_fails_the_save_of_the_other(ran):
     assert_same(load(ran / "async"), whole(4))
 
 
+@pytest.mark.slow
 def test_failed_upload_on_one_rank_fails_the_save_on_both(tmp_path):
     with (
         S3Server(tmp_path / "server") as server,

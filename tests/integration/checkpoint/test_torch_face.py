@@ -309,6 +309,7 @@ class Watch:
         return self.highest - self.began
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["in place", "other dtype", "not contiguous"])
 def test_loading_needs_no_second_copy(tmp_path, monkeypatch, how):
     nbytes = 256 << 20
@@ -384,6 +385,7 @@ def run_group(place: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_async_save_in_a_process_group_is_loaded(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -449,6 +449,7 @@ def test_command_with_invalid_input_prints_one_line(
     assert words in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["ls"], ["show"], ["verify"], ["diff", "--step", "10", "--step", "30"]])
 def test_command_with_closed_output_pipe_exits_with_141(saved: tuple[Path, dict], arguments: list[str]) -> None:
     reader, writer = os.pipe()
@@ -518,6 +519,7 @@ def test_command_with_wrong_credentials_prints_one_line(
         assert "denied" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )

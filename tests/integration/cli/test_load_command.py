@@ -63,6 +63,7 @@ def complete(fs: MillraceFileSystem) -> int:
     return sum(found.complete for found in fs.cached("s3://loads/train"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_interrupted_load_continues_with_the_missing_objects(
     start: Callable[..., subprocess.Popen[str]],

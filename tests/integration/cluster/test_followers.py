@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from tests.support.local_cluster import TOKEN, LocalCluster
 
@@ -39,6 +40,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
     return {"body": values}
 
 
+@pytest.mark.slow
 def test_four_followers_cost_the_storage_one_read_of_each_version(tmp_path: Path, s3: S3Server, bucket: str) -> None:
     url = f"s3://{bucket}/policy"
     with (

@@ -377,6 +377,7 @@ def test_invalidation_of_an_unreachable_member_is_sent_later(make_nodes: MakeNod
     assert reader.serving.metadata.stat(origin, "b/one").size == 2
 
 
+@pytest.mark.slow
 def test_invalidated_member_never_receives_old_metadata_from_an_owner(
     make_nodes: MakeNodes, origin: MemoryOrigin
 ) -> None:

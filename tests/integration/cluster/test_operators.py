@@ -96,6 +96,7 @@ def test_load_next_to_an_unnamed_cluster_is_refused(
         assert output == ""
 
 
+@pytest.mark.slow
 def test_joins_and_leaves_are_logged(etcd: EtcdServer, s3: S3Server, tmp_path: Path) -> None:
     with cluster_of(etcd, s3, tmp_path / "cluster", 1, later=1) as cluster:
         first, other = cluster.nodes

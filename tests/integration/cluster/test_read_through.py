@@ -133,6 +133,7 @@ def sums(state: Mapping[str, torch.Tensor]) -> dict[str, int]:
 # --- each byte once -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_restore_on_three_nodes_reads_each_data_byte_once(
     tmp_path: Path, s3: S3Server, bucket: str, region: EmulatedRegion, options: dict[str, Any], ranks: int
@@ -154,6 +155,7 @@ def test_restore_on_three_nodes_reads_each_data_byte_once(
             assert len(files) == len(set(files))  # only their owners store them
 
 
+@pytest.mark.slow
 def test_restore_without_the_cluster_reads_the_origin_each_time(
     tmp_path: Path, s3: S3Server, bucket: str, region: EmulatedRegion, options: dict[str, Any]
 ) -> None:
@@ -238,6 +240,7 @@ def test_rank_reads_only_its_part(
 # --- never stale, never mixed -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_overwritten_checkpoint_is_read_in_its_new_version(
     tmp_path: Path, s3: S3Server, bucket: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +255,7 @@ def test_overwritten_checkpoint_is_read_in_its_new_version(
             assert_equal(loaded, state)
 
 
+@pytest.mark.slow
 def test_step_that_was_rewound_and_saved_again_is_read_in_its_new_version(
     tmp_path: Path, s3: S3Server, bucket: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +275,7 @@ def test_step_that_was_rewound_and_saved_again_is_read_in_its_new_version(
 # --- pruning ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True], ids=["save", "save_async"])
 def test_pruned_step_is_dropped_on_every_node(
     tmp_path: Path,
@@ -321,6 +326,7 @@ def test_restore_continues_from_the_origin_when_all_nodes_are_gone(
         assert_equal(restored, state)
 
 
+@pytest.mark.slow
 def test_silent_node_costs_one_deadline(
     tmp_path: Path, s3: S3Server, bucket: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,6 +176,7 @@ def test_read_by_many_at_once_uses_the_origin_once(make: Callable[..., Nodes], p
     assert nodes.origin.bytes_read() == info.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_read_of_random_ranges_returns_the_right_bytes(
     make: Callable[..., Nodes], replicas: int, patient: None

@@ -53,6 +53,7 @@ def region(s3: S3Server) -> Iterator[EmulatedRegion]:
         yield region
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled")
 @pytest.mark.parametrize("what", ["checkpoint", "model"])
 def test_restore_on_four_nodes_reads_the_origin_once(

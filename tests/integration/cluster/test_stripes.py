@@ -25,6 +25,7 @@ from millrace.testing.s3 import S3Server
 MB = 1 << 20
 
 
+@pytest.mark.slow
 def test_stripes_have_several_owners_and_are_fetched_once(
     tmp_path: Path, s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,7 @@ def everywhere(readers: list[AskedProcess], do: Callable[[AskedProcess], object]
 # --- tests ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_write_is_visible_on_every_node(
     readers: list[AskedProcess],
@@ -179,6 +180,7 @@ def test_write_is_visible_on_every_node(
     assert everywhere(readers, lambda reader: reader.ask("ls", f"{bucket}/d")) == [sorted(there)] * len(readers)
 
 
+@pytest.mark.slow
 def test_removal_is_visible_on_every_node(
     readers: list[AskedProcess], on_node: Callable[..., millrace.MillraceFileSystem], origin: Origin, bucket: str
 ) -> None:

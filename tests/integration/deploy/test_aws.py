@@ -150,6 +150,7 @@ def _launch(cloud: Cloud) -> list[str]:
     return sorted(cloud.provider().create_node(node_config, tags, 1))
 
 
+@pytest.mark.slow
 def test_cluster_file_starts_machines_with_gpu_nvme_and_profile(cloud: Cloud) -> None:
     import boto3
 

@@ -70,6 +70,7 @@ def monitored(tmp_path_factory: pytest.TempPathFactory, s3: S3Server) -> Iterato
             yield Monitored(cluster, prometheus)
 
 
+@pytest.mark.slow
 def test_every_query_has_a_result_in_a_real_prometheus(monitored: Monitored, s3: S3Server, bucket: str) -> None:
     origin = open_origin("s3", s3.target_options)
     for number in range(OBJECTS):

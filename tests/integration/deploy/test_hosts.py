@@ -15,7 +15,7 @@ from tests.support.machines.rays import ENVIRONMENT, wait_until
 
 pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.thorough, pytest.mark.root]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.slow, pytest.mark.root]
 
 SECONDS = 300.0
 """Enough for any one step on a very busy machine; what waits for more than this hangs."""

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from tests.support.doc_page_runs import PAGES, RUN, RUN_WITH_RAY, run_page
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in RUN if page not in RUN_WITH_RAY], ids=lambda page: page.stem)
 def test_page_run_from_top_to_bottom_succeeds(page: Path, reader: dict[str, str], tmp_path: Path) -> None:
     run_page(page, reader, tmp_path)

@@ -10,10 +10,6 @@ from tests.support.doc_page_runs import RUN_WITH_RAY, run_page
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
-# `make test` runs the first page that a user sees, `make test-all` every one.
-_PAGES = [page if page.stem == "README" else pytest.param(page, marks=pytest.mark.thorough) for page in RUN_WITH_RAY]
-
-
-@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", RUN_WITH_RAY, ids=lambda page: page.stem)
 def test_page_run_from_top_to_bottom_succeeds(page: Path, reader: dict[str, str], tmp_path: Path) -> None:
     run_page(page, reader, tmp_path)

@@ -146,7 +146,6 @@ def wait_for_none_of(directory: Path) -> None:
     assert left == []
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("number", "code", "line"),
     [
@@ -170,7 +169,6 @@ def test_demo_ended_by_signal_leaves_no_process_and_no_ray_directory(
     assert not (directory / "ray").exists()
 
 
-@pytest.mark.thorough
 def test_kill_9_leaves_no_process_and_no_file_elsewhere(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,7 @@ def two_ranks(root: Path) -> None:
 PROGRAMS = {"three_ranks": three_ranks, "two_ranks": two_ranks}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_uneven_shares_train_as_one_and_resume_on_other_ranks(tmp_path: Path) -> None:
     several, alone = tmp_path / "several", tmp_path / "alone"
     several.mkdir()

@@ -81,7 +81,6 @@ def settings(fs: MillraceFileSystem, bucket: str, tmp_path: Path) -> Settings:
     )
 
 
-@pytest.mark.thorough
 @pytest.mark.usefixtures("cluster")
 def test_run_with_killed_worker_trains_on_every_clip_once_per_epoch(settings: Settings, fs: MillraceFileSystem) -> None:
     lines: list[str] = []

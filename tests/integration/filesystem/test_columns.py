@@ -92,6 +92,7 @@ def test_one_column_of_a_cold_file_fetches_little_more_than_the_column(
     assert wide.fetched_bytes() <= 1.001 * len(wide.data) + (1 << 16)  # and the headers of the responses
 
 
+@pytest.mark.slow
 def test_columns_read_by_threads_and_processes_are_fetched_once(
     make_fs: Callable[..., MillraceFileSystem], wide: Wide, s3: S3Server, region: EmulatedRegion, tmp_path: Path
 ) -> None:
@@ -117,6 +118,7 @@ def test_columns_read_by_threads_and_processes_are_fetched_once(
     assert wide.fetched_bytes() <= 1.2 * (wide.column_bytes(3, 4, 12) + (64 << 10))
 
 
+@pytest.mark.slow
 def test_killed_reader_of_a_column_leaves_right_bytes(
     make_fs: Callable[..., MillraceFileSystem], wide: Wide, s3: S3Server, region: EmulatedRegion, tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ def see(reader: AskedProcess, bucket: str) -> tuple[set[int], int]:
     return seen, len(names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consistency", [None, "60s"])  # which is also the default
 def test_metadata_is_fresh_for_sixty_seconds(
     bucket: str, origin: Origin, region: EmulatedRegion, start: Callable[..., AskedProcess], consistency: str | None
@@ -122,6 +123,7 @@ def test_missing_object_is_never_cached(bucket: str, origin: Origin, start: Call
     assert reader.ask("ls", f"{bucket}/d") == sorted([new, *(f"{bucket}/d/{name}" for name in SIZES)])
 
 
+@pytest.mark.slow
 def test_reader_with_consistency_always_sees_every_change(
     bucket: str, origin: Origin, start: Callable[..., AskedProcess]
 ) -> None:
@@ -137,6 +139,7 @@ def test_reader_with_consistency_always_sees_every_change(
         assert len(reader.ask("ls", f"{bucket}/d")) == 2
 
 
+@pytest.mark.slow
 def test_hot_open_with_immutable_sends_no_request(
     bucket: str, origin: Origin, region: EmulatedRegion, start: Callable[..., AskedProcess]
 ) -> None:
@@ -156,6 +159,7 @@ def test_hot_open_with_immutable_sends_no_request(
     assert start(consistency="always").ask("exists", f"{bucket}/d/small.bin") is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consistency", ["always", "60s", "immutable"])
 def test_own_writes_are_seen_at_once(
     bucket: str, origin: Origin, start: Callable[..., AskedProcess], consistency: str

@@ -207,6 +207,7 @@ def test_read_of_s3_object_is_of_one_version(bucket: str, s3: S3Server, s3_optio
     storm(Overwritten(open_origin("s3", s3.target_options), keys, pause_seconds=0.02), make)
 
 
+@pytest.mark.slow
 @pytest.mark.azurite
 def test_read_of_azure_blob_is_of_one_version(azurite: AzuriteServer, container: str, tmp_path: Path) -> None:
     def make(**options: Any) -> millrace.MillraceFileSystem:

@@ -168,6 +168,7 @@ assert all(fs.describe(key).size == 1 for key in keys)
 """
 
 
+@pytest.mark.slow
 def test_processes_request_each_page_once(
     bucket: str, s3: S3Server, region: EmulatedRegion, options: dict[str, Any]
 ) -> None:

@@ -170,6 +170,7 @@ def sides(request: pytest.FixtureRequest, tmp_path: Path) -> Sides:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["cold", "warm"])
 def test_paths_are_interpreted_like_fsspec_and_pyarrow(sides: Sides, state: str) -> None:
     wrong, never = [], []
@@ -340,6 +341,7 @@ def _rows(read: Callable[[str, Any], pa.Table], path: str, fs: Any) -> Any:
         return type(error), str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frame", _FRAMES)
 def test_hive_partition_of_missing_value_works_like_pyarrow(sides: Sides, frame: str) -> None:
     """pandas 3 reads such a data set of pyarrow 26 only with `partitioning=`, through any file system or none."""

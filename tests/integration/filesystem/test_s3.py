@@ -123,6 +123,7 @@ def test_s3_errors_are_millrace_errors_with_next_steps(bucket: str, s3: S3Server
         millrace.filesystem("s3", **s3_options).cat_file(f"{bucket}/missing")
 
 
+@pytest.mark.slow
 def test_dead_server_raises_one_error_and_cached_bytes_stay_readable(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Any
 ) -> None:

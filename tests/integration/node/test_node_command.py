@@ -138,6 +138,7 @@ def test_load_is_divided_and_shows_progress(
     assert lines[4].startswith("2 nodes, 1 more that do not respond: ")
 
 
+@pytest.mark.slow
 def test_load_continues_after_a_killed_node(
     cluster: LocalCluster, region: EmulatedRegion, millrace: Callable[..., Any]
 ) -> None:
@@ -159,6 +160,7 @@ def test_load_continues_after_a_killed_node(
     assert TOTAL <= region.stats(prefix="/cluster-loads/train/").bytes_down < 2 * TOTAL
 
 
+@pytest.mark.slow
 def test_load_continues_with_a_silent_node(
     cluster: LocalCluster, region: EmulatedRegion, millrace: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +174,7 @@ def test_load_continues_with_a_silent_node(
     assert millrace("load", URL, "--node", cluster.nodes[0].address, "--json")["nodes"] == 3
 
 
+@pytest.mark.slow
 def test_interrupt_ends_a_load_on_all_nodes(
     cluster: LocalCluster, region: EmulatedRegion, millrace: Callable[..., Any]
 ) -> None:

@@ -164,6 +164,7 @@ def test_every_metric_of_the_declarations_is_exported(start: Start) -> None:
     assert found["millrace_job_read_bytes_total", "", "bucket/train", "cache"] == 20
 
 
+@pytest.mark.slow
 def test_saves_of_a_training_process_are_exported_by_the_node(start: Start, tmp_path: Path) -> None:
     node = start()
     code = (

@@ -136,6 +136,7 @@ def test_load_of_a_file_system_uses_its_cluster(nodes: Nodes, region: EmulatedRe
     assert fetched(region) == 2 * TOTAL
 
 
+@pytest.mark.slow
 def test_load_continues_when_a_node_leaves(nodes: Nodes, region: EmulatedRegion) -> None:
     started = [nodes.start(number) for number in range(3)]
     region.reshape(round_trip_seconds=0.0, bytes_per_second=3e6)

@@ -68,6 +68,7 @@ def test_expired_profile_credentials_are_requested_again(
     assert profile.times_asked() > before
 
 
+@pytest.mark.slow
 def test_replaced_keys_are_looked_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = Profile(tmp_path, monkeypatch, seconds=3600)
     with S3Server(tmp_path / "s3") as first:
@@ -251,6 +252,7 @@ def test_expired_explicit_token_raises(gcs: GcsFront, bucket: str) -> None:
     assert token not in f"{caught.value!r} {caught.value}"
 
 
+@pytest.mark.slow
 @pytest.mark.azurite
 def test_shared_access_signature_works_until_it_expires(azurite: AzuriteServer, container: str) -> None:
     where = {"account_name": azurite.account, "account_host": azurite.endpoint}
@@ -309,6 +311,7 @@ except DeniedError:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.azurite
 def test_tokens_of_an_azure_identity_are_renewed(tmp_path: Path) -> None:
     """The server checks when a token expires. A stand-in issues it, since no identity service is available here."""

@@ -152,6 +152,7 @@ def assert_fetched_in_the_first_epoch_alone(places: Sequence[Place], start: str,
     assert [place.data_requests() for place in places] == asked
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than this machine has cores
 @pytest.mark.parametrize("name", [pytest.param("azure", marks=pytest.mark.azurite), "google", "hub", "web"])
 def test_forked_workers_read_right_bytes(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ def test_machine_identity_is_requested_once(identity: Callable[[Place], Stand], 
         assert stand.given == 1
 
 
+@pytest.mark.slow
 @_every
 def test_sessions_that_end_are_renewed_while_objects_are_read(identity: Callable[[Place], Stand], place: Place) -> None:
     """botocore uses expired credentials of EC2 for 12 minutes more. There, only a refusal causes a new request."""
@@ -238,6 +239,7 @@ def test_replaced_token_file_is_read_again(identity: Callable[[Place], Stand], p
         assert fs.cat_file(f"{place.bucket}/object-1") == _OBJECTS["object-1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("identity", [_pod, _web_identity])
 def test_busy_identity_service_is_retried(identity: Callable[[Place], Stand], place: Place) -> None:
     with identity(place) as stand:
@@ -332,6 +334,7 @@ def _workload(
     return stand
 
 
+@pytest.mark.slow
 @pytest.mark.azurite
 @pytest.mark.parametrize("identity", [_machine, _app, _workload])
 def test_azure_identity_reads_renews_and_reports_a_refusal(

@@ -141,6 +141,7 @@ def test_retry_after_beyond_the_patience_fails_at_once(
     assert sum(region.fault_hits()) == asked  # the gate is closed: nothing was sent
 
 
+@pytest.mark.slow
 def test_server_that_restarts_is_waited_for(s3: S3Server, bucket: str, tmp_path: Path) -> None:
     open_origin("s3", s3.target_options).put(f"{bucket}/x", b"here")
     (port,) = free_ports(1)

@@ -165,7 +165,7 @@ def test_new_readers_without_the_control_plane_find_the_running_node(
         assert _read(fs, key) == (live_nodes(fs._options)[0].name, size)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_epochs_over_joining_and_leaving_raylets_read_everything(
     cluster: Raylets,
     region: EmulatedRegion,

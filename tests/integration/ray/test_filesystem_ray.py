@@ -23,7 +23,6 @@ ray = pytest.importorskip("ray")
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 

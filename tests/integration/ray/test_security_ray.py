@@ -24,7 +24,6 @@ ray = pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
-    pytest.mark.thorough,
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 

@@ -149,7 +149,7 @@ def expected() -> tuple[nn.Module, list[list[int]]]:
     return model, taken
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_job_with_a_killed_worker_resumes(cluster: None, s3: S3Server, bucket: str, tmp_path: Path) -> None:
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer

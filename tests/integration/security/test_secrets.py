@@ -262,6 +262,7 @@ def test_checkpoint_bytes_contain_no_secret(
     assert planted.leaks() == []
 
 
+@pytest.mark.slow
 def test_unpickled_file_system_finds_its_own_credentials(
     planted: Planted, s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,7 @@ def test_region_counts_by_prefix_and_method(region: EmulatedRegion, connection: 
     assert region.stats().requests == 0
 
 
+@pytest.mark.slow
 def test_region_adds_the_round_trip_without_serialising(
     region: EmulatedRegion, connection: http.client.HTTPConnection
 ) -> None:
@@ -362,6 +363,7 @@ def test_calibration_reports_figures() -> None:
     assert "round trip" in str(figures)
 
 
+@pytest.mark.slow
 def test_signed_requests_pass_through_to_the_real_server(tmp_path: Path) -> None:
     with S3Server(tmp_path) as s3, EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.001) as region:
         s3.create_bucket("bucket")

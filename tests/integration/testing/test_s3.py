@@ -79,6 +79,7 @@ def test_server_keys_are_private_and_not_in_repr(server: S3Server) -> None:
     assert server.secret not in repr(server)
 
 
+@pytest.mark.slow
 def test_server_directory_has_one_server_at_a_time(server: S3Server) -> None:
     with pytest.raises(errors.UsageError, match="another S3 server is using"):
         S3Server(server.directory).start()
@@ -89,6 +90,7 @@ def test_port_in_use_raises_in_one_line(server: S3Server, tmp_path: Path, capsys
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_restarted_server_has_the_same_objects(tmp_path: Path) -> None:
     server = S3Server(tmp_path)
     with server:
@@ -104,6 +106,7 @@ def test_restarted_server_has_the_same_objects(tmp_path: Path) -> None:
         assert len(leftovers) == 1
 
 
+@pytest.mark.slow
 def test_server_ends_with_its_owner_and_frees_its_directory(tmp_path: Path) -> None:
     # Started in a thread that ends: the kernel's parent-death signal would take that for the end of the owner.
     program = """

@@ -44,7 +44,7 @@ def test_each_read_is_of_one_version(machine: str, examples: int) -> None:
     assert done["crashes with a store"] + done["kills"] + done["files damaged"] > 0
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("machine", "examples"), [("CacheMachine", 30), ("VerifyingCacheMachine", 15)])
 def test_each_read_of_long_runs_is_of_one_version(machine: str, examples: int) -> None:
     done = _run(machine, examples, 40)
@@ -66,7 +66,7 @@ def test_each_read_of_long_runs_is_of_one_version(machine: str, examples: int) -
         assert done[what], what
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", cache_machine.MUTANTS)
 def test_planted_bug_is_detected(mutant: str) -> None:
     """By up to ten runs of the size of `make test`, each with other random numbers: one of them misses some bugs."""

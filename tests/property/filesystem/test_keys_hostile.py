@@ -134,6 +134,7 @@ def place() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
+@pytest.mark.slow
 @quickly
 @given(st.lists(keys, min_size=1, max_size=4, unique=True))
 def test_any_path_names_its_file_or_is_refused(place: Path, names: list[str]) -> None:

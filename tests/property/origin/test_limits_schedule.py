@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ DRAWS = st.floats(0, 1, exclude_max=True)
 RATES = st.floats(0.01, 10_000)
 
 
+@pytest.mark.slow
 @patient
 @given(rate=RATES, gaps=st.lists(st.floats(0, 5), min_size=1, max_size=80))
 def test_rate_stays_within_limit_and_burst_in_any_interval(rate: float, gaps: list[float]) -> None:

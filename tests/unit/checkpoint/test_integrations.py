@@ -25,6 +25,7 @@ def test_every_public_name_has_a_library() -> None:
     assert sorted(LIBRARIES) == sorted(integrations.__all__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["MillraceTrainer", "MillraceCheckpointIO", "MillraceCheckpointer", "accelerator_state"]
 )

@@ -70,6 +70,7 @@ def of_all(found: list[tuple[ObjectDescription, int, tuple[str, ...]]], every: l
     return len(found) / sum(block_count(what.size, BLOCK_BYTES) for what in every)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_join_moves_only_the_new_share(replicas: int) -> None:
     moved = ideal = 0.0
@@ -97,6 +98,7 @@ def test_join_moves_only_the_new_share(replicas: int) -> None:
     assert 0.85 * ideal <= moved <= 1.1 * ideal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_leave_moves_only_the_leavers_share(replicas: int) -> None:
     moved = ideal = 0.0

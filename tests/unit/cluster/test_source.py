@@ -266,6 +266,7 @@ def test_read_by_a_holder_is_stored_as_owned(place: Place) -> None:
 BUSY = answers(503)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [dead, silent, half, wrong, garbage, answers(500), answers(401), BUSY])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_read_with_failing_peers_makes_three_attempts(

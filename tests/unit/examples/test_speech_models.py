@@ -85,6 +85,7 @@ def test_batch_of_silence_has_a_finite_loss(small: SpeechModel) -> None:
     assert torch.isfinite(small.loss(small.build(), small.spare_batch()))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_small_model_learns_and_is_loaded_by_transformers(
     small: SpeechModel, fs: millrace.MillraceFileSystem, tmp_path: Path

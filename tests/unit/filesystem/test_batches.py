@@ -129,6 +129,7 @@ def test_first_read_of_stream_waits_only_for_its_block(node: CacheNode) -> None:
     assert node.find_native(origin, info) is not None  # filled in the background
 
 
+@pytest.mark.slow
 def test_first_read_of_stream_is_before_read_ahead_of_others(node: CacheNode) -> None:
     """Other streams prefetch more than there are threads, and none of it completes."""
     origin = MemoryOrigin()

@@ -45,7 +45,7 @@ def _left_behind(data: Path, store: Path, *, mapped: int) -> list[str]:
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("capacity", ["100MB", "9MB", "0"], ids=["all fits", "evicting", "full"])
-@pytest.mark.parametrize("rounds", [20, pytest.param(85, marks=pytest.mark.thorough)], ids=["24,000", "100,000"])
+@pytest.mark.parametrize("rounds", [20, pytest.param(85, marks=pytest.mark.slow)], ids=["24,000", "100,000"])
 def test_file_system_leaks_no_descriptors_or_maps(tmp_path: Path, rounds: int, capacity: str, native: bool) -> None:
     """The number of opens, over all six cases, of cached, uncached and partly cached objects."""
     paths = _write_objects(tmp_path / "data")

@@ -780,6 +780,7 @@ def test_limiter_with_a_damaged_number_grants_slots(path: Path, number: Number, 
     limiter.release(slot, answered=False)
 
 
+@pytest.mark.slow
 def test_running_process_without_signs_of_life_keeps_its_slots_until_it_is_stopped(path: Path) -> None:
     """On a busy machine the thread that writes the signs may not run for seconds."""
     program = """

@@ -181,6 +181,7 @@ def test_endpoint_that_starts_within_the_short_wait_is_used(monkeypatch: pytest.
     servers[0].server_close()
 
 
+@pytest.mark.slow
 def test_endpoint_that_answered_before_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that restarts in the middle of a run refuses connections for longer than the brief patience."""
     monkeypatch.setattr(reachability, "BRIEF_SECONDS", 0.5)

@@ -134,6 +134,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_cluster_counters_settled_include_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(b"x" * 1000)
     cache = str(tmp_path / "cache")

@@ -76,6 +76,7 @@ run.save(2, {"x": torch.zeros(1000)})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [None, 3])
 def test_directory_of_crashed_save_is_removed_by_the_next_manager(tmp_path: Path, keep: int | None) -> None:
     assert subprocess.run([sys.executable, "-c", DYING, str(tmp_path / "run")], check=False).returncode == 9

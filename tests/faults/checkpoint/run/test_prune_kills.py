@@ -92,6 +92,7 @@ def killer(tmp_path):
     process.communicate()
 
 
+@pytest.mark.slow
 def test_killed_pruning_loses_no_kept_checkpoint(killer, tmp_path):
     run = local_run(tmp_path / "run")
     ends = []

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from millrace.checkpoint import WeightFollower, WeightPublisher
@@ -153,6 +154,7 @@ def run(name: str, url: str, options: dict, after: Callable[[], None]) -> None:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_killed_publisher_leaves_its_last_complete_version_to_all_followers(s3: S3Server, bucket: str) -> None:
     url, options = f"s3://{bucket}/policy", s3.target_options
     follower, mine = WeightFollower(url, target_options=options), empty()
@@ -170,6 +172,7 @@ def test_killed_publisher_leaves_its_last_complete_version_to_all_followers(s3: 
     assert len(set(held)) > POINTS / 2, "late deaths left new versions"
 
 
+@pytest.mark.slow
 def test_killed_follower_disturbs_neither_the_publisher_nor_the_next_follower(s3: S3Server, bucket: str) -> None:
     url, options = f"s3://{bucket}/policy", s3.target_options
     other, mine = WeightFollower(url, target_options=options), empty()

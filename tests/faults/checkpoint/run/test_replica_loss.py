@@ -84,7 +84,7 @@ def slow_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, A
             yield {**server.target_options, "endpoint_url": region.endpoint_url}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_newest_replicated_save_survives_the_loss_of_any_node(tmp_path: Path, slow_store: dict[str, Any]) -> None:
     moments = random.Random(os.environ.get("REPLICA_SEED", "7"))
     from_others = 0

@@ -275,6 +275,7 @@ def test_saver_of_a_killed_training_process_ends(tmp_path: Path, forks: bool) ->
         assert run.latest() == newest + 1
 
 
+@pytest.mark.slow
 def test_end_of_the_script_waits_for_the_save_and_ends_the_saver(tmp_path: Path) -> None:
     """Without a guard of the main module, without `close`, and with an exception at the end."""
     script = tmp_path / "train.py"
@@ -314,6 +315,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_a_save_does_not_end_it(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED, str(tmp_path / "run")],

@@ -302,14 +302,17 @@ PROGRAMS: dict[str, Callable[[Path], None]] = {
 # --- the tests ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_synchronous_and_asynchronous_saves_of_two_ranks_continue_each_other(tmp_path: Path) -> None:
     ranks.run(__file__, "save_in_both_ways", 2, tmp_path)
 
 
+@pytest.mark.slow
 def test_saver_of_rank_1_killed_during_a_save_fails_it_on_all_ranks(tmp_path: Path) -> None:
     ranks.run(__file__, "kill_the_saver_of_rank_1", 2, tmp_path)
 
 
+@pytest.mark.slow
 def test_saver_of_rank_0_killed_before_the_manifest_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
     ranks.run(__file__, "kill_the_saver_of_rank_0", 2, tmp_path)
 
@@ -318,6 +321,7 @@ def test_ranks_that_differ_about_the_last_save_save_once_more_before_they_end(tm
     ranks.run(__file__, "end_after_a_save_that_failed_on_rank_1", 2, tmp_path)
 
 
+@pytest.mark.slow
 def test_killed_rank_ends_its_saver_and_fails_the_save_after_the_timeout(tmp_path: Path) -> None:
     ranks.run(__file__, "kill_rank_1", 2, tmp_path, codes=(0, -signal.SIGKILL))
     wait_until(lambda: is_gone(int((tmp_path / "pid").read_text())))
@@ -327,6 +331,7 @@ def test_killed_rank_ends_its_saver_and_fails_the_save_after_the_timeout(tmp_pat
         assert run.steps() == [2]
 
 
+@pytest.mark.slow
 def test_rank_that_is_late_gets_the_error_of_the_first_rank(tmp_path: Path) -> None:
     ranks.run(__file__, "arrive_late", 2, tmp_path)
 

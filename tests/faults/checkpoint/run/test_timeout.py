@@ -92,6 +92,7 @@ def silent_server() -> Iterator[int]:
 # --- a storage that stops answering ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [SMALL, TWO_PARTS], ids=["one part", "two parts"])
 def test_save_with_silent_storage_fails_within_its_timeout(
     region: EmulatedRegion, options: dict[str, Any], url: str, nbytes: int
@@ -112,6 +113,7 @@ def test_save_with_silent_storage_fails_within_its_timeout(
         assert after.steps() == [1, 2, 5]
 
 
+@pytest.mark.slow
 def test_close_during_save_with_silent_storage_ends_within_its_timeout(
     region: EmulatedRegion, options: dict[str, Any], url: str
 ) -> None:
@@ -125,6 +127,7 @@ def test_close_during_save_with_silent_storage_ends_within_its_timeout(
     assert region.fault_hits()[0] <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [SMALL, TWO_PARTS], ids=["one part", "two parts"])
 def test_save_with_killed_server_ends_within_its_timeout(
     region: EmulatedRegion, options: dict[str, Any], url: str, nbytes: int
@@ -141,6 +144,7 @@ def test_save_with_killed_server_ends_within_its_timeout(
     assert_fails_in_time(run.close)
 
 
+@pytest.mark.slow
 def test_uploads_to_silent_storage_fail_together_within_the_timeout(
     region: EmulatedRegion, options: dict[str, Any], url: str, tmp_path: Path
 ) -> None:
@@ -157,6 +161,7 @@ def test_uploads_to_silent_storage_fail_together_within_the_timeout(
         assert torch.equal(loaded["w"], state(3)["w"])
 
 
+@pytest.mark.slow
 def test_recovered_storage_is_used_by_the_same_manager(
     region: EmulatedRegion, options: dict[str, Any], url: str
 ) -> None:
@@ -172,6 +177,7 @@ def test_recovered_storage_is_used_by_the_same_manager(
 # --- other ways to give it ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_file_system_with_timeout_fails_within_it(tmp_path: Path) -> None:
     with silent_server() as port:
         options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{port}"}
@@ -181,6 +187,7 @@ def test_file_system_with_timeout_fails_within_it(tmp_path: Path) -> None:
         assert "tried 2 times" in error.message
 
 
+@pytest.mark.slow
 def test_timeout_of_the_environment_applies_to_web_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLRACE_TIMEOUT", "3s")
     with silent_server() as port:

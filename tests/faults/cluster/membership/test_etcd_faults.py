@@ -84,6 +84,7 @@ def all_have_both(*memberships: EtcdMembers) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_restart_of_etcd_with_its_data_changes_no_view(own: EtcdServer, connect: Connect) -> None:
     everybody = two_and_a_client(connect, own.address)
     views = [Views(each) for each in everybody]
@@ -103,6 +104,7 @@ def test_restart_of_etcd_with_its_data_changes_no_view(own: EtcdServer, connect:
     wait_for(everybody[2], B)
 
 
+@pytest.mark.slow
 def test_wiped_etcd_is_filled_again(own: EtcdServer, connect: Connect) -> None:
     everybody = two_and_a_client(connect, own.address)
     views = [Views(each) for each in everybody]
@@ -120,6 +122,7 @@ def test_wiped_etcd_is_filled_again(own: EtcdServer, connect: Connect) -> None:
     assert [each._registration._lease for each in everybody[:2]] == leases
 
 
+@pytest.mark.slow
 def test_member_that_died_with_a_wiped_etcd_is_removed(own: EtcdServer, connect: Connect) -> None:
     a, b, client = two_and_a_client(connect, own.address)
     own.kill()
@@ -130,6 +133,7 @@ def test_member_that_died_with_a_wiped_etcd_is_removed(own: EtcdServer, connect:
     wait_for(a, A)
 
 
+@pytest.mark.slow
 def test_views_without_etcd_stay(own: EtcdServer, connect: Connect) -> None:
     everybody = two_and_a_client(connect, own.address)
     views = [Views(each) for each in everybody]
@@ -147,6 +151,7 @@ def test_views_without_etcd_stay(own: EtcdServer, connect: Connect) -> None:
         wait_for(each, changed, B)
 
 
+@pytest.mark.slow
 def test_silence_of_etcd_beyond_the_lease_removes_no_member(own: EtcdServer, connect: Connect) -> None:
     everybody = two_and_a_client(connect, own.address)
     views = [Views(each) for each in everybody]
@@ -161,6 +166,7 @@ def test_silence_of_etcd_beyond_the_lease_removes_no_member(own: EtcdServer, con
     assert all(thread.is_alive() for thread in threads)
 
 
+@pytest.mark.slow
 def test_member_that_was_disconnected_returns(etcd: EtcdServer, connect: Connect) -> None:
     with Forward(etcd.address) as forward:
         cut, b, client = connect(forward.address), connect(etcd.address), connect(etcd.address)
@@ -176,6 +182,7 @@ def test_member_that_was_disconnected_returns(etcd: EtcdServer, connect: Connect
         wait_for(cut, A, B)
 
 
+@pytest.mark.slow
 def test_silent_connections_are_replaced(etcd: EtcdServer, connect: Connect) -> None:
     """The connection is neither reset nor closed, as with a pulled cable."""
     with Forward(etcd.address) as forward:
@@ -191,6 +198,7 @@ def test_silent_connections_are_replaced(etcd: EtcdServer, connect: Connect) -> 
         wait_for(b, A, Member(id="b", address="127.0.0.1:2", weight=7.0))
 
 
+@pytest.mark.slow
 def test_dead_endpoint_is_replaced_by_another(etcd: EtcdServer, connect: Connect) -> None:
     (nobody,) = free_ports(1)
     with Forward(etcd.address) as forward:
@@ -236,6 +244,7 @@ def test_compaction_of_watched_revisions_is_handled(etcd: EtcdServer, connect: C
     assert any(answer is not None and answer["result"].get("canceled") for answer in answers)
 
 
+@pytest.mark.slow
 def test_missed_changes_are_found(etcd: EtcdServer, connect: Connect) -> None:
     a, b, client = two_and_a_client(connect, etcd.address)
     # As if the events had been lost on the way.
@@ -259,6 +268,7 @@ def test_missed_changes_are_found(etcd: EtcdServer, connect: Connect) -> None:
     assert [each.view() for each in (a, b)] == [BOTH] * 2
 
 
+@pytest.mark.slow
 def test_busy_etcd_and_quiet_cluster_need_few_requests(etcd: EtcdServer, connect: Connect) -> None:
     everybody = two_and_a_client(connect, etcd.address)
     before, started = [each.gateway.requests for each in everybody], time.monotonic()
@@ -279,6 +289,7 @@ def test_busy_etcd_and_quiet_cluster_need_few_requests(etcd: EtcdServer, connect
     assert spent[2] - asked <= 4 * leases + 4
 
 
+@pytest.mark.slow
 def test_leave_without_etcd_returns(own: EtcdServer, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
     a, _, client = two_and_a_client(connect, own.address)
     own.kill()
@@ -301,6 +312,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_killed_process_is_removed_after_its_lease(etcd: EtcdServer, connect: Connect) -> None:
     client = connect(etcd.address)
     client.join(A)

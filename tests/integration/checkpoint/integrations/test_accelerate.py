@@ -132,6 +132,7 @@ PROGRAMS = {
 # --- tests ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_training_killed_and_resumed_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     train(str(tmp_path / "whole"), "alone")
     assert run_script(__file__, "alone", "run", directory=tmp_path) == -signal.SIGKILL
@@ -140,7 +141,6 @@ def test_training_killed_and_resumed_equals_an_uninterrupted_one(tmp_path: Path)
     assert_same(saved(tmp_path / "run"), saved(tmp_path / "whole"))
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_training_on_two_ranks_killed_and_resumed_equals_an_uninterrupted_one(kind: str, tmp_path: Path) -> None:

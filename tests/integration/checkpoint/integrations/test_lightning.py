@@ -92,6 +92,7 @@ def assert_same_end(left: str, right: str) -> None:
         torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True])
 def test_training_killed_and_resumed_equals_an_uninterrupted_one(is_async: bool, tmp_path: Path) -> None:
     folder, whole = str(tmp_path / "saves"), str(tmp_path / "whole")
@@ -127,7 +128,7 @@ def test_checkpoints_that_lightning_removes_are_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "best") == ["step=9.ckpt"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_ranks_save_once_and_both_resume(tmp_path: Path) -> None:
     """Lightning starts the second process itself."""
     assert run_script(__file__, str(tmp_path / "a"), str(tmp_path / "b"), directory=tmp_path) == 0

@@ -117,6 +117,7 @@ def resumed(root: Path) -> None:
 # --- tests ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_training_killed_and_resumed_equals_an_uninterrupted_one(
     s3: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +164,6 @@ def assert_trained_model_exports(run: str, model: Any, folder: Path) -> None:
     torch.testing.assert_close(weights, dict(expected), rtol=0, atol=0)
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 def test_training_on_two_ranks_killed_and_resumed_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     ranks.run(__file__, "reference_and_killed", 2, tmp_path, codes=(-9, -9))

@@ -628,6 +628,7 @@ run.close()
 """
 
 
+@pytest.mark.slow
 def test_second_process_on_a_run_raises_run_taken_and_damages_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -681,6 +682,7 @@ print("left", step, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_sigterm_saves_the_step_that_was_done(tmp_path: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(PREEMPTED), str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
@@ -792,6 +794,7 @@ run.save(2, {"x": torch.randn(100_000)})
 """
 
 
+@pytest.mark.slow
 def test_leftovers_of_dead_save_are_removed_by_the_next_save(tmp_path: Path) -> None:
     """Also with a policy that keeps every checkpoint."""
     ended = subprocess.run([sys.executable, "-c", DYING, str(tmp_path / "run")], check=False)

@@ -208,6 +208,7 @@ PROGRAMS = {
 # --- tests ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_deltas_of_two_ranks_are_restored_by_any_number_of_ranks(tmp_path: pathlib.Path) -> None:
     ranks.run(__file__, "saves_and_restores", 2, tmp_path)
     with CheckpointManager(tmp_path / "run") as run:
@@ -218,6 +219,7 @@ def test_deltas_of_two_ranks_are_restored_by_any_number_of_ranks(tmp_path: pathl
         assert run.save(20, found).step == 20
 
 
+@pytest.mark.slow
 def test_error_on_one_rank_is_raised_on_all(tmp_path: pathlib.Path) -> None:
     ranks.run(__file__, "one_rank_fails", 2, tmp_path)
     with CheckpointManager(tmp_path / "run") as run:
@@ -227,6 +229,7 @@ def test_error_on_one_rank_is_raised_on_all(tmp_path: pathlib.Path) -> None:
         assert_same(found, whole(3))
 
 
+@pytest.mark.slow
 def test_signal_to_one_rank_saves_the_same_step_on_all(tmp_path: pathlib.Path) -> None:
     ranks.run(__file__, "told_to_end", 2, tmp_path)
     with CheckpointManager(tmp_path / "run") as run:
@@ -236,12 +239,14 @@ def test_signal_to_one_rank_saves_the_same_step_on_all(tmp_path: pathlib.Path) -
         assert_same(found, whole(step))
 
 
+@pytest.mark.slow
 def test_warning_raised_by_filter_is_raised_on_all_ranks(tmp_path: pathlib.Path) -> None:
     ranks.run(__file__, "warnings_are_errors", 2, tmp_path)
     with CheckpointManager(tmp_path / "policy") as run:
         assert run.steps() == [2]
 
 
+@pytest.mark.slow
 def test_two_ranks_saving_the_newest_step_again_replace_it(tmp_path: pathlib.Path) -> None:
     ranks.run(__file__, "one_step_twice", 2, tmp_path)
     with CheckpointManager(tmp_path / "run") as run:

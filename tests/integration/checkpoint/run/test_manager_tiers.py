@@ -36,6 +36,7 @@ def steps_at(place: Any) -> list[int]:
     return [found.step for found in place.scan() if found.complete]
 
 
+@pytest.mark.slow
 def test_process_end_waits_for_the_upload_of_the_last_save_in_silence(tmp_path: Path) -> None:
     script = """
         import sys, torch
@@ -50,6 +51,7 @@ def test_process_end_waits_for_the_upload_of_the_last_save_in_silence(tmp_path: 
     assert steps_at(open_run(tmp_path / "run")) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_save_is_stored_near_first_and_then_at_the_origin(tmp_path: Path, bucket: S3Server) -> None:
     url, options = "s3://runs/first", bucket.target_options
     state, saved = make_state(), {}
@@ -170,7 +172,7 @@ def test_unwritable_near_disk_is_skipped(tmp_path: Path, bucket: S3Server) -> No
     assert_same(found, state)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_save_during_an_outage_of_the_origin_loses_no_state(tmp_path: Path) -> None:
     state, server = make_state(), S3Server(tmp_path / "s3", port=free_ports(1)[0])
     with server:
@@ -211,7 +213,7 @@ for step in range(first + 1, first + 1000):
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_kill_9_between_the_places_loses_nothing(tmp_path: Path, bucket: S3Server) -> None:
     import json
     import signal

@@ -59,6 +59,7 @@ def objects_and_heap(run: CheckpointManager) -> tuple[int, int]:
     return len(gc.get_objects()), heap_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["directory", "object store", "tiers"])
 def test_many_saves_use_no_more_memory_than_a_few(place: str, s3: S3Server, bucket: str, tmp_path: Path) -> None:
     url, options = f"s3://{bucket}/run", s3.target_options

@@ -79,6 +79,7 @@ def any_nodes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Replic
         yield nodes
 
 
+@pytest.mark.slow
 def test_save_survives_the_loss_of_its_node_before_the_upload(
     tmp_path: Path, bucket: S3Server, region: EmulatedRegion, any_nodes: ReplicaNodes
 ) -> None:
@@ -120,6 +121,7 @@ def order_of(nodes: ReplicaNodes, url: str, options: dict[str, Any], me: int = 0
     return [next(number for number, name in ids.items() if name == each) for each in order]
 
 
+@pytest.mark.slow
 def test_replicas_of_steps_in_the_store_are_deleted_when_a_newer_one_is_safe(
     tmp_path: Path, bucket: S3Server, region: EmulatedRegion, nodes: ReplicaNodes
 ) -> None:
@@ -168,6 +170,7 @@ def test_full_node_costs_an_event_and_the_next_one_is_tried(
         assert not has(seen, "checkpoint.replicated", SECOND)
 
 
+@pytest.mark.slow
 def test_silent_node_costs_an_event_and_no_save(tmp_path: Path, bucket: S3Server, nodes: ReplicaNodes) -> None:
     url, options, state = "s3://runs/silent", bucket.target_options, make_state()
     first, second = order_of(nodes, url, options)
@@ -225,6 +228,7 @@ def test_damaged_replica_is_read_from_the_store(tmp_path: Path, bucket: S3Server
         assert "from the store" in line
 
 
+@pytest.mark.slow
 def test_run_continues_after_a_restore_from_a_replica(
     tmp_path: Path, bucket: S3Server, region: EmulatedRegion, nodes: ReplicaNodes
 ) -> None:

@@ -296,6 +296,7 @@ def test_base_damaged_while_the_manager_runs_gets_no_delta(
     assert restored(tmp_path) == 1
 
 
+@pytest.mark.slow
 def test_base_replaced_in_the_bucket_gets_no_delta(tmp_path: Path, events: list[Event]) -> None:
     with S3Server(tmp_path / "s3") as server:
         server.create_bucket("runs")

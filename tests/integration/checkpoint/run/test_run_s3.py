@@ -68,6 +68,7 @@ class CountingOrigin(ObjectStoreOrigin):
         return counts
 
 
+@pytest.mark.slow
 def test_listing_of_run_needs_the_documented_requests(server):
     origin = CountingOrigin(server)
     url, key = "s3://runs/large", "runs/large"
@@ -221,6 +222,7 @@ def test_claim_of_killed_process_on_server_is_replaced(server):
     assert dead_saves(run) == {checkpoint_name(7)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3", "local"])
 def test_one_of_eight_processes_gets_each_claim(server, tmp_path, place):
     url, options = ("s3://runs/race", server.target_options) if place == "s3" else (str(tmp_path / "race"), None)

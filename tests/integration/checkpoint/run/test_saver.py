@@ -255,6 +255,7 @@ def test_errors_arrive_with_their_types(tmp_path: Path, s3: S3Server, bucket: st
         run.save_async(1, state).result()
 
 
+@pytest.mark.slow
 def test_origin_that_is_down_is_an_error_of_its_type(tmp_path: Path) -> None:
     server = S3Server(tmp_path / "s3", port=free_ports(1)[0])
     with server:
@@ -511,6 +512,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_sharded_tensors_are_saved_without_a_process_group_in_the_saver(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", SHARDED, str(tmp_path / "run")], capture_output=True, text=True, check=False

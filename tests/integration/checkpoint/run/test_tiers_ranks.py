@@ -129,6 +129,7 @@ def data_files(place: Path) -> set[str]:
     return {path.name for path in place.rglob("data-*.millrace")}
 
 
+@pytest.mark.slow
 def test_each_node_stores_its_part_and_the_origin_all(tmp_path: Path) -> None:
     ranks.run(__file__, "save", 2, tmp_path)
     mine, theirs = (data_files(tmp_path / f"node{node}") for node in (0, 1))
@@ -148,12 +149,14 @@ def test_each_node_stores_its_part_and_the_origin_all(tmp_path: Path) -> None:
     ranks.run(__file__, "restore", 2, tmp_path)
 
 
+@pytest.mark.slow
 def test_manifest_refused_by_the_disk_of_one_node_is_an_event(tmp_path: Path) -> None:
     ranks.run(__file__, "refuse_one_manifest", 2, tmp_path)
     for step in (1, 2):
         assert tiers_of(tmp_path, 0).is_at_origin(checkpoint_name(step))
 
 
+@pytest.mark.slow
 def test_checkpoint_that_only_the_disk_of_the_second_rank_has_is_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,7 @@ def test_bit_rot_near_reaches_neither_the_store_nor_a_restore(tiers, state):
     assert 0 < layers.read_bytes[1] <= 8 << 20, "only the damaged range comes from afar"
 
 
+@pytest.mark.slow
 def test_restore_after_loss_of_disk_or_store_reads_the_other(tmp_path, state):
     with S3Server(tmp_path / "s3") as server:
         server.create_bucket("runs")
@@ -144,6 +145,7 @@ def test_restore_after_loss_of_disk_or_store_reads_the_other(tmp_path, state):
                 load_all(tiers.checkpoint(NAME))
 
 
+@pytest.mark.slow
 def test_interrupted_upload_is_completed_when_the_store_returns(tmp_path, state):
     # A run at another endpoint is another run.
     (port,) = free_ports(1)

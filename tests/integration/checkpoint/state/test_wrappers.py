@@ -468,6 +468,7 @@ def save_and_load_shards(root: Path) -> None:
         assert bits(loaded["w"].to_local()) == bits(local)
 
 
+@pytest.mark.slow
 def test_shards_that_are_wrapper_tensors_are_loaded_in_any_sharding(tmp_path):
     ranks.run(__file__, "save_and_load_shards", 2, tmp_path)
     with pytest.raises(UnsupportedObjectError, match="'w' is a wrapper tensor in 2 shards"):

@@ -65,6 +65,7 @@ def names(url, server):
     return sorted(open_storage(url, server.target_options).names())
 
 
+@pytest.mark.slow
 def test_overwritten_checkpoint_on_s3_is_loaded(server):
     url, first, second = "s3://runs/a/step-100", weights(), weights(1)
     writer = save(first, url, server)
@@ -110,6 +111,7 @@ def test_failed_save_keeps_the_previous_checkpoint(server, monkeypatch):
     assert_same(load(state, url, server), state)
 
 
+@pytest.mark.slow
 def test_upload_needs_bounded_memory(server):
     """Parts are uploaded while later ones are compressed. A store that is slower than the codec delays the codec."""
     nbytes = 384 << 20

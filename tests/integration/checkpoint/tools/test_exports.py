@@ -241,6 +241,7 @@ def save_shards(root: Path) -> None:
     dcp.save(state, storage_writer=FileSystemWriter(root / "stock", sync_files=False))
 
 
+@pytest.mark.slow
 def test_export_of_shards_joins_them(tmp_path: Path) -> None:
     ranks.run(__file__, "shards", 2, tmp_path)
     expected = torch.arange(7 * 6, dtype=torch.float32).reshape(7, 6)

@@ -518,6 +518,7 @@ def test_files_without_a_base_are_unchanged(tmp_path):
 # --- an object store ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_chain_is_read_in_few_requests_and_each_byte_once(tmp_path):
     state = {f"layer.{number}": weights(2_000_000, number) for number in range(4)} | {"frozen": weights(2_000_000, 9)}
     with (
@@ -590,6 +591,7 @@ def rank_state(step: int) -> dict:
     return state
 
 
+@pytest.mark.slow
 def test_deltas_of_two_ranks_are_loaded_by_other_numbers_of_ranks(tmp_path):
     ranks.run(__file__, "chain", 2, tmp_path)
     for step in range(4):

@@ -366,6 +366,7 @@ def run_one(root: pathlib.Path) -> None:
 PROGRAMS = {"two": run_two, "one": run_one}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "world"), [("two", 2), ("one", 1)])
 def test_planners_in_process_groups_save_and_load_equal_values(tmp_path, program, world):
     ranks.run(__file__, program, world, tmp_path)

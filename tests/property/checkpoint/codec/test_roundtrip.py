@@ -173,6 +173,7 @@ def blank(draw, tensor):
     return space[..., ::2]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_state_saved_in_any_sharding_is_loaded_in_any_other(data):

@@ -158,6 +158,7 @@ def hostile_chunks(draw):
     return kind, bytes(stored), base, length
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(hostile_chunks())
 def test_decoding_any_chunk_raises_only_millrace_errors_in_bounded_memory(chunk):
@@ -248,6 +249,7 @@ def read_everything(data: bytes, place: pathlib.Path) -> None:
             fetcher.fetch([ItemRequest(number, Runs(0, nbytes, (), ()), np.empty(nbytes, np.uint8))])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(meta_changes=st.lists(changes, max_size=3), cell_changes=st.lists(cells, max_size=3))
 def test_reading_any_manifest_raises_only_millrace_errors_in_bounded_memory(saved, meta_changes, cell_changes):
@@ -307,6 +309,7 @@ def test_compression_bomb_costs_its_stored_size(saved, name):
     assert peak < 64 << 20
 
 
+@pytest.mark.slow
 def test_largest_accepted_bomb_is_small(saved):
     """The largest manifest that counts as small, with the JSON that needs the most memory for its length."""
     bomb = with_section(saved, META=b"[" + b"[]," * ((4 << 20) // 3 - 1000) + b"[]]")

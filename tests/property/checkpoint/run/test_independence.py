@@ -8,6 +8,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -104,6 +105,7 @@ class Model:
         return plan_pruning(self.here, policy, now=float(self.saved))
 
 
+@pytest.mark.slow
 @settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(saves, st.lists(policies, min_size=1, max_size=2))
 def test_plan_after_any_saves_keeps_the_files_of_restores(plan: list[Save], chosen: list[Policy]) -> None:
@@ -138,6 +140,7 @@ def state_of(number: int) -> dict[str, torch.Tensor]:
     return {"w": torch.randn(20_000, generator=generator) * (1 + 1e-4 * number), "n": torch.tensor(number)}
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(saves.map(lambda plan: plan[:7]), st.integers(1, 3), st.integers(1, 4), fractions, fractions, st.integers(0, 7))
 def test_real_saves_in_any_order_survive_one_flipped_bit(

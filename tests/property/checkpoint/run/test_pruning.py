@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.runs import add_checkpoint, assert_whole, complete, is_whole, local_run, object_run, own_paths, tree
@@ -162,6 +163,7 @@ def assert_finished(run: Run, root: Path, expected: list[CheckpointInfo]) -> Non
     assert sorted(complete(run)) == sorted(info.name for info in expected)
 
 
+@pytest.mark.slow
 @RUNS
 @given(runs, policies, st.lists(st.integers(0, 12), max_size=4), st.booleans())
 def test_killed_pruning_is_harmless_and_completed_by_the_next(plan, policy, deaths, is_local):

@@ -160,6 +160,7 @@ def test_removed_checkpoint_files_are_dropped_and_no_others(make_node: MakeNode,
 # --- a trace: epochs, and restores between and during them ----------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restores", [False, True], ids=["alone", "with restores"])
 def test_restores_during_epochs_cost_less_than_two_points_of_hits(make_node: MakeNode, restores: bool) -> None:
     # A data set of twice the cache, of which the optimum is half. Each restore reads two and a half times the cache.

@@ -623,6 +623,7 @@ def test_rebuild_uses_the_newest_record_of_an_object(make_node: MakeNode) -> Non
     assert {r.group for r in after.values()} == {"memory b/set"}
 
 
+@pytest.mark.slow
 def test_small_reads_leak_no_descriptors_or_maps(make_node: MakeNode) -> None:
     """200 MB of objects of 26 KB, read three times."""
     data = os.urandom(26_000)

@@ -81,6 +81,7 @@ def seeded() -> None:
 # --- one process ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOADERS)
 def test_resumed_loader_returns_the_remaining_samples(name: str) -> None:
     make = LOADERS[name]

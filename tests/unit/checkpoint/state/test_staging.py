@@ -444,6 +444,7 @@ def scramble(value) -> None:
         value.add(-1)
 
 
+@pytest.mark.slow
 @given(st.lists(states(), min_size=1, max_size=4))
 @settings(max_examples=60, deadline=None)
 def test_any_staged_state_is_equal(drawn):
