@@ -47,6 +47,7 @@ _POLICY: EvictionPolicy = keep_policy
 """The eviction policy of every store."""
 
 _BATCHES = 64  # uses are recorded when their bytes reach this fraction (1/n) of the capacity, or twice a second
+_BATCH_WITHOUT_CAPACITY = 64 << 20  # nothing is evicted, so that the order of uses does not matter
 
 _SEGMENTS_OF_A_QUOTA = 16  # the capacity holds at least this many segments
 
@@ -303,7 +304,8 @@ class Disk:
         if self._missed_bytes <= self._settle_after:
             return
         try:
-            batch, pending = self.store.space.capacity_bytes() // _BATCHES, self.usage.settle()
+            batch = self.store.space.capacity_bytes() // _BATCHES or _BATCH_WITHOUT_CAPACITY
+            pending = self.usage.settle()
             if pending > batch:
                 self.write_down_uses()
                 pending = 0

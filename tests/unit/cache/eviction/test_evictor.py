@@ -3,8 +3,9 @@
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.native import open_native
@@ -12,6 +13,7 @@ from tests.support.native import open_native
 from millrace.cache import catalog
 from millrace.cache.eviction.audit import Leftovers
 from millrace.cache.eviction.evictor import Candidate
+from millrace.cache.eviction.usage import Tally
 from millrace.cache.eviction.usage_records import UsageRecords
 from millrace.cache.held import HeldBlocks
 from millrace.cache.node import CacheNode, cache_node
@@ -214,6 +216,27 @@ def test_capacity_of_another_process_is_enforced_by_maintenance(make_node: Calla
     disk.rules.change(lambda rules: rules.with_capacity(Amount(nbytes=3 * SIZE)))
     run_tasks()
     assert used(node) == 3 * SIZE
+
+
+def test_reads_without_capacity_are_recorded_together(
+    make_node: Callable[..., CacheNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = ComputedOrigin(objects(20))
+    node = make_node(capacity=0)
+    recorded: list[int] = []
+    note = UsageRecords.note
+
+    def counted(self: UsageRecords, tallies: Sequence[Tally], **options: Any) -> list[bytes]:
+        recorded.append(len(tallies))
+        return note(self, tallies, **options)
+
+    monkeypatch.setattr(UsageRecords, "note", counted)
+    for key in objects(20):
+        read(node, origin, key)
+    node.open_disks[0].write_down_uses()
+    assert sum(recorded) == 20
+    assert len(recorded) < 20  # not one by one, also if maintenance has recorded some
+    assert used(node) == 0
 
 
 def test_object_beyond_its_ttl_is_removed(make_node: Callable[..., CacheNode], monkeypatch: pytest.MonkeyPatch) -> None:
