@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,13 @@ from millrace.checkpoint.run.retention import Policy, kept_names
 from millrace.checkpoint.run.run_info import CheckpointInfo, paths_of
 from millrace.checkpoint.run.run_layout import RunListing, parse_name
 from millrace.checkpoint.run.timeline import newest_first, timeline
-from millrace.checkpoint.storage.manifests import ORPHAN_SECONDS, find_orphans, is_left_behind, rank_of_manifest
+from millrace.checkpoint.storage.manifests import (
+    ORPHAN_SECONDS,
+    find_orphans,
+    is_left_behind,
+    old_before,
+    rank_of_manifest,
+)
 from millrace.errors import MillraceError
 
 IN_FLIGHT_SECONDS = 300.0
@@ -212,8 +219,9 @@ def plan_work(
     directories of saves whose writers have certainly died. `independent` and `damaged` as in `plan_pruning`.
 
     A file that no manifest names is removed at once if a note names it or its writer is dead (in an object store: if its
-    directory did not change for five minutes). Otherwise it is removed when it is a day older than the newest manifest.
-    All ages are by the storage's clock.
+    directory did not change for five minutes). Otherwise it is removed when it is a day older than the newest manifest, by
+    the storage's clock, and than `now`, by this machine's: a manifest from a clock that was ahead, or that was copied with
+    such a time, must not make the files of a save in flight look old.
     """
     notes = notes or {}
     noted = frozenset[str]().union(*(note.paths for note in notes.values()))
@@ -231,7 +239,8 @@ def plan_work(
         damaged=damaged,
     )
     owned = spared.union(*(paths_of(info) for info in infos.values()))
-    leftovers = set(_leftovers(listing, owned, noted, frozenset(dead), is_remote))
+    before = _old_before(listing, now)
+    leftovers = set(_leftovers(listing, owned, noted, frozenset(dead), is_remote, before))
     of_removed = {f"{place}/{name}" for place, names in plan.files_of_removed_to_delete.items() for name in names}
     going = (of_removed & sizes.keys()) | leftovers
     # Files that kept checkpoints name stay, also if an earlier pruning with another policy noted them.
@@ -241,16 +250,17 @@ def plan_work(
         plan=plan,
         delete=by_directory(going),
         leftovers=tuple(sorted(leftovers)),
-        empty=tuple(_empty(listing, notes, dead)),
-        run_files=tuple(_run_files(listing, finished)),
+        empty=tuple(_empty(listing, notes, dead, before)),
+        run_files=tuple(_run_files(listing, finished, before)),
         unreadable=unreadable,
         sizes=sizes,
     )
 
 
-def _published(listing: RunListing) -> float | None:
-    """The time of the newest manifest."""
-    return max((found.manifest.modified for found in listing.checkpoints if found.manifest), default=None)
+def _old_before(listing: RunListing, now: float) -> float:
+    """Files from before this time that belong to no checkpoint are old. Without a manifest none are."""
+    published = max((found.manifest.modified for found in listing.checkpoints if found.manifest), default=-math.inf)
+    return old_before(published, now)
 
 
 def _spared(listing: RunListing, infos: Mapping[str, CheckpointInfo], unreadable: Collection[str]) -> frozenset[str]:
@@ -270,14 +280,18 @@ def _spared(listing: RunListing, infos: Mapping[str, CheckpointInfo], unreadable
 
 
 def _leftovers(
-    listing: RunListing, owned: frozenset[str], noted: frozenset[str], dead: frozenset[str], is_remote: bool
+    listing: RunListing,
+    owned: frozenset[str],
+    noted: frozenset[str],
+    dead: frozenset[str],
+    is_remote: bool,
+    before: float,
 ) -> Iterator[str]:
-    published = _published(listing)
     everything = [*listing.files, *(file for found in listing.checkpoints for file in found.files)]
     latest = max((file.modified for file in everything), default=0.0)
     for found in listing.checkpoints:
         unowned = [file for file in found.files if f"{found.name}/{file.name}" not in owned]
-        old = set(find_orphans(unowned, (), published)) if published is not None else set()
+        old = set(find_orphans(unowned, (), before))
         is_quiet = not is_remote or max(file.modified for file in found.files) < latest - IN_FLIGHT_SECONDS
         is_dead = found.name in dead and not found.complete and is_quiet
         for file in unowned:
@@ -286,18 +300,14 @@ def _leftovers(
                 yield path
 
 
-def _empty(listing: RunListing, notes: Mapping[str, Note], dead: Collection[str]) -> Iterator[str]:
-    published = _published(listing)
+def _empty(listing: RunListing, notes: Mapping[str, Note], dead: Collection[str], before: float) -> Iterator[str]:
     noted = frozenset[str]().union(*(note.directories for note in notes.values()))
     for directory in listing.empty:
-        is_old = published is not None and directory.modified < published - ORPHAN_SECONDS
-        if directory.name in noted or directory.name in dead or is_old:
+        if directory.name in noted or directory.name in dead or directory.modified < before:
             yield directory.name
 
 
-def _run_files(listing: RunListing, finished: Collection[str]) -> Iterator[str]:
-    published = _published(listing)
+def _run_files(listing: RunListing, finished: Collection[str], before: float) -> Iterator[str]:
     for file in listing.files:
-        is_old = published is not None and file.modified < published - ORPHAN_SECONDS
-        if file.name in finished or (is_old and _TORN.fullmatch(file.name)):
+        if file.name in finished or (file.modified < before and _TORN.fullmatch(file.name)):
             yield file.name

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -220,8 +221,8 @@ def summarize(storage: CheckpointStorage, loaded: LoadedManifest) -> CheckpointS
 
 
 ORPHAN_SECONDS = 24 * 3600.0
-"""An orphan is removed when it is this much older than the newest manifest. A running save has files without a manifest,
-too, and an object store dates a long upload by its begin. So a save must not take longer than this.
+"""An orphan is removed when it is this much older than the newest manifest, and than the present. A running save has files
+without a manifest, too, and an object store dates a long upload by its begin. So a save must not take longer than this.
 """
 
 # Final and temporary names of `open_writer` and `publish`, and of the files by which ranks save together. No other file is
@@ -245,15 +246,19 @@ def rank_of_manifest(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def find_orphans(files: Iterable[StoredFile], owned: Collection[str], published: float) -> list[str]:
-    """Names of the files that no manifest owns and that are `ORPHAN_SECONDS` older than `published`.
+def old_before(published: float, now: float) -> float:
+    """The time before which a file without a manifest is old. `published` is that of the newest manifest.
 
-    Both times are from the clock of the storage, so the clocks of clients do not matter.
+    It and the times of files are from the clock of the storage. That clock may have been ahead, and then set back: then
+    `now`, by the clock of this process, counts. A process whose clock is behind removes such files later.
     """
+    return min(published, now) - ORPHAN_SECONDS
+
+
+def find_orphans(files: Iterable[StoredFile], owned: Collection[str], before: float) -> list[str]:
+    """Names of the files that no manifest owns and that are from before the time `before` (`old_before`)."""
     return [
-        file.name
-        for file in files
-        if is_left_behind(file.name) and file.name not in owned and file.modified < published - ORPHAN_SECONDS
+        file.name for file in files if is_left_behind(file.name) and file.name not in owned and file.modified < before
     ]
 
 
@@ -265,10 +270,13 @@ def sweep(storage: CheckpointStorage, manifest_name: str) -> None:
     try:
         files = storage.files()
         published = next((file.modified for file in files if file.name == manifest_name), None)
-        if published is None or not find_orphans(files, (), published):
+        if published is None:
+            return
+        before = old_before(published, time.time())
+        if not find_orphans(files, (), before):
             return
         # Read all manifests only when there may be orphans. An unreadable manifest owns all files.
-        orphans = find_orphans(files, _owned_files(storage, files), published)
+        orphans = find_orphans(files, _owned_files(storage, files), before)
         if orphans:
             storage.delete(orphans)
             emit(Event(name="checkpoint.orphans.removed", subject=storage.url, detail=", ".join(orphans)))

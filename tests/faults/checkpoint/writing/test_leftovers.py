@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
-from millrace.checkpoint.storage.manifests import ORPHAN_SECONDS, find_orphans
+from millrace.checkpoint.storage.manifests import ORPHAN_SECONDS, find_orphans, old_before
 from millrace.checkpoint.storage.storage import LocalStorage, StoredFile
 from millrace.checkpoint.writing import packing as packing_module
 from millrace.checkpoint.writing import rank_writer
@@ -171,7 +171,12 @@ def file(name: str, age: float) -> StoredFile:
     ],
 )
 def test_orphans_are_found_by_name_and_age(name, age, orphan):
-    assert find_orphans([file(name, age)], {"data-owned-0-0.millrace"}, 1e9) == ([name] if orphan else [])
+    before = old_before(1e9, 2e9)
+    assert find_orphans([file(name, age)], {"data-owned-0-0.millrace"}, before) == ([name] if orphan else [])
+
+
+def test_age_of_orphans_is_bounded_by_the_present_where_the_manifest_is_from_the_future():
+    assert old_before(1e9 + 3 * DAY, 1e9) == old_before(1e9, 1e9 + 3 * DAY) == 1e9 - DAY
 
 
 def age(path, seconds: float) -> None:

@@ -280,6 +280,17 @@ def test_prune_removes_leftovers_a_day_older_than_newest_manifest(run, tmp_path)
     assert_whole(run)
 
 
+def test_prune_with_a_manifest_from_the_future_keeps_the_files_of_a_save_in_flight(run, tmp_path):
+    add_checkpoint(run, 5)
+    age(tmp_path, f"{checkpoint_name(5)}/{MANIFEST_NAME}", -3 * DAY)  # the clock was ahead, or the file was copied
+    young, old = data_name(), data_name()
+    for name in (young, old):
+        add_file(run, checkpoint_name(6), name)
+    age(tmp_path, f"{checkpoint_name(6)}/{old}", DAY + 60)
+    assert prune(run, None).leftovers == (f"{checkpoint_name(6)}/{old}",)
+    assert [file.name for file in run.scan()[1].files] == [young]
+
+
 def test_prune_without_manifests_removes_nothing(run, tmp_path):
     add_file(run, checkpoint_name(3), data_name())
     for path in files(tmp_path):
