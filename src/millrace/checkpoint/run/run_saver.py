@@ -299,9 +299,9 @@ class RunSaver:
         about = {"run": {"step": step, "full": "", **record}, "user": user}
         for is_last in (False, True):
             chosen = order or self.order(step)
-            self._announce(chosen.name)
-            about["run"]["full"] = chosen.full
             try:
+                self._announce(chosen.name)
+                about["run"]["full"] = chosen.full
                 return self._attempt(chosen, staged, about, progress)
             except DiskFullError:
                 if is_last or not self.make_room(self.run):
@@ -337,6 +337,14 @@ class RunSaver:
 
     def order(self, step: int) -> SaveOrder:
         """Decide the name and the base of the next save. On the first rank. Raises as `save`."""
+        try:
+            return self._decide(step)
+        except DiskFullError:  # there is no space for the claim
+            if not self.make_room(self.run):
+                raise
+            return self._decide(step)
+
+    def _decide(self, step: int) -> SaveOrder:
         if not (self.rewind or self.may_go_back):
             self._refuse_to_go_back(step)
         complete, taken = self._known_names()
@@ -444,8 +452,14 @@ class RunSaver:
 
         Not for a save to a local disk, which has to work while the origin does not respond.
         """
-        if self._claim is not None and self.local is None:
+        if self._claim is None or self.local is not None:
+            return
+        try:
             self._claim.announce([name])
+        except DiskFullError:
+            if self.member.count == 1:  # nothing is stored under this name; other ranks keep the order
+                self._taken.discard(parse_name(name) or (0, 0))
+            raise
 
     def _stored_history(self, live: list[Point]) -> list[SaveRecord]:
         """The saves since the last full one by an earlier process, if they are all near."""

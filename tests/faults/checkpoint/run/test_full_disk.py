@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
 import sys
 import warnings
@@ -25,11 +26,11 @@ def noise(step: int, mib: int = 3) -> dict[str, Any]:
     return {"w": torch.randint(0, 256, (mib << 20,), dtype=torch.uint8, generator=generator), "step": step}
 
 
-def restored(place: Path) -> int:
-    state = noise(0)
+def restored(place: Path, mib: int = 3) -> int:
+    state = noise(0, mib)
     with CheckpointManager(place) as run:
         assert run.restore(state) == state["step"]
-    assert torch.equal(state["w"], noise(state["step"])["w"])
+    assert torch.equal(state["w"], noise(state["step"], mib)["w"])
     return int(state["step"])
 
 
@@ -100,6 +101,31 @@ def test_save_on_full_disk_prunes_and_retries(small_disk: Path) -> None:
         assert run.steps() == [3, 4]
     assert directories(small_disk / "run") == [3, 4]
     assert restored(small_disk / "run") == 4
+
+
+def fill(disk: Path) -> None:
+    """As another program would, to the last byte."""
+    with contextlib.suppress(OSError), open(disk / "log", "ab", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+@pytest.mark.root
+def test_save_on_disk_without_space_for_a_claim_prunes_and_retries(small_disk: Path) -> None:
+    with CheckpointManager(small_disk / "run", full_every=1) as run:
+        for step in (1, 2, 3):
+            run.save(step, noise(step, mib=2))
+    fill(small_disk)
+    with CheckpointManager(small_disk / "run", full_every=1, keep=1, independent=False) as run:
+        assert run.save(4, noise(4, mib=1)).step == 4
+        assert run.steps() == [4]
+        older, newest = (small_disk / "run" / f"step-{step:012d}" for step in (2, 4))
+        shutil.copytree(newest, older)
+        fill(small_disk)
+        # The claim, which this manager has now, cannot be rewritten either.
+        assert run.save(5, noise(5, mib=1)).url.endswith("step-000000000005")
+    assert directories(small_disk / "run") == [5]
+    assert restored(small_disk / "run", mib=1) == 5
 
 
 @pytest.mark.root
