@@ -197,12 +197,15 @@ class Uploader:
         return [upload.name for upload in before if upload.manifest]
 
     def publish(self, names: Collection[str]) -> None:
-        """Publish the manifests of checkpoints, whose files are at the origin. Raises `RunTakenError`."""
+        """Publish the manifests of checkpoints, whose files are at the origin.
+
+        Raises `RunTakenError`, and `RetryableError`: then a later upload tries again, before it publishes a newer one.
+        """
         for name in names:
             source, target = self.local.checkpoint(name), self.tiers.origin.checkpoint(name)
             try:
                 copy_checkpoint(source, target, (), check=self.check)
-            except RunTakenError:
+            except (RunTakenError, RetryableError):
                 raise
             except MillraceError as error:
                 # Files of a node that is gone. Later saves do not need this manifest.

@@ -20,7 +20,7 @@ from millrace.checkpoint import CheckpointManager, SaveProgress
 from millrace.checkpoint.run import uploading
 from millrace.checkpoint.run.run_layout import Run, open_run
 from millrace.checkpoint.run.tiers import Upload, open_tiers
-from millrace.errors import CorruptCheckpointError, MillraceError
+from millrace.errors import CorruptCheckpointError, MillraceError, OriginUnavailableError
 from millrace.testing.process import free_ports
 from millrace.testing.s3 import S3Server
 
@@ -269,3 +269,27 @@ def test_first_upload_leaves_later_saves_to_their_own(tmp_path: Path, monkeypatc
             change(state)
     assert "checkpoint.tier.left" not in {event.name for event in seen}
     assert steps_at(open_run(tmp_path / "run")) == [1, 2]
+
+
+def test_leftover_whose_manifest_fails_for_a_passing_reason_is_published_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failures are injected: no server fails exactly these two requests."""
+    copy_it, failures = uploading.copy_checkpoint, ["all", "manifest"]
+
+    def failing(source: Any, target: Any, files: Any, **options: Any) -> Any:
+        is_manifest = options.get("manifest", True)
+        if target.url.endswith("2") and failures and (is_manifest or failures[0] == "all"):
+            failures.pop(0)
+            raise OriginUnavailableError(f"{target.url}: no answer", next_step="try again")
+        return copy_it(source, target, files, **options)
+
+    monkeypatch.setattr(uploading, "copy_checkpoint", failing)
+    with CheckpointManager(tmp_path / "run", local=tmp_path / "near", local_keep=2, full_every=1) as run:
+        run.save(1, make_state())
+        for step in (2, 3):
+            with pytest.raises(OriginUnavailableError):
+                run.save(step, make_state())
+        run.save(4, make_state())
+    assert failures == []
+    assert steps_at(open_run(tmp_path / "run")) == [1, 2, 3, 4]
