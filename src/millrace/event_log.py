@@ -65,6 +65,7 @@ EVENTS = {
     "checkpoint.sweep.failed": Declared(_WARNING, "files without a manifest were not removed"),
     "checkpoint.tier.damaged": Declared(_WARNING, "a file of a near copy is damaged; it is read from the next place"),
     "checkpoint.tier.left": Declared(_WARNING, "a checkpoint was not uploaded; it stays on the local disk"),
+    "checkpoint.tier.outdated": Declared(_WARNING, "a checkpoint on a disk is not used: the run continued elsewhere"),
     "checkpoint.tier.refused": Declared(_WARNING, "a disk for near copies was not used"),
     "checkpoint.tier.unreachable": Declared(_WARNING, "a place with copies of checkpoints cannot be read"),
     "cluster.folder.failed": Declared(_WARNING, "the view of the cluster was not published; it is tried again"),

@@ -21,7 +21,7 @@ from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run
 from millrace.checkpoint.run.run_saver import RunSaver, Write
 from millrace.checkpoint.run.save_values import LastSave, Member, RunState, SaveOrder, Staged, Written
 from millrace.checkpoint.run.saving import ProgressMeter, Report, SaveResult
-from millrace.checkpoint.run.tiers import Tiers, open_tiers
+from millrace.checkpoint.run.tiers import Placed, Tiers, open_tiers
 from millrace.checkpoint.run.uploading import Uploader
 from millrace.config import parse_timeout, resolve_limits
 from millrace.events import Event, emit
@@ -233,12 +233,18 @@ class SaveEngine:
             self.retention.prune_after_save()
 
     def _scan(self) -> list[ListedCheckpoint]:
-        """The checkpoints in all places, complete or not, each once."""
+        """The checkpoints in all places, complete or not, each once. Those of an outdated history count as incomplete."""
         self.tiers.look()
         *near, origin = self.tiers.places
-        found = {each.name: each for run in near for each in run.scan()}
-        found.update({each.name: each for each in origin.scan() if each.complete or each.name not in found})
-        return list(found.values())
+        placed = {each.name: Placed(each, run) for run in near for each in run.scan()}
+        at_origin = {
+            each.name: Placed(each, origin) for each in origin.scan() if each.complete or each.name not in placed
+        }
+        placed.update(at_origin)
+        outdated = self.tiers.outdated(placed.values())
+        return [
+            replace(each.found, complete=False) if each.name in outdated else each.found for each in placed.values()
+        ]
 
 
 def failed(url: str, step: int, error: Exception) -> Event:

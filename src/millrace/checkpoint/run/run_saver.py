@@ -296,12 +296,12 @@ class RunSaver:
         order: SaveOrder | None,
     ) -> tuple[bool, SaveOrder, _RunWriter]:
         """Write one save, in a second attempt after a full disk. Returns as `_attempt`."""
-        about = {"run": {"step": step, "full": "", **record}, "user": user}
+        about = {"run": {"step": step, "full": "", "after": "", **record}, "user": user}
         for is_last in (False, True):
             chosen = order or self.order(step)
             try:
                 self._announce(chosen.name)
-                about["run"]["full"] = chosen.full
+                about["run"].update(full=chosen.full, after=chosen.after or "")
                 return self._attempt(chosen, staged, about, progress)
             except DiskFullError:
                 if is_last or not self.make_room(self.run):
@@ -354,6 +354,7 @@ class RunSaver:
         self._taken.add((step, revision))
         name, save_id = checkpoint_name(step, revision), uuid.uuid4().hex
         live = timeline(complete)
+        after = checkpoint_name(*live[-1]) if live else None
         if self._is_next_full:
             self._is_next_full = False
             self._drop_history()
@@ -370,10 +371,11 @@ class RunSaver:
             has_independent=not self.independent or self._has_independent(),
         )
         if kind == "full":
-            return SaveOrder(name=name, base=None, is_anchor=False, full=name, save_id=save_id)
+            return SaveOrder(name=name, base=None, is_anchor=False, full=name, save_id=save_id, after=after)
         is_anchor = kind == "anchor"
         base = history[0 if is_anchor else -1].directory
-        return SaveOrder(name=name, base=base, is_anchor=is_anchor, full=history[0].directory, save_id=save_id)
+        full = history[0].directory
+        return SaveOrder(name=name, base=base, is_anchor=is_anchor, full=full, save_id=save_id, after=after)
 
     def _has_independent(self) -> bool:
         """Whether the run has a checkpoint that shares no file with the saves since the last full one.

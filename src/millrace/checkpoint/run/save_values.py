@@ -32,7 +32,8 @@ class Member:
 @dataclass(frozen=True, kw_only=True)
 class SaveOrder:
     """The first rank's decision for all: the directory, the base of the save (None: a full save), the id of the save, and
-    whether a near save is copied to other nodes, where the manager has `replicas`.
+    whether a near save is copied to other nodes, where the manager has `replicas`. `after` is the checkpoint that the save
+    follows (None: the first of the run).
     """
 
     name: str
@@ -40,6 +41,7 @@ class SaveOrder:
     is_anchor: bool
     full: str
     save_id: str
+    after: str | None = None
     is_copied: bool = True
 
 

@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -104,8 +104,8 @@ class Tiers:
     def complete(self) -> list[Placed]:
         """The complete checkpoints of all places, each once, by step and revision; of copies the one in the farthest place.
 
-        A place that does not respond is skipped with an event (`checkpoint.tier.unreachable`) if another place has any
-        checkpoint. Otherwise its error is raised.
+        Those of an outdated history (`outdated`) are left out, with an event. A place that does not respond is skipped with
+        an event (`checkpoint.tier.unreachable`) if another place has any checkpoint. Otherwise its error is raised.
         """
         self.look()
         found: dict[str, Placed] = {}
@@ -118,11 +118,33 @@ class Tiers:
                 emit(Event(name="checkpoint.tier.unreachable", subject=run.url, detail=str(error)))
         if errors and not found:
             raise errors[-1]
+        for name in self.outdated(found.values()):
+            emit(Event(name="checkpoint.tier.outdated", subject=found.pop(name).run.url_of(name)))
         last = last_revisions(found.values())
         return [
             Placed(replace(each.found, superseded=each.revision < last[each.step]), each.run)
             for each in sorted(found.values(), key=lambda each: (each.step, each.revision))
         ]
+
+    def outdated(self, placed: Iterable[Placed]) -> frozenset[str]:
+        """The names of those that belong to an outdated history (the function `outdated`).
+
+        Reads the manifests that only near places have, if one of them is newer than all at the origin. One that cannot be
+        read counts as current.
+        """
+        complete = [each for each in placed if each.found.complete]
+        at_origin = [each for each in complete if each.run is self.origin]
+        newest = max(map(age_of, at_origin), default=None)
+        near = [each for each in complete if each.run is not self.origin]
+        if newest is None or all(age_of(each) < newest for each in near):
+            return frozenset()
+        infos: list[CheckpointInfo] = []
+        for each in near:
+            try:
+                infos.append(each.describe())
+            except MillraceError as error:
+                emit(Event(name="checkpoint.tier.unreachable", subject=each.run.url_of(each.name), detail=str(error)))
+        return outdated(infos, {each.name: age_of(each) for each in at_origin})
 
     def manifest(self, name: str) -> StoredManifest:
         """The manifest of the save that a checkpoint's name stands for: that at the origin, else the last one elsewhere.
@@ -232,6 +254,30 @@ def _below(path: str, directory: str) -> str:
     return os.path.join(os.path.abspath(os.path.expanduser(path)), directory)
 
 
+# --- histories ------------------------------------------------------------------------------------
+
+
+def outdated(near: Iterable[CheckpointInfo], origin: Mapping[str, tuple[int, int]]) -> frozenset[str]:
+    """The names of near checkpoints of a history that the run does not follow any more. Pure.
+
+    `near` are complete checkpoints that the origin lacks, `origin` the complete ones there by name, with their ages. A node
+    was lost with saves that were not uploaded yet, and the run continued elsewhere from an older checkpoint. When the node
+    returns, such a save may have the highest step, but it follows a checkpoint that is not the newest at the origin, also
+    through other near ones. Where that is unknown, it is not outdated.
+    """
+    by_name = {info.name: info for info in near if info.name not in origin}
+    newest = max(origin, key=origin.__getitem__, default=None)
+    found: set[str] = set()
+    for info in by_name.values():
+        after, seen = info.after, {info.name}
+        while after in by_name and after not in seen:
+            seen.add(after)
+            after = by_name[after].after
+        if after in origin and after != newest and newest is not None and age_of(info) > origin[newest]:
+            found.add(info.name)
+    return frozenset(found)
+
+
 # --- pending uploads ------------------------------------------------------------------------------
 
 
@@ -256,17 +302,18 @@ def plan_uploads(
 
     `local` are the complete checkpoints of the near place, `local_paths` all paths in it (`directory/file`), `origin` the
     directories at the origin. Only checkpoints that are newer than every complete one at the origin (by revision, then
-    step, as in `timeline.py`) are uploaded: the others belong to a history that continued elsewhere. Of a directory whose
+    step, as in `timeline.py`) are uploaded, and none of an outdated history (`outdated`). Of a directory whose
     checkpoint is not uploaded, the files that an uploaded delta needs are. The files of other nodes are not in
     `local_paths`, and those nodes upload them.
     """
-    complete = {found.name for found in origin if found.complete}
-    newest = max(((found.revision, found.step) for found in origin if found.complete), default=None)
+    complete = {found.name: age_of(found) for found in origin if found.complete}
+    newest = max(complete.values(), default=None)
+    abandoned = outdated(local, complete)
     origin_paths = {f"{found.name}/{file.name}" for found in origin for file in found.files}
     by_name = {info.name: info for info in local}
     uploads: list[Upload] = []
     for info in sorted(local, key=age_of):
-        if info.name in complete or (newest is not None and age_of(info) < newest):
+        if info.name in complete or info.name in abandoned or (newest is not None and age_of(info) < newest):
             continue
         missing: dict[str, list[str]] = {info.name: []}
         for directory, file in sorted(directory_of(name, info.name) for name in info.files):

@@ -293,3 +293,26 @@ def test_leftover_whose_manifest_fails_for_a_passing_reason_is_published_later(
         run.save(4, make_state())
     assert failures == []
     assert steps_at(open_run(tmp_path / "run")) == [1, 2, 3, 4]
+
+
+def test_disk_of_a_node_that_was_away_restores_no_outdated_history(tmp_path: Path) -> None:
+    url, state = tmp_path / "run", make_state()
+    with CheckpointManager(url, local=tmp_path / "a", full_every=1) as run:
+        for step in (300, 400):
+            run.save(step, state)
+    shutil.rmtree(url / "step-000000000400")  # as if the node was lost before the upload
+    change(state)
+    with CheckpointManager(url, local=tmp_path / "b", full_every=1) as run:
+        assert run.restore(empty_like(state)) == 300
+        for step in (310, 320):
+            run.save(step, state)
+    with events() as seen, CheckpointManager(url, local=tmp_path / "a", full_every=1) as run:
+        found = empty_like(state)
+        assert run.restore(found) == 320
+        assert_same(found, state)
+        assert run.steps() == [300, 310, 320]
+        run.save(330, state)
+        assert run.steps() == [300, 310, 320, 330]
+    assert "checkpoint.tier.outdated" in {event.name for event in seen}
+    assert steps_at(open_run(url)) == [300, 310, 320, 330]
+    assert not (url / "step-000000000400").exists()

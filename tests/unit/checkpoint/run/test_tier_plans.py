@@ -14,6 +14,7 @@ from millrace.checkpoint.run.tiers import (
     Upload,
     is_local_failure,
     open_tiers,
+    outdated,
     pending_uploads,
     plan_uploads,
     report_local_failure,
@@ -202,7 +203,7 @@ def test_run_without_near_places_uses_the_origin_directly(tmp_path):
 # --- what the origin lacks ------------------------------------------------------------------------
 
 
-def info(step: int, *files: str, revision: int = 0) -> CheckpointInfo:
+def info(step: int, *files: str, revision: int = 0, after: int | None = None) -> CheckpointInfo:
     name = checkpoint_name(step, revision)
     return CheckpointInfo(
         name=name,
@@ -216,6 +217,7 @@ def info(step: int, *files: str, revision: int = 0) -> CheckpointInfo:
         restore_bytes=0,
         kind="full",
         files=frozenset(files or (f"data-{step}.millrace",)),
+        after=None if after is None else checkpoint_name(after),
     )
 
 
@@ -261,6 +263,34 @@ def test_plan_skips_saves_older_than_the_origins_newest():
     # A higher revision is newer, whatever its step.
     assert plan([info(900)], [found(30, revision=1)]) == ()
     assert plan([info(40, revision=2)], [found(900, revision=1)]) == (whole(40, revision=2),)
+
+
+@pytest.mark.parametrize(
+    ("near", "origin", "gone"),
+    [
+        ([(400, 300)], [300], []),  # the usual save that is not uploaded yet
+        ([(400, 300), (410, 400)], [300], []),
+        ([(400, 300)], [300, 320], [400]),  # the run continued from 300 on another node
+        ([(400, 300), (410, 400)], [300, 320], [400, 410]),
+        ([(400, 300), (330, 320)], [300, 320], [400]),
+        (
+            [(400, 300)],
+            [300, 450],
+            [],
+        ),  # older than the newest: never uploaded, and not the one that a restore begins with
+        ([(400, 390)], [300, 320], []),  # 390 is gone: unknown
+        ([(400, None)], [300, 320], []),  # saved by an earlier version: unknown
+        ([(400, 410), (410, 400)], [300, 320], []),  # no writer makes this
+        ([(400, 300)], [], []),
+        ([(400, 300)], [300, 400], []),  # the origin has it
+    ],
+)
+def test_history_that_another_node_did_not_continue_is_outdated(near, origin, gone):
+    infos = [info(step, after=after) for step, after in near]
+    ages = {checkpoint_name(step): (0, step) for step in origin}
+    assert outdated(infos, ages) == {checkpoint_name(step) for step in gone}
+    uploads = plan(infos, [found(step) for step in origin])
+    assert not {upload.name for upload in uploads} & {checkpoint_name(step) for step in gone}
 
 
 def test_plan_uploads_a_delta_after_its_base():
