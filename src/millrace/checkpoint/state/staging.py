@@ -34,6 +34,9 @@ from millrace.runtime.memory import Memory
 _ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
+# Types of keys that are equal only if a checkpoint has the same text of them. Not so 1, 1.0 and True, and the members of an
+# `Enum` of texts: the text of any other key is compared, too.
+_ORDINARY_KEYS = frozenset({str, int})
 # A buffer is released after this many stagings without use. Three buffers alternate when saves overlap and the previous
 # state is kept for a delta.
 _STAGINGS_UNTIL_UNUSED = 3
@@ -216,7 +219,7 @@ class _Gathered:
     def _put(self, holder: Any, place: Any, value: Any, prefix: str) -> None:
         """Set `holder[place]` to a copy of `value`: now, or later if the value contains tensors."""
         kind = type(value)
-        self.places.append(place)
+        self.places.append(place if type(place) in _ORDINARY_KEYS else (type(place), str(place), place))
         if kind in _ATOMS:
             holder[place] = value
             self.places.append(_VALUE)

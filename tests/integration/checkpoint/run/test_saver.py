@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import gc
 import logging
 import os
@@ -16,7 +17,7 @@ import pytest
 import torch
 from tests.support.savers import is_gone, no_files_in, pid_of, savers_with
 
-from millrace.checkpoint import CheckpointManager
+from millrace.checkpoint import CheckpointManager, load_weights
 from millrace.checkpoint.run import manager as manager_module
 from millrace.checkpoint.run import saver_process
 from millrace.checkpoint.run.uploading import TieredSave
@@ -152,6 +153,23 @@ def test_structure_that_resembles_the_former_one_is_saved_as_it_is(
         found = empty_like(other)
         run.restore(found, 2)
         assert same(found, other)
+
+
+class Part(str, enum.Enum):  # noqa: UP042 - the text of a member is not its value
+    HEAD = "head"
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0, False), (0.0, -0.0), (Part.HEAD, "head")])
+def test_key_that_equals_the_former_one_is_saved_with_its_own_text(tmp_path: Path, one: Any, other: Any) -> None:
+    states: list[dict[str, Any]] = [{"m": {key: torch.full((4,), number)}} for number, key in enumerate((one, other))]
+    with CheckpointManager(tmp_path / "run") as run:
+        for step, state in enumerate(states):
+            run.save_async(step, state).result()
+        for step, state in enumerate(states):
+            found = empty_like(state)
+            run.restore(found, step)
+            assert same(found, state)
+            assert list(load_weights(run.metadata(step).url)) == [f"m.{next(iter(state['m']))!s}"]
 
 
 def test_value_is_found_by_its_key_next_to_one_with_the_same_text(tmp_path: Path) -> None:
