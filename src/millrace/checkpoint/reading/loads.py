@@ -19,7 +19,17 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from millrace.checkpoint.format.manifest import DTYPES, Manifest, Shard
 from millrace.checkpoint.format.slices import box_runs, split_box
-from millrace.checkpoint.state.tensors import bytes_of, check_blob, copy_bits, lacks_memory, plain_memory, torch_dtype
+from millrace.checkpoint.state.tensors import (
+    bytes_of,
+    changing,
+    check_blob,
+    check_conversion,
+    copy_bits,
+    lacks_memory,
+    overlaps_itself,
+    plain_memory,
+    torch_dtype,
+)
 from millrace.checkpoint.state.wrappers import WrapperSlot, decode_recipe, empty_leaf, is_wrapper, take_apart, type_name
 from millrace.checkpoint.storage.fetching import ChunkFetcher, ItemRequest, whole_item
 from millrace.errors import CorruptCheckpointError, StateMismatchError, UsageError
@@ -194,14 +204,7 @@ class _StagedLoad:
         self.staging_bytes = staged.numel() * staged.element_size()
 
     def check(self, trusted_types: Sequence[type]) -> None:
-        overlaps = any(
-            length > 1 and not step for length, step in zip(self._piece.shape, self._piece.stride(), strict=True)
-        )
-        if not is_wrapper(self._piece) and overlaps:
-            raise StateMismatchError(
-                f"{self._item.dest_index.fqn!r}: its tensor has overlapping elements, so it cannot be copied into",
-                next_step="load into a dense tensor without overlapping elements",
-            )
+        pass
 
     def commit(self, trusted_types: Sequence[type]) -> None:
         try:
@@ -210,7 +213,7 @@ class _StagedLoad:
             # Torch raises `RuntimeError`, but a tensor subclass may raise any exception.
             raise StateMismatchError(
                 f"{self._item.dest_index.fqn!r}: its tensor cannot be copied into ({error!s:.200})",
-                next_step="load into a dense tensor without overlapping elements",
+                next_step=f"load into a plain tensor of {self._staged.dtype}",
             ) from error
         if self._tensor is not None:
             self._planner.commit_tensor(self._item, self._tensor)
@@ -241,12 +244,37 @@ def _tensor_loads(item: Any, planner: Any, index: _ItemIndex) -> Iterable[Load]:
             f"{item.dest_index.fqn!r} is a {tensor.layout} tensor, which cannot be loaded",
             next_step="load into a dense tensor",
         )
-    if lacks_memory(tensor):
+    if lacks_memory(tensor) or tensor._is_zerotensor():
         raise StateMismatchError(
-            f"the memory of {item.dest_index.fqn!r} was freed or shrunk",
+            f"the memory of {item.dest_index.fqn!r} was freed or shrunk, or it never had any",
             next_step="load into a tensor with memory",
         )
+    if not is_wrapper(tensor):
+        _refuse_uncopyable(tensor, dtype, item.dest_index.fqn)
     return _staged_loads(item, planner, tensor, number, shard.sizes, dtype)
+
+
+def _refuse_uncopyable(tensor: Any, stored: Any, key: str) -> None:
+    """Raise `StateMismatchError` where a copy into the tensor would fail, or not leave the stored values in it.
+
+    So an update fails before it changes any tensor. The class of a wrapper implements its own copy.
+    """
+    if overlaps_itself(tensor):
+        raise StateMismatchError(
+            f"{key!r}: its tensor has overlapping elements, so it cannot be copied into",
+            next_step="load into a dense tensor without overlapping elements",
+        )
+    # Torch copies float32 into a quantized tensor, but not into a new one without its settings.
+    if tensor.dtype == stored or (tensor.is_quantized and stored is torch.float32):
+        return
+    try:
+        check_conversion(stored, tensor.dtype, tensor.device)
+    except Exception as error:
+        # Torch raises several types, and a warning may be an error.
+        raise StateMismatchError(
+            f"{key!r} is stored as {stored}, which cannot be copied into a tensor of {tensor.dtype} ({error!s:.200})",
+            next_step=f"load into a tensor of {stored}",
+        ) from error
 
 
 def _staged_loads(
@@ -325,7 +353,7 @@ class _WrapperLoad:
     def _copy(self, made: Any) -> None:
         item = self._item
         try:
-            with torch.no_grad():
+            with changing(self._target):
                 self._target.detach().copy_(narrow_tensor_by_index(made, item.storage_offsets, item.lengths))
         except Exception as error:
             # The class of the target implements the copy, and may raise any exception.

@@ -7,6 +7,7 @@ Here the members of a `Stateful` that only the checkpoint has are loaded, too, a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from millrace.checkpoint.run.ranks import Ranks
 from millrace.checkpoint.run.resuming import OptionalKeys
 from millrace.checkpoint.run.tiers import Placed, Tiers
 from millrace.checkpoint.run.timeline import newest_first, timeline
-from millrace.checkpoint.state.flattening import flatten, refuse_nested_objects, state_dict_of
+from millrace.checkpoint.state.flattening import PLAIN_TENSORS, flatten, refuse_nested_objects, state_dict_of
 from millrace.checkpoint.state.tensors import WrapperMetadata
 from millrace.checkpoint.state.wrappers import WrapperSlot
 from millrace.checkpoint.storage.layered import LayeredStorage
@@ -247,8 +248,12 @@ def _assign(plain: Mapping[str, Any], state: dict[str, Any], touched: Collection
         if not _is_stateful(value):
             state[name] = plain[name]
             continue
+        tensors = (each for each in flatten({name: plain[name]})[0].values() if type(each) in PLAIN_TENSORS)
+        # Torch refuses to change a module that was built in inference mode outside of this mode.
+        is_inference = any(map(torch.is_inference, tensors))
         try:
-            value.load_state_dict(plain[name])
+            with torch.inference_mode() if is_inference else contextlib.nullcontext():
+                value.load_state_dict(plain[name])
         except MillraceError:
             raise
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import pickle
 import re
@@ -142,6 +143,25 @@ def lacks_memory(tensor: Any) -> bool:
     return bool(tensor.untyped_storage().nbytes() < needed)
 
 
+def overlaps_itself(tensor: Any) -> bool:
+    """Whether elements of a dense tensor share memory, so that it cannot hold any values."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    steps = sorted((step, length) for step, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
+    reach, is_clear = 0, True
+    for step, length in steps:
+        is_clear = is_clear and step > reach
+        reach += step * (length - 1)
+    if is_clear:
+        return False
+    if not steps[0][0] or tensor.numel() > reach + 1:
+        return True
+    # Rare strides that interleave, with or without overlaps.
+    touched = torch.zeros(reach + 1, dtype=torch.bool, device="cpu")
+    touched.as_strided(tensor.shape, tensor.stride()).fill_(True)
+    return int(touched.sum()) < int(tensor.numel())
+
+
 def as_integers(tensor: Any) -> Any:
     """The same memory as integers of the same width, because torch cannot copy every dtype. Complex128 is unchanged."""
     dtype = _INTEGERS.get(tensor.element_size())
@@ -156,14 +176,29 @@ def bytes_of(tensor: Any) -> Any:
 
 def copy_bits(source: Any, target: Any) -> None:
     """Copy a plain tensor to another one of equal shape, on any device and with any layout. Converts to its dtype."""
-    if is_traceable_wrapper_subclass(target):
-        # Its class implements the copy.
-        with torch.no_grad():
+    with changing(target):
+        if is_traceable_wrapper_subclass(target):
+            # Its class implements the copy.
             target.copy_(source)
-    elif source.dtype == target.dtype and not target.is_conj() and not target.is_neg():
-        as_integers(target).copy_(as_integers(source))
-    else:
-        target.copy_(source)
+        elif source.dtype == target.dtype and not target.is_conj() and not target.is_neg():
+            as_integers(target).copy_(as_integers(source))
+        else:
+            target.copy_(source)
+
+
+def changing(tensor: Any) -> contextlib.AbstractContextManager[Any]:
+    """In this context, torch allows changes of the tensor, also if it was made in inference mode."""
+    context: contextlib.AbstractContextManager[Any] = torch.no_grad()
+    if torch.is_inference(tensor):
+        context = torch.inference_mode()
+    return context
+
+
+@functools.cache
+def check_conversion(stored: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise the exception with which torch refuses to copy elements of one dtype into a tensor of another."""
+    # A failure is not cached.
+    copy_bits(torch.empty(1, dtype=stored, device="cpu"), torch.empty(1, dtype=dtype, device=device))
 
 
 @contextlib.contextmanager

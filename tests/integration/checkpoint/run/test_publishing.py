@@ -141,6 +141,8 @@ def test_weights_that_do_not_fit_raise_before_anything_changes(tmp_path: Path) -
         ({**empty(), "head": torch.zeros(3)}, StateMismatchError),
         ({**empty(), "other": torch.zeros(3)}, MissingKeyError),
         ({**empty(), "body.bias": torch.zeros(1).expand(ROWS)}, StateMismatchError),
+        ({**empty(), "head": torch.zeros(701 * 400).as_strided((700, 800), (400, 1))}, StateMismatchError),
+        ({**empty(), "head": torch._efficientzerotensor((700, 800))}, StateMismatchError),
     ):
         before = {key: value.clone() for key, value in wrong.items()}
         with pytest.raises(error):
@@ -148,6 +150,42 @@ def test_weights_that_do_not_fit_raise_before_anything_changes(tmp_path: Path) -
         assert same(wrong, before)
     with pytest.raises(UsageError, match="list"):
         follower.update([])  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4_e2m1fn_x2")
+def test_dtype_that_torch_cannot_convert_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    packed = torch.arange(64, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    with WeightPublisher(tmp_path) as publisher:
+        publisher.publish(1, {"w": torch.ones(4), "packed": packed})
+    mine = {"w": torch.zeros(4), "packed": torch.zeros(64)}
+    with pytest.raises(
+        StateMismatchError, match=r"'packed' is stored as .*: load into a tensor of torch\.float4_e2m1fn_x2"
+    ):
+        WeightFollower(tmp_path).update(mine)
+    assert not mine["w"].any()
+    strided = torch.zeros(128, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)[::2]
+    assert WeightFollower(tmp_path).update({"packed": strided}) == 1
+    assert torch.equal(strided.view(torch.uint8), packed.view(torch.uint8))
+
+
+def test_tensors_and_module_made_in_inference_mode_are_updated(tmp_path: Path) -> None:
+    source = torch.nn.Linear(30, 20)
+    with WeightPublisher(tmp_path) as publisher:
+        publisher.publish(1, {"w": weights(1), "module": source})
+    with torch.inference_mode():
+        module = torch.nn.Linear(30, 20)
+        tensors = {
+            "body.weight": torch.zeros(ROWS, COLUMNS),
+            "body.bias": torch.zeros(ROWS * 2, dtype=torch.bfloat16)[::2],
+            "head": torch.zeros(800, 700).t(),
+        }
+    assert WeightFollower(tmp_path).update({"w": tensors, "module": module}) == 1
+    assert same(tensors, weights(1))
+    assert same(module.state_dict(), source.state_dict())
+    with torch.inference_mode():
+        module.weight.zero_()
+    CheckpointManager(tmp_path).restore({"module": module})
+    assert same(module.state_dict(), source.state_dict())
 
 
 def test_module_nested_dict_and_plain_value_are_updated(tmp_path: Path) -> None:

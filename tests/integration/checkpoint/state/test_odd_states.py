@@ -157,8 +157,14 @@ def test_class_refused_by_the_safe_loader_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: torch.eye(3).to_sparse(), lambda: torch.eye(3).to_sparse_csr(), lambda: torch.zeros(1).expand(3, 3)],
-    ids=["sparse", "csr", "expanded"],
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.zeros(1).expand(3, 3),
+        lambda: torch.zeros(7).as_strided((3, 3), (2, 1)),
+        lambda: torch._efficientzerotensor((3, 3)),
+    ],
+    ids=["sparse", "csr", "expanded", "overlapping", "zeros without memory"],
 )
 def test_load_into_uncopyable_tensor_raises(tmp_path, make):
     save(tmp_path / "c", {"odd": torch.ones(3, 3)})

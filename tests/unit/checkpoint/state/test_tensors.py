@@ -1,12 +1,14 @@
-"""The bytes of tensors that are not in row-major order, part by part."""
+"""Tensors that are not in row-major order: their bytes, part by part, and whether their elements share memory."""
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.checkpoint.state.tensors import dense, flat_bytes, part_of_bytes
+from millrace.checkpoint.state.tensors import dense, flat_bytes, overlaps_itself, part_of_bytes
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.complex64, torch.complex128, torch.float8_e4m3fn)
 BASE = torch.randint(0, 256, (8192,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -30,3 +32,12 @@ def test_part_of_tensor_equals_the_slice_of_the_whole(view, data):
     assert flat_bytes(view, "key").equal(whole)
     part = part_of_bytes(dense(view, "key"), start * width, stop * width)
     assert part.equal(whole[start * width : stop * width])
+
+
+@given(views())
+def test_tensor_whose_elements_share_memory_overlaps_itself(view):
+    places = [
+        sum(place * step for place, step in zip(index, view.stride(), strict=True))
+        for index in itertools.product(*map(range, view.shape))
+    ]
+    assert overlaps_itself(view) == (len(set(places)) < len(places))
