@@ -26,6 +26,7 @@ from millrace.checkpoint.format.manifest import DTYPES, Shard, TensorEntry, Wrap
 from millrace.checkpoint.reading.contents import Box, Bytes, shard_boxes
 from millrace.checkpoint.state.tensors import (
     ADMIT,
+    NUMPY,
     REFUSED,
     admitted,
     bytes_of,
@@ -168,7 +169,7 @@ class StockReader(FileSystemReader):  # type: ignore[misc]
         if item is not None and refused is not None:
             return UnsupportedObjectError(
                 f"{item.storage_index.fqn!r} of {url} contains {refused[1]}, a class that is not trusted",
-                next_step=ADMIT,
+                next_step=NUMPY if refused[1].startswith("numpy.") else ADMIT,
             )
         if item is not None and checked.has_value:
             return StateMismatchError(

@@ -39,6 +39,11 @@ ADMIT = (
     "import the library that defines it, and admit the class with trusted_types=[...], or --trust on the command line"
 )
 """The next step for a class that is not trusted."""
+NUMPY = (
+    "store numbers as value.item() and arrays as torch.from_numpy(array), or admit the parts of its pickle with "
+    "torch.serialization.add_safe_globals([...])"
+)
+"""The same for an object of NumPy. Its pickle calls functions, which `trusted_types` does not take."""
 # Members of all lists of a state dict.
 _MAX_LIST_MEMBERS = 1 << 24
 
@@ -229,7 +234,9 @@ def check_blob(data: bytes | memoryview, key: str, trusted_types: Sequence[type]
         raise UnsupportedObjectError(
             f"{key!r} is an object that torch's safe loader refuses"
             + (f" (it contains {refused[1]})" if refused else ""),
-            next_step="store tensors and plain values, or admit its class with trusted_types=[...]",
+            next_step=NUMPY
+            if refused and refused[1].startswith("numpy.")
+            else "store tensors and plain values, or admit its class with trusted_types=[...]",
         ) from error
 
 

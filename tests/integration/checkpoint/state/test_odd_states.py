@@ -7,6 +7,7 @@ import os
 import pathlib
 import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -153,6 +154,15 @@ def test_class_refused_by_the_safe_loader_is_named(tmp_path):
     error = failure_of(save, tmp_path / "c", {"list": [1, {"deep": Foreign()}]})
     assert isinstance(error, UnsupportedObjectError)
     assert f"{__name__}.Foreign" in str(error)
+
+
+@pytest.mark.parametrize("value", [np.float64(0.3), np.int64(3), np.arange(3), [np.float32(1)]])
+def test_value_of_numpy_is_refused_with_a_way_to_store_it(tmp_path, value):
+    error = failure_of(save, tmp_path / "c", {"best": value})
+    assert isinstance(error, UnsupportedObjectError)
+    assert "'best' is an object that torch's safe loader refuses" in str(error)
+    assert error.next_step.startswith("store numbers as value.item() and arrays as torch.from_numpy(array)")
+    assert "trusted_types" not in str(error)
 
 
 @pytest.mark.parametrize(
