@@ -63,6 +63,13 @@ DTYPES: Mapping[str, tuple[int, Kind]] = {
 """Every supported element type: bytes per element, and the kind for the codec."""
 
 
+def is_convertible(dtype: str) -> bool:
+    """Whether torch converts an element type to and from other floating-point ones. Not complex numbers, and not
+    `float4_e2m1fn_x2`, which has two numbers per element.
+    """
+    return dtype.startswith(("float", "bfloat")) and dtype != "float4_e2m1fn_x2"
+
+
 @dataclass(frozen=True, slots=True)
 class DataFile:
     """A file of packed chunks, in the directory of the manifest or (`../name/...`) in a sibling. `size` in bytes."""

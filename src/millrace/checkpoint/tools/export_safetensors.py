@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from millrace.checkpoint.format.manifest import DTYPES
+from millrace.checkpoint.format.manifest import DTYPES, is_convertible
 from millrace.checkpoint.format.safetensors import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -88,8 +88,8 @@ def write_safetensors(
 ) -> None:
     """Write the tensors `names` (name by key) to a file, or to the files of a directory, the last of which is the index.
 
-    `dtype` converts floating-point tensors. `limit_bytes` is the size of a file of a directory. A failed export of several
-    files removes them.
+    `dtype` converts the types that `is_convertible`. `limit_bytes` is the size of a file of a directory. A failed export
+    of several files removes them.
     """
     # Tensors with the widest elements first, so that each is aligned; then in the order of the checkpoint.
     order = sorted(names, key=lambda key: (-DTYPES[_dtype(contents, key, dtype)][0], contents.place(key)))
@@ -151,7 +151,7 @@ def _is_shard(name: str) -> bool:
 
 def _dtype(contents: Contents, key: str, dtype: str | None) -> str:
     stored = contents.tensors[key].dtype
-    return dtype if dtype is not None and stored.startswith(("float", "bfloat")) else stored
+    return dtype if dtype is not None and is_convertible(stored) else stored
 
 
 def _write(

@@ -10,10 +10,10 @@ import torch
 
 from millrace.checkpoint.arguments import ReadThroughMode, path_text
 from millrace.checkpoint.format.inventory import select_keys
-from millrace.checkpoint.format.manifest import TensorEntry, WrappedEntry
+from millrace.checkpoint.format.manifest import TensorEntry, WrappedEntry, is_convertible
 from millrace.checkpoint.reading.contents import Box, Bytes, Contents, pieces, stream, whole
 from millrace.checkpoint.reading.opening import open_contents
-from millrace.checkpoint.state.tensors import torch_dtype
+from millrace.checkpoint.state.tensors import copy_bits, torch_dtype
 from millrace.checkpoint.tools import WorkProgress
 from millrace.checkpoint.tools.export_torch import as_tensor, read_wrapper
 from millrace.errors import ConfigurationError, UsageError
@@ -40,7 +40,8 @@ def load_weights(
 
     - `keys`: one pattern or several: a key, a prefix before a dot (`model`), or as in file names (`model.*`). All tensors
       without one. Objects that are not tensors are left out.
-    - `dtype`: converts floating-point tensors; others keep their type. `device`: where the tensors are created.
+    - `dtype`: converts floating-point tensors; others keep their type, as does `float4_e2m1fn_x2`. `device`: where the
+      tensors are created.
     - `origin`: reads from this origin (a cache) instead; `url` is then the key in it.
     - `read_through`: reads data files through the cache of the cluster, as in `CheckpointManager`.
     - `trusted_types`: classes of wrapper tensors to accept in addition to those that torch trusts.
@@ -49,9 +50,10 @@ def load_weights(
     Memory beyond the tensors is at most that of two waves of 64 MiB, and of the largest tensor of torch's own writer. Raises
     `UsageError` when no tensor matches, and the errors of a load.
     """
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and is_convertible(str(dtype).removeprefix("torch."))):
         raise ConfigurationError(
-            f"dtype={dtype!r:.100}", next_step="give a floating-point dtype of torch, or leave it out"
+            f"dtype={dtype!r:.100}",
+            next_step="give a floating-point dtype of torch that is not packed, or leave it out",
         )
     place = _device(device)
     patterns = [keys] if isinstance(keys, str) else list(keys)
@@ -130,7 +132,7 @@ def _is_direct(entry: TensorEntry, dtype: torch.dtype | None, place: torch.devic
 
 def _final(entry: TensorEntry, dtype: torch.dtype | None) -> torch.dtype:
     stored: torch.dtype = torch_dtype(entry.dtype)
-    return dtype if dtype is not None and stored.is_floating_point else stored
+    return dtype if dtype is not None and is_convertible(entry.dtype) else stored
 
 
 def _place(
@@ -149,4 +151,5 @@ def _place(
     target = weights.get(box.key)
     if target is None:
         target = weights[box.key] = torch.empty(entry.shape, dtype=_final(entry, dtype), device=place)
-    target[tuple(slice(first, first + length) for first, length in zip(box.offsets, box.lengths, strict=True))] = values
+    part = tuple(slice(first, first + length) for first, length in zip(box.offsets, box.lengths, strict=True))
+    copy_bits(values, target[part])

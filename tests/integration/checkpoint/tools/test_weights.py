@@ -13,6 +13,7 @@ from tests.support import wrappers
 from torch.distributed.checkpoint import FileSystemWriter
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, describe, export_checkpoint, load_weights
+from millrace.checkpoint.format.manifest import DTYPES, is_convertible
 from millrace.cli import main
 from millrace.errors import (
     CheckpointNotFoundError,
@@ -25,6 +26,8 @@ from millrace.errors import (
 from millrace.testing.s3 import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+needs_float4 = pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4_e2m1fn_x2")
 
 INDEX = "model.safetensors.index.json"
 
@@ -69,6 +72,32 @@ def test_weights_fill_a_module_on_the_meta_device(model: torch.nn.Module, tmp_pa
         empty = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Embedding(50, 64), torch.nn.BatchNorm1d(7))
     empty.load_state_dict(load_weights(tmp_path / "c"), assign=True)
     assert same(dict(empty.state_dict()), dict(model.state_dict()))
+
+
+@needs_float4
+def test_packed_tensor_keeps_its_type_where_others_are_converted(tmp_path: Path) -> None:
+    packed = torch.arange(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    dcp.save({"packed": packed, "w": torch.ones(3)}, storage_writer=CheckpointWriter(tmp_path / "c"))
+    weights = load_weights(tmp_path / "c", dtype=torch.bfloat16)
+    assert (weights["packed"].dtype, weights["w"].dtype) == (torch.float4_e2m1fn_x2, torch.bfloat16)
+    assert torch.equal(weights["packed"].view(torch.uint8), packed.view(torch.uint8))
+    with pytest.raises(ConfigurationError, match="not packed"):
+        load_weights(tmp_path / "c", dtype=torch.float4_e2m1fn_x2)
+    with pytest.raises(UnsupportedObjectError, match=r"'packed' \(float4_e2m1fn_x2\): leave them out"):
+        export_checkpoint(tmp_path / "c", tmp_path / "x", "safetensors", dtype="bfloat16")
+    export_checkpoint(tmp_path / "c", tmp_path / "x", "safetensors", dtype="bfloat16", keys=["w"])
+    assert same(load_file(tmp_path / "x"), {"w": torch.ones(3, dtype=torch.bfloat16)})
+
+
+@pytest.mark.parametrize("stored", [name for name in DTYPES if hasattr(torch, name)])
+def test_tensor_of_every_type_is_loaded_with_dtype(stored: str, tmp_path: Path) -> None:
+    value = torch.arange(64, dtype=torch.uint8).view(getattr(torch, stored))
+    dcp.save({"w": value}, storage_writer=CheckpointWriter(tmp_path / "c"))
+    for dtype in (torch.float32, torch.float8_e5m2):
+        expected = value.to(dtype) if is_convertible(stored) else value
+        found = load_weights(tmp_path / "c", dtype=dtype)["w"]
+        assert found.dtype == expected.dtype
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_wrapper_tensor_is_loaded_as_one_value(tmp_path: Path) -> None:
