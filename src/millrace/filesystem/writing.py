@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import shutil
@@ -29,6 +30,7 @@ from millrace.runtime.forks import importing
 _PIPE_BYTES = 16 << 20
 _COPY_BYTES = 16 << 20
 _DELETE_KEYS = 1000
+_BYTE_ORDER_MARKS = {"utf-16": codecs.BOM_UTF16, "utf-32": codecs.BOM_UTF32}
 
 
 _planned_copies: ContextVar[list[tuple[str, str]] | None] = ContextVar("planned_copies", default=None)
@@ -52,7 +54,12 @@ class WritingFileSystem(ListingFileSystem):
         """fsspec's. A write is published at the close of the file, but not after an exception, see `UploadFile`."""
         if names_directory(path):
             (self.require_file_name if "r" in mode else self.require_new_file_name)(path)
-        if compression is None or "b" not in mode or "r" in mode:
+        if "b" not in mode and "r" not in mode:
+            text = super().open(path, mode, block_size, cache_options, compression, **kwargs)
+            # `TextIOWrapper` writes it to files that can seek only.
+            text.buffer.write(_BYTE_ORDER_MARKS.get(codecs.lookup(text.encoding).name, b""))
+            return text
+        if compression is None or "r" in mode:
             return super().open(path, mode, block_size, cache_options, compression, **kwargs)
         with importing():
             from fsspec.compression import compr

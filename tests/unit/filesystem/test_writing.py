@@ -68,6 +68,20 @@ def test_write_is_published_at_the_end_of_its_block(door: str, fs: millrace.Mill
         assert gzip.decompress((data / "x.bin").read_bytes()) == b"x" * 100_000
 
 
+@pytest.mark.parametrize("compression", [None, "gzip"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "UTF_32", "utf-16-le"])
+def test_text_is_written_with_the_byte_order_mark_of_its_encoding(
+    encoding: str, compression: str | None, fs: millrace.MillraceFileSystem, data: Path
+) -> None:
+    with fs.open(f"{data}/x", "wt", encoding=encoding, compression=compression) as file:
+        file.write("a\n")
+        file.write("\u00e9")
+    written = (data / "x").read_bytes()
+    assert (written if compression is None else gzip.decompress(written)) == "a\n\u00e9".encode(encoding)
+    with fs.open(f"{data}/x", "rt", encoding=encoding, compression=compression) as file:
+        assert file.read() == "a\n\u00e9"
+
+
 @pytest.mark.parametrize("door", DOORS)
 def test_write_with_exception_in_the_block_publishes_nothing(
     door: str, fs: millrace.MillraceFileSystem, data: Path
