@@ -25,7 +25,7 @@ _RELEVANT = re.compile(r"(MILLRACE|AWS|AZURE|GOOGLE|GCS|HF|RAY|TORCH|OMP)_.*|.*_
 _SECRET = re.compile(
     r"SECRET|TOKEN|KEY|PASS|PWD|CREDENTIAL|SAS|CONNECTION|AUTH|SIGNATURE|JSON|RUNTIME_ENV", re.IGNORECASE
 )
-_PROXY = re.compile(r".*_PROXY", re.IGNORECASE)
+_ADDRESS = re.compile(r".*_(PROXY|HOST|ADDRESS|ENDPOINT|URL|MEMBERS)", re.IGNORECASE)
 _LOGIN = re.compile(
     r"((?:https?|socks\w*)://)?(.*)@", re.IGNORECASE | re.DOTALL
 )  # the password may contain `@` and `/`
@@ -125,25 +125,25 @@ def _about() -> dict[str, Any]:
 def environment_of(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that may matter. A value that may be a secret is hidden."""
     return {
-        name: _HIDDEN if _SECRET.search(name) else _without_login(value) if _PROXY.fullmatch(name) else value
+        name: _HIDDEN if _SECRET.search(name) else _without_login(value) if _ADDRESS.fullmatch(name) else value
         for name, value in sorted(environ.items())
         if _RELEVANT.fullmatch(name)
     }
 
 
-def _without_login(proxy: str) -> str:
-    """The address of a proxy without user and password. It may have no scheme: `user:password@host:3128`."""
-    return _LOGIN.sub(rf"\1{_HIDDEN}@", proxy, count=1)
+def _without_login(address: str) -> str:
+    """An address without user and password. It may have no scheme: `user:password@host:3128`."""
+    return _LOGIN.sub(rf"\1{_HIDDEN}@", address, count=1)
 
 
 def secrets_of(environ: Mapping[str, str]) -> set[str]:
-    """Values that must not be in the file: those of variables with a name of a secret, logins of proxies, and the token."""
+    """Values that must not be in the file: of variables with a name of a secret, logins in addresses, and the token."""
     from millrace.config import SECRET_NAMES, load_file
     from millrace.errors import ConfigurationError
 
     found = {value.strip() for name, value in environ.items() if _SECRET.search(name) and not os.path.exists(value)}
     for name, value in environ.items():
-        if _PROXY.fullmatch(name) and (login := _LOGIN.match(value)) is not None:
+        if _ADDRESS.fullmatch(name) and (login := _LOGIN.match(value)) is not None:
             found |= {login[2], login[2].partition(":")[2]}
     with contextlib.suppress(ConfigurationError):  # the part `options` contains this error
         found |= {str(value).strip() for name, value in load_file(environ).items() if name in SECRET_NAMES}

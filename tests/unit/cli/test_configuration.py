@@ -165,8 +165,9 @@ def test_secrets_shorter_than_eight_characters_are_hidden_by_the_name_of_their_v
         ("localhost,10.0.0.0/8", "localhost,10.0.0.0/8"),
     ],
 )
-def test_proxy_with_login_is_shown_without_it(value: str, shown: str) -> None:
-    assert environment_of({"https_proxy": value}) == {"https_proxy": shown}
+def test_address_with_login_is_shown_without_it(value: str, shown: str) -> None:
+    for name in ("https_proxy", "MILLRACE_ETCD_HOST", "AWS_ENDPOINT_URL"):
+        assert environment_of({name: value}) == {name: shown}
     assert hidden(set())(shown) == shown
 
 
