@@ -89,12 +89,17 @@ class UsageRecords:
         return dropped
 
     def enter_unknown(self, units: Iterable[tuple[bytes, int, int, str]], *, now: float) -> None:
-        """Create the missing records of units: (key, segment, bytes, group) of each."""
+        """Create the missing records of units: (key, segment, bytes, group) of each. A ghost returns with its uses."""
         with self._index.writing() as txn:
             book = _Book(self, txn, 0, int(now))
             for key, segment, nbytes, group in units:
                 if txn.get(key, db=self._residents) is None:
-                    book.add(key, segment, nbytes, group_number(group))
+                    # Stored again, and its process has not noted that yet. Its group still counts a ghost.
+                    ghost = txn.pop(key, db=self._ghosts)
+                    if ghost is None:
+                        book.add(key, segment, nbytes, group_number(group))
+                    else:
+                        txn.put(key, ghost, db=self._residents)
                     if holds_copies(group):
                         book.mark(key, copy=True)
             book.close()

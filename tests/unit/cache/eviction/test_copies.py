@@ -14,7 +14,7 @@ from millrace.cache.eviction import keep_policy
 from millrace.cache.eviction.copies import Copies, Keep
 from millrace.cache.eviction.policy import Group
 from millrace.cache.eviction.usage import UsageLog
-from millrace.cache.eviction.usage_records import UsageRecords
+from millrace.cache.eviction.usage_records import UsageRecords, group_number
 from millrace.cache.held import HeldBlocks
 from millrace.cache.node import CacheNode, cache_node
 from millrace.cache.reading.fetching import DirectSource, Fetched
@@ -322,6 +322,27 @@ def test_rebuild_recognises_segments_of_copies_by_group(index: Index) -> None:
     units = [(segment_unit(3), 3, 100, "g"), (segment_unit(4), 4, 100, "g (copies)")]
     records.enter_unknown(units, now=0.0)
     assert [record.segment for record in records.draw_copies(8).records] == [4]
+
+
+def test_ghost_that_is_found_stored_again_returns_with_its_uses(index: Index) -> None:
+    records = UsageRecords(index, keep_policy, seed=1)
+    one, other = entry(1), entry(2)
+    kept(records, one, other, copy=False)
+    for number in range(3):
+        log = UsageLog()
+        log.hit(entry(3 + number, 10_000), 10_000, lambda: "others")  # traffic, or the two reads were one run
+        log.hit(one, 100)
+        records.note(log.drain(), capacity_bytes=10_000, now=0.0)
+    used = records.find([one.object_id]).records
+    assert used[0].unit.uses > 2
+    group = records.group(group_number("g"))
+    assert (group.units, group.bytes) == (2, 200)
+    for _ in range(3):
+        records.gone([one.object_id])
+        records.enter_unknown([(one.object_id, 0, 100, "g")], now=0.0)  # before its process notes that it was stored
+    assert records.find([one.object_id]).records == used
+    assert records.group(group_number("g")) == group
+    assert records.counts()[1] == 0  # and no ghost of it is left
 
 
 def test_draw_clears_outdated_marks(index: Index) -> None:
