@@ -339,7 +339,7 @@ class RunSaver:
         """Decide the name and the base of the next save. On the first rank. Raises as `save`."""
         try:
             return self._decide(step)
-        except DiskFullError:  # there is no space for the claim
+        except DiskFullError:  # the claim does not fit
             if not self.make_room(self.run):
                 raise
             return self._decide(step)

@@ -66,8 +66,8 @@ class EncodeHooks:
     """Functions that the encoding calls: `next_effort` for each chunk to compress, `transform` after the codec, and
     `encoded` with effort, raw bytes, stored bytes and seconds.
 
-    `raw_stays`: the raw bytes do not change until the form is written, and there is no transformation. Then a chunk
-    that is not compressed refers to them, without a copy.
+    `raw_stays`: the raw bytes do not change until the form is written, and nothing transforms them. Then a chunk that is
+    not compressed refers to them, without a copy.
     """
 
     next_effort: Callable[[], Effort]
