@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 @contextmanager
@@ -24,3 +26,30 @@ def interrupts() -> Iterator[Callable[[float], None]]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def interrupted_at(number: int, action: Callable[[], object]) -> KeyboardInterrupt | None:
+    """Call `action`, and raise `KeyboardInterrupt` in it at the `number`-th moment at which Python runs signal handlers.
+
+    These are the first instruction of each function in Python, also of a generator that continues, and the end of each call
+    of a function in C; loops, too, but these are not covered. Returns the exception that `action` raised, with its
+    traceback, which refers to all that was interrupted; None if it ended before.
+    """
+    moments = 0
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal moments
+        if event in ("call", "c_return") and argument is not sys.setprofile:
+            moments += 1
+            if moments > number:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(interrupt)
+        action()
+    except KeyboardInterrupt as error:
+        return error
+    finally:
+        sys.setprofile(None)
+    return None

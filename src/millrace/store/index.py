@@ -18,7 +18,7 @@ import itertools
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import lmdb
@@ -115,13 +115,16 @@ class Index(IndexTransactions):
         entry = self.get(object_id)  # without the writers' lock, which every process of the node shares
         if entry is not None:
             return entry
-        with self.writing() as txn:
+
+        def write(txn: Writing) -> Entry:
             entry = self._get(txn, object_id)
             if entry is None:
                 generation = self._next_generation(txn)
                 entry = Entry(object_id, generation, size, block_bytes, 0, packed_name=name.pack())
                 self._put(txn, entry)
             return entry
+
+        return self.write(write)
 
     def add_small(
         self, object_id: bytes, size: int, name: ObjectName, *, segment: int, offset: int, checksum: int
@@ -131,7 +134,8 @@ class Index(IndexTransactions):
         If the object has a record already, that record stays and is returned; the bytes in the segment are then waste. None
         when the segment was removed meanwhile.
         """
-        with self.writing() as txn:
+
+        def write(txn: Writing) -> Entry | None:
             record = self._segment(txn, segment)
             if record is None:
                 return None
@@ -154,32 +158,41 @@ class Index(IndexTransactions):
             )
             return entry
 
+        return self.write(write)
+
     def seal(self, entry: Entry, file: os.stat_result) -> bool:
         """Record that all blocks were verified from the file with this inode, these times and this number of links.
 
         False when the object was removed or has lost blocks meanwhile.
         """
-        with self.writing() as txn:
+
+        def write(txn: Writing) -> bool:
             now = self._current(txn, entry)
             if now is None or not now.complete:
                 return False
             self._put(txn, now.with_seal(file))
             return True
 
+        return self.write(write)
+
     def unseal(self, entry: Entry) -> None:
         """Record that the file must be verified again before its next map."""
-        with self.writing() as txn:
+
+        def write(txn: Writing) -> None:
             now = self._current(txn, entry)
             if now is not None and now.sealed:
                 self._put(txn, now.with_seal(None))
                 self.signals.removed(txn.id())
+
+        self.write(write)
 
     def remove(self, object_id: bytes) -> Entry | None:
         """Remove an object version and all its blocks in one step; returns its last record, or None.
 
         The bytes of an object in a segment count as used until the segment is removed.
         """
-        with self.writing() as txn:
+
+        def write(txn: Writing) -> Entry | None:
             entry = self._get(txn, object_id)
             if entry is None:
                 return None
@@ -193,6 +206,8 @@ class Index(IndexTransactions):
                 self._add(txn, b"used", -self._delete_blocks(txn, entry))
             self.signals.removed(txn.id())
             return entry
+
+        return self.write(write)
 
     def entries(self) -> Iterator[Entry]:
         """Every object record, in pages. An open transaction would make the file grow, so none stays open meanwhile."""
@@ -216,8 +231,11 @@ class Index(IndexTransactions):
 
     def set_replica_bytes(self, nbytes: int) -> None:
         """Record the bytes of the replicas of checkpoints next to the store. Only the node process stores them."""
-        with self.writing() as txn:
+
+        def write(txn: Writing) -> None:
             txn.put(b"replicas", pack_number(nbytes), db=self._state)
+
+        self.write(write)
 
     def reserved_bytes(self, *, but: bytes, now: float) -> int:
         """Bytes that processes other than `but` have reserved. `now` is in seconds since the start of the machine."""
@@ -229,7 +247,8 @@ class Index(IndexTransactions):
 
         The reservation ends at `until`, in case the process dies.
         """
-        with self.writing() as txn:
+
+        def write(txn: Writing) -> bool:
             rows = list(_reservations(txn.cursor(self._room)))
             others = sum(other for row, other, end in rows if row != owner and end > now)
             if not fits(self._used(txn), others):
@@ -240,14 +259,19 @@ class Index(IndexTransactions):
             txn.put(owner, _RESERVATION.pack(nbytes, until), db=self._room)
             return True
 
+        return self.write(write)
+
     def release(self, owner: bytes, nbytes: int) -> None:
         """Lower the reservation of the process `owner` to `nbytes`."""
-        with self.writing() as txn:
+
+        def write(txn: Writing) -> None:
             value = txn.get(owner, db=self._room)
             if value is not None and nbytes:
                 txn.put(owner, _RESERVATION.pack(nbytes, _RESERVATION.unpack(value)[1]), db=self._room)
             elif value is not None:
                 txn.delete(owner, db=self._room)
+
+        self.write(write)
 
     # --- blocks -----------------------------------------------------------------------------------
 
@@ -275,7 +299,7 @@ class Index(IndexTransactions):
         return self._add_states(entry, pages)
 
     def _add_states(self, entry: Entry, states: Mapping[int, int | Pages]) -> Entry | None:
-        with self.writing() as txn:
+        def write(txn: Writing) -> Entry | None:
             before = {
                 block: self._block_state(txn, entry, block) for block in states
             }  # a damaged one changes the object
@@ -297,9 +321,12 @@ class Index(IndexTransactions):
                 self._add(txn, b"used", added)
             return now
 
+        return self.write(write)
+
     def drop_block(self, entry: Entry, block: int) -> bool:
         """Remove a block with wrong bytes, all of its pages, and the seal of its file. False when nothing was cached."""
-        with self.writing() as txn:
+
+        def write(txn: Writing) -> bool:
             state = self._block_state(txn, entry, block)
             if state is None:
                 return False
@@ -313,17 +340,25 @@ class Index(IndexTransactions):
             self.signals.removed(txn.id())
             return True
 
+        return self.write(write)
+
     # --- segments ---------------------------------------------------------------------------------
 
     def new_generation(self) -> int:
         """A number that no object or segment of this store has had."""
-        with self.writing() as txn:
+
+        def write(txn: Writing) -> int:
             return self._next_generation(txn)
+
+        return self.write(write)
 
     def add_segment(self, generation: int, group: str) -> None:
         """Record a new, empty segment."""
-        with self.writing() as txn:
+
+        def write(txn: Writing) -> None:
             self._put_segment(txn, SegmentRecord(generation, 0, 0, group))
+
+        self.write(write)
 
     def segment(self, generation: int) -> SegmentRecord | None:
         """The record of a segment, or None."""
@@ -350,7 +385,8 @@ class Index(IndexTransactions):
 
     def remove_segment(self, generation: int) -> list[Entry] | None:
         """Remove a segment with all of its objects in one step; returns their last records. None when there is none."""
-        with self.writing() as txn:
+
+        def write(txn: Writing) -> list[Entry] | None:
             record = self._segment(txn, generation)
             if record is None:
                 return None
@@ -368,6 +404,8 @@ class Index(IndexTransactions):
             self.signals.removed(txn.id())
             return removed
 
+        return self.write(write)
+
     # --- a new index from the files ---------------------------------------------------------------
 
     def restore(self, objects: Sequence[tuple[Entry, Sequence[tuple[int, int]]]], *, used_bytes: int) -> None:
@@ -375,7 +413,8 @@ class Index(IndexTransactions):
 
         `used_bytes` is the size of their blocks; segments are recorded separately. Existing records are replaced.
         """
-        with self.writing() as txn:
+
+        def write(txn: Writing) -> None:
             for entry, blocks in objects:
                 self._put(txn, entry)
                 if entry.place:
@@ -384,12 +423,17 @@ class Index(IndexTransactions):
                     txn.put(block_key(entry.object_id, entry.generation, block), pack_number(value), db=self._blocks)
             self._add(txn, b"used", used_bytes)
 
+        self.write(write)
+
     def restore_segments(self, records: Iterable[SegmentRecord]) -> None:
         """Record segments that were found in files."""
-        with self.writing() as txn:
+
+        def write(txn: Writing) -> None:
             for record in records:
                 self._put_segment(txn, record)
                 self._add(txn, b"used", record.written_bytes)
+
+        self.write(write)
 
     @property
     def last_generation(self) -> int:
@@ -398,9 +442,12 @@ class Index(IndexTransactions):
 
     def raise_generation(self, least: int) -> None:
         """Make every new generation higher than `least`."""
-        with self.writing() as txn:
+
+        def write(txn: Writing) -> None:
             now = self._read(txn, b"generation")
             self._add(txn, b"generation", max(0, least - now))
+
+        self.write(write)
 
     @property
     def built(self) -> bool:
@@ -409,8 +456,11 @@ class Index(IndexTransactions):
 
     def set_built(self) -> None:
         """Record that the rebuild from the files is complete."""
-        with self.writing() as txn:
+
+        def write(txn: Writing) -> None:
             txn.put(b"built", pack_number(1), db=self._state)
+
+        self.write(write)
 
     # --- metadata (its records: `page_map.py`) -----------------------------------------------------
 
@@ -430,16 +480,19 @@ class Index(IndexTransactions):
         """A transaction that reads metadata; values are views that are valid only inside it."""
         return self.reading(self._meta, views=True)
 
-    @contextmanager
-    def meta_writing(self, *, changed: bool = False) -> Iterator[Writing]:
-        """A transaction that writes metadata, all in one step. Its views are valid until the next write.
+    def meta_write(self, action: Callable[[Writing], _T], *, changed: bool = False) -> _T:
+        """As `write`, for metadata. Views of the transaction are valid until its next write.
 
         `changed` signals every process that cached descriptions of the origin are out of date.
         """
-        with self.writing(self._meta, views=True) as txn:
-            yield txn
+
+        def write(txn: Writing) -> _T:
+            result = action(txn)
             if changed:
                 self.signals.changed(txn.id())
+            return result
+
+        return self.write(write, self._meta, views=True)
 
     def meta_bytes(self) -> int:
         """Bytes of the metadata in the index."""
@@ -466,17 +519,23 @@ class Index(IndexTransactions):
 
     def put_tail(self, object_id: bytes, value: bytes) -> None:
         """Store the record of an object's end, or replace it."""
-        with self.writing(self._tails) as txn:
+
+        def write(txn: Writing) -> None:
             old = txn.get(object_id)
             txn.put(object_id, value)
             self._add(txn, b"tails", len(value) - len(old or b""))
+
+        self.write(write, self._tails)
 
     def drop_tail(self, object_id: bytes) -> None:
         """Remove the record of an object's end; a missing one is ignored."""
         if self.tail(object_id) is None:
             return
-        with self.writing(self._tails) as txn:
+
+        def write(txn: Writing) -> None:
             self._add(txn, b"tails", -len(txn.pop(object_id) or b""))
+
+        self.write(write, self._tails)
 
     def tail_bytes(self) -> int:
         """Bytes of all records of ends."""

@@ -37,6 +37,7 @@ from millrace.store.maps import MapSlot, lost_or_failed
 from millrace.store.records import Entry, block_count, generation_key, segment_unit
 from millrace.store.segment_files import data_path
 from millrace.store.store import Store
+from millrace.store.transactions import Writing
 
 INLINE_BYTES = 64 << 20
 """An object up to this size is sealed while its open waits; larger ones in the background, and read through blocks."""
@@ -213,7 +214,8 @@ class SegmentSeals:
 
     def put(self, segment: int, seal: SegmentSeal) -> bool:
         """Record a seal in place of any other. False when the segment was removed meanwhile."""
-        with self._index.writing() as txn:
+
+        def write(txn: Writing) -> bool:
             if not self._index.has_segment(txn, segment):
                 return False
             txn.put(generation_key(segment), _SEAL.pack(*seal), db=self._table)
@@ -226,6 +228,8 @@ class SegmentSeals:
                 else:
                     more = more and cursor.next()
             return True
+
+        return self._index.write(write)
 
 
 class SegmentSealer(_Background):

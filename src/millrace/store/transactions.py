@@ -18,10 +18,12 @@ the index by this process, and the next one rebuilds it.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import lmdb
@@ -139,6 +141,7 @@ class IndexGuard:
         self._file = self._lock = -1
 
 
+_T = TypeVar("_T")
 _Bytes = TypeVar("_Bytes", bytes, memoryview)
 
 _digest, _seed = xxhash.xxh3_64_digest, xxhash.xxh3_64_intdigest
@@ -340,11 +343,12 @@ class IndexTransactions:
         # A wait for LMDB's own lock of writers has no end. So a process takes this one first, and continues without the
         # index when its holder is stopped.
         self._write_lock = FileLock(directory / WRITE_LOCK_NAME, f"the process that writes to the cache in {directory}")
+        self._writer = 0  # the thread that has the lock
         self._env: Any = None
+        self._path = str(directory / DATA_NAME)
         try:
             self.signals = Signals(directory / SIGNALS_NAME)
             self._guard = IndexGuard(f"{directory}/{DATA_NAME}", self.signals)
-            self._path = str(directory / DATA_NAME)
             with self._guard:  # a process that LMDB ends while it opens the index leaves its mark, too
                 self._env, self._path = open_environment(directory, tables=32)
             self._guard.watch()
@@ -366,22 +370,20 @@ class IndexTransactions:
             raise
 
     def _open_tables(self) -> list[Table]:
-        # With LMDB the handle of a table takes a transaction that writes.
-        with self._defining() as txn:
+        def define(txn: Any) -> list[Table]:
             self.signals.lower_to(txn.id() - 1)
             return [Table.named(name, self._env.open_db(name, txn=txn)) for name in _TABLES]
 
-    @contextmanager
-    def _defining(self) -> Iterator[Any]:
-        """A transaction that may create tables."""
-        with (
-            self._errors(lmdb.Error),
-            self._write_lock.threads,
-            self._write_lock,
-            self._guard,
-            self._env.begin(write=True) as txn,
-        ):
-            yield txn
+        return self._define(define)
+
+    def _define(self, action: Callable[[Any], _T]) -> _T:
+        """The result of `action`, called with a transaction that may create tables: with LMDB it is one that writes."""
+
+        def work() -> _T:
+            with self._env.begin(write=True) as txn:
+                return action(txn)
+
+        return self._as_writer(work)
 
     def close(self) -> None:
         """Close the environment. This process must not use the index afterwards."""
@@ -402,31 +404,48 @@ class IndexTransactions:
 
     def table(self, name: bytes) -> Table:
         """The table of this name, created if it is missing."""
-        with self._defining() as txn:
-            return Table.named(name, self._env.open_db(name, txn=txn))
+        return self._define(lambda txn: Table.named(name, self._env.open_db(name, txn=txn)))
 
-    @contextmanager
-    def reading(self, table: Table | None = None, *, views: bool = False) -> Iterator[Reading]:
+    def reading(self, table: Table | None = None, *, views: bool = False) -> AbstractContextManager[Reading]:
         """A transaction that reads, as of one moment; of `table` where its methods name none."""
-        try:  # part of every open: few context managers
-            with self._guard, self._env.begin(buffers=True) as txn:
-                yield Reading(txn, table, self._note, views=views)
-        except INDEX_ERRORS as error:
-            raise self._failed(error) from error
+        return _OpenReading(self, table, views=views)
 
-    @contextmanager
-    def writing(self, table: Table | None = None, *, views: bool = False) -> Iterator[Writing]:
-        """A transaction that writes, all in one step; to `table` where its methods name none."""
-        try:
-            with (
-                self._write_lock.threads,
-                self._write_lock,
-                self._guard,
-                self._env.begin(write=True, buffers=True) as raw,
-            ):
+    def write(self, action: Callable[[Writing], _T], table: Table | None = None, *, views: bool = False) -> _T:
+        """The result of `action`, called with a transaction that writes, all in one step; to `table` where none is named.
+
+        After an exception of `action` nothing was written. Raises `StorageError`, also at once when this thread is inside
+        of such a call already: in a signal handler that interrupts it.
+
+        A function and not a context manager, which could be left with its locks held, and then this process and all others
+        would wait for them: Python runs signal handlers at the first instruction of a function, so also of an `__exit__`
+        written in Python, and in `contextlib` after a generator has yielded. An interrupt (Ctrl-C) raised there ends the
+        `with` block, but not the transaction. The locks of threads and LMDB's transactions have methods in C.
+        """
+
+        def work() -> _T:
+            with self._env.begin(write=True, buffers=True) as raw:
                 if self._noted:
                     self._drop_noted(raw)
-                yield self._wrapped(raw, table, views=views)
+                return action(self._wrapped(raw, table, views=views))
+
+        return self._as_writer(work)
+
+    def _as_writer(self, work: Callable[[], _T]) -> _T:
+        """The result of `work`, called with the locks of a process that writes."""
+        thread = threading.get_ident()
+        if self._writer == thread:  # it would wait for itself for ever
+            raise StorageError(
+                f"cache index {self._path}: this thread is writing to it already",
+                next_step="use the cache after the signal handler has returned, not in it",
+            )
+        try:
+            with self._write_lock.threads:
+                self._writer = thread
+                try:
+                    with self._write_lock, self._guard:
+                        return work()
+                finally:
+                    self._writer = 0
         except lmdb.Error as error:
             raise self._failed(error) from error
 
@@ -458,10 +477,12 @@ class IndexTransactions:
     def drop_damaged(self) -> None:
         """Remove the records that were found damaged since the last writing transaction, and correct the totals."""
         if self._noted or self._uncounted:
-            with self.writing() as txn:
-                if self._uncounted:
-                    self._count_again(txn)
-                    self._uncounted = False
+            self.write(self._count_if_needed)
+
+    def _count_if_needed(self, txn: Writing) -> None:
+        if self._uncounted:
+            self._count_again(txn)
+            self._uncounted = False
 
     def _drop_noted(self, raw: Any) -> None:
         noted, self._noted = self._noted, set()
@@ -540,16 +561,17 @@ class IndexTransactions:
                     table.unseal(key, record)
                     if not finder.set_key(key):
                         raise self._guard.damaged("its keys are not in order")
-        with self._errors(lmdb.Error), self._write_lock.threads, self._write_lock, self._guard:
-            raw = self._env.begin(write=True)
-            try:
-                # No free pages in a row are enough for this record, so LMDB reads the whole list of them.
-                pages = min(self._env.info()["last_pgno"] + 1, _MOST_FREE_PAGES)
-                raw.put(b"exercised", bytes(pages * self._env.stat()["psize"]), db=self._state.handle)
-            finally:
-                raw.abort()
-        with self.writing() as writing:
-            writing.put(b"exercised", pack_number(1), db=self._state)
+        self._as_writer(self._read_free_pages)
+        self.write(lambda txn: txn.put(b"exercised", pack_number(1), db=self._state))
+
+    def _read_free_pages(self) -> None:
+        raw = self._env.begin(write=True)
+        try:
+            # No free pages in a row are enough for this record, so LMDB reads the whole list of them.
+            pages = min(self._env.info()["last_pgno"] + 1, _MOST_FREE_PAGES)
+            raw.put(b"exercised", bytes(pages * self._env.stat()["psize"]), db=self._state.handle)
+        finally:
+            raw.abort()
 
     def _get(self, txn: Reading, object_id: bytes) -> Entry | None:
         value = txn.get(object_id, db=self._objects)
@@ -565,3 +587,38 @@ class IndexTransactions:
         total = max(0, self._read(txn, name) + amount)
         txn.put(name, pack_number(total), db=self._state)
         return total
+
+
+class _OpenReading:
+    """The context manager of `IndexTransactions.reading`. Used once, by one thread.
+
+    An interrupt at the first instruction of `__exit__` leaves the transaction open as long as its traceback exists. No other
+    transaction waits for it; meanwhile LMDB does not reuse pages.
+    """
+
+    __slots__ = ("_index", "_raw", "_table", "_views")
+
+    def __init__(self, index: IndexTransactions, table: Table | None, *, views: bool) -> None:
+        self._index, self._table, self._views = index, table, views
+        self._raw: Any = None
+
+    def __enter__(self) -> Reading:
+        index = self._index
+        index._guard.__enter__()
+        try:
+            self._raw = index._env.begin(buffers=True)
+            return Reading(self._raw, self._table, index._note, views=self._views)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._raw is not None:
+                self._raw.abort()
+        finally:
+            self._index._guard.__exit__()
+        if isinstance(error, INDEX_ERRORS):
+            raise self._index._failed(error) from error

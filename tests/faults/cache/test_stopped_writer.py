@@ -27,9 +27,12 @@ from millrace.cache.node import cache_node
 fs = millrace.filesystem("file", cache_dir=sys.argv[1], min_free=0)
 fs.cat_file(sys.argv[2] + "/small.bin")
 node = cache_node(fs._options)
-with node._disks[0].store.index.writing():
+def write(txn):
     print("writing", flush=True)
     signal.pause()
+
+
+node._disks[0].store.index.write(write)
 """
 
 READER = """

@@ -273,8 +273,8 @@ _STOPS_WHILE_IT_WRITES = """
 import os, pathlib, signal, sys
 from millrace.cache.rebuild import rebuild
 from millrace.store.setup import open_directory
-with open_directory(pathlib.Path(sys.argv[1]), rebuild).writing():
-    os.kill(os.getpid(), signal.SIGSTOP)
+index = open_directory(pathlib.Path(sys.argv[1]), rebuild)
+index.write(lambda txn: os.kill(os.getpid(), signal.SIGSTOP))
 """
 
 

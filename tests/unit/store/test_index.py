@@ -1,24 +1,30 @@
 import fcntl
+import itertools
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.forked import in_child
+from tests.support.interrupts import interrupted_at
+from tests.support.waiting import wait_until
 
 from millrace.errors import StorageError
+from millrace.runtime.locks import is_byte_locked
 from millrace.store.index import Index
 from millrace.store.records import Entry, ObjectName, SegmentRecord
-from millrace.store.transactions import WRITE_LOCK_NAME
+from millrace.store.transactions import WRITE_LOCK_NAME, Writing
 
 NAME = ObjectName("s3://?region=eu", "bucket/a key with ü and \udc80", "etag")
 ID = bytes(range(16))
 OTHER = bytes(range(16, 32))
 FILE = os.stat(__file__)
+DEADLINE = 60.0
 
 
 @pytest.fixture
@@ -197,8 +203,7 @@ def test_removals_raise_a_signal(index: Index) -> None:
         assert after.removals != before.removals
         assert after.changes == before.changes
     before = index.stamp()
-    with index.meta_writing(changed=True) as txn:
-        txn.put(b"a", b"a")
+    index.meta_write(lambda txn: txn.put(b"a", b"a"), changed=True)
     after = index.stamp()
     assert before is not None
     assert after is not None
@@ -207,8 +212,7 @@ def test_removals_raise_a_signal(index: Index) -> None:
     before = index.stamp()
     fill(index)
     index.remove(OTHER)  # which is not there
-    with index.meta_writing() as txn:
-        txn.put(b"a", b"b")
+    index.meta_write(lambda txn: txn.put(b"a", b"b"))
     assert index.stamp() == before == index.signals.read()
 
 
@@ -230,9 +234,12 @@ def test_stamp_during_a_removal_is_none(index: Index, tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         child = Index(tmp_path)
-        with child.writing() as txn:
+
+        def remove(txn: Writing) -> None:
             child.signals.removed(txn.id())
             os.kill(os.getpid(), signal.SIGKILL)  # before the commit
+
+        child.write(remove)
     os.waitpid(pid, 0)
     assert index.stamp() is None
     index.new_generation()  # the next transaction takes the same id
@@ -329,7 +336,7 @@ def test_index_of_forked_child_is_in_use(tmp_path: Path) -> None:
         lambda index: index.create(bytes(16), 100, 100, NAME),
         lambda index: index.put_tail(bytes(16), b"tail"),
         lambda index: index.table(b"another"),
-        lambda index: index.meta_writing().__enter__(),
+        lambda index: index.meta_write(lambda txn: None),
     ],
 )
 def test_index_with_stopped_writer_is_readable_but_not_writable(
@@ -356,3 +363,57 @@ def test_index_with_stopped_writer_is_readable_but_not_writable(
         other.wait()
     write(index)
     index.close()
+
+
+# --- interrupts ---------------------------------------------------------------------------------------
+
+
+def in_other_thread(action: Callable[[], object]) -> object:
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(action()), daemon=True)
+    thread.start()
+    thread.join(DEADLINE)
+    assert results, "it waits for ever"
+    return results[0]
+
+
+@pytest.mark.parametrize("what", ["write", "write metadata", "create a table", "read"])
+def test_interrupt_at_any_moment_leaves_the_index_free_and_no_half_write(tmp_path: Path, what: str) -> None:
+    index = Index(tmp_path)
+    names = itertools.count()
+    actions: dict[str, Callable[[], object]] = {
+        "write": lambda: index.remove(ID),
+        "write metadata": lambda: index.meta_write(lambda txn: txn.put(b"a", b"a"), changed=True),
+        "create a table": lambda: index.table(b"%d" % (next(names) % 8)),
+        "read": index.used_bytes,
+    }
+    lock = os.open(tmp_path / WRITE_LOCK_NAME, os.O_RDWR)
+    for number in itertools.count():
+        before = fill(index)
+        interrupt = interrupted_at(number, actions[what])  # as long as it exists, so does its traceback
+        found = index.get(ID)
+        assert (found, index.used_bytes()) in ((before, before.cached_bytes), (None, 0))
+        index.new_generation()
+        assert in_other_thread(index.new_generation) == index.last_generation
+        wait_until(lambda: not is_byte_locked(lock, 0))  # a beat releases it
+        if interrupt is None:
+            break
+    assert number > 5
+    os.close(lock)
+    index.close()
+
+
+def test_write_in_a_signal_handler_during_a_write_raises(index: Index) -> None:
+    def write(txn: Writing) -> None:
+        txn.put(b"a", b"b", db=index._meta)
+        signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: index.new_generation())
+    try:
+        with pytest.raises(StorageError, match="this thread is writing to it already"):
+            index.write(write)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert index.meta_bytes() == 0
+    index.new_generation()
+    in_other_thread(index.new_generation)

@@ -76,7 +76,8 @@ class UsageRecords:
         if not tallies:
             return []
         groups = self._groups_of(tallies)
-        with self._index.writing() as txn:
+
+        def write(txn: Writing) -> list[bytes]:
             book = _Book(self, txn, capacity_bytes, int(now))
             for tally in tallies:
                 group = groups.get(tally.key)
@@ -86,11 +87,14 @@ class UsageRecords:
                     book.mark(tally.key, copy=copy)
             dropped = self._drop_some(txn, book)
             book.close()
-        return dropped
+            return dropped
+
+        return self._index.write(write)
 
     def enter_unknown(self, units: Iterable[tuple[bytes, int, int, str]], *, now: float) -> None:
         """Create the missing records of units: (key, segment, bytes, group) of each. A ghost returns with its uses."""
-        with self._index.writing() as txn:
+
+        def write(txn: Writing) -> None:
             book = _Book(self, txn, 0, int(now))
             for key, segment, nbytes, group in units:
                 if txn.get(key, db=self._residents) is None:
@@ -103,6 +107,8 @@ class UsageRecords:
                     if holds_copies(group):
                         book.mark(key, copy=True)
             book.close()
+
+        self._index.write(write)
 
     def draw(self, count: int) -> Draw:
         """About `count` random cached units; all of them if there are fewer."""
@@ -122,12 +128,15 @@ class UsageRecords:
 
     def mark_copies(self, keys: Iterable[bytes], *, copy: bool) -> None:
         """Mark cached units as copies, or remove their marks."""
-        with self._index.writing() as txn:
+
+        def write(txn: Writing) -> None:
             for key in keys:
                 if not copy:
                     txn.delete(key, db=self._copies)
                 elif txn.get(key, db=self._residents) is not None:
                     txn.put(key, b"", db=self._copies)
+
+        self._index.write(write)
 
     def copy_count(self) -> int:
         """The number of units that are marked as copies."""
@@ -165,7 +174,8 @@ class UsageRecords:
 
     def gone(self, keys: Iterable[bytes]) -> None:
         """Turn removed units into ghosts. Records of segments are deleted, because a segment never returns."""
-        with self._index.writing() as txn:
+
+        def write(txn: Writing) -> None:
             book = _Book(self, txn, 0, 0)
             for key in keys:
                 value = txn.pop(key, db=self._residents)
@@ -178,6 +188,8 @@ class UsageRecords:
                 else:
                     txn.put(key, value, db=self._ghosts)
             book.close()
+
+        self._index.write(write)
 
     def group(self, number: int) -> Group:
         """The record of a group."""
@@ -202,8 +214,11 @@ class UsageRecords:
 
     def set_mark(self, mark: bytes) -> None:
         """Set a mark for the lifetime of this index."""
-        with self._index.writing() as txn:
+
+        def write(txn: Writing) -> None:
             txn.put(mark, pack_number(1), db=self._numbers)
+
+        self._index.write(write)
 
     def claim(self, what: bytes, pause_seconds: float) -> bool:
         """Whether no process of the node did `what` within the last `pause_seconds`; then the caller does it now."""
@@ -212,11 +227,14 @@ class UsageRecords:
         with self._index.reading() as txn:
             if number(txn.get(what, db=self._numbers)) > due:
                 return False
-        with self._index.writing() as txn:
+
+        def write(txn: Writing) -> bool:
             if number(txn.get(what, db=self._numbers)) > due:
                 return False
             txn.put(what, pack_number(now), db=self._numbers)
             return True
+
+        return self._index.write(write)
 
     # --- inside -----------------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ from millrace.cache.metadata.pages import (
 from millrace.cache.metadata.sources import Moment
 from millrace.origin import ObjectInfo
 from millrace.store.index import Index
+from millrace.store.transactions import Writing
 
 _T = TypeVar("_T")
 
@@ -139,13 +140,16 @@ class PageMap:
             return True
         if space.folders_first or not ascending(keys, after, Space(b"", folders_first=True)):
             return False
-        with self._index.meta_writing() as txn:
+
+        def write(txn: Writing) -> None:
             txn.put(ORDER + digest_of(identity), b"folders first")
             cursor = txn.cursor()
             for kind in (PAGE, RECORD):
                 found = cursor.set_range(kind + space.digest)
                 while found and cursor.key()[:9] == kind + space.digest:
                     found = cursor.delete()
+
+        self._index.meta_write(write)
         self._read_space(identity)
         return True
 
@@ -281,7 +285,9 @@ class PageMap:
             return []
         if not all(storable(*entry) for entry in entries):
             return []
-        with self._index.meta_writing() as txn:
+
+        def write(txn: Writing) -> list[ObjectInfo]:
+            nonlocal entries, stop
             changes = changes_since(txn, moment.changes, keys or space)
             if changes is None:
                 return []
@@ -308,7 +314,9 @@ class PageMap:
                 outdated += settle_named(txn, keys, [info for _, info in entries], moment.asked)
             if better and (entries or keep_empty):
                 txn.put(PAGE + space.digest + start, Page(value).without(better))
-        return superseded + outdated
+            return superseded + outdated
+
+        return self._index.meta_write(write)
 
     # --- keys that were described alone -----------------------------------------------------------
 
@@ -320,7 +328,8 @@ class PageMap:
 
     def store_record(self, space: Space, info: ObjectInfo, moment: Moment) -> ObjectInfo | None:
         """Store a description; returns the stored one of the same key if it is outdated now."""
-        with self._index.meta_writing() as txn:
+
+        def write(txn: Writing) -> ObjectInfo | None:
             changes = changes_since(txn, moment.changes, space)
             position = encode(space.position(info.key))
             if changes is None or any(concerns(change, position) for change in changes):
@@ -338,7 +347,9 @@ class PageMap:
                     if (description.version, description.size) != (info.version, info.size):
                         txn.put(listed[0], page.without([position]))
             txn.put(at, pack_record(info, moment.asked))
-        return old if old is not None and (old.version, old.size) != (info.version, info.size) else None
+            return old if old is not None and (old.version, old.size) != (info.version, info.size) else None
+
+        return self._index.meta_write(write)
 
     # --- forgetting -------------------------------------------------------------------------------
 
@@ -349,7 +360,8 @@ class PageMap:
         """
         space = self.space(identity)
         position = encode(space.position(key))
-        with self._index.meta_writing(changed=True) as txn:
+
+        def write(txn: Writing) -> ObjectInfo | None:
             number = read_number(txn, b"changes") + 1
             write_number(txn, b"changes", number)
             txn.put(change_key(number), space.digest + position)
@@ -377,21 +389,29 @@ class PageMap:
                 below = below[: slash - 1]
             return known
 
+        return self._index.meta_write(write, changed=True)
+
     def drop(self, space: Space) -> None:
         """Remove every page of a space."""
-        with self._index.meta_writing() as txn:
+
+        def write(txn: Writing) -> None:
             cursor = txn.cursor()
             found = cursor.set_range(PAGE + space.digest)
             while found and cursor.key()[:9] == PAGE + space.digest:
                 found = cursor.delete()
 
+        self._index.meta_write(write)
+
     def clear(self) -> None:
         """Drop everything. Requests that were sent before store nothing."""
-        with self._index.meta_writing(changed=True) as txn:
+
+        def write(txn: Writing) -> None:
             number = read_number(txn, b"changes") + 1
             self._index.drop_meta(txn)
             write_number(txn, b"changes", number)
             write_number(txn, b"cleared", number)
+
+        self._index.meta_write(write, changed=True)
 
     def _strike(self, txn: Transaction, cursor: Any, space: Space, key: str) -> ObjectInfo | None:
         """Remove a key from the page that covers it; the page is incomplete then."""
