@@ -25,8 +25,8 @@ import xxhash
 from millrace.cache.eviction.usage import Tally, group_of
 from millrace.errors import StorageError, printable
 from millrace.events import Event, emit
+from millrace.runtime.directories import locked_directory
 from millrace.runtime.failures import reason_of
-from millrace.runtime.locks import locked_directory
 from millrace.runtime.private_files import make_way, opener
 from millrace.store.records import ObjectName
 

@@ -28,8 +28,9 @@ from typing import NamedTuple
 import xxhash
 
 from millrace.metrics import HISTOGRAMS, Distribution
+from millrace.runtime.directories import locked_directory
 from millrace.runtime.failures import disk_errors, reason_of
-from millrace.runtime.locks import StoppedHolderError, locked_directory
+from millrace.runtime.locks import StoppedHolderError
 from millrace.runtime.maintenance import TICK_SECONDS
 from millrace.runtime.private_files import make_folder, make_way, new_file, opener, read_file, recreate
 

@@ -11,7 +11,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +39,7 @@ from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
 from millrace.runtime import forks
 from millrace.runtime.failures import LostDataError, disk_errors
+from millrace.runtime.locks import Pool
 from millrace.runtime.private_files import make_folder
 from millrace.store.records import BLOCK_BYTES, Entry, ObjectName, object_id, owners
 from millrace.store.setup import check_directory
@@ -82,8 +82,8 @@ class CacheNode:
         limit_arenas()
         self._disks = self._open_disks()
         self._threads = Pools(
-            demand=ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-fetch"),
-            ahead=ThreadPoolExecutor(_PREFETCH_THREADS, thread_name_prefix="millrace-ahead"),
+            demand=Pool(_FETCH_THREADS, "millrace-fetch"),
+            ahead=Pool(_PREFETCH_THREADS, "millrace-ahead"),
         )
         self._recent_groups: dict[tuple[str, str], tuple[str, float]] = {}
         self._weights = {str(disk.store.directory): _weight(disk, options) for disk in self._disks}

@@ -12,7 +12,6 @@ import json
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.wire import MAX_BODY_BYTES
@@ -20,6 +19,7 @@ from millrace.cluster.membership import Member
 from millrace.config import SILENCE_SECONDS
 from millrace.errors import PeerError, PeerSilentError
 from millrace.events import Event, emit
+from millrace.origin.side_by_side import side_by_side
 from millrace.runtime import forks
 
 FORGET = "/v1/forget"
@@ -74,13 +74,7 @@ class Invalidations:
     # --- now --------------------------------------------------------------------------------------
 
     def _send_all(self, members: Sequence[Member], identity: str, keys: Sequence[str]) -> Iterable[bool]:
-        if len(members) < 2:
-            return [self._send(member, identity, keys) for member in members]
-        try:
-            with ThreadPoolExecutor(min(len(members), _THREADS), thread_name_prefix="millrace-invalidate") as pool:
-                return list(pool.map(lambda member: self._send(member, identity, keys), members))
-        except RuntimeError:  # the interpreter is ending and starts no more threads
-            return [self._send(member, identity, keys) for member in members]
+        return side_by_side(lambda member: self._send(member, identity, keys), members, _THREADS, "millrace-invalidate")
 
     def _send(self, member: Member, identity: str, keys: Sequence[str]) -> bool:
         """Invalidate keys on a member; returns whether it succeeded."""

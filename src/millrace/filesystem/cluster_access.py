@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +16,7 @@ from millrace.cluster.folder import FolderViews, live_nodes
 from millrace.cluster.membership import Member, View, ViewSource
 from millrace.config import CacheOptions, Tls, parse_addresses
 from millrace.errors import ConfigurationError, MillraceError, OriginUnavailableError, PeerRefusedError
+from millrace.origin.side_by_side import side_by_side
 
 _DEADLINE_SECONDS = 3.0
 _MAX_AGE_SECONDS = 1.0
@@ -116,8 +116,7 @@ def _request_all(
         except MillraceError as error:
             return member, error
 
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="millrace-cluster-access") as pool:
-        return list(pool.map(request, access.members()))
+    return side_by_side(request, access.members(), _THREADS, "millrace-cluster-access")
 
 
 def access_through(address: str, options: CacheOptions) -> ClusterAccess:

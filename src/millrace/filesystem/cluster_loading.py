@@ -10,7 +10,6 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from millrace.config import CacheOptions
 from millrace.errors import DiskFullError, MillraceError, ObjectNotFoundError, PeerError, PeerRefusedError
 from millrace.filesystem.listing import ListingFileSystem
 from millrace.filesystem.loading import LoadProgress, Rate, complete, with_progress
+from millrace.origin.side_by_side import side_by_side
 
 _POLL_SECONDS = 0.5
 _FIRST_POLL_SECONDS = 0.02
@@ -112,9 +112,7 @@ def load_on_cluster(
     order = LoadOrder(
         origin_identity=origin_identity, keys=tuple(keys), members=View(()), replicas=replicas, verify=verify
     )
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="millrace-load-ask") as pool:
-        load = _ClusterLoad(views, client, order, pool, progress or (lambda _: None))
-        return load.run()
+    return _ClusterLoad(views, client, order, progress or (lambda _: None)).run()
 
 
 def participants(view: View) -> tuple[Member, ...]:
@@ -151,13 +149,11 @@ class _ClusterLoad:
         views: ViewSource,
         client: PeerClient,
         order: LoadOrder,
-        pool: ThreadPoolExecutor,
         report: Callable[[LoadProgress], None],
     ) -> None:
         self._views = views
         self._client = client
         self._order = order
-        self._pool = pool
         self._report = report
         self._name = uuid.uuid4().hex
         self._rounds = 0
@@ -229,14 +225,13 @@ class _ClusterLoad:
     def _poll(self, order: LoadOrder) -> None:
         view = View.of(replace(share.member, state=MemberState.HERE) for share in self._shares)
         order = replace(order, members=view)
-        list(
-            self._pool.map(
-                lambda share: self._poll_one(share, order), [s for s in self._shares if s.state == "running"]
-            )
-        )
+        self._ask(lambda share: self._poll_one(share, order), [s for s in self._shares if s.state == "running"])
 
     def _start_all(self, order: LoadOrder) -> None:
-        list(self._pool.map(lambda share: self._start(share, order), self._shares))
+        self._ask(lambda share: self._start(share, order), self._shares)
+
+    def _ask(self, ask: Callable[[_Share], None], shares: Sequence[_Share]) -> None:
+        side_by_side(ask, shares, _THREADS, "millrace-load-ask")
 
     def _start(self, share: _Share, order: LoadOrder) -> None:
         self._exchange(share, "POST", "/v1/load", {"job": self._job, **order.to_json()})
@@ -270,7 +265,7 @@ class _ClusterLoad:
             with contextlib.suppress(MillraceError):  # the job ends by itself without requests
                 self._client.call(share.member, "DELETE", f"/v1/load/{job}", deadline=_CANCEL_SECONDS)
 
-        list(self._pool.map(cancel, [share for share in shares if share.state == "running" and not share.failures]))
+        self._ask(cancel, [share for share in shares if share.state == "running" and not share.failures])
 
     # --- sums -------------------------------------------------------------------------------------
 

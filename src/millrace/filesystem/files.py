@@ -16,7 +16,6 @@ import io
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa
@@ -25,6 +24,7 @@ from typing_extensions import Buffer
 from millrace.cache.reading.reader import ObjectReader
 from millrace.errors import ObjectChangedError, ObjectNotFoundError
 from millrace.filesystem.columns import ColumnAhead
+from millrace.origin.side_by_side import side_by_side
 from millrace.store.records import PAGE_BYTES, READ_AHEAD_BLOCKS, ReadAhead
 
 _BUFFER_BYTES = 256 << 10
@@ -329,11 +329,7 @@ def read_batch(paths: Sequence[str], ranges: Sequence[Range], read: ReadRanges) 
             for place in mine:
                 answers[place] = error
 
-    if len(places) == 1:
-        one(paths[0])
-    elif places:
-        with ThreadPoolExecutor(min(len(places), _OBJECTS_AT_A_TIME), thread_name_prefix="millrace-batch") as pool:
-            list(pool.map(one, places))
+    side_by_side(one, list(places), _OBJECTS_AT_A_TIME, "millrace-batch")
     return answers
 
 

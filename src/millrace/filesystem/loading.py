@@ -13,7 +13,6 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -28,6 +27,7 @@ from millrace.figures import size_text
 from millrace.filesystem.paths import is_pattern
 from millrace.filesystem.scheduling import FetchScheduler, ObjectFetch
 from millrace.origin import ObjectInfo
+from millrace.origin.side_by_side import side_by_side
 
 if TYPE_CHECKING:
     from millrace.filesystem.listing import ListingFileSystem
@@ -261,9 +261,8 @@ class _Load:
 
     def _selected(self) -> Iterator[ObjectInfo]:
         """Everything to load, each object once."""
-        with ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="millrace-load-look") as pool:
-            # All of them before anything is fetched: a missing name is an error at once.
-            selections = list(pool.map(self._select, self._urls))
+        # All of them before anything is fetched: a missing name is an error at once.
+        selections = side_by_side(self._select, self._urls, _LOOKUPS, "millrace-load-look")
         seen: set[bytes] = set()
         for info in chain.from_iterable(selections):
             if len(selections) > 1:  # two of them may name the same object

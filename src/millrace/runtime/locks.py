@@ -14,8 +14,8 @@ processes, named locks do the same. A process that finds a lock held waits for t
 holder is stopped, the wait ends after `SILENCE_SECONDS`. Then the block is fetched a second time, which costs one request
 and has no other effect.
 
-Which class to use: `FileLock` for one lock, `NamedLocks` for many locks in one file, `locked_directory` for a directory,
-`Flights` for fetches.
+Which class to use: `FileLock` for one lock, `NamedLocks` for many locks in one file, `locked_directory` (`directories.py`)
+for a directory, `Flights` for fetches.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, Generic, TypeVar, cast
 
 from typing_extensions import Buffer
 
@@ -48,8 +48,8 @@ _IDLE_BEATS = 10  # signs are written to an unused file this many times more
 GRACE_SECONDS = 0.3
 """A new holder may have taken a lock and not yet have written its sign; a process that waits looks again after this time."""
 _LOOK_SECONDS = 0.05  # between two looks at the threads of a process
+_SIGNAL_SECONDS = 0.5  # a signal just before the kernel starts to wait does not end the wait
 
-_FLOCK_PAUSES = (0.001, 0.02)
 _NAMED_PAUSES = (0.001, 0.05)
 _FILE_LOCK_PAUSES = (0.00005, 0.005)  # first and longest pause between two attempts
 
@@ -409,49 +409,110 @@ def _identify_child() -> None:
 forks.reset_in_child(_identify_child)
 
 
-@contextmanager
-def locked_directory(directory: Path, kind: int) -> Iterator[int]:
-    """Hold a lock (`LOCK_SH`, `LOCK_EX`) on a directory for a `with` block; yields its descriptor.
-
-    Waits as long as files appear or disappear in the directory, or a holder runs, and then for `SILENCE_SECONDS`. Raises
-    `StoppedHolderError` after that, and `OSError`.
-    """
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        pause, longest = _FLOCK_PAUSES
-        changed, deadline, activity = -1, 0.0, Activity()
-        while True:
-            try:
-                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                now, last = time.monotonic(), changed
-                changed = os.fstat(descriptor).st_mtime_ns
-                if changed != last:
-                    deadline = now + SILENCE_SECONDS
-                elif now >= deadline:
-                    if activity.any_holder_continues(descriptor):
-                        deadline = now + GRACE_SECONDS
-                        time.sleep(pause)
-                        continue
-                    raise StoppedHolderError(f"the process that has the lock of {directory}") from None
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-        try:
-            yield descriptor
-        finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor open, too
-    finally:
-        os.close(descriptor)
-
-
 # --- single flight ----------------------------------------------------------------------------------
 
 BlockKey = tuple[bytes, int]
 """An object id and a block number."""
 
 
-class Flight(Future[Buffer]):
+Value = TypeVar("Value")
+
+
+class Outcome(Generic[Value]):
+    """What a call has returned or raised, for the threads that wait for it. Thread-safe.
+
+    As a `Future` of `concurrent.futures`, without its condition: an interrupt (Ctrl-C) in the Python code of a condition
+    leaves its lock held, and then the thread that makes the call waits for ever. Here no thread waits for another one in the
+    middle of a method: all shared state is in lists, which change in one step.
+    """
+
+    def __init__(self) -> None:
+        self._ends: list[tuple[Any, BaseException | None]] = []  # the first one counts
+        self._waiting: list[threading.Lock] = []  # one lock for each thread that waits, which the end releases
+
+    def done(self) -> bool:
+        """Whether the call has ended."""
+        return bool(self._ends)
+
+    def wait(self) -> None:
+        """Wait for the end of the call. In the main thread signal handlers run meanwhile, and may raise."""
+        if self._ends:
+            return
+        woken = threading.Lock()
+        woken.acquire()
+        self._waiting.append(woken)  # before the next look: the thread that ends the call sees one of the two
+        while not self._ends:
+            woken.acquire(timeout=_SIGNAL_SECONDS)
+
+    def exception(self) -> BaseException | None:
+        """Wait for the end of the call; returns what it has raised, or None."""
+        self.wait()
+        return self._ends[0][1]
+
+    def result(self) -> Value:
+        """Wait for the end of the call; returns or raises its outcome."""
+        self.wait()
+        value, error = self._ends[0]
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error, self  # the traceback refers to them: a cycle
+        return cast(Value, value)
+
+    def set_result(self, value: Value) -> None:
+        """End the call with its result, unless it has ended already."""
+        self._end(value, None)
+
+    def set_exception(self, error: BaseException) -> None:
+        """End the call with an exception, unless it has ended already."""
+        self._end(None, error)
+
+    def run(self, action: Callable[[], Value]) -> None:
+        """Make the call."""
+        try:
+            self.set_result(action())
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            self.set_exception(error)
+
+    def _end(self, value: Value | None, error: BaseException | None) -> None:
+        if not self._ends:
+            self._ends.append((value, error))
+        with contextlib.suppress(IndexError):  # none is left
+            while True:
+                self._waiting.pop().release()  # after an interrupt in between, that thread looks again in a moment
+
+
+class Pool(ThreadPoolExecutor):
+    """Threads for fetches, started on demand. An interrupt (Ctrl-C) of `submit` leaves none of the pool's locks held.
+
+    Python's pool counts its idle threads with a semaphore, whose condition is entered in the thread that submits.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        super().__init__(threads, thread_name_prefix=name)
+        self._idle_semaphore = _Idle()
+
+
+class _Idle(threading.Semaphore):
+    """As a semaphore of which nobody waits, in single steps."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self._idle: list[None] = []
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        try:
+            self._idle.pop()
+        except IndexError:
+            return False
+        return True
+
+    def release(self, n: int = 1) -> None:
+        self._idle.extend([None] * n)
+
+
+class Flight(Outcome[Buffer]):
     """The fetch of a block. Its result is the bytes of the block. Thread-safe."""
 
     def __init__(self) -> None:
@@ -479,11 +540,11 @@ class Flights:
     """The fetches in progress in this process. Thread-safe."""
 
     def __init__(self) -> None:
-        self._futures: dict[BlockKey, Flight] = {}
+        self._flights: dict[BlockKey, Flight] = {}
         self._lock = threading.Lock()
 
     def __contains__(self, key: BlockKey) -> bool:
-        return key in self._futures
+        return key in self._flights
 
     def join(self, object_id: bytes, blocks: Iterable[int]) -> tuple[dict[int, Flight], dict[int, Flight]]:
         """Split `blocks` into those that the caller must fetch and those that are in flight already.
@@ -492,32 +553,36 @@ class Flights:
         """
         mine: dict[int, Flight] = {}
         theirs: dict[int, Flight] = {}
-        with self._lock:
-            for block in blocks:
-                future = self._futures.get((object_id, block))
-                if future is None:
-                    self._futures[object_id, block] = mine[block] = Flight()
-                else:
-                    theirs[block] = future
+        try:
+            with self._lock:
+                for block in blocks:
+                    flight = self._flights.get((object_id, block))
+                    if flight is None:
+                        mine[block] = flight = Flight()
+                        self._flights[object_id, block] = flight
+                    else:
+                        theirs[block] = flight
+        except BaseException:  # an interrupt: no other thread may wait for a flight that nobody ends
+            for block, flight in mine.items():
+                self.fail((object_id, block), flight, StorageError("a fetch was interrupted", next_step="read again"))
+            raise
         return mine, theirs
 
-    def complete(self, key: BlockKey, future: Future[Buffer], data: Buffer) -> None:
-        """Pass a fetched block to all that wait for it."""
-        self._remove(key, future)
-        if not future.done():  # it has failed already when the thread that started it was interrupted
-            future.set_result(data)
+    def complete(self, key: BlockKey, flight: Flight, data: Buffer) -> None:
+        """Pass a fetched block to all that wait for it, unless it has failed: the thread that started it was interrupted."""
+        self._remove(key, flight)
+        flight.set_result(data)
 
-    def fail(self, key: BlockKey, future: Future[Buffer], error: BaseException) -> None:
+    def fail(self, key: BlockKey, flight: Flight, error: BaseException) -> None:
         """Raise `error` in all that wait for a block, unless it is complete."""
-        self._remove(key, future)
-        if not future.done():
-            future.set_exception(error)
+        self._remove(key, flight)
+        flight.set_exception(error)
 
-    def _remove(self, key: BlockKey, future: Future[Buffer]) -> None:
+    def _remove(self, key: BlockKey, flight: Flight) -> None:
         # Only this flight: after it has ended, another one for the same block may be in progress.
         with self._lock:
-            if self._futures.get(key) is future:
-                del self._futures[key]
+            if self._flights.get(key) is flight:
+                del self._flights[key]
 
 
 # --- the fetch that an event belongs to -----------------------------------------------------------

@@ -7,14 +7,14 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future
 from contextvars import copy_context
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 _MAX_DEFAULT_THREADS = 8
+_SIGNAL_SECONDS = 0.5  # a signal just before the kernel starts to wait does not end the wait
 
 
 def default_threads() -> int:
@@ -31,7 +31,7 @@ def run_in_order(jobs: Iterable[Job], work: Callable[[Job], Result], threads: in
     Also works while the interpreter shuts down, if the caller waits for the results.
     """
     pool = ThreadPool(work, threads)
-    pending: deque[Future[Result]] = deque()
+    pending: deque[_Call[Job, Result]] = deque()
     try:
         for job in jobs:
             pending.append(pool.submit(job))
@@ -40,9 +40,47 @@ def run_in_order(jobs: Iterable[Job], work: Callable[[Job], Result], threads: in
         while pending:
             yield pending.popleft().result()
     finally:
-        for future in pending:
-            future.cancel()
+        for call in pending:
+            call.is_cancelled = True
         pool.close()
+
+
+class _Call(Generic[Job, Result]):
+    """One job, and its outcome for the one thread that waits for it.
+
+    No `Future`: an interrupt (Ctrl-C) of that thread in the Python code of its condition would block the pool for ever.
+    """
+
+    __slots__ = ("_ended", "_error", "_result", "is_cancelled", "job")
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.is_cancelled = False
+        self._ended = threading.Lock()
+        self._ended.acquire()
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+
+    def run(self, work: Callable[[Job], Result]) -> None:
+        """Do the job, unless it is cancelled."""
+        if not self.is_cancelled:
+            try:
+                self._result = work(self.job)
+            except BaseException as error:  # noqa: BLE001 - raised by `result`
+                self._error = error
+        del self.job  # its memory, which may be much, is free before the result is used
+        self._ended.release()
+
+    def result(self) -> Result:
+        """Wait for the end of the job; returns or raises its outcome. Called once."""
+        while not self._ended.acquire(timeout=_SIGNAL_SECONDS):
+            pass
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                del self  # the traceback refers to it: a cycle
+        return cast(Result, self._result)
 
 
 class ThreadPool(Generic[Job, Result]):
@@ -53,19 +91,19 @@ class ThreadPool(Generic[Job, Result]):
 
     def __init__(self, work: Callable[[Job], Result], size: int) -> None:
         self._work, self._size = work, size
-        self._jobs: queue.SimpleQueue[tuple[Future[Result], Job] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Call[Job, Result] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def submit(self, job: Job) -> Future[Result]:
+    def submit(self, job: Job) -> _Call[Job, Result]:
         if len(self._threads) < self._size:
             # Daemons: the caller that waits for the results decides how long they run.
             name = f"millrace-checkpoint-{len(self._threads)}"
             thread = threading.Thread(target=copy_context().run, args=(self._run,), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
-        future: Future[Result] = Future()
-        self._jobs.put((future, job))
-        return future
+        call: _Call[Job, Result] = _Call(job)
+        self._jobs.put(call)
+        return call
 
     def close(self) -> None:
         """Wait for the jobs that are not cancelled."""
@@ -75,16 +113,6 @@ class ThreadPool(Generic[Job, Result]):
             thread.join()
 
     def _run(self) -> None:
-        while (entry := self._jobs.get()) is not None:
-            future, job = entry
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = self._work(job)
-            except BaseException as error:  # noqa: BLE001 - raised by `result`
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-                del result
-            # Keep no reference while this thread waits.
-            del entry, future, job
+        while (call := self._jobs.get()) is not None:
+            call.run(self._work)
+            del call  # no reference to the job or its result while this thread waits

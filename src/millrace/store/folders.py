@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from millrace.runtime.directories import locked_directory
 from millrace.runtime.failures import LostDataError, disk_errors
-from millrace.runtime.locks import locked_directory
 from millrace.runtime.private_files import make_folder
 from millrace.store.records import Entry
 from millrace.store.seals import Sealer

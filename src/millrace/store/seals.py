@@ -22,7 +22,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +30,7 @@ import xxhash
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.runtime.failures import LostDataError
-from millrace.runtime.locks import NamedLocks, lock_number
+from millrace.runtime.locks import NamedLocks, Outcome, Pool, lock_number
 from millrace.store.index import Index
 from millrace.store.maps import MapSlot, lost_or_failed
 from millrace.store.records import Entry, block_count, generation_key, segment_unit
@@ -66,7 +65,7 @@ class _Background:
 
     def __init__(self, threads: int, name: str, report: Callable[[StorageError], None]) -> None:
         self._report = report
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._pool = Pool(threads, name)
         self._lock = threading.Lock()
         self._closed = False
 
@@ -90,7 +89,7 @@ class Sealer(_Background):
         super().__init__(_THREADS, "millrace-seal", report)
         self._store = store
         self._waiting: set[int] = set()
-        self._running: dict[int, Future[Entry | None]] = {}
+        self._running: dict[int, Outcome[Entry | None]] = {}
 
     def sealed(self, entry: Entry) -> Entry | None:
         """The record of a complete object with its seal, which is made now if it is missing.
@@ -156,15 +155,16 @@ class Sealer(_Background):
 
     def _seal_or_join(self, entry: Entry) -> Entry | None:
         with self._lock:
-            future = self._running.get(entry.generation)
-            if future is None:
-                mine = self._running[entry.generation] = Future()
-        if future is not None:
-            return future.result()
+            theirs = self._running.get(entry.generation)
+            if theirs is None:
+                mine = self._running[entry.generation] = Outcome()
+        if theirs is not None:
+            return theirs.result()
         try:
             mine.set_result(self._seal(entry))
-        except BaseException as error:  # noqa: BLE001 - raised in every thread that waits for the same file
+        except BaseException as error:  # raised in every thread that waits for the same file
             mine.set_exception(error)
+            raise
         finally:
             with self._lock:
                 del self._running[entry.generation]

@@ -1,4 +1,5 @@
 import fcntl
+import itertools
 import os
 import signal
 import struct
@@ -10,15 +11,18 @@ from pathlib import Path
 
 import pytest
 from tests.support.held_locks import holding
+from tests.support.interrupts import interrupted_at
+from tests.support.waiting import in_other_thread
 
 from millrace.errors import StorageError
+from millrace.runtime.directories import locked_directory
 from millrace.runtime.locks import (
     FileLock,
     NamedLocks,
+    Outcome,
     SharedLocks,
     SilenceCheck,
     lock_number,
-    locked_directory,
     this_process,
 )
 
@@ -321,3 +325,48 @@ def test_directory_lock_is_free_while_a_child_forked_under_it_runs(tmp_path: Pat
         os.close(ending)
         os.waitpid(child, 0)
         os.close(waiting)
+
+
+# --- outcomes of calls ------------------------------------------------------------------------------
+
+
+def test_interrupt_at_any_moment_of_a_wait_leaves_the_outcome_usable() -> None:
+    for number in itertools.count():
+        outcome: Outcome[int] = Outcome()
+        waits_no_more = threading.Event()
+
+        def end(outcome: Outcome[int] = outcome, over: threading.Event = waits_no_more) -> None:
+            while not outcome._waiting and not over.is_set():
+                time.sleep(0.0005)
+            outcome.set_result(7)
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        interrupt = interrupted_at(number, outcome.result)  # as long as it exists, so does its traceback
+        waits_no_more.set()
+        assert in_other_thread(outcome.result) == 7
+        thread.join(60.0)
+        assert not thread.is_alive()
+        if interrupt is None:
+            break
+    assert number > 3
+
+
+def test_interrupt_at_any_moment_of_the_end_of_a_call_leaves_nobody_waiting() -> None:
+    for number in itertools.count():
+        outcome: Outcome[int] = Outcome()
+        results: list[int] = []
+        thread = threading.Thread(target=lambda outcome=outcome, results=results: results.append(outcome.result()))
+        thread.start()
+        while not outcome._waiting:
+            time.sleep(0.0005)
+        interrupt = interrupted_at(number, lambda outcome=outcome: outcome.set_result(7))
+        outcome.set_result(8)  # as the code that handles the interrupt
+        thread.join(60.0)
+        assert not thread.is_alive()
+        assert results in ([7], [8])
+        assert outcome.result() == results[0]
+        if interrupt is None:
+            break
+    assert results == [7]
+    assert number > 1

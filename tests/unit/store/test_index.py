@@ -5,14 +5,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.forked import in_child
 from tests.support.interrupts import interrupted_at
-from tests.support.waiting import wait_until
+from tests.support.waiting import in_other_thread, wait_until
 
 from millrace.errors import StorageError
 from millrace.runtime.locks import is_byte_locked
@@ -24,7 +23,6 @@ NAME = ObjectName("s3://?region=eu", "bucket/a key with ü and \udc80", "etag")
 ID = bytes(range(16))
 OTHER = bytes(range(16, 32))
 FILE = os.stat(__file__)
-DEADLINE = 60.0
 
 
 @pytest.fixture
@@ -366,15 +364,6 @@ def test_index_with_stopped_writer_is_readable_but_not_writable(
 
 
 # --- interrupts ---------------------------------------------------------------------------------------
-
-
-def in_other_thread(action: Callable[[], object]) -> object:
-    results: list[object] = []
-    thread = threading.Thread(target=lambda: results.append(action()), daemon=True)
-    thread.start()
-    thread.join(DEADLINE)
-    assert results, "it waits for ever"
-    return results[0]
 
 
 @pytest.mark.parametrize("what", ["write", "write metadata", "create a table", "read"])

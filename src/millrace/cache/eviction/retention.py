@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from millrace.config import Amount
 from millrace.errors import MillraceError, StorageError, UnsupportedFormatError
 from millrace.events import Event, emit
+from millrace.runtime.directories import locked_directory
 from millrace.runtime.failures import disk_errors
-from millrace.runtime.locks import locked_directory
 from millrace.runtime.private_files import new_file, read_file
 from millrace.store.setup import NEW_RULES_NAME, RULES_NAME, RULES_TEXT
 

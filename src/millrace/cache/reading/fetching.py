@@ -135,8 +135,9 @@ class Fetcher:
         reads that are waited for.
         """
         mine, theirs = self.disk.flights.join(self.entry.object_id, blocks)
-        unsent = dict(mine)
+        unsent = mine
         try:
+            unsent = dict(mine)
             if waited_for:
                 for flight in theirs.values():
                     flight.promote()

@@ -43,13 +43,14 @@ class FileLocation:
     `close` may run in `__del__`, where no lock can be taken.
     """
 
+    descriptor = -1  # `__del__` may follow an interrupt before the first one is set
+    _original: FileLocation | None = None
+
     def __init__(self, disk: Disk, entry: Entry) -> None:
-        self.descriptor = -1
         self.disk = disk
         self.entry = entry
         self.removed = False
         """The object was removed from the store since it was opened, and no block can be stored any more."""
-        self._original: FileLocation | None = None
         self.descriptor = disk.store.open_data(entry)
         FileLocation.open_descriptors.add(self.descriptor)
         self.verified = disk.verified.of(entry.generation)

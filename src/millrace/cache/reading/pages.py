@@ -12,8 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
+from functools import partial
 
 from typing_extensions import Buffer
 
@@ -22,7 +21,7 @@ from millrace.cache.eviction.evictor import Candidate
 from millrace.cache.reading.fetching import MOST_REQUESTS, Fetcher, bridged, log_wait, number_flights
 from millrace.cache.reading.locations import FileLocation
 from millrace.errors import StorageError, shown_key
-from millrace.runtime.locks import Flight, LockWait, in_fetch
+from millrace.runtime.locks import Flight, LockWait, Outcome, in_fetch
 from millrace.store.records import RUN_BLOCKS, blocks_of
 
 _log = logging.getLogger("millrace.cache")
@@ -57,8 +56,15 @@ class PageFetcher:
             began = time.perf_counter()
             touched = sorted({block for gap in gaps for block in blocks_of(*gap, self._block_bytes)})
             mine, theirs = self._disk.flights.join(self._entry.object_id, touched)
-            if mine:
-                pieces.update(self._fetch(gaps, mine, location, waited_for=waited_for))
+            try:
+                if mine:
+                    pieces.update(self._fetch(gaps, mine, location, waited_for=waited_for))
+            except Exception as error:
+                self._fetcher.fail(mine, error)
+                raise
+            except BaseException:  # an interrupt of this thread only
+                self._fetcher.fail(mine, self._fetcher.interrupted())
+                raise
             for block, flight in theirs.items():
                 flight.promote()
                 if flight.exception() is None and memoryview(whole := flight.result()).nbytes:
@@ -126,18 +132,10 @@ class PageFetcher:
         self, gaps: Sequence[Span], flights: dict[int, Flight], location: FileLocation, *, waited_for: bool
     ) -> Pieces:
         """Fetch the part of the gaps inside these blocks, under their locks; completes their flights."""
-        fetcher, pieces = self._fetcher, Pieces()
-        try:
-            number_flights(flights.values())
-            inside = [cut for gap in gaps for cut in self._cut(gap, flights)]
-            with in_fetch(next(iter(flights.values())).fetch_id):
-                pieces = self._fetch_locked(inside, flights, location, waited_for=waited_for)
-        except Exception as error:
-            fetcher.fail(flights, error)
-            raise
-        except BaseException:  # an interrupt of this thread only
-            fetcher.fail(flights, fetcher.interrupted())
-            raise
+        number_flights(flights.values())
+        inside = [cut for gap in gaps for cut in self._cut(gap, flights)]
+        with in_fetch(next(iter(flights.values())).fetch_id):
+            pieces = self._fetch_locked(inside, flights, location, waited_for=waited_for)
         for block, flight in flights.items():
             self._disk.flights.complete((self._entry.object_id, block), flight, b"")
         return pieces
@@ -179,17 +177,18 @@ class PageFetcher:
         requests = [part for gap in self._bridged(gaps) for part in self._requests(gap)]
         if len(requests) < 2 or not waited_for:
             return {start: self._request_one(start, stop, location) for start, stop in requests}
-        futures: dict[int, Future[Buffer]] = {}
+        outcomes: dict[int, Outcome[Buffer]] = {}
         for start, stop in requests:
             # Each has a descriptor of its own: after an interrupt the reader may be closed before they end.
-            copy = location.duplicate()
+            request = partial(self._request_and_close, start, stop, location.duplicate())
+            outcomes[start] = Outcome()
             try:
-                futures[start] = self._fetcher.threads.demand.submit(self._request_and_close, start, stop, copy)
+                self._fetcher.threads.demand.submit(outcomes[start].run, request)
             except RuntimeError:  # the interpreter is shutting down
-                futures[start] = Future()
-                futures[start].set_result(self._request_and_close(start, stop, copy))
-        wait_for(futures.values())
-        return {start: future.result() for start, future in futures.items()}
+                outcomes[start].set_result(request())
+        for outcome in outcomes.values():
+            outcome.wait()
+        return {start: outcome.result() for start, outcome in outcomes.items()}
 
     def _requests(self, gap: Span) -> Iterable[Span]:
         """A range as requests of a bounded size, cut at the boundaries of blocks."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 from pathlib import Path
 from typing import Protocol
 
@@ -242,7 +241,8 @@ class CachedReader:
         found, wanted = held, [block for block in blocks if block not in held]
         while wanted:
             flights = fetcher.start(wanted, waited_for=True)
-            wait(flights.values())
+            for flight in flights.values():
+                flight.wait()
             log_wait(self._info.key, flights.values(), began)
             found.update(
                 (block, data) for block, flight in flights.items() if memoryview(data := flight.result()).nbytes

@@ -1,5 +1,6 @@
 import contextlib
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+from tests.support.interrupts import interrupted_at
 from tests.support.native import open_native
 from tests.support.origins import MemoryOrigin
+from tests.support.waiting import in_other_thread
 
 from millrace.cache import catalog
 from millrace.cache.node import CacheNode, cache_node, close_nodes
@@ -532,7 +535,7 @@ def test_waiting_for_another_process_takes_no_thread_from_other_reads(
         waiting = [pool.submit(reader.read, 0, 100) for reader in readers]
         info = origin.head("b/large")
         last = object_id(origin.identity, info.key, info.version, info.size), 0
-        while len(node._disks[0].flights._futures) < len(names):
+        while len(node._disks[0].flights._flights) < len(names):
             time.sleep(0.01)
         assert read_all(node, origin, info) == content(origin, "b/large")
         assert last not in node._disks[0].flights
@@ -604,3 +607,25 @@ def test_disk_without_statistics_fails_no_read(
         patch.setattr(FileLocation, "open_descriptors", set(range(10_000, 11_000)))
         assert bytes(reader.read(0, 5)) == content(origin, key)[:5]
     reader.close()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in.*__del__:pytest.PytestUnraisableExceptionWarning"
+)  # an interrupt
+@pytest.mark.parametrize("nbytes", [1000, BLOCK_BYTES // 2])
+def test_interrupt_at_any_moment_of_a_read_leaves_the_blocks_readable(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin, nbytes: int
+) -> None:
+    node = make_node()
+    for number in itertools.count():
+        origin.put(f"b/{number}", os.urandom(nbytes))
+        info = origin.head(f"b/{number}")
+        reader = node.open_reader(origin, info)
+        interrupt = interrupted_at(number, lambda reader=reader, info=info: reader.read(0, info.size))
+        for _ in range(2):
+            assert in_other_thread(lambda info=info: read_all(node, origin, info)) == content(origin, info.key)
+        assert bytes(reader.read(0, info.size)) == content(origin, info.key)
+        reader.close()
+        if interrupt is None:
+            break
+    assert number > 10
