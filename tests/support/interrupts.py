@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -32,14 +33,15 @@ def interrupted_at(number: int, action: Callable[[], object]) -> KeyboardInterru
     """Call `action`, and raise `KeyboardInterrupt` in it at the `number`-th moment at which Python runs signal handlers.
 
     These are the first instruction of each function in Python, also of a generator that continues, and the end of each call
-    of a function in C; loops, too, but these are not covered. Returns the exception that `action` raised, with its
-    traceback, which refers to all that was interrupted; None if it ended before.
+    of a function in C; loops, too, but these are not covered. Nor are the functions that `Thread.start` calls, where Python
+    itself leaves a lock held. Returns the exception that `action` raised, with its traceback, which refers to all that was
+    interrupted; None if it ended before.
     """
     moments = 0
 
     def interrupt(frame: FrameType, event: str, argument: object) -> None:
         nonlocal moments
-        if event in ("call", "c_return") and argument is not sys.setprofile:
+        if event in ("call", "c_return") and argument is not sys.setprofile and not _starts_a_thread(frame.f_back):
             moments += 1
             if moments > number:
                 sys.setprofile(None)
@@ -53,3 +55,9 @@ def interrupted_at(number: int, action: Callable[[], object]) -> KeyboardInterru
     finally:
         sys.setprofile(None)
     return None
+
+
+def _starts_a_thread(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not threading.Thread.start.__code__:
+        frame = frame.f_back
+    return frame is not None

@@ -29,9 +29,9 @@ import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -80,6 +80,10 @@ def try_lock_byte(descriptor: int, byte: int) -> bool:
     except (BlockingIOError, PermissionError):  # EAGAIN or, as POSIX allows, EACCES
         return False
     return True
+
+
+def _unlock_byte(descriptor: int, byte: int) -> None:
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
 
 
 def is_byte_locked(descriptor: int, byte: int) -> bool:
@@ -136,8 +140,13 @@ class SharedLocks:
 
     def try_acquire(self, number: int) -> bool:
         """Take a lock unless another process has it."""
-        if not try_lock_byte(self._descriptor, number):
-            return False
+        try:
+            if not try_lock_byte(self._descriptor, number):
+                return False
+        except BaseException:  # perhaps an interrupt right after it was locked
+            with contextlib.suppress(OSError):
+                _unlock_byte(self._descriptor, number)
+            raise
         self._held.add(number)
         if self._silent:
             self._silent.pop(number, None)
@@ -164,7 +173,7 @@ class SharedLocks:
         with self._beating:  # a beat must not replace the sign of the next holder
             try:
                 self._held.discard(number)
-                fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, number, 1, 0))
+                _unlock_byte(self._descriptor, number)
             except BaseException:
                 if self._descriptor >= 0:  # an interrupt: the file may be locked still
                     self._held.add(number)
@@ -263,38 +272,69 @@ class LockWait(SilenceCheck):
 
 
 class NamedLocks(SharedLocks):
-    """Locks by name, between the threads of this process and the processes of the node. Thread-safe."""
+    """Locks by name, between the threads of this process and the processes of the node. Thread-safe.
+
+    `with locks.threads(name), locks.processes(name): ...`, in this order, for the same reason as with `FileLock`.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._lock = threading.Lock()
-        self._threads: dict[bytes, tuple[threading.Lock, int]] = {}
+        self._threads: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
+        self._inside: dict[int, threading.Lock] = {}  # of the blocks of `processes`
 
-    @contextmanager
-    def hold(self, name: bytes) -> Iterator[None]:
-        """Hold the lock of `name` for a `with` block.
+    def threads(self, name: bytes) -> threading.Lock:
+        """The lock of `name` between the threads of this process."""
+        number = lock_number(name)
+        with self._lock:
+            lock = self._threads.get(number)
+            if lock is None:
+                lock = self._threads[number] = threading.Lock()
+            return lock
+
+    def processes(self, name: bytes) -> AbstractContextManager[None]:
+        """Hold the lock of `name` between processes for a `with` block.
 
         Continues without the lock after `SILENCE_SECONDS` if its holder in another process is stopped. So the block may run
         in two processes at the same time.
         """
-        with self._lock:
-            mine, count = self._threads.get(name, (threading.Lock(), 0))
-            self._threads[name] = (mine, count + 1)
-        number = lock_number(name)
+        return _Held(self, lock_number(name), self.threads(name))
+
+    def beat(self) -> bool:
+        for number, lock in tuple(self._inside.items()):
+            _release_if_left(self, number, lock)
+        return super().beat()
+
+
+class _Held:
+    """The context manager of `NamedLocks.processes`."""
+
+    __slots__ = ("_locks", "_number", "_threads")
+
+    def __init__(self, locks: NamedLocks, number: int, threads: threading.Lock) -> None:
+        self._locks, self._number, self._threads = locks, number, threads
+
+    def __enter__(self) -> None:
+        self._locks._inside[self._number] = self._threads
         try:
-            with mine:
-                try:
-                    self.acquire(number)
-                    yield
-                finally:
-                    self.let_go(number)
+            self._locks.acquire(self._number)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._locks.let_go(self._number)
+        del self._locks._inside[self._number]  # only now: until then a beat releases what an interrupt leaves
+
+
+def _release_if_left(locks: SharedLocks, number: int, threads: threading.Lock) -> None:
+    """Release a lock between processes that an interrupt has left: no thread has the lock between threads."""
+    if number in locks._held and threads.acquire(blocking=False):
+        try:
+            if number in locks._held:
+                locks.release(number)
         finally:
-            with self._lock:
-                mine, count = self._threads[name]
-                if count == 1:
-                    del self._threads[name]
-                else:
-                    self._threads[name] = (mine, count - 1)
+            threads.release()
 
 
 class FileLock(SharedLocks):
@@ -326,12 +366,7 @@ class FileLock(SharedLocks):
         self.release(0)
 
     def beat(self) -> bool:
-        if self._held and self.threads.acquire(blocking=False):
-            try:
-                if self._held:
-                    self.release(0)
-            finally:
-                self.threads.release()
+        _release_if_left(self, 0, self.threads)
         return super().beat()
 
 
@@ -481,35 +516,6 @@ class Outcome(Generic[Value]):
         with contextlib.suppress(IndexError):  # none is left
             while True:
                 self._waiting.pop().release()  # after an interrupt in between, that thread looks again in a moment
-
-
-class Pool(ThreadPoolExecutor):
-    """Threads for fetches, started on demand. An interrupt (Ctrl-C) of `submit` leaves none of the pool's locks held.
-
-    Python's pool counts its idle threads with a semaphore, whose condition is entered in the thread that submits.
-    """
-
-    def __init__(self, threads: int, name: str) -> None:
-        super().__init__(threads, thread_name_prefix=name)
-        self._idle_semaphore = _Idle()
-
-
-class _Idle(threading.Semaphore):
-    """As a semaphore of which nobody waits, in single steps."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self._idle: list[None] = []
-
-    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-        try:
-            self._idle.pop()
-        except IndexError:
-            return False
-        return True
-
-    def release(self, n: int = 1) -> None:
-        self._idle.extend([None] * n)
 
 
 class Flight(Outcome[Buffer]):

@@ -1,4 +1,4 @@
-"""Periodic tasks: functions that one daemon thread of the process calls at intervals.
+"""Threads: periodic tasks, which are functions that one daemon thread of the process calls at intervals, and pools.
 
 A process that is idle must still close files that another process has evicted, count its reads and write signs of life.
 The thread starts with the first task and ends with the last one. A forked child has neither the thread nor the tasks.
@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from millrace.errors import MillraceError
 from millrace.events import Event, emit
@@ -131,3 +132,35 @@ def unregister(task: Task) -> None:
 def run_tasks() -> None:
     """Call every task now, in the caller's thread. For tests."""
     _maintenance.run_all()
+
+
+# --- pools ----------------------------------------------------------------------------------------
+
+
+class Pool(ThreadPoolExecutor):
+    """Threads for fetches, started on demand. An interrupt (Ctrl-C) of `submit` leaves none of the pool's locks held.
+
+    Python's pool counts its idle threads with a semaphore, whose condition is entered in the thread that submits.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        super().__init__(threads, thread_name_prefix=name)
+        self._idle_semaphore = _Idle()
+
+
+class _Idle(threading.Semaphore):
+    """As a semaphore of which nobody waits, in single steps."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self._idle: list[None] = []
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        try:
+            self._idle.pop()
+        except IndexError:
+            return False
+        return True
+
+    def release(self, n: int = 1) -> None:
+        self._idle.extend([None] * n)

@@ -205,7 +205,7 @@ if size:
     origin = Silent({"b/x": size})
     node.open_reader(origin, origin.head("b/x")).read(0, size)
 else:
-    with node.open_disks[0].locks.hold(b"a listing"):
+    with node.open_disks[0].locks.processes(b"a listing"):
         os.write(1, b"holds\\n")
         time.sleep(600)
 """
@@ -221,7 +221,7 @@ def _read(node: CacheNode, size: int) -> None:
 
 
 def _take_turn(node: CacheNode, size: int) -> None:
-    with node.open_disks[0].locks.hold(b"a listing"):
+    with node.open_disks[0].locks.processes(b"a listing"):
         pass
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.support.held_locks import holding
 from tests.support.interrupts import interrupted_at
-from tests.support.waiting import in_other_thread
+from tests.support.waiting import in_other_thread, wait_until
 
 from millrace.errors import StorageError
 from millrace.runtime.directories import locked_directory
@@ -217,7 +217,7 @@ def test_named_lock_is_free_after_an_interrupt(tmp_path: Path, monkeypatch: pyte
         raise KeyboardInterrupt
 
     monkeypatch.setattr(locks, method, interrupted)
-    with pytest.raises(KeyboardInterrupt), locks.hold(b"a"):
+    with pytest.raises(KeyboardInterrupt), locks.threads(b"a"), locks.processes(b"a"):
         pass
     assert other.try_acquire(lock_number(b"a"))
     for each in (locks, other):
@@ -271,7 +271,7 @@ def test_named_lock_held_by_another_thread_is_taken_after_its_release(tmp_path: 
     inside, proceed = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with locks.hold(b"a"):
+        with locks.threads(b"a"), locks.processes(b"a"):
             inside.set()
             proceed.wait(120)
             order.append("first")
@@ -279,13 +279,13 @@ def test_named_lock_held_by_another_thread_is_taken_after_its_release(tmp_path: 
     thread = threading.Thread(target=hold)
     thread.start()
     assert inside.wait(120)
-    with locks.hold(b"b"):  # another name is free
+    with locks.threads(b"b"), locks.processes(b"b"):  # another name is free
         proceed.set()
-    with locks.hold(b"a"):
+    with locks.threads(b"a"), locks.processes(b"a"):
         order.append("second")
     thread.join()
     assert order == ["first", "second"]
-    assert locks._threads == {}
+    assert dict(locks._threads) == {}
     locks.close()
 
 
@@ -294,7 +294,7 @@ def test_named_lock_whose_holder_is_stopped_is_entered_without_it(tmp_path: Path
     path = tmp_path / "locks"
     code = (
         "import pathlib, sys; from millrace.runtime.locks import NamedLocks;"
-        "locks = NamedLocks(pathlib.Path(sys.argv[1])); held = locks.hold(b'a'); held.__enter__();"
+        "locks = NamedLocks(pathlib.Path(sys.argv[1])); held = locks.processes(b'a'); held.__enter__();"
         "print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(path)]
@@ -303,7 +303,7 @@ def test_named_lock_whose_holder_is_stopped_is_entered_without_it(tmp_path: Path
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         other.send_signal(signal.SIGSTOP)
-        with locks.hold(b"a"):
+        with locks.threads(b"a"), locks.processes(b"a"):
             assert other.poll() is None
         other.kill()
     locks.close()
@@ -325,6 +325,25 @@ def test_directory_lock_is_free_while_a_child_forked_under_it_runs(tmp_path: Pat
         os.close(ending)
         os.waitpid(child, 0)
         os.close(waiting)
+
+
+def test_interrupt_at_any_moment_leaves_a_named_lock_free(tmp_path: Path) -> None:
+    locks, other = NamedLocks(tmp_path / "locks"), NamedLocks(tmp_path / "locks")
+
+    def enter(locks: NamedLocks) -> str:
+        with locks.threads(b"a"), locks.processes(b"a"):
+            return "entered"
+
+    for number in itertools.count():
+        interrupt = interrupted_at(number, lambda: enter(locks))  # as long as it exists, so does its traceback
+        wait_until(lambda: other.try_acquire(lock_number(b"a")))  # a beat releases it
+        other.release(lock_number(b"a"))
+        assert in_other_thread(lambda: enter(locks)) == "entered"
+        if interrupt is None:
+            break
+    assert number > 5
+    for each in (locks, other):
+        each.close()
 
 
 # --- outcomes of calls ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -133,7 +133,7 @@ class Evictor:
         self._report = report
         self._holdings = Holdings(store)
         self._surveyor = Surveyor(records, self._holdings)
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
         self._quota_lock = threading.Lock()
         self._refused_until = 0.0  # the policy is not asked before
         self._refused = _Refusal()  # the last one, of any object
@@ -245,21 +245,21 @@ class Evictor:
         return True
 
     def _make_room(self, nbytes: int, candidate: Candidate, over: Place | None, excess: int, state: _State) -> bool:
+        def make() -> bool:
+            started = time.thread_time()
+            shortage = max(excess, self._shortage(nbytes))
+            made = shortage <= 0 or self._replace(shortage, candidate, over)
+            if not made:
+                pause = _REFUSAL_FACTOR * (time.thread_time() - started)
+                now = time.monotonic()
+                self._refused_until = now + pause
+                until = now + min(pause, _REFUSED_SECONDS)
+                self._refused = _Refusal(nbytes, state if over is None else None, until)
+                self._refuse(nbytes, candidate, state)
+            return made
+
         try:
-            with self._my_turn(_TURN_SECONDS) as mine:
-                if not mine:
-                    return False
-                started = time.thread_time()
-                shortage = max(excess, self._shortage(nbytes))
-                made = shortage <= 0 or self._replace(shortage, candidate, over)
-                if not made:
-                    pause = _REFUSAL_FACTOR * (time.thread_time() - started)
-                    now = time.monotonic()
-                    self._refused_until = now + pause
-                    until = now + min(pause, _REFUSED_SECONDS)
-                    self._refused = _Refusal(nbytes, state if over is None else None, until)
-                    self._refuse(nbytes, candidate, state)
-                return made
+            return self._in_my_turn(make, _TURN_SECONDS)
         except StorageError as error:
             self._report(error)
             return False
@@ -301,20 +301,21 @@ class Evictor:
 
     def _replace_checkpoints(self, nbytes: int, candidate: Candidate) -> bool:
         """Evict files of checkpoints that are not being restored."""
+
+        def replace() -> bool:
+            shortage = max(self._store.space.shortage(nbytes), self._space.short_of_headroom(nbytes))
+            if shortage <= 0:
+                return True
+            self._feed()
+            rules = self._rules.current()
+            may_go = self._copies.is_idle_checkpoint
+            victims = self._copies_to_go(shortage, candidate, rules, _places(rules), may_go)
+            if shortage > sum(victim.nbytes for victim in victims.values()):
+                return False
+            return self._remove(victims.values()) >= shortage
+
         try:
-            with self._my_turn(_TURN_SECONDS) as mine:
-                if not mine:
-                    return False
-                shortage = max(self._store.space.shortage(nbytes), self._space.short_of_headroom(nbytes))
-                if shortage <= 0:
-                    return True
-                self._feed()
-                rules = self._rules.current()
-                may_go = self._copies.is_idle_checkpoint
-                victims = self._copies_to_go(shortage, candidate, rules, _places(rules), may_go)
-                if shortage > sum(victim.nbytes for victim in victims.values()):
-                    return False
-                return self._remove(victims.values()) >= shortage
+            return self._in_my_turn(replace, _TURN_SECONDS)
         except StorageError as error:
             self._report(error)
             return False
@@ -387,13 +388,12 @@ class Evictor:
         over = [place for place in survey.used if self._excess(survey, rules, place) > 0]
         if not chores and not patient and self._pressing_soon() <= 0:
             return
-        with self._my_turn(_LONG_TURN_SECONDS if patient else 0.0) as mine:
-            if not mine:
-                return
+
+        def enforce() -> bool:
             if chores:
                 self._audit.go_on()
             if not over and not survey.expired and self._pressing_soon() <= 0:
-                return
+                return True
             self._feed()
             self._audit.adopt()
             for record in self._records.find(survey.expired).records:
@@ -406,18 +406,24 @@ class Evictor:
             for draw in (self._copies.draw, self._records.draw):
                 self._shrink(rules, self._pressing_soon, partial(draw, SHRINK_SAMPLE_SIZE))
             self._go_to_extremes(rules, patient=patient)
+            return True
+
+        self._in_my_turn(enforce, _LONG_TURN_SECONDS if patient else 0.0)
 
     def reserve_without_candidate(self, nbytes: int) -> bool:
         """Reserve space for bytes that are not cached data, and evict anything but pins for it. The caller releases it."""
         if self._reserve(nbytes):
             return True
-        with self._my_turn(_SHORT_TURN_SECONDS) as mine:
-            if mine:
-                self._feed()
-                self._audit.adopt()
-                for draw in (self._copies.draw, self._records.draw):
-                    pressing = partial(self._shortage, nbytes)
-                    self._shrink(self._rules.current(), pressing, partial(draw, SHRINK_SAMPLE_SIZE))
+
+        def evict() -> bool:
+            self._feed()
+            self._audit.adopt()
+            for draw in (self._copies.draw, self._records.draw):
+                pressing = partial(self._shortage, nbytes)
+                self._shrink(self._rules.current(), pressing, partial(draw, SHRINK_SAMPLE_SIZE))
+            return True
+
+        self._in_my_turn(evict, _SHORT_TURN_SECONDS)
         return self._reserve(nbytes)
 
     def _shortage(self, nbytes: int) -> int:
@@ -578,25 +584,37 @@ class Evictor:
 
     # --- one at a time ------------------------------------------------------------------------------
 
-    @contextmanager
-    def _my_turn(self, seconds: float) -> Iterator[bool]:
-        """Lock out other evictors of this node inside a `with` block. Yields whether that succeeded."""
-        deadline = time.monotonic() + seconds
-        if not self._turn.acquire(timeout=seconds):
-            yield False
-            return
+    def _in_my_turn(self, work: Callable[[], bool], seconds: float) -> bool:
+        """The result of `work`, which runs while no other evictor of this node does; False after `seconds` without a turn.
+
+        A function and not a context manager, which an interrupt (Ctrl-C) could leave with its locks held.
+        """
+        deadline, pause = time.monotonic() + seconds, 0.0005
         try:
-            pause = 0.0005
-            while not (mine := self._locks.try_acquire(_LOCK)) and time.monotonic() < deadline:
+            if not self._turn.acquire(timeout=seconds):
+                return False
+            while not self._locks.try_acquire(_LOCK):
+                if time.monotonic() >= deadline:
+                    return False
                 time.sleep(pause)
                 pause = min(2 * pause, 0.02)
-            try:
-                yield mine
-            finally:
-                if mine:
-                    self._locks.release(_LOCK)
+            return work()
         finally:
-            self._turn.release()
+            try:
+                self._end_turn()
+            except BaseException:
+                self._end_turn()
+                raise
+
+    def _end_turn(self) -> None:
+        """Release both locks unless another thread has them. An interrupt leaves open which of them this thread has."""
+        if self._turn.acquire(blocking=False):
+            try:
+                self._locks.let_go(_LOCK)
+            finally:
+                with suppress(RuntimeError):  # it is free
+                    while True:
+                        self._turn.release()
 
 
 def _resident(

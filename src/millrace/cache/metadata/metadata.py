@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from millrace.cache.metadata.page_map import PageMap, Stretch
@@ -159,7 +158,8 @@ class MetadataCache:
                 return self._stat_by_level(origin, key)
             space = self._space(origin)
             start = space.key(stretch.lower)
-            with self._turn(origin, start):
+            turn = self._turn(origin, start)
+            with self._locks.threads(turn), self._locks.processes(turn):
                 known = self._known_until(origin, key)  # another thread may have requested it
                 if known is not None:
                     return known
@@ -290,7 +290,8 @@ class MetadataCache:
         remembered = self._fresh_level(origin, base)
         if remembered is not None:
             return remembered
-        with self._locks.hold(encode(f"level\0{origin.identity}\0{base}")):
+        name = encode(f"level\0{origin.identity}\0{base}")
+        with self._locks.threads(name), self._locks.processes(name):
             remembered = self._fresh_level(origin, base)  # another thread may have requested it
             if remembered is None:
                 remembered = self._flat_level(origin, prefix)
@@ -318,7 +319,8 @@ class MetadataCache:
             answer = self._fresh_page(freshness, self._space(origin), prefix, after)
             if answer is None:
                 root, start = (prefix, after) if stuck else self._next_request(origin, prefix, after)
-                with self._turn(origin, start):
+                turn = self._turn(origin, start)
+                with self._locks.threads(turn), self._locks.processes(turn):
                     answer = self._fresh_page(
                         freshness, self._space(origin), prefix, after
                     )  # another thread may have requested it
@@ -461,8 +463,9 @@ class MetadataCache:
     def _uses_listings(self, origin: Origin) -> bool:
         return bool(self._freshness) and not origin.head_is_local
 
-    def _turn(self, origin: Origin, start: str) -> AbstractContextManager[None]:
-        return self._locks.hold(encode(f"page\0{origin.identity}\0{start}"))
+    def _turn(self, origin: Origin, start: str) -> bytes:
+        """The name of the lock of a page that is requested."""
+        return encode(f"page\0{origin.identity}\0{start}")
 
     def _stream(self, origin: Origin, root: str, start: str) -> ListingStream:
         def settled(key: str) -> ObjectInfo | None:

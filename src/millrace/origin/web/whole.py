@@ -6,7 +6,6 @@ closed after a minute without reads.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import tempfile
@@ -14,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from urllib.parse import urlsplit
 
 from millrace.errors import DiskFullError, MillraceError, OriginUnavailableError, StorageError
@@ -123,14 +122,14 @@ class WholeCopies:
             with self._lock:
                 self._with_ranges.add(server)
 
-    @contextlib.contextmanager
-    def one_at_a_time(self, url: str) -> Iterator[None]:
-        """One thread at a time for an object that may need a download; no wait if the server supports ranges."""
+    def one_at_a_time(self, url: str) -> AbstractContextManager[object]:
+        """One thread at a time for an object that may need a download; no wait if the server supports ranges.
+
+        It is a plain lock: an interrupt (Ctrl-C) in a context manager written in Python could leave it held.
+        """
         if urlsplit(url).netloc in self._with_ranges and url not in self._without_ranges:
-            yield
-            return
-        with self._downloads[hash(url) % _DOWNLOAD_LOCKS]:
-            yield
+            return nullcontext()
+        return self._downloads[hash(url) % _DOWNLOAD_LOCKS]
 
 
 def _download(url: str, response: Response, descriptor: int) -> int:

@@ -1,5 +1,6 @@
 """Eviction from a real store: the evicted units, the kept ones, and reads of evicted objects."""
 
+import itertools
 import random
 import threading
 import time
@@ -8,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.interrupts import interrupted_at
 from tests.support.native import open_native
+from tests.support.waiting import in_other_thread
 
 from millrace.cache import catalog
 from millrace.cache.eviction.audit import Leftovers
@@ -19,6 +22,7 @@ from millrace.cache.held import HeldBlocks
 from millrace.cache.node import CacheNode, cache_node
 from millrace.config import Amount, resolve
 from millrace.events import Event, add_hook
+from millrace.runtime.locks import lock_number
 from millrace.runtime.maintenance import run_tasks
 from millrace.store.records import BLOCK_BYTES, ObjectName, object_id
 from millrace.testing.computed import ComputedOrigin
@@ -519,3 +523,18 @@ def test_many_threads_stay_inside_the_capacity_and_read_right_bytes(make_node: C
     assert evicted
     assert max(highest) <= capacity
     assert abs(on_disk(node) - used(node)) <= 200 * 8192
+
+
+def test_interrupt_at_any_moment_leaves_the_turn_to_evict_free(make_node: Callable[..., CacheNode]) -> None:
+    evictor = make_node().open_disks[0].evictor
+
+    def take_turn() -> bool:
+        return evictor._in_my_turn(lambda: True, 60.0)
+
+    for number in itertools.count():
+        interrupt = interrupted_at(number, take_turn)  # as long as it exists, so does its traceback
+        assert lock_number(b"eviction") not in evictor._locks._held
+        assert in_other_thread(take_turn)
+        if interrupt is None:
+            break
+    assert number > 5
