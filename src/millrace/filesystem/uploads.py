@@ -12,6 +12,7 @@ from typing import Any
 from typing_extensions import Buffer
 
 from millrace.origin import ObjectWriter
+from millrace.runtime import forks
 
 _log = logging.getLogger("millrace.filesystem")
 
@@ -27,7 +28,8 @@ class UploadFile(io.RawIOBase):
       the same effect, with a warning in the log;
     - the file is garbage-collected without having been closed, with a `ResourceWarning` and a line in the log.
 
-    A `close` outside of any exception always publishes, even if it came too early.
+    A `close` outside of any exception always publishes, even if it came too early. In a process that was forked since the
+    open, `write` and `close` raise `UsageError`, and the end of the file there has no effect.
     """
 
     _failed = False
@@ -35,11 +37,17 @@ class UploadFile(io.RawIOBase):
 
     def __init__(self, writer: ObjectWriter, *, path: str, on_published: Callable[[], None]) -> None:
         super().__init__()
-        self._writer = writer
         self._on_published = on_published
         self._handled_at_open = sys.exc_info()[1]
+        self._owner = forks.Owner()
         self.name = path
         self.mode = "wb"
+        self._writer = writer  # last: with it the file is complete
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """False in a process that was forked since the open."""
+        return self._owner.is_this_process
 
     def writable(self) -> bool:
         return True
@@ -82,12 +90,14 @@ class UploadFile(io.RawIOBase):
 
     def __del__(self) -> None:
         # Closing here would publish half an object after an exception elsewhere.
-        if not self.closed:
+        if not self.closed and hasattr(self, "_writer") and self.is_of_this_process:
             self._dealloc_warn(self)
             self.discard()
 
     def _dealloc_warn(self, source: object) -> None:
         """Called also by a buffer or text wrapper over this file that is garbage-collected, before it closes the file."""
+        if not self.is_of_this_process:
+            return
         self.fail()
         if self._position:
             _log.warning("%s was not written: its file was never closed", self.name)
@@ -141,7 +151,7 @@ class CompressedUpload(io.RawIOBase):
         self._end()
 
     def __del__(self) -> None:
-        if not self.closed:
+        if not self.closed and hasattr(self, "_compressor") and self._upload.is_of_this_process:
             self._dealloc_warn(self)
             self.discard()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -11,11 +10,16 @@ from typing import Self
 
 from typing_extensions import Buffer
 
+from millrace.errors import UsageError
 from millrace.origin.base import note_failure
+from millrace.runtime import forks
 
 PART_BYTES = 16 << 20
 """One part of a streamed upload. S3 allows 10,000 parts, so a file may have 160 GB. S3's limit of 5 TB would need growing
 parts, and Millrace writes no such files."""
+
+
+_PARTS_WAITING = 2
 
 
 class _AbortUploadError(Exception):
@@ -26,7 +30,8 @@ class ObjectUpload:
     """Streams one object in parts: a thread runs the upload, which takes parts from a short queue.
 
     Memory is bounded by the parts in the queue and in flight. An object that fits one part becomes a single PUT.
-    Not thread-safe: one writer at a time.
+    Not thread-safe: one writer at a time. An exception of a signal handler (Ctrl-C) in `write` or `close` aborts the upload,
+    unless all of it was sent; after such a `write`, or one that failed, `close` raises `UsageError`. In a forked process, `write` and `close` raise `UsageError`, and `abort` does nothing.
     """
 
     def __init__(
@@ -36,54 +41,81 @@ class ObjectUpload:
         self._upload = upload
         self._put_whole = put_whole
         self._part = bytearray()
-        self._parts: queue.Queue[Buffer | BaseException | None] = queue.Queue(maxsize=2)
+        # Not a `Queue` with a limit: an interrupt in the Python code of its conditions would stop both threads.
+        self._parts: queue.SimpleQueue[Buffer | BaseException | None] = queue.SimpleQueue()
+        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each part that may be put into the queue
+        for _ in range(_PARTS_WAITING):
+            self._places.put(None)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._finished = False
+        self._is_cut = False  # a write did not return
+        self._is_sent = False
+        self._owner = forks.Owner()
 
     def send_whole_by(self, put_whole: Callable[[Buffer], None]) -> None:
         """Send an object that fits one part with this function, which takes a slot and retries."""
         self._put_whole = put_whole
 
     def write(self, data: Buffer, /) -> int:
+        self._require_owner()
         if self._finished:
             raise ValueError(f"upload of {self._key} is closed")
         view = memoryview(data).cast("B")
         position = 0
-        while position < len(view):
-            taken = view[position : position + PART_BYTES - len(self._part)]
-            self._part += taken
-            position += len(taken)
-            if len(self._part) == PART_BYTES:
-                self._send(self._part)
-                self._part = bytearray()
+        try:
+            while position < len(view):
+                taken = view[position : position + PART_BYTES - len(self._part)]
+                self._part += taken
+                position += len(taken)
+                if len(self._part) == PART_BYTES:
+                    self._send(self._part)
+                    self._part = bytearray()
+        except BaseException:  # an interrupt: a part may have been sent, and would be sent again
+            self._is_cut = True
+            self.abort()
+            raise
         return len(view)
 
     def close(self) -> None:
+        self._require_owner()
+        if self._is_cut:
+            raise UsageError(
+                f"{self._key} was not written: a write was interrupted or failed", next_step="write it again"
+            )
         if self._finished:
             return
         if self._thread is None:
             self._finished = True
             self._put_whole(self._part)
             return
-        if self._part:
-            self._send(self._part)
-        self._send(None)
-        self._finished = True
-        self._thread.join()
+        try:
+            if self._part:
+                self._send(self._part)
+            self._send(None)
+            self._is_sent = self._finished = True
+            self._thread.join()
+        except BaseException:
+            if not self._is_sent:
+                self.abort()
+            raise
         self._raise_error()
 
     def abort(self) -> None:
-        if self._finished:
+        if self._finished or not self._owner.is_this_process:
             return
         self._finished = True
         self._part = bytearray()
         if self._thread is not None:
-            while self._thread.is_alive():
-                with contextlib.suppress(queue.Full):
-                    self._parts.put(_AbortUploadError(), timeout=0.1)
-                    break
+            self._parts.put(_AbortUploadError())
             self._thread.join()
+
+    def _require_owner(self) -> None:
+        if not self._owner.is_this_process:
+            raise UsageError(
+                f"{self._key} was opened for writing before this process was forked",
+                next_step="write and close it in the process that opened it, or open another object here",
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -97,18 +129,28 @@ class ObjectUpload:
             self.abort()
 
     def _send(self, part: Buffer | None) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="millrace-upload", daemon=True)
-            self._thread.start()
+        thread = self._thread or self._start()
         while self._error is None:
             try:
-                self._parts.put(part, timeout=0.2)
-                return
-            except queue.Full:
+                self._places.get(timeout=0.2)
+            except queue.Empty:
                 continue
+            self._parts.put(part)
+            return
         self._finished = True
-        self._thread.join()
+        thread.join()
         self._raise_error()
+
+    def _start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name="millrace-upload", daemon=True)
+        try:
+            thread.start()
+            self._thread = thread  # only now: a thread that did not start cannot be joined
+        except BaseException:  # an interrupt: it may have started
+            self._finished = True
+            self._parts.put(_AbortUploadError())
+            raise
+        return thread
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -125,4 +167,5 @@ class ObjectUpload:
         while (part := self._parts.get()) is not None:
             if isinstance(part, BaseException):
                 raise part
+            self._places.put(None)
             yield part

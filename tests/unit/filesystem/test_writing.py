@@ -2,7 +2,10 @@
 
 import gc
 import gzip
+import itertools
 import logging
+import lzma
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,12 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
+from tests.support.forked import in_child
+from tests.support.interrupts import interrupted_at
 
 import millrace
 from millrace.errors import DeniedError, IsDirectoryError, ObjectExistsError, OriginUnavailableError, UsageError
+from millrace.filesystem.uploads import UploadFile
 
 
 @pytest.fixture
@@ -256,3 +262,67 @@ def test_write_with_lost_answer_invalidates_metadata(
         with pytest.raises(OriginUnavailableError):
             fs.pipe_file(path, b"newer")
     assert fs.cat_file(path) == b"newer"
+
+
+@pytest.mark.filterwarnings("error")  # also of an exception in `__del__`
+def test_file_whose_open_is_interrupted_at_any_moment_leaves_nothing(
+    fs: millrace.MillraceFileSystem, data: Path
+) -> None:
+    for number in itertools.count():
+        writer = fs._origin.open_writer(f"{data}/x.bin")
+        # Called apart from `__new__`, so that the file exists already.
+        file = UploadFile.__new__(UploadFile)
+        interrupt = interrupted_at(number, lambda f=file, w=writer: f.__init__(w, path="x", on_published=lambda: None))
+        file.__del__()
+        if interrupt is None:
+            break
+    assert number > 2
+    assert not list(data.iterdir())
+
+
+@pytest.mark.parametrize(
+    "door", [door for door in DOORS if not door.startswith("fsspec.open")]
+)  # those open in the block
+def test_forked_process_cannot_publish_a_file_that_was_open(
+    door: str, fs: millrace.MillraceFileSystem, data: Path
+) -> None:
+    file = DOORS[door](fs, f"{data}/x.bin")
+    fill(file, door)
+
+    def child() -> str:
+        nonlocal file
+        try:
+            file.close()
+        except UsageError as error:
+            return str(error)
+        finally:
+            del file
+            gc.collect()
+        return "closed"
+
+    assert "was opened for writing before this process was forked" in in_child(child)
+    assert not (data / "x.bin").exists()
+    fill(file, door)
+    file.close()
+    found = (data / "x.bin").read_bytes()
+    if "gzip" in door:
+        found = gzip.decompress(found)
+    assert found == b"x" * 200_000 if "xz" not in door else lzma.decompress(found) == b"x" * 200_000
+
+
+def test_end_of_an_inherited_file_in_a_forked_process_has_no_effect(
+    fs: millrace.MillraceFileSystem, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = fs.open(f"{data}/x.bin", "wb")
+    file.write(b"x" * 100)
+
+    def child() -> str:
+        nonlocal file
+        with warnings.catch_warnings(record=True) as found:
+            del file
+            gc.collect()
+        return f"{len(found)} warnings, {len(caplog.records)} lines"
+
+    assert in_child(child) == "0 warnings, 0 lines"
+    file.close()
+    assert (data / "x.bin").read_bytes() == b"x" * 100
