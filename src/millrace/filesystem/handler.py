@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -153,8 +154,9 @@ _ROUND = 0.002
 
 
 def _pause() -> None:
-    for _ in range(_ROUNDS):
-        time.sleep(_ROUND)
+    with contextlib.suppress(KeyboardInterrupt):  # the work of the script is done: a Ctrl-C only ends the pause
+        for _ in range(_ROUNDS):
+            time.sleep(_ROUND)
 
 
 def pause_at_exit() -> None:

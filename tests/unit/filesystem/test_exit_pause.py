@@ -26,3 +26,14 @@ def test_native_thread_that_waits_for_the_interpreter_at_exit_releases_first(tmp
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, check=True, timeout=300)
     assert done.stdout == b"released"
+
+
+def test_ctrl_c_in_the_pause_prints_nothing(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys, time, millrace\n"
+        "millrace.filesystem('file', cache_dir=sys.argv[1])\n"
+        "time.sleep = lambda seconds: signal.raise_signal(signal.SIGINT)\n"
+        "sys.exit(7)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (7, b"", b"")
