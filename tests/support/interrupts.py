@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import threading
@@ -47,6 +48,7 @@ def interrupted_at(number: int, action: Callable[[], object]) -> KeyboardInterru
                 sys.setprofile(None)
                 raise KeyboardInterrupt
 
+    gc.disable()  # an interrupt in the destructor of something else would be a warning
     try:
         sys.setprofile(interrupt)
         action()
@@ -54,6 +56,7 @@ def interrupted_at(number: int, action: Callable[[], object]) -> KeyboardInterru
         return error
     finally:
         sys.setprofile(None)
+        gc.enable()
     return None
 
 
