@@ -132,7 +132,11 @@ class _Caller:
     def __init__(self) -> None:
         self.owner = forks.Owner()
         self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="millrace-origin-call", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="millrace-origin-call", daemon=True).start()
+        except BaseException:  # an interrupt: it may have started
+            self.calls.put(None)
+            raise
 
     def _run(self) -> None:
         while (call := self.calls.get()) is not None:
@@ -163,8 +167,8 @@ def interruptible(action: Callable[[], Result]) -> Result:
             caller = _Caller()
         except RuntimeError:  # no more threads, or the interpreter is ending
             return action()
-    call = _Call(action)
     try:
+        call = _Call(action)
         caller.calls.put(call)
         while not call.done.acquire(timeout=_LOOK_SECONDS):
             pass

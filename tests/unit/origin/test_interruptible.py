@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -11,6 +12,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.support.interrupts import interrupted_at
+from tests.support.waiting import wait_until
 
 from millrace.origin.obstore_library import interruptible
 
@@ -90,3 +93,14 @@ def test_interruptible_call_in_forked_child_succeeds() -> None:
     if child == 0:
         os._exit(interruptible(lambda: 7))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_interrupt_at_any_moment_leaves_at_most_one_thread() -> None:
+    for number in itertools.count():
+        interrupt = interrupted_at(number, lambda: interruptible(lambda: None))
+        if interrupt is None:
+            break
+    assert number > 5
+    wait_until(
+        lambda: sum(each.name == "millrace-origin-call" and each.is_alive() for each in threading.enumerate()) <= 1
+    )
