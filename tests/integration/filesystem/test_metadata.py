@@ -24,6 +24,7 @@ from tests.support.ray_sessions import start_ray
 import millrace
 from millrace.cache.metadata import pages
 from millrace.origin import open_origin, store_listing
+from millrace.store.transactions import Writing
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -63,13 +64,16 @@ def selected(fs: millrace.MillraceFileSystem, selector: pafs.FileSelector) -> li
 def let_everything_expire(fs: millrace.MillraceFileSystem) -> None:
     """Set back when every page was requested, for all processes of the node, as if a day had gone by."""
     index = fs.node._disks[0].store.index
-    with index.meta_writing(changed=True) as txn:
+
+    def set_back(txn: Writing) -> None:
         kept = [(bytes(key), bytearray(value)) for key, value in txn.cursor() if bytes(key[:1]) == b"P"]
         for key, value in kept:
             when = pages.Page(value).asked
             at = bytes(value).index(struct.pack("<d", when))
             struct.pack_into("<d", value, at, when - 86_400)
             txn.put(key, bytes(value))
+
+    index.meta_write(set_back, changed=True)
 
 
 def image(number: int) -> bytes:
