@@ -31,7 +31,8 @@ class ObjectUpload:
 
     Memory is bounded by the parts in the queue and in flight. An object that fits one part becomes a single PUT.
     Not thread-safe: one writer at a time. An exception of a signal handler (Ctrl-C) in `write` or `close` aborts the upload,
-    unless all of it was sent; after such a `write`, or one that failed, `close` raises `UsageError`. In a forked process, `write` and `close` raise `UsageError`, and `abort` does nothing.
+    unless all of it was sent. After such a `write`, or one that failed, `close` raises `UsageError`. In a forked process,
+    `write` and `close` raise `UsageError`, and `abort` does nothing.
     """
 
     def __init__(
