@@ -18,7 +18,7 @@ from pyarrow.fs import FileSystem, PyFileSystem
 
 from millrace.cache.eviction.usage import AccessRecord
 from millrace.cache.node import CacheNode
-from millrace.cache.reading.reader import ObjectReader
+from millrace.cache.reading.reader import CachedReader, ObjectReader
 from millrace.cluster.attach import Attached
 from millrace.config import LIMIT_NAMES, OPTION_NAMES, resolve
 from millrace.errors import ConfigurationError, MillraceError, ObjectChangedError, ObjectNotFoundError
@@ -43,6 +43,7 @@ from millrace.option_types import FileSystemOptions
 from millrace.origin import SCHEMES, ObjectInfo, open_origin
 from millrace.origin.options.public import without_secrets
 from millrace.origin.options.store import checked_mapping
+from millrace.store.segments import SMALL_OBJECT_BYTES
 
 _T = TypeVar("_T")
 
@@ -202,7 +203,9 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
     def open_native(self, path: str, *, sequential: bool) -> pa.NativeFile:
         """Open for pyarrow: a native file if the object is cached, else a Python file that fetches.
 
-        An object of one block is fetched first, so it is native from its first open. Raises `ObjectNotFoundError`.
+        An object of one block is fetched first, so it is native from its first open; but not for random access when the
+        disk is full: it may not be stored, and other processes that read its footer would fetch it whole each time.
+        Raises `ObjectNotFoundError`.
         """
         buffer = self._hot.find(path)
         return self._open_first(path, sequential=sequential) if buffer is None else MemoryFile(buffer)
@@ -213,7 +216,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         if not isinstance(found, ObjectInfo):
             return MemoryFile(found)
         reader = self.node.open_reader(self._origin, found)
-        if found.size <= reader.block_bytes:
+        if found.size <= reader.block_bytes and (sequential or not _may_be_refused(found, reader)):
             reader.close()
             return MemoryFile(pa.py_buffer(self._read_at_once(found, lambda reader: reader.read(0, reader.size))))
         return FetchingFile(self._cached_file(reader, found, sequential=sequential))
@@ -416,6 +419,11 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
             raise
         finally:
             reader.close()
+
+
+def _may_be_refused(info: ObjectInfo, reader: ObjectReader) -> bool:
+    """Whether there may be no space for this object, of which parts can be read."""
+    return isinstance(reader, CachedReader) and info.size > SMALL_OBJECT_BYTES and not reader.has_room(info.size)
 
 
 def _rebuild(target_protocol: str, target_options: dict[str, Any], arguments: dict[str, Any]) -> MillraceFileSystem:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import millrace
+from millrace.cache.node import close_nodes
 from millrace.filesystem import MillraceFileSystem
 from millrace.origin import open_origin
 from millrace.testing.region import EmulatedRegion
@@ -90,6 +91,42 @@ def test_one_column_of_a_cold_file_fetches_little_more_than_the_column(
     whole = pq.read_table(wide.path, filesystem=make_fs())
     assert whole == wide.table
     assert wide.fetched_bytes() <= 1.001 * len(wide.data) + (1 << 16)  # and the headers of the responses
+
+
+def test_footers_of_objects_of_one_block_in_a_full_cache_are_fetched_alone(
+    make_fs: Callable[..., MillraceFileSystem], s3: S3Server, bucket: str, region: EmulatedRegion
+) -> None:
+    data = io.BytesIO()
+    table = pa.table({"a": np.random.default_rng(0).random(300_000)})
+    pq.write_table(table, data, row_group_size=20_000, use_dictionary=False, compression="none")
+    origin = open_origin("s3", s3.target_options)
+    paths = [f"{bucket}/train/{number}.parquet" for number in range(12)]
+    for path in paths:
+        origin.put(path, data.getvalue())
+
+    def fetched_bytes() -> int:
+        return sum(region.stats(prefix=f"/{path}").bytes_down for path in paths)
+
+    def fetched_by(read: Callable[[MillraceFileSystem, str], None]) -> int:
+        """Bytes from the origin for one read of every file, as by a new process: what a process holds is dropped."""
+        close_nodes()
+        before, fs = fetched_bytes(), make_fs(capacity="8MB")
+        for path in paths:
+            read(fs, path)
+        return fetched_bytes() - before
+
+    def read_rows(fs: MillraceFileSystem, path: str) -> None:
+        assert pq.read_table(path, filesystem=fs) == table
+
+    def read_footer(fs: MillraceFileSystem, path: str) -> None:
+        with fs.open_input_file(path) as file:
+            assert pq.read_metadata(file).num_rows == table.num_rows
+
+    whole = fetched_by(read_rows)
+    assert whole > 12 * table.nbytes
+    assert fetched_by(read_footer) < 12 * (80 << 10)
+    assert fetched_by(read_footer) < 12 * 2_000
+    assert fetched_by(read_rows) < whole  # some were stored
 
 
 @pytest.mark.slow
