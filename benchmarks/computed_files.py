@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import fsspec
-
-from millrace.testing.computed import ComputedOrigin
+from tests.support.computed import ComputedOrigin
 
 PROTOCOL = "computed"
 

@@ -3,7 +3,7 @@
     with MemoryS3(log) as s3, EmulatedRegion(s3.endpoint_url, bytes_per_second=200e6) as region: ...
 
 `MemoryS3(log, computed={"/bucket/key": size, ...})` also serves objects of any size whose bytes it computes, as
-`millrace.testing.computed.ComputedOrigin` does for these keys without the bucket.
+`tests.support.computed.ComputedOrigin` does for these keys without the bucket.
 
 For measuring clients only. The real server of `millrace.testing` takes uploads more slowly than the region that stands
 before it; this one is faster than any region that is emulated here, so the region alone is the limit. It knows what
@@ -26,9 +26,9 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from tests.support.computed import ComputedOrigin
 from typing_extensions import Buffer
 
-from millrace.testing.computed import ComputedOrigin
 from millrace.testing.process import ChildProcess, free_ports, log_tail
 
 _PIECE_BYTES = 8 << 20

@@ -43,7 +43,7 @@ def _sizes(capacity: int, name: str) -> dict[str, int]:
 
 
 def _loops(measure: Measure, context: Mapping[str, Any], make: Callable[[Any], ReadObject]) -> int:
-    from millrace.testing.computed import ComputedOrigin
+    from tests.support.computed import ComputedOrigin
 
     capacity, epochs = context["capacity"], context["epochs"]
     old, new = _sizes(capacity, "old"), _sizes(capacity, "new")

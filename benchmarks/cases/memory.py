@@ -69,7 +69,7 @@ def _scan(measure: Measure, sizes: Mapping[str, int], origin: Any, opened: Calla
 
 
 def _origin(sizes: Mapping[str, int]) -> Any:
-    from millrace.testing.computed import ComputedOrigin
+    from tests.support.computed import ComputedOrigin
 
     return ComputedOrigin(sizes)
 

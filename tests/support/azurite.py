@@ -26,8 +26,9 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode
 
+from tests.support.server_process import HOST, ServerProcess, get, runs_here
+
 from millrace.errors import MissingDependencyError, RetryableError
-from millrace.testing.server_process import HOST, ServerProcess, get, runs_here
 
 _VERSION = "2021-12-02"  # of the protocol, for signatures
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.support.server_process import HOST, ServerProcess, get, runs_here
+
 from millrace.errors import MissingDependencyError
-from millrace.testing.server_process import HOST, ServerProcess, get, runs_here
 
 
 @functools.cache

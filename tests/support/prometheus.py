@@ -13,8 +13,9 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode
 
+from tests.support.server_process import HOST, ServerProcess, get, runs_here
+
 from millrace.errors import MissingDependencyError
-from millrace.testing.server_process import HOST, ServerProcess, get, runs_here
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.computed import ComputedOrigin
 
 import millrace
 from millrace.cache import catalog
@@ -21,7 +22,6 @@ from millrace.config import Amount, resolve
 from millrace.errors import DiskFullError
 from millrace.events import Event, add_hook
 from millrace.runtime.maintenance import run_tasks
-from millrace.testing.computed import ComputedOrigin
 
 MIB = 1 << 20
 SIZE = 2 * MIB
@@ -192,7 +192,7 @@ from pathlib import Path
 from millrace.cache.held import HeldBlocks
 from millrace.cache.node import cache_node, close_nodes
 from millrace.config import resolve
-from millrace.testing.computed import ComputedOrigin
+from tests.support.computed import ComputedOrigin
 
 directory, capacity, sizes, seed, epochs, shuffled = json.loads(sys.argv[1])
 node = cache_node(resolve({"cache_dir": directory, "capacity": capacity, "min_free": 0}, environ={}, file={}))

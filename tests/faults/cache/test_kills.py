@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.computed import ComputedOrigin
 
 import millrace
 from millrace.cache.disk import Disk
@@ -24,7 +25,6 @@ from millrace.runtime.locks import LockWait, NamedLocks
 from millrace.store.records import BLOCK_BYTES, PAGE_BYTES, Entry, blocks_of, page_span, span_of
 from millrace.store.signals import CHECKED_AT, Signals
 from millrace.store.transactions import SIGNALS_NAME
-from millrace.testing.computed import ComputedOrigin
 
 _LARGE, _SMALL = 5, 40
 _KILLS, _KILLS_A_ROUND = 50, 5
@@ -192,7 +192,7 @@ _HOLDER = """
 import os, sys, time
 from millrace.cache.node import cache_node
 from millrace.config import resolve
-from millrace.testing.computed import ComputedOrigin
+from tests.support.computed import ComputedOrigin
 
 class Silent(ComputedOrigin):
     def read(self, *arguments, **options):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.computed import ComputedOrigin
 
 from millrace.cache.node import CacheNode, close_nodes
 from millrace.cluster.breakers import Breakers
@@ -25,7 +26,6 @@ from millrace.cluster.source import ClusterSources
 from millrace.config import Amount, resolve
 from millrace.events import Event, add_hook
 from millrace.store.records import BLOCK_BYTES, Entry, object_id
-from millrace.testing.computed import ComputedOrigin
 
 TOKEN = "secret"
 FAST = 1e12

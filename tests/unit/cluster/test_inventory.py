@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.computed import ComputedOrigin
 
 from millrace.cache.node import CacheNode, close_nodes
 from millrace.cluster.dataplane.server import Call
@@ -16,7 +17,6 @@ from millrace.cluster.placement import WHOLE_BYTES, Placement, stripe_span
 from millrace.config import resolve
 from millrace.errors import ObjectNotFoundError, PeerError, UsageError
 from millrace.store.records import BLOCK_BYTES, PAGE_BYTES
-from millrace.testing.computed import ComputedOrigin
 
 A, B = Member(id="a", address="a:1"), Member(id="b", address="b:1")
 JOINING = Member(id="new", address="n:1", state=MemberState.JOINING)

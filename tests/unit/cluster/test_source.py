@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.computed import ComputedOrigin
 from tests.support.origins import MemoryOrigin
 from tests.support.planes import Views
 from tests.support.scripted_peer import DATA, SIZE, TOKEN, Handle, Peer, Visit, framed, head_of, honest
@@ -30,7 +31,6 @@ from millrace.cluster.source import ClusterSources, route
 from millrace.errors import ObjectChangedError, ObjectNotFoundError, OriginUnavailableError
 from millrace.events import Event
 from millrace.store.records import BLOCK_BYTES
-from millrace.testing.computed import ComputedOrigin
 
 NAME = bytes(16)
 HERE, JOINING, LEAVING = MemberState.HERE, MemberState.JOINING, MemberState.LEAVING

@@ -11,7 +11,7 @@ import resource, sys
 from pathlib import Path
 from millrace.cache.node import cache_node
 from millrace.config import resolve
-from millrace.testing.computed import ComputedOrigin
+from tests.support.computed import ComputedOrigin
 
 limit, directory = int(sys.argv[1]) << 30, sys.argv[2]
 if limit:

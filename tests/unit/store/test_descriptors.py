@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.support.computed import ComputedOrigin
+
 from millrace.cache.node import CacheNode, cache_node
 from millrace.config import resolve
 from millrace.events import Event, add_hook
 from millrace.store.records import BLOCK_BYTES
-from millrace.testing.computed import ComputedOrigin
 
 SIZE = 3 * BLOCK_BYTES + 1
 

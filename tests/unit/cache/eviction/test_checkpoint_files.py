@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pytest
+from tests.support.computed import ComputedOrigin
 
 from millrace.cache import catalog
 from millrace.cache.eviction import copies
 from millrace.cache.held import HeldBlocks
 from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.config import Amount, resolve
-from millrace.testing.computed import ComputedOrigin
 
 SIZE = (1 << 20) + 4096  # just large enough for its own file
 SMALL = 60_000

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.computed import ComputedOrigin
 
 from millrace.cache import catalog
 from millrace.cache.counters import Counters
@@ -22,7 +23,6 @@ from millrace.config import Amount, resolve
 from millrace.origin import ObjectInfo, Origin
 from millrace.store.index import Index
 from millrace.store.records import Entry, ObjectName, object_id, segment_unit
-from millrace.testing.computed import ComputedOrigin
 
 SIZE = (1 << 20) + 4096  # just large enough for its own file
 SMALL = 60_000
@@ -251,7 +251,7 @@ from pathlib import Path
 from test_copies import Placed, objects, read, SIZE, SMALL
 from millrace.cache.node import cache_node
 from millrace.config import resolve
-from millrace.testing.computed import ComputedOrigin
+from tests.support.computed import ComputedOrigin
 from millrace.cache.node import close_nodes
 
 size = int(sys.argv[3])

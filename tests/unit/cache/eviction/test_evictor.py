@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.computed import ComputedOrigin
 from tests.support.interrupts import interrupted_at
 from tests.support.native import open_native
 from tests.support.waiting import in_other_thread
@@ -25,7 +26,6 @@ from millrace.events import Event, add_hook
 from millrace.runtime.locks import lock_number
 from millrace.runtime.maintenance import run_tasks
 from millrace.store.records import BLOCK_BYTES, ObjectName, object_id
-from millrace.testing.computed import ComputedOrigin
 
 SIZE = (1 << 20) + 4096  # just large enough for its own file
 

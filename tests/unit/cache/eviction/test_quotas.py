@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.support.computed import ComputedOrigin
 
 from millrace.cache import catalog
 from millrace.cache.eviction.holdings import Holdings, Surveyor
@@ -14,7 +15,6 @@ from millrace.cache.node import CacheNode, cache_node
 from millrace.config import Amount, resolve
 from millrace.store.records import BLOCK_BYTES
 from millrace.store.segments import appended_bytes
-from millrace.testing.computed import ComputedOrigin
 
 MakeNode = Callable[..., CacheNode]
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.computed import ComputedOrigin
 from typing_extensions import Buffer
 
 from millrace.cache.node import CacheNode
 from millrace.config import resolve
 from millrace.filesystem.files import CachedFile
 from millrace.store.records import BLOCK_BYTES
-from millrace.testing.computed import ComputedOrigin
 
 _BLOCKS = 8
 
