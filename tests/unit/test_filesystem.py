@@ -224,6 +224,16 @@ def test_overwritten_file_with_expired_metadata_is_fetched_again(make: MakeFileS
     assert len(fs.node.entries()) == 1  # the old version was given up
 
 
+def test_file_system_of_a_data_set_equals_the_one_that_it_was_made_with(make: MakeFileSystem, data: Path) -> None:
+    fs, other = make(), make(consistency="immutable")
+    found = pads.dataset(f"{data}/one.parquet", filesystem=fs).filesystem
+    assert fs.equals(found)
+    assert fs == found
+    assert found == fs
+    assert not other.equals(found)
+    assert not fs.equals(pads.dataset(f"{data}/one.parquet").filesystem)
+
+
 def test_unpickled_file_system_works_in_another_process(make: MakeFileSystem, data: Path, tmp_path: Path) -> None:
     fs = make()
     assert pickle.loads(pickle.dumps(fs)) == fs

@@ -131,6 +131,8 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
 
     # Both halves define equality; two file systems are equal when they read the same bytes through the same cache.
     def __eq__(self, other: object) -> bool:
+        if isinstance(other, PyFileSystem) and isinstance(other.handler, MillraceHandler):
+            other = other.handler.fs  # as pyarrow's data sets return it
         if not isinstance(other, MillraceFileSystem):
             return NotImplemented
         return self._token() == other._token()
