@@ -90,8 +90,8 @@ def test_repeated_event_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture
 
 def test_event_inside_a_fetch_is_logged_with_its_id(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "millrace")
-    with in_fetch("ab-1"):
-        emit(Event(name="origin.request.failed", subject="s3://bucket/key of a fetch", detail="timeout"))
+    event = Event(name="origin.request.failed", subject="s3://bucket/key of a fetch", detail="timeout")
+    in_fetch("ab-1", lambda: emit(event))
     assert caplog.messages == ["s3://bucket/key of a fetch: a request failed: timeout (fetch ab-1)"]
 
 

@@ -30,8 +30,9 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -179,14 +180,11 @@ class SharedLocks:
                     self._held.add(number)
                 raise
 
-    def let_go(self, number: int) -> None:
-        """Release a lock if this process has it, also after an interrupt in `acquire`, and in spite of one here."""
-        try:
+    def let_go(self, *numbers: int) -> None:
+        """Release those of these locks that this process has. After an interrupt here, call it again."""
+        for number in numbers:
             if number in self._held:
                 self.release(number)
-        except BaseException:
-            self.release(number)
-            raise
 
     def beat(self) -> bool:
         """Write a sign for every lock that is held; returns whether to call this again."""
@@ -323,7 +321,11 @@ class _Held:
             raise
 
     def __exit__(self, *_: object) -> None:
-        self._locks.let_go(self._number)
+        try:
+            self._locks.let_go(self._number)
+        except BaseException:
+            self._locks.let_go(self._number)
+            raise
         del self._locks._inside[self._number]  # only now: until then a beat releases what an interrupt leaves
 
 
@@ -601,11 +603,12 @@ def new_fetch_id() -> str:
     return f"{os.getpid():x}-{next(_fetches):x}"
 
 
-@contextmanager
-def in_fetch(identifier: str) -> Iterator[None]:
-    """Make the events and log lines of this thread part of a fetch while the block runs."""
-    token = fetch_id.set(identifier)
-    try:
-        yield
-    finally:
-        fetch_id.reset(token)
+def in_fetch(identifier: str, action: Callable[[], Value]) -> Value:
+    """The result of `action`. Events and log lines of this thread are part of a fetch until it returns or raises.
+
+    A function and not a context manager, for the reason in `IndexTransactions.write`: after an interrupt, all later reads of
+    the thread would seem to be part of this fetch.
+    """
+    context = copy_context()
+    context.run(fetch_id.set, identifier)
+    return context.run(action)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from typing_extensions import Buffer
@@ -167,8 +168,7 @@ class Fetcher:
             return theirs[0].result()
         try:
             number_flights(mine.values())
-            with in_fetch(mine[0].fetch_id):
-                self._fetch_or_wait(mine[0])
+            in_fetch(mine[0].fetch_id, lambda: self._fetch_or_wait(mine[0]))
         except Exception as error:
             self.fail(mine, error)
             raise
@@ -191,7 +191,11 @@ class Fetcher:
                     self.fetch_part(_ONE_BLOCK, {0: flight}, self.location)
                     return
             finally:
-                locks.let_go(key)
+                try:
+                    locks.let_go(key)
+                except BaseException:  # an interrupt; other processes would wait for the lock
+                    locks.let_go(key)
+                    raise
             time.sleep(wait.next_pause())
 
     def fail(self, flights: dict[int, Flight], error: BaseException) -> None:
@@ -426,8 +430,8 @@ class _Run:
             # Another process may have stored a block between the caller's lookup and the lock.
             done = {b for b in self._pending if fetcher.complete_stored(b, self._flights[b], self._location)}
             for part in coalesce({*locked, *overdue} - done, RUN_BLOCKS):
-                with in_fetch(self._flights[part.start].fetch_id):
-                    fetcher.fetch_part(part, self._flights, self._location)
+                fetch = partial(fetcher.fetch_part, part, self._flights, self._location)
+                in_fetch(self._flights[part.start].fetch_id, fetch)
                 done.update(part)
         finally:
             for block in locked:

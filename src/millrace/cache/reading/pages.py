@@ -134,8 +134,8 @@ class PageFetcher:
         """Fetch the part of the gaps inside these blocks, under their locks; completes their flights."""
         number_flights(flights.values())
         inside = [cut for gap in gaps for cut in self._cut(gap, flights)]
-        with in_fetch(next(iter(flights.values())).fetch_id):
-            pieces = self._fetch_locked(inside, flights, location, waited_for=waited_for)
+        fetch = partial(self._fetch_locked, inside, flights, location, waited_for=waited_for)
+        pieces = in_fetch(next(iter(flights.values())).fetch_id, fetch)
         for block, flight in flights.items():
             self._disk.flights.complete((self._entry.object_id, block), flight, b"")
         return pieces
@@ -158,19 +158,19 @@ class PageFetcher:
         keys = [self._fetcher.lock_key(block) for block in blocks]
         patience = LockWait(locks)
         while True:
-            locked: list[int] = []
             try:
                 for key in keys:
-                    if locks.try_acquire(key):
-                        locked.append(key)
-                    elif not patience.is_over(key):
+                    if not locks.try_acquire(key) and not patience.is_over(key):
                         break
                 else:
                     # Another process may have stored pages between the caller's lookup and the locks.
                     return self._request(self._gaps(gaps, {}, location), location, waited_for=waited_for)
             finally:
-                for key in locked:
-                    locks.release(key)
+                try:
+                    locks.let_go(*keys)
+                except BaseException:  # an interrupt; other processes would wait for the locks
+                    locks.let_go(*keys)
+                    raise
             time.sleep(patience.next_pause())
 
     def _request(self, gaps: Sequence[Span], location: FileLocation, *, waited_for: bool) -> Pieces:

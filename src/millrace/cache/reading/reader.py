@@ -114,8 +114,7 @@ class OriginReader:
 
 def read_through(source: Source, start: int, stop: int, counters: Counters | None) -> Buffer:
     """Read a range without storing it. Counts the bytes if `counters` is given."""
-    with in_fetch(fetch_id.get() or new_fetch_id()):
-        data = source.read(start, stop).data
+    data = in_fetch(fetch_id.get() or new_fetch_id(), lambda: source.read(start, stop)).data
     if counters is not None:
         counters.add("uncached_bytes", stop - start)
     return data
