@@ -408,8 +408,10 @@ def _put(container: Any, path: list[Any], value: Any, *, numbered: bool) -> tupl
     """Set a value deep in mappings and lists, which are created where missing; returns its container and its key there.
 
     `numbered`: an optimizer's state has numbers as keys. Keys are text in a checkpoint. One becomes a number where the
-    other keys of its mapping are numbers (`MultiStepLR.milestones`).
+    other keys of its mapping are numbers (`MultiStepLR.milestones`), and in the state dict of an optimizer that an object
+    has among its own values.
     """
+    parameters: Collection[str] = ()
     for depth, part in enumerate(path):
         last = depth == len(path) - 1
         if isinstance(container, list):
@@ -423,12 +425,20 @@ def _put(container: Any, path: list[Any], value: Any, *, numbered: bool) -> tupl
             container = container[int(part)]
             continue
         by_number = (numbered and depth == 1 and path[0] == "state") or type(next(iter(container), None)) is int
-        key = int(part) if by_number and str(part).isdigit() else part
+        key = int(part) if (by_number and str(part).isdigit()) or part in parameters else part
         if last:
             container[key] = value
             return container, key
+        parameters = _numbers_of_parameters(container) if part == "state" else ()
         container = container.setdefault(key, [] if isinstance(path[depth + 1], int) else {})
     return container, None
+
+
+def _numbers_of_parameters(optimizer: Mapping[Any, Any]) -> Collection[str]:
+    """The numbers of the parameters in an optimizer's state dict, as text; empty for another mapping."""
+    groups = optimizer.get("param_groups")
+    lists = [group.get("params") for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
+    return {str(number) for each in lists if isinstance(each, list) for number in each if type(number) is int}
 
 
 def _some(keys: Sequence[str]) -> str:

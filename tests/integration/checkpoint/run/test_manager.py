@@ -256,6 +256,42 @@ def test_stateful_objects_are_restored_in_place(tmp_path: Path) -> None:
             run.restore({"model": torch.nn.Sequential(torch.nn.Linear(5, 4))})
 
 
+class TrainingState:
+    """A model and optimizers behind one `state_dict`."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Linear(5, 2)
+        self.optimizers = [torch.optim.AdamW([each], lr=0.1) for each in self.model.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        first, *others = (each.state_dict() for each in self.optimizers)
+        return {"model": self.model.state_dict(), "first": first, "others": others}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        for optimizer, values in zip(self.optimizers, [state["first"], *state["others"]], strict=True):
+            optimizer.load_state_dict(values)
+
+    def train(self, factor: float) -> float:
+        loss = (factor * self.model(torch.ones(3, 5))).square().sum()
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item()
+
+
+def test_restore_of_object_with_new_optimizers_loads_their_moments(tmp_path):
+    trained, fresh = TrainingState(0), TrainingState(1)
+    for factor in (1.0, 2.0, 3.0):
+        trained.train(factor)
+    with CheckpointManager(tmp_path) as run:
+        run.save(3, {"app": trained})
+        assert run.restore({"app": fresh}) == 3
+    assert [fresh.train(factor) for factor in (1.0, 2.0)] == [trained.train(factor) for factor in (1.0, 2.0)]
+
+
 def test_restore_into_shorter_list_raises(tmp_path):
     saved = {"a": [torch.ones(3), torch.ones(2)], "deep": {"b": [torch.ones(1), 5, torch.ones(1)]}}
     with CheckpointManager(tmp_path) as run:
