@@ -29,7 +29,7 @@ from millrace.checkpoint.run.restoring import restore_into
 from millrace.checkpoint.run.run_layout import MAX_STEP, ListedCheckpoint, open_run
 from millrace.checkpoint.run.saving import SaveResult
 from millrace.checkpoint.run.timeline import timeline
-from millrace.config import parse_seconds
+from millrace.config import absolute_path, parse_seconds
 from millrace.errors import ChangedError, CheckpointNotFoundError, DamagedError, MissingError, UsageError
 
 # A full save costs each follower a read of all weights, and limits the number of files that a new follower reads.
@@ -162,7 +162,9 @@ class WeightFollower:
         trusted_types: Sequence[type] = (),
         read_through: ReadThroughMode = "auto",
     ) -> None:
-        self._path = path_text("url", url).rstrip("/")
+        path = path_text("url", url)
+        # Absolute: the process may change its directory before an update.
+        self._path = (path if "://" in path else absolute_path(path)).rstrip("/")
         self._options = {
             "target_options": mapping("target_options", target_options),
             "trusted_types": classes("trusted_types", trusted_types),

@@ -60,6 +60,20 @@ def only(directory: Path, version: int) -> Path:
     return file
 
 
+def test_follower_of_relative_path_after_change_of_directory_gets_new_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    follower, mine = WeightFollower("policy"), empty()
+    with WeightPublisher("policy") as publisher:
+        publisher.publish(0, weights(0))
+        assert follower.update(mine) == 0
+        monkeypatch.chdir("/")
+        publisher.publish(1, weights(1))
+        assert follower.update(mine) == 1
+        assert same(mine, weights(1))
+
+
 def test_follower_gets_each_version_in_place_and_reads_only_what_changed(s3: S3Server, bucket: str) -> None:
     url = f"s3://{bucket}/policy"
     with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None) as region:
