@@ -24,8 +24,8 @@ class CheckpointInfo:
     `stored_bytes` counts its own files in its own directory, manifest included; `restore_bytes` all that a whole restore
     reads, in any directory. `bases` are the directories whose files it names, `files` these names as in the manifest
     (`../step-.../data-...` for a file of another checkpoint). `full` is the directory of the full save that the next delta
-    may be made against, `after` the checkpoint that was the newest when it was saved; None if the manifest does not contain
-    it. `user` are the caller's values.
+    may be made against, `after` the checkpoint that was the newest when it was saved, and `after_file` a data file of that
+    one; None if the manifest does not contain it. `user` are the caller's values.
 
     For an incomplete checkpoint only the sizes and times of its files are known, and `kind` is None. A complete one whose
     step was saved again later is `superseded`.
@@ -48,6 +48,7 @@ class CheckpointInfo:
     superseded: bool = False
     full: str | None = None
     after: str | None = None
+    after_file: str | None = None
     published: float = 0.0
 
 
@@ -63,7 +64,7 @@ def info_of_manifest(
     record = record if isinstance(record, Mapping) else {}
     user = manifest.user.get("user", {}) if managed else manifest.user
     siblings = {file.name.split("/")[1] for file in manifest.files if file.name.startswith(SIBLING)} - {name}
-    full, after = record.get("full"), record.get("after")
+    full, after, after_file = record.get("full"), record.get("after"), record.get("after_file")
     return CheckpointInfo(
         name=name,
         url=url,
@@ -81,6 +82,7 @@ def info_of_manifest(
         files=frozenset(file.name for file in manifest.files),
         full=full if isinstance(full, str) else None,
         after=after if isinstance(after, str) and after else None,
+        after_file=after_file if isinstance(after_file, str) and after_file else None,
         published=published,
     )
 

@@ -154,6 +154,8 @@ class RunSaver:
     _complete: list[Point] | None = None
     _taken: set[tuple[int, int]] = field(default_factory=set)
     _newest_own: Point | None = None
+    # The name of the last save by this object, and one of its data files.
+    _own_file: tuple[str, str] = ("", "")
     _attempted: int | None = None
     _is_abandoned: bool = False
     _claim: Claim | None = None
@@ -200,6 +202,7 @@ class RunSaver:
         chunks = (stats.chunks_full, stats.chunks_delta, stats.chunks_referenced)
         if self.member.count > 1 and not is_near:
             chunks = chunk_counts(writer.manifest)
+        self._own_file = order.name, next(iter(writer.own_files), "")
         self._keep_base(order, writer, staged)
         result = SaveResult(
             step=step,
@@ -296,12 +299,12 @@ class RunSaver:
         order: SaveOrder | None,
     ) -> tuple[bool, SaveOrder, _RunWriter]:
         """Write one save, in a second attempt after a full disk. Returns as `_attempt`."""
-        about = {"run": {"step": step, "full": "", "after": "", **record}, "user": user}
+        about = {"run": {"step": step, "full": "", "after": "", "after_file": "", **record}, "user": user}
         for is_last in (False, True):
             chosen = order or self.order(step)
             try:
                 self._announce(chosen.name)
-                about["run"].update(full=chosen.full, after=chosen.after or "")
+                about["run"].update(full=chosen.full, after=chosen.after or "", after_file=chosen.after_file)
                 return self._attempt(chosen, staged, about, progress)
             except DiskFullError:
                 if is_last or not self.make_room(self.run):
@@ -355,6 +358,7 @@ class RunSaver:
         name, save_id = checkpoint_name(step, revision), uuid.uuid4().hex
         live = timeline(complete)
         after = checkpoint_name(*live[-1]) if live else None
+        after_file = self._own_file[1] if self._own_file[0] == after else ""
         if self._is_next_full:
             self._is_next_full = False
             self._drop_history()
@@ -370,12 +374,14 @@ class RunSaver:
             anchor_near=bool(history) and self._base(history[0].directory) is not None,
             has_independent=not self.independent or self._has_independent(),
         )
+        order = SaveOrder(
+            name=name, base=None, is_anchor=False, full=name, save_id=save_id, after=after, after_file=after_file
+        )
         if kind == "full":
-            return SaveOrder(name=name, base=None, is_anchor=False, full=name, save_id=save_id, after=after)
+            return order
         is_anchor = kind == "anchor"
         base = history[0 if is_anchor else -1].directory
-        full = history[0].directory
-        return SaveOrder(name=name, base=base, is_anchor=is_anchor, full=full, save_id=save_id, after=after)
+        return replace(order, base=base, is_anchor=is_anchor, full=history[0].directory)
 
     def _has_independent(self) -> bool:
         """Whether the run has a checkpoint that shares no file with the saves since the last full one.

@@ -33,7 +33,7 @@ class Member:
 class SaveOrder:
     """The first rank's decision for all: the directory, the base of the save (None: a full save), the id of the save, and
     whether a near save is copied to other nodes, where the manager has `replicas`. `after` is the checkpoint that the save
-    follows (None: the first of the run).
+    follows (None: the first of the run), and `after_file` a data file of it, where this manager saved it (else "").
     """
 
     name: str
@@ -42,6 +42,7 @@ class SaveOrder:
     full: str
     save_id: str
     after: str | None = None
+    after_file: str = ""
     is_copied: bool = True
 
 

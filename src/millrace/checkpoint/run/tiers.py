@@ -144,7 +144,7 @@ class Tiers:
                 infos.append(each.describe())
             except MillraceError as error:
                 emit(Event(name="checkpoint.tier.unreachable", subject=each.run.url_of(each.name), detail=str(error)))
-        return outdated(infos, {each.name: age_of(each) for each in at_origin})
+        return outdated(infos, [each.found for each in at_origin])
 
     def manifest(self, name: str) -> StoredManifest:
         """The manifest of the save that a checkpoint's name stands for: that at the origin, else the last one elsewhere.
@@ -257,23 +257,30 @@ def _below(path: str, directory: str) -> str:
 # --- histories ------------------------------------------------------------------------------------
 
 
-def outdated(near: Iterable[CheckpointInfo], origin: Mapping[str, tuple[int, int]]) -> frozenset[str]:
+def outdated(near: Iterable[CheckpointInfo], origin: Iterable[ListedCheckpoint]) -> frozenset[str]:
     """The names of near checkpoints of a history that the run does not follow any more. Pure.
 
-    `near` are complete checkpoints that the origin lacks, `origin` the complete ones there by name, with their ages. A node
-    was lost with saves that were not uploaded yet, and the run continued elsewhere from an older checkpoint. When the node
-    returns, such a save may have the highest step, but it follows a checkpoint that is not the newest at the origin, also
-    through other near ones. Where that is unknown, it is not outdated.
+    `near` are complete checkpoints that the origin lacks, `origin` the complete ones there. A node was lost with saves that
+    were not uploaded yet, and the run continued elsewhere from an older checkpoint. When the node returns, such a save may
+    have the highest step, but it follows a checkpoint that is not the newest at the origin, or another save of that name,
+    also through other near ones. Where that is unknown, it is not outdated.
     """
-    by_name = {info.name: info for info in near if info.name not in origin}
-    newest = max(origin, key=origin.__getitem__, default=None)
+    complete = {found.name: found for found in origin}
+    by_name = {info.name: info for info in near if info.name not in complete}
+    newest = max(complete.values(), key=age_of, default=None)
+    if newest is None:
+        return frozenset()
+    data = {file.name for file in newest.files if file.name != MANIFEST_NAME}
     found: set[str] = set()
     for info in by_name.values():
-        after, seen = info.after, {info.name}
-        while after in by_name and after not in seen:
-            seen.add(after)
-            after = by_name[after].after
-        if after in origin and after != newest and newest is not None and age_of(info) > origin[newest]:
+        first, seen = info, {info.name}
+        while first.after in by_name and first.after not in seen:
+            seen.add(first.after)
+            first = by_name[first.after]
+        # A complete checkpoint has all of its files.
+        is_other_save = first.after_file is not None and bool(data) and first.after_file not in data
+        follows_newest = first.after == newest.name and not is_other_save
+        if first.after in complete and not follows_newest and age_of(info) > age_of(newest):
             found.add(info.name)
     return frozenset(found)
 
@@ -308,7 +315,7 @@ def plan_uploads(
     """
     complete = {found.name: age_of(found) for found in origin if found.complete}
     newest = max(complete.values(), default=None)
-    abandoned = outdated(local, complete)
+    abandoned = outdated(local, [found for found in origin if found.complete])
     origin_paths = {f"{found.name}/{file.name}" for found in origin for file in found.files}
     by_name = {info.name: info for info in local}
     uploads: list[Upload] = []

@@ -316,3 +316,26 @@ def test_disk_of_a_node_that_was_away_restores_no_outdated_history(tmp_path: Pat
     assert "checkpoint.tier.outdated" in {event.name for event in seen}
     assert steps_at(open_run(url)) == [300, 310, 320, 330]
     assert not (url / "step-000000000400").exists()
+
+
+def test_disk_of_a_node_that_was_away_restores_no_history_of_equal_steps(tmp_path: Path) -> None:
+    url, state = tmp_path / "run", make_state()
+    with CheckpointManager(url, local=tmp_path / "a", local_keep=5) as run:
+        for step in (300, 400, 500):
+            run.save(step, state)
+    for step in (400, 500):  # as if the node was lost before the uploads
+        shutil.rmtree(url / f"step-000000000{step}")
+    change(state)
+    with CheckpointManager(url, local=tmp_path / "b") as run:
+        assert run.restore(empty_like(state)) == 300
+        run.save(400, state)
+    with CheckpointManager(url, local=tmp_path / "a", local_keep=5) as run:
+        found = empty_like(state)
+        assert run.restore(found) == 400
+        assert_same(found, state)
+        change(state)
+        run.save(600, state)
+    assert steps_at(open_run(url)) == [300, 400, 600]
+    with CheckpointManager(url, local=tmp_path / "c") as run:
+        assert run.restore(found) == 600
+        assert_same(found, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -287,10 +288,29 @@ def test_plan_skips_saves_older_than_the_origins_newest():
 )
 def test_history_that_another_node_did_not_continue_is_outdated(near, origin, gone):
     infos = [info(step, after=after) for step, after in near]
-    ages = {checkpoint_name(step): (0, step) for step in origin}
-    assert outdated(infos, ages) == {checkpoint_name(step) for step in gone}
+    assert outdated(infos, [found(step) for step in origin]) == {checkpoint_name(step) for step in gone}
     uploads = plan(infos, [found(step) for step in origin])
     assert not {upload.name for upload in uploads} & {checkpoint_name(step) for step in gone}
+
+
+@pytest.mark.parametrize(
+    ("after_file", "files", "gone"),
+    [
+        ("data-mine.millrace", ("data-mine.millrace", "manifest.millrace"), False),
+        ("data-mine.millrace", ("data-theirs.millrace", "manifest.millrace"), True),
+        (
+            "data-mine.millrace",
+            ("manifest.millrace",),
+            False,
+        ),  # all of its chunks are in earlier ones, or its file is lost
+        (None, ("data-theirs.millrace", "manifest.millrace"), False),  # unknown
+    ],
+)
+def test_history_after_another_save_of_the_newest_step_is_outdated(after_file, files, gone):
+    near = [replace(info(400, after=300), after_file=after_file), info(500, after=400)]
+    origin = [found(200), found(300, *files)]
+    assert outdated(near, origin) == ({each.name for each in near} if gone else frozenset())
+    assert (plan(near, origin) == ()) is gone
 
 
 def test_plan_uploads_a_delta_after_its_base():
