@@ -200,8 +200,9 @@ def write_dcp(
             count,
         )
     except BaseException:
-        discard(storage, files.written)
-        target.remove_if_new()
+        if not files.may_be_complete():
+            discard(storage, files.written)
+            target.remove_if_new()
         raise
     if previous is not None:
         # The files of metadata that cannot be read are not known, and stay.
@@ -327,6 +328,16 @@ class _Files(FileSystem):  # type: ignore[misc]
         self._storage, self._count = storage, count
         self.written: list[str] = []
         self._metadata: io.BytesIO | None = None
+        self._is_renamed = False
+
+    def may_be_complete(self) -> bool:
+        """Whether the metadata may be visible: a disk may fail after the rename, and a response of a store may be lost."""
+        if not self._is_renamed or self._metadata is None:
+            return False
+        try:
+            return read_stock_metadata(self._storage) == self._metadata.getvalue()
+        except MillraceError:
+            return True
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -354,4 +365,5 @@ class _Files(FileSystem):  # type: ignore[misc]
     def rename(self, path: Any, new_path: Any) -> None:
         if self._metadata is None:
             raise MissingError(f"torch's writer renames {path}, which it has not written")
+        self._is_renamed = True
         self._storage.publish(str(new_path), self._metadata.getvalue(), replace=True)

@@ -23,7 +23,7 @@ from millrace.checkpoint import CheckpointReader, CheckpointWriter
 from millrace.checkpoint.format.manifest import DTYPES
 from millrace.checkpoint.reading.contents import pieces, stream, whole
 from millrace.checkpoint.reading.opening import ManifestContents, open_contents
-from millrace.checkpoint.storage.storage import LocalWriter
+from millrace.checkpoint.storage.storage import LocalStorage, LocalWriter
 from millrace.checkpoint.tools import export_torch
 from millrace.checkpoint.tools.export_targets import FileStream
 from millrace.checkpoint.tools.export_torch import nested
@@ -34,6 +34,7 @@ from millrace.errors import (
     DiskFullError,
     IsDirectoryError,
     ObjectExistsError,
+    StorageError,
     UnsupportedObjectError,
     UsageError,
 )
@@ -336,6 +337,26 @@ def test_interrupted_export_leaves_no_file(
     with pytest.raises(KeyboardInterrupt):
         export_checkpoint(saved[0], tmp_path / "out", to, keys=["model.large", "all"])
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), StorageError("the directory was not synced")])
+def test_export_to_dcp_stopped_after_it_is_complete_keeps_its_files(
+    saved: tuple[str, dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException
+) -> None:
+    target = tmp_path / "dcp"
+    dcp.save({"step": 1}, storage_writer=FileSystemWriter(target, sync_files=False))
+    inner = LocalStorage.publish
+
+    def stopped(self, name, data, *, replace):
+        inner(self, name, data, replace=replace)
+        raise raised
+
+    monkeypatch.setattr(LocalStorage, "publish", stopped)
+    with pytest.raises(type(raised)):
+        export_checkpoint(saved[0], target, "dcp", keys=["step"], overwrite=True)
+    state = {"step": 0}
+    dcp.load(state, storage_reader=FileSystemReader(target))
+    assert state == {"step": 17}
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt("terminated", 143), DiskFullError("no room")])
