@@ -51,7 +51,8 @@ def open_contents(
     except CheckpointNotFoundError as missing:
         if not _is_stock(storage):
             opened = _hugging_face(storage, threads, keys, missing)
-            return ManifestContents(storage, opened.manifest, SafetensorsFetcher(storage, opened, threads))
+            fetcher = SafetensorsFetcher(storage, opened, threads)
+            return ManifestContents(storage, opened.manifest, fetcher, has_checksums=False)
         from millrace.checkpoint.reading.stock import StockContents
 
         return StockContents(storage, extension_registry, trusted_types).with_wrappers(threads, keys)
@@ -92,12 +93,16 @@ def _hugging_face(
 
 
 class ManifestContents:
-    """A checkpoint of Millrace, or a Hugging Face directory. The fetcher verifies what it reads."""
+    """A checkpoint of Millrace, or a Hugging Face directory. The fetcher verifies what it reads, unless that has no
+    checksums.
+    """
 
     in_pieces = True
 
-    def __init__(self, storage: CheckpointStorage, manifest: Manifest, fetcher: ChunkFetcher) -> None:
-        self.url = storage.url
+    def __init__(
+        self, storage: CheckpointStorage, manifest: Manifest, fetcher: ChunkFetcher, *, has_checksums: bool = True
+    ) -> None:
+        self.url, self.has_checksums = storage.url, has_checksums
         self.manifest = manifest
         self.tensors: Mapping[str, TensorEntry] = {entry.key: entry for entry in manifest.tensors}
         self.planner_data = manifest.planner_data

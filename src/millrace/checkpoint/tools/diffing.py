@@ -262,6 +262,8 @@ class _Checksums(NamedTuple):
     def of(cls, a: Contents, b: Contents) -> _Checksums | None:
         if not isinstance(a, ManifestContents) or not isinstance(b, ManifestContents):
             return None
+        if not (a.has_checksums and b.has_checksums):
+            return None
         return cls(a, b, item_spans(a.manifest), item_spans(b.manifest))
 
     def equal(self, key: str, shard: int, start: int, stop: int) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter
 
 from millrace.checkpoint import CheckpointWriter
@@ -45,6 +46,19 @@ def test_diff_of_equal_checkpoints_reads_no_chunk(tmp_path: Path, monkeypatch: p
     assert (report.same, report.equal, report.compared_bytes) == (True, 22, 0)
     assert report.skipped_bytes == state["w"].nbytes + 20 * 72
     assert sum(read) < 20_000  # manifests and the object
+
+
+def test_diff_of_hugging_face_directories_compares_the_values(tmp_path: Path) -> None:
+    before = {"w": large(), "same": torch.ones(5)}
+    after = {**before, "w": before["w"].clone()}
+    after["w"][1_000_000] += 2.0
+    for name, state in (("a", before), ("b", after)):
+        (tmp_path / name).mkdir()
+        save_file(state, tmp_path / name / "model.safetensors")
+    report = diff_checkpoints(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert [(change.key, change.changed) for change in report.tensors] == [("w", 1)]
+    assert (report.same, report.equal) == (False, 1)
+    assert diff_checkpoints(str(tmp_path / "a"), save(before, tmp_path / "c")).same
 
 
 @pytest.mark.parametrize("kinds", [(CheckpointWriter, CheckpointWriter), (CheckpointWriter, FileSystemWriter)])
