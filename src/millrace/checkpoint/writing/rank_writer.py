@@ -161,8 +161,9 @@ class RankWriter:
                 )
                 data = encode_manifest(manifest)
             self._check_files(manifest.files)
+            # An interrupt may come after the manifest is in place. Then `abandon` must not remove its files.
+            self._unconfirmed = None
             self._publish(storage, name, data, manifest)
-        self._unconfirmed = None
         current = {file.name for file in manifest.files}
         discard(storage, [name for name in previous if name not in current])
         if not self._manifest_rank and not self._is_part:

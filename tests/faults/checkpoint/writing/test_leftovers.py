@@ -129,6 +129,25 @@ def test_abandon_keeps_files_that_a_manifest_may_name(tmp_path):
     assert len(names(tmp_path)) == 1
 
 
+def test_abandon_after_interrupt_behind_the_rename_keeps_the_new_checkpoint(tmp_path, monkeypatch):
+    writer = save(1, tmp_path)
+    inner = LocalStorage.publish
+
+    def interrupted(self, name, data, *, replace):
+        inner(self, name, data, replace=replace)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "publish", interrupted)
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save({"x": torch.full((50_000,), 2.0)}, storage_writer=writer)
+    writer.abandon(caught.value)
+    assert loaded(tmp_path) == 2
+    dcp.save({"x": torch.full((50_000,), 3.0)}, storage_writer=writer)
+    assert loaded(tmp_path) == 3
+    assert len(names(tmp_path) - {"manifest.millrace"}) <= 2  # that of the interrupted save, and the one before it
+
+
 def test_next_save_of_coordinator_abandons_the_last(tmp_path):
     writer = Writer(tmp_path / "a")
     with pytest.raises(CheckpointException):
