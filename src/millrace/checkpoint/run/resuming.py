@@ -116,22 +116,26 @@ class EpochPosition:
             )
         self._batches, self._seed = batches, seed
         self.epoch = 0
+        # The number of loaded states. A loop that began before the last one does not set the epoch.
+        self._loads = 0
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self.epoch
+        epoch, loads = self.epoch, self._loads
         source = self._batches(epoch) if callable(self._batches) else self._batches
         with _generators_seeded(source, mixed_seed(self._seed, epoch, -1)):
             batches = iter(source)
         yield from batches
-        self.epoch = epoch + 1
+        if self._loads == loads:
+            self.epoch = epoch + 1
 
     def state_dict(self) -> dict[str, Any]:
         """One plain number."""
         return {"epoch": self.epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the beginning of the saved epoch."""
+        """Set the beginning of the saved epoch. The end of a running loop does not change it."""
         self.epoch = int(state["epoch"])
+        self._loads += 1
 
 
 class RandomState:

@@ -339,6 +339,17 @@ def test_state_inside_an_epoch_restarts_the_epoch() -> None:
     assert asked == [0, 1, 1]
 
 
+def test_state_loaded_inside_an_epoch_is_not_changed_by_the_end_of_the_loop() -> None:
+    position = EpochPosition(lambda number: [number, number])
+    earlier = position.state_dict()
+    assert list(position) + list(position) == [0, 0, 1, 1]
+    for _ in position:
+        position.load_state_dict(earlier)  # as a loop that goes back to an earlier checkpoint
+    assert position.epoch == 0
+    assert list(position) == [0, 0]
+    assert position.epoch == 1
+
+
 def test_finite_stream_is_refused() -> None:
     with pytest.raises(UsageError, match="as a function of the epoch"):
         EpochPosition(iter([1, 2]))
