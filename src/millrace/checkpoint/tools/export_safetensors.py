@@ -5,8 +5,6 @@ Tensors are streamed from storage to storage, in pieces.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -102,8 +100,6 @@ def write_safetensors(
         return
     files = split_files(tensors, limit_bytes)
     headers = {name: pack_header(each) for name, each in files.items()}
-    if _is_same(target.storage.url, contents.url):
-        raise UsageError(f"{contents.url} would be read and overwritten", next_step="choose another directory")
     storage = _prepare(target)
     written: list[str] = []
     try:
@@ -118,12 +114,6 @@ def write_safetensors(
         discard(storage, written)
         target.remove_if_new()
         raise
-
-
-def _is_same(url: str, other: str) -> bool:
-    with contextlib.suppress(OSError):  # not both are local directories
-        return os.path.samefile(url, other)
-    return url == other
 
 
 def _prepare(target: DirectoryTarget) -> CheckpointStorage:

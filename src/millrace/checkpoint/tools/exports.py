@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from millrace.checkpoint.format.inventory import select_keys
 from millrace.checkpoint.format.manifest import WrappedEntry
 from millrace.checkpoint.reading.contents import whole
 from millrace.checkpoint.reading.opening import open_contents
+from millrace.checkpoint.run.tiers import run_directory
 from millrace.checkpoint.tools import WorkProgress
 from millrace.checkpoint.tools.export_safetensors import names_of, write_safetensors
 from millrace.checkpoint.tools.export_targets import DirectoryTarget, FileTarget
@@ -111,6 +113,8 @@ def export_checkpoint(
             )
         counter = _Counter(sum(whole(contents.tensors[key]).nbytes for key in tensors), progress)
         kind = FileTarget if shard_bytes is None else DirectoryTarget
+        if shard_bytes is not None and _is_same(url, place, target_options, output_options):
+            raise UsageError(f"{contents.url} would be read and overwritten", next_step="choose another directory")
         model = kind(place, output_options, overwrite=overwrite)
         write_safetensors(contents, names, dtype, shard_bytes or 0, model, counter.add)
     else:
@@ -151,6 +155,13 @@ def _check_arguments(
         raise UsageError(f"dtype={dtype!r:.100}", next_step=f"choose one of {', '.join(_FLOATS)}")
     if shard_bytes is not None and (type(shard_bytes) is not int or shard_bytes < 1):
         raise UsageError(f"shard_bytes={shard_bytes!r:.100}", next_step="give a number of bytes, at least 1")
+
+
+def _is_same(url: str, other: str, options: Mapping[str, Any] | None, other_options: Mapping[str, Any] | None) -> bool:
+    """Whether two directories are one. A URL may have several spellings (`s3://`, `s3a://`)."""
+    with contextlib.suppress(OSError):  # not both are local directories
+        return os.path.samefile(url, other)
+    return run_directory(url, options) == run_directory(other, other_options)
 
 
 def _keys_of(wrapped: WrappedEntry) -> list[str]:

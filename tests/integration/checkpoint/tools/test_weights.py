@@ -268,6 +268,26 @@ def test_export_converts_and_replaces_a_model_only_when_asked(
     assert same(load_weights(folder), tensors)
 
 
+@pytest.mark.parametrize("scheme", ["s3", "s3a"])
+def test_export_of_a_model_over_itself_by_another_spelling_is_refused(
+    split: tuple[Path, dict[str, torch.Tensor]], s3: S3Server, bucket: str, scheme: str
+) -> None:
+    folder, tensors = split
+    url, options = f"s3://{bucket}/m", s3.target_options
+    export_checkpoint(folder, url, "safetensors", shard_bytes=1000, output_options=options)
+    with pytest.raises(UsageError, match="would be read and overwritten"):
+        export_checkpoint(
+            url,
+            f"{scheme}://{bucket}/m/",
+            "safetensors",
+            shard_bytes=1000,
+            overwrite=True,
+            target_options=options,
+            output_options=options,
+        )
+    assert same(load_weights(url, target_options=options), tensors)
+
+
 def test_failed_export_of_several_files_leaves_none(
     split: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
