@@ -40,6 +40,7 @@ from millrace.cluster.dataplane.wire import ReplicaName, ReplicaPut, Span, parse
 from millrace.errors import DiskFullError, ObjectNotFoundError, StorageError, UsageError, WireError
 from millrace.events import Event, emit
 from millrace.runtime.failures import disk_errors
+from millrace.runtime.maintenance import register_periodic, unregister
 from millrace.runtime.private_files import make_folder, opener
 from millrace.store.setup import REPLICAS_NAME
 
@@ -116,18 +117,28 @@ class ReplicaFiles:
                 self._sweep(place)
 
     def add_routes(self, server: PlaneServer) -> None:
-        """Serve the replicas at `server`."""
+        """Serve the replicas at `server`, and delete what is left by jobs that do not return, until `close`."""
         server.replicas = self
+        register_periodic(self.tidy)
         server.route("GET", ROUTE, self.files)
         server.route("POST", ROUTE, self.reserve)
         server.route("DELETE", ROUTE, self.delete)
 
     def close(self) -> None:
         """Release the reservations."""
+        unregister(self.tidy)
         with self._lock:
             for place in self._places:
                 for name in list(place.reserved):
                     self._release(place, name)
+
+    def tidy(self) -> float:
+        """Delete what jobs that do not return have left. Returns the seconds until the next call."""
+        with self._lock:
+            for place in self._open_places():
+                with contextlib.suppress(StorageError), self._reporting(place):
+                    self._sweep(place)
+        return PART_SECONDS
 
     @property
     def nbytes(self) -> int:

@@ -20,6 +20,7 @@ from millrace.cluster.dataplane.wire import ReplicaName, ReplicaPut
 from millrace.cluster.membership import Member
 from millrace.cluster.replicas import IDLE_SECONDS, PART_SECONDS, REPLICA_SHARE, ROUTE, ReplicaFiles
 from millrace.errors import DiskFullError, PeerError, PeerRefusedError, WireError
+from millrace.runtime import maintenance
 
 RUN, STEP = "run-0123456789abcdef", "step-000000000007"
 NAME = ReplicaName(RUN, STEP, "data-0.millrace")
@@ -31,7 +32,8 @@ class Node:
 
     def __init__(self, directory: Path, **options: Any) -> None:
         self.plane = Plane(directory, **options)
-        self.replicas = ReplicaFiles(self.plane.node)
+        self.ahead_seconds = 0.0
+        self.replicas = ReplicaFiles(self.plane.node, wall_clock=lambda: time.time() + self.ahead_seconds)
         self.replicas.add_routes(self.plane.server)
         self.client = PeerClient(token=TOKEN)
         self.member = Member(id="me", address=self.plane.address)
@@ -60,6 +62,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     node = Node(tmp_path, capacity="400MB")
     with node.plane:
         yield node
+        node.replicas.close()
     node.client.close()
 
 
@@ -239,6 +242,15 @@ def test_rest_of_a_job_that_does_not_return_is_deleted(node: Node) -> None:
         later = ReplicaFiles(node.plane.node, wall_clock=lambda: time.time() + IDLE_SECONDS + 60)
     assert [event.name for event in seen] == ["cluster.replicas.expired"]
     assert (later.nbytes, node.used(), node.listed()) == (0, 0, {})
+
+
+def test_rest_of_a_job_that_does_not_return_is_deleted_by_a_running_node(node: Node) -> None:
+    node.put(NAME, 0, b"x" * 1000, 1000)
+    maintenance.run_tasks()
+    assert node.used() == 1000
+    node.ahead_seconds = IDLE_SECONDS + 60
+    maintenance.run_tasks()
+    assert (node.replicas.nbytes, node.used(), node.listed()) == (0, 0, {})
 
 
 def test_reservation_is_released_with_the_replica(node: Node) -> None:
