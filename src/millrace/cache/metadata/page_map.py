@@ -101,6 +101,11 @@ class Stretch(NamedTuple):
     incomplete: bool
 
 
+def _space_of(identity: str, *, folders_first: bool) -> Space:
+    """All keys of an origin in one of the two orders."""
+    return Space(digest_of("all", identity, "folders first" if folders_first else ""), folders_first)
+
+
 class PageMap:
     """The map of one index. Thread- and process-safe; raises what `Index` raises."""
 
@@ -119,8 +124,11 @@ class PageMap:
 
     def _read_space(self, identity: str) -> Space:
         with self._index.meta_reading() as txn:
-            folders_first = txn.get(ORDER + digest_of(identity)) is not None
-        space = Space(digest_of("all", identity, "folders first" if folders_first else ""), folders_first)
+            return self._space_in(txn, identity)
+
+    def _space_in(self, txn: Transaction, identity: str) -> Space:
+        """The space of an origin, as this transaction has it: another process may have learned the order."""
+        space = _space_of(identity, folders_first=txn.get(ORDER + digest_of(identity)) is not None)
         self._spaces[identity] = space
         return space
 
@@ -143,6 +151,13 @@ class PageMap:
 
         def write(txn: Writing) -> None:
             txn.put(ORDER + digest_of(identity), b"folders first")
+            new = _space_of(identity, folders_first=True)
+            # Listings in flight, this one too, are stored in the new order, and are older than these changes.
+            latest = read_number(txn, b"changes")
+            for number in range(max(1, latest - CHANGES_KEPT), latest + 1):
+                change = txn.get(change_key(number))
+                if change is not None and change[:8] == space.digest:
+                    txn.put(change_key(number), new.digest + encode(new.position(decode(bytes(change[8:])))))
             cursor = txn.cursor()
             for kind in (PAGE, RECORD):
                 found = cursor.set_range(kind + space.digest)
@@ -358,10 +373,10 @@ class PageMap:
 
         A key that ends in a slash is a directory: its listing is stale, its descriptions of single keys are not.
         """
-        space = self.space(identity)
-        position = encode(space.position(key))
 
         def write(txn: Writing) -> ObjectInfo | None:
+            space = self._space_in(txn, identity)
+            position = encode(space.position(key))
             number = read_number(txn, b"changes") + 1
             write_number(txn, b"changes", number)
             txn.put(change_key(number), space.digest + position)

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.clocks import Clock
@@ -560,6 +561,39 @@ def test_origin_in_folder_order_is_cached_in_its_order(make: Make) -> None:
     assert sorted(listed(cache, origin, "b/train")) == keys[:1500]
     assert origin.count("list") == 4
     assert changed == []
+
+
+def test_write_of_a_process_that_has_not_seen_the_folder_order_is_visible(make: Make) -> None:
+    """Another process of the node has learned the order since this one used the origin."""
+    origin = FolderOrigin()
+    for key in ("b/d/x", "b/d-x"):
+        origin.put(key, b"old")
+    reader, writer = make(math.inf)[0], make(math.inf)[0]
+    assert writer.stat(origin, "b/d-x").size == 3
+    listed(reader, origin, "b")
+    assert reader.stat(origin, "b/d/x").size == 3
+    origin.put("b/d/x", b"newer")
+    writer.invalidate(origin, "b/d/x")
+    assert reader.stat(origin, "b/d/x").size == 5
+
+
+def test_listing_that_shows_the_folder_order_is_older_than_writes_before_its_end(make: Make) -> None:
+    origin = FolderOrigin()
+    for key in ("b/d/x", "b/d-x"):
+        origin.put(key, b"old")
+    reader, writer = make(math.inf)[0], make(math.inf)[0]
+    real_pages = origin.list_pages
+
+    def slow_pages(*arguments: Any, **options: Any) -> Iterator[ListingPage]:
+        pages = list(real_pages(*arguments, **options))
+        origin.put("b/d/x", b"newer")  # another process writes while the answer is in flight
+        writer.invalidate(origin, "b/d/x")
+        yield from pages
+
+    origin.list_pages = slow_pages  # type: ignore[method-assign]
+    listed(reader, origin, "b")
+    origin.list_pages = real_pages  # type: ignore[method-assign]
+    assert reader.stat(origin, "b/d/x").size == 5
 
 
 def test_listing_of_name_with_zero_byte_ends(make: Make) -> None:
