@@ -82,6 +82,28 @@ def test_disk_unusable_from_the_start_fails_no_read(data: Path, kind: str, caplo
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.root
+def test_writes_with_a_full_cache_disk_succeed_and_are_visible(data: Path) -> None:
+    disk, path = data / "disk", data / "changing"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(disk)], check=True)
+    try:
+        fs = millrace.filesystem(
+            "file", cache_dir=str(disk / "cache"), consistency="immutable", members="none", min_free=0
+        )
+        path.write_bytes(b"old")
+        assert fs.cat_file(str(path)) == b"old"
+        with open(disk / "ballast", "wb") as ballast:
+            os.posix_fallocate(ballast.fileno(), 0, os.statvfs(disk).f_bavail * 4096)
+        for number in range(500):  # the index has a record of each write
+            fs.pipe_file(f"{data}/{'n' * 150}{number}", b"")
+        fs.pipe_file(str(path), b"newer")
+        assert fs.cat_file(str(path)) == b"newer"
+    finally:
+        close_nodes()
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
 @pytest.mark.slow
 def test_killed_readers_lose_no_returned_bytes(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = data / "cache"

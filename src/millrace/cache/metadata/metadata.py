@@ -25,7 +25,7 @@ from millrace.cache.metadata.sources import (
     base_of,
     end_of,
 )
-from millrace.errors import DeniedError, StorageError, UsageError
+from millrace.errors import DeniedError, DiskFullError, StorageError, UsageError
 from millrace.origin import Listing, ObjectInfo, Origin
 from millrace.runtime.locks import NamedLocks
 
@@ -92,12 +92,18 @@ class MetadataCache:
         still in flight are not stored.
         """
         try:
-            self._report(origin, [self._map.change(origin.identity, key) for key in keys])
+            self._change(origin, keys)
         finally:
             doubtful = self._source().changed(origin, keys)  # also after a disk error: other nodes must drop it
         if doubtful:
             # Other processes of this node may have received an older answer from a node that had not dropped it yet.
+            self._change(origin, keys)
+
+    def _change(self, origin: Origin, keys: Sequence[str]) -> None:
+        try:
             self._report(origin, [self._map.change(origin.identity, key) for key in keys])
+        except DiskFullError:
+            self._map.clear()  # takes no more space on the disk, and leaves space in the index for later changes
 
     def invalidate_all(self) -> None:
         """Drop all cached metadata, for every process of this node. Cached blocks stay, and are found again."""
