@@ -375,7 +375,7 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
             return False
 
     def _cached_file(self, reader: ObjectReader, info: ObjectInfo, *, sequential: bool) -> CachedFile:
-        return CachedFile(reader, path=info.key, sequential=sequential, on_changed=lambda: self._changed(info.key))
+        return CachedFile(reader, path=info.key, sequential=sequential, on_changed=lambda: self._outdated(info.key))
 
     def _cat_batch(self, paths: Sequence[str], ranges: Sequence[Range], on_error: str) -> list[bytes | Exception]:
         """Ranges of objects. Objects without a recent open are read several at a time."""
@@ -410,17 +410,22 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         try:
             return self._read_version(info, read)
         except ObjectChangedError:
-            return self._read_version(self.describe(info.key), read)  # the metadata was dropped: this requests it again
+            # Not from cached metadata: a full disk may have kept the old description.
+            newest = self.node.metadata_within(0).stat(self._origin, info.key)
+            return self._read_version(newest, read)
 
     def _read_version(self, info: ObjectInfo, read: Callable[[ObjectReader], _T]) -> _T:
         reader = self.node.open_reader(self._origin, info)
         try:
             return read(reader)
         except (ObjectChangedError, ObjectNotFoundError):
-            self._changed(info.key)
+            self._outdated(info.key)
             raise
         finally:
             reader.close()
+
+    def _outdated(self, key: str) -> None:
+        self.node.metadata.drop_outdated(self._origin, key)
 
 
 def _may_be_refused(info: ObjectInfo, reader: ObjectReader) -> bool:

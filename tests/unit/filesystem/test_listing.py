@@ -8,7 +8,8 @@ import pyarrow.fs as pafs
 import pytest
 
 import millrace
-from millrace.errors import ObjectChangedError, ObjectNotFoundError, OriginUnavailableError
+from millrace.cache.metadata.page_map import PageMap
+from millrace.errors import ObjectChangedError, ObjectNotFoundError, OriginUnavailableError, StorageError
 
 
 @pytest.fixture
@@ -117,6 +118,27 @@ def test_overwritten_object_is_fetched_again(fs: millrace.MillraceFileSystem, da
     fs.node.metadata.stat(fs._origin, str(path))
     with fs.open_input_file(str(path)) as native:
         assert native.read() in (b"once more", b"whole and new")
+
+
+def test_overwritten_object_is_read_when_the_index_cannot_be_written(
+    fs: millrace.MillraceFileSystem, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = data / "x"
+    path.write_bytes(os.urandom(9 << 20))
+    file = fs.open(str(path))
+    file.read(10)
+
+    def fail(*_: object) -> None:
+        raise StorageError("the index is read-only")
+
+    monkeypatch.setattr(PageMap, "change", fail)
+    path.write_bytes(b"whole and new")
+    file.seek(8 << 20)
+    with pytest.raises(ObjectChangedError):
+        file.read(10)
+    file.close()
+    assert fs.cat_file(str(path), start=6) == b"and new"
+    assert fs.cat_ranges([str(path)], [0], [5]) == [b"whole"]
 
 
 def test_changed_object_is_requested_again_by_the_next_open(fs: millrace.MillraceFileSystem, data: Path) -> None:

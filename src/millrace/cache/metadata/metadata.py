@@ -105,6 +105,10 @@ class MetadataCache:
         except DiskFullError:
             self._map.clear()  # takes no more space on the disk, and leaves space in the index for later changes
 
+    def drop_outdated(self, origin: Origin, key: str) -> None:
+        """Drop the metadata of a key that a read found to be outdated. A disk error is reported; the read continues."""
+        self._tolerantly(lambda: self.invalidate(origin, key), None)
+
     def invalidate_all(self) -> None:
         """Drop all cached metadata, for every process of this node. Cached blocks stay, and are found again."""
         self._map.clear()
@@ -149,7 +153,7 @@ class MetadataCache:
             info, age = self._source().head(origin, key)
         except FileNotFoundError:
             if self._tolerantly(lambda: self._map.is_remembered(origin.identity, key), False):
-                self._tolerantly(lambda: self.invalidate(origin, key), None)
+                self.drop_outdated(origin, key)
             raise
         moment = moment.earlier(age)
         space = self._space(origin)

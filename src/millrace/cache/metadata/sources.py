@@ -201,6 +201,9 @@ class UncachedMetadata:
     def invalidate(self, origin: Origin, *keys: str) -> None:
         self._source().changed(origin, keys)
 
+    def drop_outdated(self, origin: Origin, key: str) -> None:
+        self.invalidate(origin, key)
+
     def listing_root(self, origin: Origin, key: str) -> str | None:
         return None
 
