@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 from millrace.cache.metadata.page_map import PageMap, Stretch
@@ -335,12 +336,16 @@ class MetadataCache:
                         freshness, self._space(origin), prefix, after
                     )  # another thread may have requested it
                     if answer is None:
-                        if stream is None or (stream.root, stream.after) not in ((root, start), (prefix, after)):
+                        continues = stuck and stream is not None and stream.root == prefix
+                        if stream is None or not (
+                            continues or (stream.root, stream.after) in ((root, start), (prefix, after))
+                        ):
                             stream = self._stream(origin, root, start)
+                        began = stream.after
                         answer, ordered = self._pull(origin, stream)
                         if not ordered:
                             break
-                        if stream.root != prefix:
+                        if (stream.root, began) != (prefix, after):
                             answer = answer.within(prefix, after, self._space(origin))
             yield answer
             stuck = answer.through == after
@@ -482,7 +487,20 @@ class MetadataCache:
             space = self._space(origin)
             return self._tolerantly(lambda: self._map.listed(space, key) or self._map.listed(space, f"{key}/"), None)
 
-        return ListingStream(self._source(), origin, root, start, settled)
+        return ListingStream(self._source(), origin, root, self._key_before(origin, root, start), settled)
+
+    def _key_before(self, origin: Origin, root: str, start: str) -> str:
+        """Where to begin a listing of `root` that must contain what follows `start`.
+
+        If a directory was listed by itself, a page can end where the directory begins. That is not a key: some servers
+        would continue behind the directory, others with names that sort before its slash. So begin with the key before.
+        """
+        base, space = base_of(root), self._space(origin)
+        while start.endswith("/") and start != base:
+            position = space.position(start)
+            key = self._tolerantly(partial(self._map.key_before, space, position), None)
+            start = key if key is not None and key.startswith(base) else base
+        return start
 
     def _pull(self, origin: Origin, stream: ListingStream) -> tuple[Answer, bool]:
         """Request one page of a stream and store it. Also returns whether its order can be stored."""

@@ -263,6 +263,18 @@ class PageMap:
 
         return self._index.last_meta_before(own + position, read)
 
+    def key_before(self, space: Space, position: str) -> str | None:
+        """The last key before `position` in the page that begins before it, or where that page begins; None without one."""
+        own, wanted = PAGE + space.digest, encode(position)
+
+        def read(at: bytes, value: memoryview) -> str | None:
+            if at[:9] != own:
+                return None
+            named = [info.key for info in Page(value).infos() if encode(info.key) < wanted]
+            return space.key(named[-1] if named else decode(at[9:]))
+
+        return self._index.last_meta_before(own + wanted, read)
+
     def listed(self, space: Space, key: str) -> ObjectInfo | None:
         """The description of a key in the page that names it, however old."""
         known = self.look_up(space, key)

@@ -531,6 +531,21 @@ class FolderOrigin(MemoryOrigin):
             yield ListingPage([self._info(key) for key in below[start : start + 1000]], start + 1000 >= len(below))
 
 
+class FolderSkippingOrigin(FolderOrigin):
+    """Takes the beginning of a directory for its end, as SeaweedFS does."""
+
+    def list_pages(self, prefix: str, *, after: str = "", settled: object = None) -> Iterator[ListingPage]:
+        skips = after.endswith("/") and after.rstrip("/") != prefix
+        yield from super().list_pages(prefix, after=f"{after}\U0010ffff" if skips else after)
+
+
+class SlashDroppingOrigin(MemoryOrigin):
+    """Repeats the names between that of a directory and its slash, as S3 does through obstore, which removes the slash."""
+
+    def list_pages(self, prefix: str, *, after: str = "", settled: object = None) -> Iterator[ListingPage]:
+        yield from super().list_pages(prefix, after=after.rstrip("/") if after.rstrip("/") != prefix else after)
+
+
 class ShuffledOrigin(MemoryOrigin):
     """Lists in no order that could be kept."""
 
@@ -596,6 +611,26 @@ def test_listing_that_shows_the_folder_order_is_older_than_writes_before_its_end
     assert reader.stat(origin, "b/d/x").size == 5
 
 
+@pytest.mark.parametrize("kind", [FolderOrigin, FolderSkippingOrigin, MemoryOrigin, SlashDroppingOrigin])
+@pytest.mark.parametrize("before", [[], ["b/c-1", "b/c/1"], ["b/c/1/2"]])
+def test_directory_that_was_listed_by_itself_is_listed_again_within_its_parent(
+    make: Make, kind: type[MemoryOrigin], before: list[str]
+) -> None:
+    origin = kind()
+    keys = sorted([*before, "b/d/1", "b/d-x", "b/d.x/1", "b/e/1"])
+    for key in keys:
+        origin.put(key, b"1")
+    cache, always = make(math.inf)[0], make(0)[0]
+    assert sorted(listed(cache, origin, "b")) == keys
+    for directory in ("b/e", "b/d", "b/c"):
+        always.list_level(origin, directory)
+    for key in ("b/d/2", "b/e/2"):
+        origin.put(key, b"2")
+        cache.invalidate(origin, key)
+    for _ in range(2):
+        assert sorted(listed(cache, origin, "b")) == sorted([*keys, "b/d/2", "b/e/2"])
+
+
 def test_listing_of_name_with_zero_byte_ends(make: Make) -> None:
     """In this order a position has a zero byte for each slash, so such a name is that of another directory."""
     origin = FolderOrigin()
@@ -618,7 +653,9 @@ def test_listing_without_order_is_returned_and_not_cached(make: Make) -> None:
     assert cache.stat(origin, keys[0]).size == 1
 
 
-@pytest.mark.parametrize("kind", [MemoryOrigin, FolderOrigin, ShuffledOrigin])
+@pytest.mark.parametrize(
+    "kind", [MemoryOrigin, FolderOrigin, FolderSkippingOrigin, SlashDroppingOrigin, ShuffledOrigin]
+)
 @pytest.mark.parametrize("seed", range(6))
 def test_answers_after_random_changes_are_right(make: Make, kind: type[MemoryOrigin], seed: int) -> None:
     """After any listings, and every change that is invalidated or old enough, all answers are right."""
