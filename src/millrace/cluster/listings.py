@@ -74,13 +74,15 @@ class ClusterListings:
     def list_pages(
         self, origin: Origin, prefix: str, *, after: str, settled: Callable[[str], ObjectInfo | None] | None = None
     ) -> Iterator[tuple[ListingPage, float]]:
-        progress = _ListingProgress(prefix, after)
+        progress, last = _ListingProgress(prefix, after), after
         while True:
             query = {"prefix": prefix, "after": progress.through}
             page = self._request(origin, prefix, LISTING, query, progress.take)
             if page is None:
-                yield from ORIGIN_METADATA.list_pages(origin, prefix, after=progress.through, settled=settled)
+                # Behind a key: an owner's page may end where a directory begins, where origins do not continue.
+                yield from ORIGIN_METADATA.list_pages(origin, prefix, after=last, settled=settled)
                 return
+            last = page.objects[-1].key if page.objects else last
             yield ListingPage(page.objects, progress.is_over, page.is_directory), self._age
             if progress.is_over:
                 return

@@ -190,6 +190,26 @@ def test_listing_continues_when_its_owner_dies(make_nodes: MakeNodes, origin: Me
     assert found == expected
 
 
+def test_listing_continues_behind_a_key_when_its_owner_dies_before_a_directory(
+    make_nodes: MakeNodes, origin: MemoryOrigin
+) -> None:
+    keys = ["b/c", "b/d-x", "b/d/1", "b/e"]
+    for key in keys:
+        origin.put(key, b"")
+    nodes = make_nodes(2, "immutable")
+    owner, reader = in_order(nodes)
+    list(owner.serving.metadata.list_all(origin, "b"))
+    owner.serving.metadata_within(0).list_level(origin, "b/d")  # now the page before it ends where it begins
+    pages = reader.reading.metadata.list_all(origin, "b")
+    found = [info.key for info in next(iter(pages))]
+    assert found == keys[:2]
+    owner.server.close()
+    begun: list[str] = []
+    origin.before_list = lambda _, after: begun.append(after)
+    assert [*found, *(info.key for page in pages for info in page)] == keys
+    assert begun == [keys[1]]
+
+
 def test_origin_error_is_raised_unchanged(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     nodes = make_nodes(2, "immutable")
     _, asker = in_order(nodes)
