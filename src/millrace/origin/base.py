@@ -71,6 +71,12 @@ UNLIMITED: RequestLimiter = _Unlimited()
 """No limits and no retries."""
 
 
+def byte_view(data: Buffer) -> memoryview:
+    """The bytes of a contiguous buffer of any type and shape. Raises `TypeError` for another one."""
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")  # a shape with a 0, such as (0, 3), cannot be cast
+
+
 class Operation:
     """The requests in all threads that run `part_of(operation)`, or in a copy of such a context.
 

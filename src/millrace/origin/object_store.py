@@ -19,6 +19,7 @@ from millrace.errors import (
     OriginUnavailableError,
     UsageError,
 )
+from millrace.origin.base import byte_view
 from millrace.origin.keys import bucket_word, check_place
 from millrace.origin.obstore_library import obstore_library
 from millrace.origin.reachability import first_contact
@@ -81,7 +82,7 @@ class ObjectStoreOrigin(StoreListing):
     def _put(self, key: str, data: Buffer, *, mode: str, streams: bool) -> None:
         self._check_may_write(key)
         # obstore accepts one-dimensional uint8 buffers only.
-        body = memoryview(data).cast("B")
+        body = byte_view(data)
 
         def request(client: Any, path: str) -> None:
             self._check_place(key)

@@ -11,7 +11,7 @@ from typing import Self
 from typing_extensions import Buffer
 
 from millrace.errors import UsageError
-from millrace.origin.base import note_failure
+from millrace.origin.base import byte_view, note_failure
 from millrace.runtime import forks
 
 PART_BYTES = 16 << 20
@@ -62,7 +62,7 @@ class ObjectUpload:
         self._require_owner()
         if self._finished:
             raise ValueError(f"upload of {self._key} is closed")
-        view = memoryview(data).cast("B")
+        view = byte_view(data)
         position = 0
         try:
             while position < len(view):

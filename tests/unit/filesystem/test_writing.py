@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
@@ -157,6 +158,15 @@ def test_exclusive_creation_succeeds_once(fs: millrace.MillraceFileSystem, data:
     with pytest.raises(ObjectExistsError):
         fs.pipe_file(f"{data}/x", b"2", mode="create")
     assert (data / "x").read_bytes() == b"1"
+
+
+def test_empty_array_of_any_shape_is_written(fs: millrace.MillraceFileSystem, data: Path) -> None:
+    fs.pipe_file(f"{data}/x", np.zeros((0, 3)))
+    assert fs.cat_file(f"{data}/x") == b""
+    with fs.open(f"{data}/y", "wb") as file:
+        assert file.write(np.zeros((3, 0))) == 0
+        assert file.write(np.ones(2)) == 16
+    assert fs.cat_file(f"{data}/y") == np.ones(2).tobytes()
 
 
 def test_transaction_is_refused_before_any_write(fs: millrace.MillraceFileSystem, data: Path) -> None:

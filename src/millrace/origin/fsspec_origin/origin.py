@@ -22,7 +22,7 @@ from millrace.errors import (
     OriginUnavailableError,
     UsageError,
 )
-from millrace.origin.base import BaseOrigin, pages_of, walk
+from millrace.origin.base import BaseOrigin, byte_view, pages_of, walk
 from millrace.origin.fsspec_origin import uploads
 from millrace.origin.fsspec_origin.clients import Clients, class_of
 from millrace.origin.fsspec_origin.naming import (
@@ -173,7 +173,7 @@ class FsspecOrigin(BaseOrigin):
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         self._require_writable(key)
-        body = memoryview(data).cast("B")
+        body = byte_view(data)
 
         def request(fs: Any, path: str) -> None:
             if if_absent:
