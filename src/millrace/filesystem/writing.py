@@ -104,8 +104,13 @@ class WritingFileSystem(ListingFileSystem):
     def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **_: Any) -> None:
         """Write one object: above 16 MiB in parts, except with `mode="create"`, which needs one conditional request.
 
-        Raises `IsDirectoryError` for a path with a slash at its end.
+        Raises `IsDirectoryError` for a path with a slash at its end, and `UsageError` for another mode.
         """
+        if mode not in ("create", "overwrite"):
+            raise UsageError(
+                f"{self.unstrip_protocol(path)} cannot be written with mode {mode!r}",
+                next_step="use 'overwrite' or 'create'",
+            )
         self.require_new_file_name(path)
         key = self.key_of(path)
         try:

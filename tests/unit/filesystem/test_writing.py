@@ -160,6 +160,13 @@ def test_exclusive_creation_succeeds_once(fs: millrace.MillraceFileSystem, data:
     assert (data / "x").read_bytes() == b"1"
 
 
+def test_pipe_with_another_mode_is_refused(fs: millrace.MillraceFileSystem, data: Path) -> None:
+    fs.pipe_file(f"{data}/x", b"1")
+    with pytest.raises(UsageError, match="'append'"):
+        fs.pipe_file(f"{data}/x", b"2", mode="append")
+    assert fs.cat_file(f"{data}/x") == b"1"
+
+
 def test_empty_array_of_any_shape_is_written(fs: millrace.MillraceFileSystem, data: Path) -> None:
     fs.pipe_file(f"{data}/x", np.zeros((0, 3)))
     assert fs.cat_file(f"{data}/x") == b""
