@@ -350,8 +350,9 @@ class MetadataCache:
             yield answer
             stuck = answer.through == after
             after, found = answer.through, found or bool(answer.objects)
-        if after != end or (not found and stream is None):
-            # An order that cannot be stored; or an empty result, which is never cached: it may change at any time.
+        if after != end or (not found and (stream is None or stream.root != prefix)):
+            # An order that cannot be stored; or an empty result, which is never cached: it may change at any time. Nor is
+            # one of a parent's listing used: the parent's first page may not show yet that it lists folder by folder.
             yield from self._walk_unremembered(origin, prefix, after if after != end else "")
 
     def _walk_unremembered(self, origin: Origin, prefix: str, after: str) -> Iterator[Answer]:

@@ -611,6 +611,19 @@ def test_listing_that_shows_the_folder_order_is_older_than_writes_before_its_end
     assert reader.stat(origin, "b/d/x").size == 5
 
 
+def test_directory_behind_a_longer_one_is_listed_before_the_order_is_known(make: Make) -> None:
+    """`b/train-clean` sorts before `b/train/` by its bytes, and follows it in this origin."""
+    origin = FolderOrigin()
+    fill(origin, 1500, "b/train/")
+    cache, _, _ = make(math.inf)
+    assert cache.below(origin, "b") == "something"
+    origin.put("b/train-clean/k", b"1")
+    cache.invalidate(origin, "b/train-clean/k")
+    for _ in range(2):
+        assert listed(cache, origin, "b/train-clean") == ["b/train-clean/k"]
+    assert len(listed(cache, origin, "b")) == 1501
+
+
 @pytest.mark.parametrize("kind", [FolderOrigin, FolderSkippingOrigin, MemoryOrigin, SlashDroppingOrigin])
 @pytest.mark.parametrize("before", [[], ["b/c-1", "b/c/1"], ["b/c/1/2"]])
 def test_directory_that_was_listed_by_itself_is_listed_again_within_its_parent(
