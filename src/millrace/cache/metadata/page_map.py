@@ -394,6 +394,7 @@ class PageMap:
             txn.put(change_key(number), space.digest + position)
             txn.delete(change_key(max(0, number - CHANGES_KEPT)))
             cursor = txn.cursor()
+            self._doubt_other_order(txn, cursor, space, key)
             known = None
             if not key.endswith("/"):
                 known = self._strike(txn, cursor, space, key)
@@ -452,6 +453,15 @@ class PageMap:
         if number is not None or not page.incomplete:
             txn.put(found[0], page.without([position]))
         return known
+
+    def _doubt_other_order(self, txn: Transaction, cursor: Any, space: Space, key: str) -> None:
+        """Mark the pages as incomplete that name `key` if the origin lists folder by folder, as long as that is not known.
+
+        Such an origin lists `a-b` after all of `a/`, whose last page would otherwise still seem to be complete.
+        """
+        for number, character in enumerate(key if not space.folders_first else ""):
+            if character < "/" and (found := page_naming(cursor, space, encode(f"{key[:number]}/{END}"))) is not None:
+                make_incomplete(txn, *found)
 
     def _distrust(self, txn: Transaction, cursor: Any, level: Space, base: bytes) -> None:
         for at, value in list(overlapping(cursor, level, base, base + encode(END))):

@@ -624,6 +624,18 @@ def test_directory_behind_a_longer_one_is_listed_before_the_order_is_known(make:
     assert len(listed(cache, origin, "b")) == 1501
 
 
+def test_write_behind_a_longer_directory_is_listed_before_the_order_is_known(make: Make) -> None:
+    origin = FolderOrigin()
+    keys = fill(origin, 1500, "b/train/")
+    cache, _, _ = make(math.inf)
+    assert listed(cache, origin, "b") == keys
+    origin.put("b/train-clean/k", b"1")
+    cache.invalidate(origin, "b/train-clean/k")
+    assert listed(cache, origin, "b/train") == keys  # the first page is complete again
+    for _ in range(2):
+        assert listed(cache, origin, "b") == [*keys, "b/train-clean/k"]
+
+
 @pytest.mark.parametrize("kind", [FolderOrigin, FolderSkippingOrigin, MemoryOrigin, SlashDroppingOrigin])
 @pytest.mark.parametrize("before", [[], ["b/c-1", "b/c/1"], ["b/c/1/2"]])
 def test_directory_that_was_listed_by_itself_is_listed_again_within_its_parent(
