@@ -38,6 +38,7 @@ _LEVEL_PAGES = 10
 """A level is derived from at most this many recursive pages, and requested again as a whole up to that length."""
 
 _NOWHERE = Space(b"nowhere!")
+_CLEAR_ATTEMPTS, _CLEAR_PAUSE_SECONDS = 50, 0.01
 
 
 class MetadataCache:
@@ -104,7 +105,21 @@ class MetadataCache:
         try:
             self._report(origin, [self._map.change(origin.identity, key) for key in keys])
         except DiskFullError:
-            self._map.clear()  # takes no more space on the disk, and leaves space in the index for later changes
+            self._make_space()
+
+    def _make_space(self) -> None:
+        """Drop all metadata of an index that cannot grow: this writes few pages, and leaves space for later changes.
+
+        Repeated, because pages that a read transaction can still see are not free. Raises `DiskFullError`.
+        """
+        for left in reversed(range(_CLEAR_ATTEMPTS)):
+            try:
+                self._map.clear()
+                return
+            except DiskFullError:
+                if not left:
+                    raise
+                time.sleep(_CLEAR_PAUSE_SECONDS)
 
     def drop_outdated(self, origin: Origin, key: str) -> None:
         """Drop the metadata of a key that a read found to be outdated. A disk error is reported; the read continues."""

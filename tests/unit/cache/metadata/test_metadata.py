@@ -12,7 +12,7 @@ from tests.support.origins import MemoryOrigin
 
 from millrace.cache.metadata.metadata import MetadataCache
 from millrace.cache.metadata.page_map import PageMap
-from millrace.errors import DeniedError, ObjectNotFoundError, StorageError
+from millrace.errors import DeniedError, DiskFullError, ObjectNotFoundError, StorageError
 from millrace.origin import ListingPage, ObjectInfo, Origin
 from millrace.runtime.locks import NamedLocks
 from millrace.store.index import Index
@@ -244,6 +244,32 @@ def test_invalidate_all_removes_all_metadata(make: Make) -> None:
     assert not cache.remembered_directory(origin, "b/d")
     origin.put("b/d/k", b"22")
     assert cache.stat(origin, "b/d/k").size == 2
+
+
+def test_invalidation_in_a_full_index_waits_for_pages_that_are_still_read(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = MemoryOrigin()
+    origin.put("b/d/k", b"old")
+    cache, _, _ = make(math.inf)
+    assert cache.stat(origin, "b/d/k").size == 3
+    real_clear, calls = PageMap.clear, []
+
+    def full(*_: object) -> None:
+        raise DiskFullError("the index cannot grow")
+
+    def clear(pages: PageMap) -> None:
+        calls.append(pages)
+        (full if len(calls) < 3 else real_clear)(pages)
+
+    monkeypatch.setattr(PageMap, "change", full)
+    monkeypatch.setattr(PageMap, "clear", clear)
+    origin.put("b/d/k", b"newer")
+    cache.invalidate(origin, "b/d/k")
+    assert cache.stat(origin, "b/d/k").size == 5
+    monkeypatch.setattr(PageMap, "clear", full)
+    with pytest.raises(DiskFullError):
+        cache.invalidate(origin, "b/d/k")
 
 
 def test_invalidation_removes_the_old_version(make: Make) -> None:
