@@ -78,7 +78,10 @@ class _Commands:
         return {"member_id": self._node.member_id}
 
     def drained(self, call: Call) -> Any:
-        self._node.drains.taken_over(_text(call.body, "member"))
+        member_id, owners = _text(call.body, "member"), call.body.get("owners", [])
+        if not isinstance(owners, list) or not all(isinstance(owner, str) for owner in owners):
+            raise UsageError("drained: 'owners' must be ids of members", next_step="use the same version on all nodes")
+        self._node.drains.taken_over(member_id, owners)
         return {}
 
     def set_state(self, call: Call) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,8 @@ class DrainCoordinator:
         self._cluster = cluster
         self._me = me
         self._change = threading.Condition()
-        self._done: set[str] = set()
+        self._done: dict[str, frozenset[str]] = {}
+        """By the member that has taken over its share: the owners among which that share was determined."""
         self._gone: set[str] = set()
         self._missed: set[str] = set()
 
@@ -51,10 +52,13 @@ class DrainCoordinator:
         body = {"member": self._me, "state": str(state)}
         self._missed = self._request(others, "POST", "/v1/state", body, repeated=True)
 
-    def taken_over(self, member_id: str) -> None:
-        """Record that a member has taken over its share."""
+    def taken_over(self, member_id: str, owners: Iterable[str] = ()) -> None:
+        """Record that a member has taken over its share, as determined among `owners`.
+
+        If one of these leaves, its share becomes that of the others, which then take over again.
+        """
         with self._change:
-            self._done.add(member_id)
+            self._done[member_id] = frozenset(owners)
             self._change.notify_all()
 
     def wake(self) -> None:
@@ -64,8 +68,13 @@ class DrainCoordinator:
 
     def remaining(self) -> list[Member]:
         """The members that have not taken over their shares yet, without those that do not respond."""
-        done = self._done | self._gone
-        return [member for member in self._others() if member.state is MemberState.HERE and member.id not in done]
+        here = [member for member in self._others() if member.state is MemberState.HERE]
+        done = self._took_over({member.id for member in here}) | self._gone
+        return [member for member in here if member.id not in done]
+
+    def _took_over(self, here: Set[str]) -> set[str]:
+        """The members that have taken over their shares, if these were determined among members that are all `here`."""
+        return {member_id for member_id, owners in list(self._done.items()) if owners <= here}
 
     def wait(self, deadline: float, ended: threading.Event) -> DrainReport:
         """Wait for all members that respond, until `deadline` (monotonic) or `ended`."""
@@ -75,8 +84,9 @@ class DrainCoordinator:
                 notified = self._change.wait(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
             if not notified:
                 self._request(remaining, "GET", "/v1/view")
+        here = {member.id for member in self._others() if member.state is MemberState.HERE}
         return DrainReport(
-            took_over=tuple(sorted(self._done)),
+            took_over=tuple(sorted(self._took_over(here))),
             did_not=tuple(member.id for member in self.remaining()),
             seconds=time.monotonic() - started,
         )

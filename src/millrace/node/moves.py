@@ -22,11 +22,15 @@ _DEADLINE_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """The changes of other members between two views: `came` own shares now, `leaving` leave as planned, `lost` failed."""
+    """The changes of other members between two views: `came` own shares now, `leaving` leave as planned, `lost` failed.
+
+    If any leave or failed, `still_leaving` are those that were leaving before: their shares have other next owners now.
+    """
 
     came: tuple[Member, ...] = ()
     leaving: tuple[Member, ...] = ()
     lost: tuple[Member, ...] = ()
+    still_leaving: tuple[Member, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.came or self.leaving or self.lost)
@@ -45,7 +49,10 @@ def changes(old: View, new: View, me: str) -> Changes:
         )
 
     lost = [member for name, member in sorted(before.items()) if name not in now and member.state is MemberState.HERE]
-    return Changes(came=newly(MemberState.HERE), leaving=newly(MemberState.LEAVING), lost=tuple(lost))
+    leaving = newly(MemberState.LEAVING)
+    leaving_before = [member for member in new.members if member.state is MemberState.LEAVING and member.id != me]
+    still_leaving = [member for member in leaving_before if member not in leaving] if leaving or lost else []
+    return Changes(came=newly(MemberState.HERE), leaving=leaving, lost=tuple(lost), still_leaving=tuple(still_leaving))
 
 
 class Moves:
@@ -56,6 +63,7 @@ class Moves:
         self._me = me
         self._mover = Mover(node, cluster)
         self._view = View(())
+        self._copying: dict[str, threading.Lock] = {}  # by the leaving member
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._work: queue.SimpleQueue[Changes | None] = queue.SimpleQueue()
@@ -91,9 +99,8 @@ class Moves:
     def _run(self) -> None:
         while (found := self._work.get()) is not None:
             # In parallel: a leaving member must not wait for another.
-            threads = [
-                threading.Thread(target=self._take_over, args=(member,), daemon=True) for member in found.leaving
-            ]
+            leaving = (*found.leaving, *found.still_leaving)
+            threads = [threading.Thread(target=self._take_over, args=(member,), daemon=True) for member in leaving]
             for thread in threads:
                 thread.start()
             if found.lost and self._cluster.link.replicas > 1:
@@ -103,14 +110,21 @@ class Moves:
 
     def _take_over(self, leaver: Member) -> None:
         """Copy this node's new share from a leaving member, then report that it need not wait, complete or not."""
-        self._try(f"taking over from {leaver.address}", lambda: self._mover.take_over(leaver))
-        if not self._stopped.is_set():
-            self._try(
-                f"reporting to {leaver.address}",
-                lambda: self._cluster.client.call(
-                    leaver, "POST", "/v1/drained", {"member": self._me}, deadline=_DEADLINE_SECONDS
-                ),
-            )
+        with self._lock:
+            copying = self._copying.setdefault(leaver.id, threading.Lock())
+        with copying:  # two threads would copy the same blocks
+            # Before the copies: these may already be placed by a newer view.
+            members = self._cluster.link.views.view().members
+            owners = [member.id for member in members if member.state is MemberState.HERE]
+            self._try(f"taking over from {leaver.address}", lambda: self._mover.take_over(leaver))
+            if not self._stopped.is_set():
+                report = {"member": self._me, "owners": owners}
+                self._try(
+                    f"reporting to {leaver.address}",
+                    lambda: self._cluster.client.call(
+                        leaver, "POST", "/v1/drained", report, deadline=_DEADLINE_SECONDS
+                    ),
+                )
 
     def _try(self, what: str, act: Callable[[], object]) -> None:
         try:

@@ -20,6 +20,7 @@ from millrace.cluster.attach import close_all
 from millrace.cluster.folder import live_nodes
 from millrace.cluster.load_order import LoadOrder
 from millrace.cluster.membership import Member, MemberState, View
+from millrace.cluster.moving import Rate
 from millrace.config import CacheOptions, resolve
 from millrace.errors import ConfigurationError, DeniedError, DiskFullError, OriginUnavailableError, UsageError
 from millrace.events import Event
@@ -220,6 +221,21 @@ def test_static_node_leaves_and_returns(nodes: Nodes, region: EmulatedRegion, ev
     assert again.member_id == second.member_id
     assert again.status()["folder"] == second.status()["folder"]
     wait_until(lambda: {member.id: member.state for member in first.view().members}[again.address] is MemberState.HERE)
+
+
+def test_drain_waits_for_the_shares_of_a_member_that_leaves_meanwhile(nodes: Nodes, region: EmulatedRegion) -> None:
+    first, second, third = (nodes.start(number) for number in range(3))
+    nodes.load()
+    second._moves._mover.rate = Rate(1.0)  # it copies nearly nothing
+    with ThreadPoolExecutor(2) as pool:
+        drains = [pool.submit(first.drain, 60)]
+        wait_until(lambda: [member.id for member in first.drains.remaining()] == [second.member_id])
+        drains.append(pool.submit(second.drain, 60))
+        assert [drain.result().took_over for drain in drains] == [(third.member_id,)] * 2
+    for number in (0, 1):
+        nodes.running.pop(number).close()
+    done = nodes.load()
+    assert (done.done_objects, done.fetched_bytes, fetched(region)) == (OBJECTS, 0, TOTAL)
 
 
 def test_static_node_repeats_its_state_to_unreached_members(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:

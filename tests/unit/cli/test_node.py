@@ -174,6 +174,25 @@ def test_log_of_a_node_with_changing_members_names_those_that_join_and_leave() -
     assert not changes(view(a=here), view(a=leaving), "a")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("b-leaving c-here", "b-leaving c-leaving", "b"),
+        ("b-leaving c-here", "b-leaving", "b"),
+        ("b-leaving c-here", "b-leaving c-here", ""),
+        ("b-leaving", "b-leaving d-here", ""),
+        ("b-leaving c-leaving", "b-leaving", ""),
+        ("a-leaving c-here", "a-leaving c-leaving", ""),
+    ],
+)
+def test_changes_without_an_owner_name_members_that_are_still_leaving(old: str, new: str, expected: str) -> None:
+    def view(text: str) -> View:
+        pairs = [each.split("-") for each in text.split()]
+        return View.of(Member(id=name, address="h:1", state=MemberState(state)) for name, state in pairs)
+
+    assert "".join(member.id for member in changes(view(old), view(new), "a").still_leaving) == expected
+
+
 def test_drain_with_an_empty_address_drains_no_node(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a script whose variable is not set."""
     monkeypatch.setenv("MILLRACE_CLUSTER_TOKEN", TOKEN)
