@@ -34,6 +34,7 @@ _T = TypeVar("_T")
 
 _OWNERS = 2
 _OPEN_LISTINGS = 64  # that a metadata owner keeps to continue
+_PAGES_AHEAD = 5  # that one response of an origin contains at most: those of Azure have 5,000 keys
 _MOST_STALE = 1000  # directories
 _LARGEST = 1 << 60  # bytes of an object
 
@@ -162,7 +163,8 @@ class MetadataOwner:
     def __init__(self, node: CacheNode, origins: Origins) -> None:
         self._node = node
         self._origins = origins
-        self._open: OrderedDict[tuple[str, str, str, str], Iterator[Answer]] = OrderedDict()
+        self._open: OrderedDict[tuple[str, str, str, str], tuple[float, Iterator[Answer]]] = OrderedDict()
+        """Listings to continue, each with the time (monotonic) before its last page was requested."""
         self._invalidated = 0  # number of invalidations
         self._lock = threading.Lock()
 
@@ -179,8 +181,10 @@ class MetadataOwner:
         name = origin.identity, prefix, call.query["age"], after
         with self._lock:
             invalidated = self._invalidated
-            answers = self._open.pop(name, None)
-        if answers is None:
+            last, answers = self._open.pop(name, (-math.inf, None))
+        now = time.monotonic()
+        # Its next pages may have arrived with earlier ones.
+        if answers is None or now - last > age / _PAGES_AHEAD:
             answers = self._node.metadata_within(age).answers(origin, prefix, after)
         answer = next(answers, None)
         if answer is None:
@@ -188,7 +192,7 @@ class MetadataOwner:
         if answer.through != end_of(prefix):
             with self._lock:
                 if invalidated == self._invalidated:  # else its next page may be prefetched and old
-                    self._open[(*name[:3], answer.through)] = answers
+                    self._open[(*name[:3], answer.through)] = now, answers
                 while len(self._open) > _OPEN_LISTINGS:
                     self._open.popitem(last=False)
         return {

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.origins import MemoryOrigin
@@ -29,6 +30,7 @@ from millrace.cluster.origins import Origins
 from millrace.cluster.serving import BlockService
 from millrace.config import resolve
 from millrace.errors import ObjectNotFoundError, PeerRefusedError
+from millrace.origin import ListingPage
 
 TOKEN = "a-token-for-tests-only"
 
@@ -208,6 +210,25 @@ def test_listing_continues_behind_a_key_when_its_owner_dies_before_a_directory(
     origin.before_list = lambda _, after: begun.append(after)
     assert [*found, *(info.key for page in pages for info in page)] == keys
     assert begun == [keys[1]]
+
+
+def test_listing_left_by_one_node_is_not_continued_by_another_when_it_is_old(
+    make_nodes: MakeNodes, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One response of Azure contains several pages: the owner has the next ones since the first was requested."""
+    keys = filled(origin, 2500)
+
+    def at_once(prefix: str, **arguments: Any) -> Iterator[ListingPage]:
+        return iter(list(MemoryOrigin.list_pages(origin, prefix, **arguments)))
+
+    monkeypatch.setattr(origin, "list_pages", at_once)
+    _, *others = in_order(make_nodes(3, "1s"))
+    assert names(others[0], origin, "b/train") == keys
+    time.sleep(1.1)
+    assert others[1].reading.metadata.below(origin, "b/train") == "something"  # one page
+    origin.put(keys[1500], b"written by another program")
+    time.sleep(1.1)
+    assert others[0].reading.metadata.stat(origin, keys[1500]).size == len(b"written by another program")
 
 
 def test_origin_error_is_raised_unchanged(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
