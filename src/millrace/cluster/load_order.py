@@ -8,7 +8,7 @@ from typing import Any
 from millrace.cluster.membership import View
 from millrace.errors import MillraceError, UsageError
 
-_MOST_KEYS = 10_000
+MOST_KEYS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class LoadOrder:
         """The reverse of `to_json`. Raises `UsageError`."""
         try:
             keys = value["keys"]
-            if not (isinstance(keys, list) and 0 < len(keys) <= _MOST_KEYS and all(isinstance(k, str) for k in keys)):
+            if not (isinstance(keys, list) and 0 < len(keys) <= MOST_KEYS and all(isinstance(k, str) for k in keys)):
                 raise ValueError("no keys")
             return cls(
                 origin_identity=str(value["origin"]),

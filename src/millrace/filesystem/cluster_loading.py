@@ -7,6 +7,7 @@ cached blocks are skipped, and the share of a lost node belongs to others.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,10 +17,18 @@ from typing import Any
 from millrace import errors
 from millrace.cluster.attach import link_for, start_ray_nodes
 from millrace.cluster.dataplane.client import PeerClient
-from millrace.cluster.load_order import LoadOrder
+from millrace.cluster.dataplane.wire import MAX_ORDER_BYTES
+from millrace.cluster.load_order import MOST_KEYS, LoadOrder
 from millrace.cluster.membership import Member, MemberState, View, ViewSource
 from millrace.config import CacheOptions
-from millrace.errors import DiskFullError, MillraceError, ObjectNotFoundError, PeerError, PeerRefusedError
+from millrace.errors import (
+    DiskFullError,
+    MillraceError,
+    ObjectNotFoundError,
+    PeerError,
+    PeerRefusedError,
+    UsageError,
+)
 from millrace.filesystem.listing import ListingFileSystem
 from millrace.filesystem.loading import LoadProgress, Rate, complete, with_progress
 from millrace.origin.side_by_side import side_by_side
@@ -31,6 +40,7 @@ _CANCEL_SECONDS = 1.0
 _JOIN_SECONDS = 30.0
 _THREADS = 16
 _LOST_AFTER_FAILURES = 3
+_VIEW_BYTES = 4 << 20  # of an order, for its members
 
 _NUMBERS = (
     "objects",
@@ -107,11 +117,17 @@ def load_on_cluster(
     """Load everything that `keys` select at an origin to the disks of the cluster; returns when it is cached.
 
     Any exception in the calling thread, also from `progress`, ends the load on all nodes. Raises what `CacheManagement.load`
-    raises, `DeniedError` if a node has no access to the origin, and `OriginUnavailableError` if no node answers.
+    raises, `DeniedError` if a node has no access to the origin, `OriginUnavailableError` if no node answers, and
+    `UsageError` for more keys than nodes accept.
     """
     order = LoadOrder(
         origin_identity=origin_identity, keys=tuple(keys), members=View(()), replicas=replicas, verify=verify
     )
+    if len(order.keys) > MOST_KEYS or len(json.dumps(order.to_json())) > MAX_ORDER_BYTES - _VIEW_BYTES:
+        raise UsageError(
+            f"load: {len(order.keys)} URLs are too many for one load in a cluster",
+            next_step="name prefixes or patterns, or load them in several calls",
+        )
     return _ClusterLoad(views, client, order, progress or (lambda _: None)).run()
 
 

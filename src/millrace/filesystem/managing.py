@@ -74,7 +74,7 @@ class CacheManagement(ListingFileSystem):
         `KeyboardInterrupt` ends the load on all nodes; requests in progress end in the background.
         """
         chosen = _several(urls)
-        if self._options.members != "none":
+        if chosen and self._options.members != "none":
             with importing():
                 from millrace.filesystem.cluster_loading import load_on_own_cluster
 

@@ -154,6 +154,22 @@ def test_load_continues_when_a_node_leaves(nodes: Nodes, region: EmulatedRegion)
     assert sum(node.status()["objects"] for node in started[:2]) == OBJECTS
 
 
+def test_load_of_many_urls_sends_them_to_all_nodes(nodes: Nodes) -> None:
+    for number in range(2):
+        nodes.start(number)
+    urls = [f"nodes/train/{number % OBJECTS}.bin" for number in range(45_000)]
+    assert len("".join(urls)) > 1 << 19
+    done = nodes.load(keys=urls)
+    assert (done.objects, done.done_objects, done.done_bytes) == (OBJECTS, OBJECTS, TOTAL)
+
+
+def test_load_of_too_many_urls_raises(nodes: Nodes) -> None:
+    nodes.start(0)
+    for urls in (["nodes/train/"] * 1_000_001, [f"nodes/{'x' * (1 << 20)}"] * 61):
+        with pytest.raises(UsageError, match=f"{len(urls)} URLs are too many for one load"):
+            nodes.load(keys=urls)
+
+
 def test_load_without_a_client_ends(nodes: Nodes, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_jobs, "_ABANDONED_SECONDS", 1.0)
     # A separate region: requests in progress continue in it for a while.
@@ -191,6 +207,7 @@ def test_load_of_a_large_object_is_divided_by_stripes(
         members=nodes.members,
         cluster_token=TOKEN,
     )
+    assert fs.load([]).objects == 0
     assert fs.cat_file("nodes/large/one.bin") == data
     assert region.stats(prefix="/nodes/large/").bytes_down == size
 

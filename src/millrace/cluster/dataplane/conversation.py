@@ -271,7 +271,8 @@ class Connection:
         if nbytes and request.method in ("GET", "HEAD"):
             raise WireError(f"{request.method} must not have a body")
         has_pieces = request.path.startswith((protocol.OBJECTS_PATH, protocol.REPLICA_FILES_PATH))
-        if nbytes > protocol.MAX_BODY_BYTES and not (request.method == "PUT" and has_pieces):
+        most = protocol.MAX_ORDER_BYTES if request.path == protocol.LOAD_PATH else protocol.MAX_BODY_BYTES
+        if nbytes > most and not (request.method == "PUT" and has_pieces):
             raise WireError("the body is too large", status=413)
         if "expect" in request.headers:
             raise WireError("Expect is not supported", status=417)

@@ -29,12 +29,15 @@ from millrace.store.records import BLOCK_BYTES
 
 OBJECTS_PATH = "/v1/objects/"
 REPLICA_FILES_PATH = "/v1/replica-files/"
+LOAD_PATH = "/v1/load"
 
 MAX_HEAD_BYTES = 8 << 10
 """The first line and the headers of a request or a response, with the empty line."""
 MAX_HEADERS = 32
 MAX_BODY_BYTES = 1 << 20
-"""The body of a request other than a `PUT` of blocks."""
+"""The body of a request other than a `PUT` of blocks, and a load order."""
+MAX_ORDER_BYTES = 64 << 20
+"""The body of a load order."""
 MAX_FRAMED_BYTES = 64 << 20
 """The most bytes of one framed request, or of one `PUT`, without the checksums."""
 SUM_BYTES = 8
