@@ -64,6 +64,7 @@ class Moves:
         self._mover = Mover(node, cluster)
         self._view = View(())
         self._copying: dict[str, threading.Lock] = {}  # by the leaving member
+        self._restoring = threading.Lock()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._work: queue.SimpleQueue[Changes | None] = queue.SimpleQueue()
@@ -98,15 +99,21 @@ class Moves:
 
     def _run(self) -> None:
         while (found := self._work.get()) is not None:
-            # In parallel: a leaving member must not wait for another.
-            leaving = (*found.leaving, *found.still_leaving)
-            threads = [threading.Thread(target=self._take_over, args=(member,), daemon=True) for member in leaving]
+            # In parallel: a leaving member must not wait for another, or for the copies of a lost one.
+            threads = [
+                threading.Thread(target=self._take_over, args=(member,), daemon=True)
+                for member in (*found.leaving, *found.still_leaving)
+            ]
+            if found.lost and self._cluster.link.replicas > 1:
+                threads.append(threading.Thread(target=self._restore, daemon=True))
             for thread in threads:
                 thread.start()
-            if found.lost and self._cluster.link.replicas > 1:
-                self._try("restoring copies", lambda: self._mover.restore(self._me))
             if found.came:
                 self._try("marking copies", self._mover.mark_copies)
+
+    def _restore(self) -> None:
+        with self._restoring:
+            self._try("restoring copies", lambda: self._mover.restore(self._me))
 
     def _take_over(self, leaver: Member) -> None:
         """Copy this node's new share from a leaving member, then report that it need not wait, complete or not."""

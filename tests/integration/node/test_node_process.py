@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,7 +21,8 @@ from millrace.cluster.attach import close_all
 from millrace.cluster.folder import live_nodes
 from millrace.cluster.load_order import LoadOrder
 from millrace.cluster.membership import Member, MemberState, View
-from millrace.cluster.moving import Rate
+from millrace.cluster.membership.protocol import Watchers
+from millrace.cluster.moving import Mover, Rate
 from millrace.config import CacheOptions, resolve
 from millrace.errors import ConfigurationError, DeniedError, DiskFullError, OriginUnavailableError, UsageError
 from millrace.events import Event
@@ -253,6 +255,67 @@ def test_drain_waits_for_the_shares_of_a_member_that_leaves_meanwhile(nodes: Nod
         nodes.running.pop(number).close()
     done = nodes.load()
     assert (done.done_objects, done.fetched_bytes, fetched(region)) == (OBJECTS, 0, TOTAL)
+
+
+class _Members:
+    """One node's membership in a list that all nodes of a test share."""
+
+    def __init__(self, everyone: dict[_Members, Member | None]) -> None:
+        self._everyone = everyone
+        self._watchers = Watchers()
+        everyone[self] = None
+
+    def view(self) -> View:
+        return View.of([member for member in list(self._everyone.values()) if member is not None])
+
+    def watch(self, on_change: Callable[[View], None]) -> Callable[[], None]:
+        return self._watchers.add(on_change)
+
+    def join(self, me: Member) -> None:
+        self._publish(me)
+
+    def leave(self) -> None:
+        self._publish(None)
+
+    def _publish(self, me: Member | None) -> None:
+        with _publishing:
+            self._everyone[self] = me
+            for each in self._everyone:
+                each._watchers.notify(self.view())
+
+    def close(self) -> None:
+        pass
+
+
+_publishing = threading.RLock()
+
+
+def test_drain_is_not_delayed_by_the_restoring_of_copies(
+    tmp_path: Path, origin: ObjectStoreOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everyone: dict[_Members, Member | None] = {}
+    ending = threading.Event()
+    restoring = threading.Semaphore(0)
+
+    def restore(*_: object) -> None:
+        restoring.release()
+        ending.wait(60)
+
+    monkeypatch.setattr(Mover, "restore", restore)
+    options = resolve(
+        {"cache_dir": str(tmp_path), "min_free": 0, "members": "none", "cluster_token": TOKEN, "replicas": 2}
+    )
+    with ExitStack() as stack:
+        nodes = [
+            stack.enter_context(NodeProcess(options, membership=_Members(everyone), origins=[origin])) for _ in range(4)
+        ]
+        stack.callback(ending.set)
+        *_, lost = everyone
+        wait_until(lambda: {member.state for member in lost.view().members} == {MemberState.HERE})
+        lost.leave()
+        assert all(restoring.acquire(timeout=30) for _ in range(3))
+        report = nodes[0].drain(2)
+        assert (set(report.took_over), report.did_not) == ({nodes[1].member_id, nodes[2].member_id}, ())
 
 
 def test_static_node_repeats_its_state_to_unreached_members(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
