@@ -85,9 +85,10 @@ class Connection:
         self._begin = self._end = 0
         self._set_deadline(deadline)
         try:
-            if len(request) == 1 or not self._is_plain:
-                for part in request:
-                    self._socket.sendall(part)
+            if not self._is_plain:
+                self._send_by_tls(request)
+            elif len(request) == 1:
+                self._socket.sendall(request[0])
             else:
                 self._send_parts(request)
         except OSError as error:
@@ -161,8 +162,7 @@ class Connection:
             return
         self._deadline = deadline
         if not self._is_plain:
-            self._socket.settimeout(deadline / _CHECKS)
-            return
+            return  # see `_send_by_tls`
         # The kernel's timeout: one call waits and receives. With Python's timeout there is a poll before each call.
         self._socket.setblocking(True)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(deadline / _CHECKS))
@@ -186,6 +186,12 @@ class Connection:
                 raise PeerSilentError(f"{self.address}: closed the connection")
             self.answered = True
             return count
+
+    def _send_by_tls(self, request: Sequence[bytes | memoryview]) -> None:
+        self._socket.settimeout(self._deadline)
+        for part in request:
+            self._socket.sendall(part)
+        self._socket.settimeout(self._deadline / _CHECKS)
 
     def _send_parts(self, request: Sequence[bytes | memoryview]) -> None:
         waiting = [memoryview(part).cast("B") for part in request if len(part)]

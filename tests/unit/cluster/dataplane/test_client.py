@@ -19,7 +19,9 @@ from tests.support.scripted_peer import DATA, SIZE, TOKEN, WHAT, Handle, Peer, V
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.dataplane.wire import (
     PROCESSING,
+    SUM_BYTES,
     Ask,
+    ObjectDescription,
     build_framed_head,
     build_response,
     error_body,
@@ -613,6 +615,26 @@ def test_tls_with_failures_raises(
     client = PeerClient(token=TOKEN, tls=tls)
     with pytest.raises(PeerSilentError):
         read(client, peer(handle, _server_context(tls)), deadline=SHORT)
+    client.close()
+
+
+def test_tls_request_to_a_peer_that_pauses_within_the_deadline_succeeds(
+    peer: Callable[..., Peer], certificates: Callable[[str], Tls]
+) -> None:
+    what = ObjectDescription("memory", "bucket/large", "v1", 8 * BLOCK_BYTES)  # more than the kernel buffers
+    data = bytes(what.size)
+
+    def store(visit: Visit) -> None:
+        visit.request()
+        time.sleep(0.6)
+        left = len(data) + 8 * SUM_BYTES
+        while left:
+            left -= len(visit.connection.recv(min(left, 1 << 20)))
+        visit.send(build_response(204, length=None))
+
+    tls = certificates("ours")
+    client = PeerClient(token=TOKEN, tls=tls)
+    assert client.put(peer(store, _server_context(tls)).member(), what, 0, data, deadline=2.0)
     client.close()
 
 
