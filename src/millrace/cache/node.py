@@ -7,6 +7,7 @@ locks, threads and obstore's clients do not survive a fork). The parent's object
 from __future__ import annotations
 
 import ctypes
+import math
 import shutil
 import threading
 import time
@@ -148,22 +149,23 @@ class CacheNode:
             return UncachedMetadata(lambda: self._metadata_source), None
         return self._remember_on(disk, self.options.max_age_seconds), disk
 
-    def _remember_on(self, disk: Disk, max_age_seconds: float) -> MetadataCache:
+    def _remember_on(self, disk: Disk, max_age_seconds: float, since: float = -math.inf) -> MetadataCache:
         return MetadataCache(
             PageMap(disk.store.index),
             disk.locks,
             max_age_seconds=max_age_seconds,
+            since=since,
             on_changed=self.discard,
             report=disk.report,
             source=lambda: self._metadata_source,
         )
 
-    def metadata_within(self, max_age_seconds: float) -> MetadataCache | UncachedMetadata:
-        """The same cached metadata as `metadata`, with another maximum age than that of the options."""
+    def metadata_within(self, max_age_seconds: float, since: float = -math.inf) -> MetadataCache | UncachedMetadata:
+        """The same cached metadata as `metadata`, with another maximum age, and only from the time `since` on."""
         metadata = self.metadata
         if self._metadata_disk is None:
             return metadata
-        return self._remember_on(self._metadata_disk, max_age_seconds)
+        return self._remember_on(self._metadata_disk, max_age_seconds, since)
 
     def find_native(self, origin: Origin, info: ObjectInfo, seen: IndexVersion | None = None) -> NativeObject | None:
         """The memory of a complete object, else None. Counts as one use of it.

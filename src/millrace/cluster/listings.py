@@ -158,7 +158,11 @@ class ClusterListings:
 
 
 class MetadataOwner:
-    """Serves this node's cached metadata to other members. Thread-safe."""
+    """Serves this node's cached metadata to other members. Thread-safe.
+
+    It serves no metadata from before its creation, or the last `distrust`: it may have missed invalidations. If
+    `record_alive` is called every second, that includes pauses of the process, during which writers skip it.
+    """
 
     def __init__(self, node: CacheNode, origins: Origins) -> None:
         self._node = node
@@ -166,6 +170,8 @@ class MetadataOwner:
         self._open: OrderedDict[tuple[str, str, str, str], tuple[float, Iterator[Answer]]] = OrderedDict()
         """Listings to continue, each with the time (monotonic) before its last page was requested."""
         self._invalidated = 0  # number of invalidations
+        self._since = time.time()
+        self._alive_at = math.inf  # seconds of the machine's clock
         self._lock = threading.Lock()
 
     def add_routes(self, server: PlaneServer) -> None:
@@ -174,6 +180,22 @@ class MetadataOwner:
         server.route("GET", LEVEL, self._level)
         server.route("GET", HEAD, self._head)
         server.route("POST", FORGET, self._forget)
+
+    def distrust(self) -> None:
+        """Serve no metadata from before now. Cached metadata stays, for this node's own readers."""
+        with self._lock:
+            self._since = time.time()
+            self._invalidated += 1
+            self._open.clear()
+
+    def record_alive(self) -> None:
+        """Record that this process runs."""
+        self._distrust_after_pause()
+        self._alive_at = _machine_seconds()
+
+    def _distrust_after_pause(self) -> None:
+        if _machine_seconds() - self._alive_at >= SILENCE_SECONDS:
+            self.distrust()
 
     def _listing(self, call: Call) -> Any:
         origin, age = self._arguments(call)
@@ -185,7 +207,7 @@ class MetadataOwner:
         now = time.monotonic()
         # Its next pages may have arrived with earlier ones.
         if answers is None or now - last > age / _PAGES_AHEAD:
-            answers = self._node.metadata_within(age).answers(origin, prefix, after)
+            answers = self._node.metadata_within(age, self._since).answers(origin, prefix, after)
         answer = next(answers, None)
         if answer is None:
             answer = Answer([], end_of(prefix))
@@ -203,7 +225,7 @@ class MetadataOwner:
 
     def _level(self, call: Call) -> Any:
         origin, age = self._arguments(call)
-        listing = self._node.metadata_within(age).list_level(origin, _text(call.query, "prefix"))
+        listing = self._node.metadata_within(age, self._since).list_level(origin, _text(call.query, "prefix"))
         return {
             "objects": [_row(info) for info in listing.objects],
             "prefixes": list(listing.prefixes),
@@ -212,7 +234,7 @@ class MetadataOwner:
 
     def _head(self, call: Call) -> Any:
         origin, age = self._arguments(call)
-        return _row(self._node.metadata_within(age).stat(origin, _text(call.query, "key")))
+        return _row(self._node.metadata_within(age, self._since).stat(origin, _text(call.query, "key")))
 
     def _forget(self, call: Call) -> Any:
         body = call.body if isinstance(call.body, Mapping) else {}
@@ -237,7 +259,13 @@ class MetadataOwner:
             raise UsageError("the query lacks an age") from error
         if not age > 0:
             raise UsageError("an age is above 0")
+        self._distrust_after_pause()
         return origin, age
+
+
+def _machine_seconds() -> float:
+    """A clock that also runs while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _text(query: Mapping[str, str], name: str) -> str:

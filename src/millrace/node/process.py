@@ -101,7 +101,7 @@ class NodeProcess:
         self._state: MemberState | None = None
         self._weight = 1.0
         self._is_unpublished = self._is_unwritten = False
-        self._was_seen = self._is_doubled = False
+        self._was_seen = self._is_doubled = self._is_absent = False
         self._ending = threading.Event()
         self.left = threading.Event()
         """Set when the node has left its cluster, for any reason."""
@@ -190,7 +190,8 @@ class NodeProcess:
         opened.callback(self._history.close)
         self._recent_events = RecentEvents()
         opened.callback(self._recent_events.close)
-        MetadataOwner(self._node, self._origins).add_routes(server)
+        self._metadata_owner = MetadataOwner(self._node, self._origins)
+        self._metadata_owner.add_routes(server)
         Inventory(self._node, self._membership, replicas=options.replicas).add_routes(server)
         add_commands(server, self)
         self.measures = NodeMeasures(self, server)
@@ -251,6 +252,7 @@ class NodeProcess:
             if self._ending.wait(_SEEN_LOOK_SECONDS):
                 return
         self._moves.fill()
+        self._metadata_owner.distrust()
         with self._change:
             if self._state is MemberState.JOINING and not self._ending.is_set():
                 self._state = MemberState.HERE
@@ -259,7 +261,7 @@ class NodeProcess:
         if self._state is MemberState.HERE:
             emit(Event(name="cluster.joined", subject=self.address, detail=self.member_id))
         published_at = announced_at = time.monotonic()
-        while not self._ending.wait(_LOOK_SECONDS):
+        while not self._wait_alive(_LOOK_SECONDS):
             # Every change of a weight moves blocks: small variations of free space must not.
             may_change = time.monotonic() - published_at >= _WEIGHT_SECONDS
             if self._is_unpublished or (may_change and differs_enough(self._weight, weight_of(self._node))):
@@ -270,6 +272,13 @@ class NodeProcess:
             if time.monotonic() - announced_at >= _ANNOUNCE_SECONDS:
                 self._announce_static(again=True)
                 announced_at = time.monotonic()
+
+    def _wait_alive(self, seconds: float) -> bool:
+        """Wait for the end of the node, and record before and after that this process runs."""
+        self._metadata_owner.record_alive()
+        ends = self._ending.wait(seconds)
+        self._metadata_owner.record_alive()
+        return ends
 
     def wait_here(self, seconds: float) -> bool:
         """Wait until the node owns its share; returns whether it does."""
@@ -305,6 +314,9 @@ class NodeProcess:
             view = self._membership.view()  # two watchers may be called in the wrong order
             self._write(view)
             self._check_for_duplicate(view)
+            was_absent, self._is_absent = self._is_absent, view.member(self.member_id) is None
+            if was_absent or self._is_absent:  # writers did not know this node
+                self._metadata_owner.distrust()
             self._cluster.placement()  # records the time of the change
             self._moves.view_changed(view)
         self.drains.wake()

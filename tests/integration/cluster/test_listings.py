@@ -231,6 +231,37 @@ def test_listing_left_by_one_node_is_not_continued_by_another_when_it_is_old(
     assert others[0].reading.metadata.stat(origin, keys[1500]).size == len(b"written by another program")
 
 
+def test_restarted_owner_serves_no_metadata_from_before(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
+    keys = filled(origin, 3)
+    owner, *others = in_order(make_nodes(3, "immutable"))
+    assert names(others[0], origin, "b/train") == keys
+    origin.put(keys[1], b"the owner did not receive the invalidation of this write")
+    owner.server._routes.clear()
+    restarted = MetadataOwner(owner.serving, Origins([origin], environment=False))
+    restarted.add_routes(owner.server)
+    assert others[1].reading.metadata.stat(origin, keys[1]) == origin.head(keys[1])
+    assert names(others[1], origin, "b/train") == keys
+    before = origin.count("list")
+    assert names(others[1], origin, "b/train") == keys
+    assert origin.count("list") == before
+
+
+def test_owner_serves_no_metadata_from_before_a_pause_of_its_process(
+    make_nodes: MakeNodes, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = filled(origin, 3)
+    owner, *others = in_order(make_nodes(3, "immutable"))
+    alive = MetadataOwner(owner.serving, Origins([origin], environment=False))
+    owner.server._routes.clear()
+    alive.add_routes(owner.server)
+    alive.record_alive()
+    assert names(others[0], origin, "b/train") == keys
+    origin.put(keys[1], b"written in the pause")
+    real = time.clock_gettime
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: real(clock) + 2.0)
+    assert others[1].reading.metadata.stat(origin, keys[1]) == origin.head(keys[1])
+
+
 def test_origin_error_is_raised_unchanged(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     nodes = make_nodes(2, "immutable")
     _, asker = in_order(nodes)

@@ -6,12 +6,14 @@ Three real nodes over a real S3 server; on each two processes that read, one wit
 
 from __future__ import annotations
 
+import base64
 import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +23,13 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 from tests.support.asked_processes import AskedError, AskedProcess
-from tests.support.local_cluster import LocalCluster
+from tests.support.local_cluster import LocalCluster, LocalNode
 from tests.support.versioned import PAGE, content, versions_in
 
 import millrace
+from millrace.cluster.listings import metadata_id
+from millrace.cluster.membership import View
+from millrace.cluster.placement import Placement
 from millrace.errors import OriginUnavailableError
 from millrace.origin import Origin, open_origin
 from millrace.testing.s3 import S3Server
@@ -313,6 +318,46 @@ def test_write_with_an_unreachable_node_succeeds_and_invalidates_later(
         finally:
             for reader in readers:
                 reader.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failure", ["killed", "suspended"])
+def test_metadata_owner_that_missed_a_write_does_not_serve_older_metadata(
+    s3: S3Server, tmp_path: Path, bucket: str, origin: Origin, failure: str
+) -> None:
+    """The writing process has ended, so no later invalidation is sent."""
+    keys = [f"{bucket}/{number}.bin" for number in range(60)]
+    for key in keys:
+        origin.put(key, content(1, PAGE))
+    with LocalCluster(tmp_path / "nodes", 3, target_options=s3.target_options) as cluster, ExitStack() as stack:
+
+        def process(name: str, node: LocalNode) -> AskedProcess:
+            found = AskedProcess(tmp_path / f"{name}.log", cluster.arguments(node, consistency="immutable"))
+            stack.callback(found.stop)
+            return found
+
+        placement = Placement(View.of(cluster.member(node) for node in cluster.nodes))
+        by_id = {cluster.member(node).id: node for node in cluster.nodes}
+        owner, _, other = (by_id[member.id] for member in placement.order(metadata_id(origin.identity, bucket)))
+        reader = process("reader", other)
+        assert [reader.read(key) for key in keys] == [content(1, PAGE)] * len(keys)
+        if failure == "killed":
+            owner.kill()
+        else:
+            owner.suspend()
+        writer = process("writer", other)
+        for key in keys:
+            writer.ask("write", key, value=base64.b64encode(content(2, PAGE)).decode())
+        writer.stop()
+        if failure == "killed":
+            cluster.start_one(owner.number)
+        else:
+            owner.resume()
+        for key in keys:
+            assert reader.read(key) == content(2, PAGE)
+            time.sleep(0.2)  # at first the reader skips the owner
+        status = cluster.client.call(cluster.member(other), "GET", "/v1/status")
+        assert status["breakers"] == []
 
 
 def _wait_for(is_so: Callable[[], bool], seconds: float = 90.0) -> None:

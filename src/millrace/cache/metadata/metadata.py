@@ -7,6 +7,7 @@ that no listing has named is requested alone. Figures and reasons: docs/design/0
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -44,9 +45,10 @@ _CLEAR_ATTEMPTS, _CLEAR_PAUSE_SECONDS = 50, 0.01
 class MetadataCache:
     """Serves `stat` and listings from the index while they are fresh, else from the origin.
 
-    `max_age_seconds` is 0 (request every time), `inf` (never request twice) or a time. Metadata that the origin declares
-    immutable is never requested twice. `on_changed` is called with the old description of an object that has changed or
-    was removed. Thread- and process-safe. A disk error disables caching, not the request.
+    `max_age_seconds` is 0 (request every time), `inf` (never request twice) or a time. Metadata that was requested before
+    the time `since` is not used. Metadata that the origin declares immutable is never requested twice. `on_changed` is
+    called with the old description of an object that has changed or was removed. Thread- and process-safe. A disk error
+    disables caching, not the request.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class MetadataCache:
         locks: NamedLocks,
         *,
         max_age_seconds: float,
+        since: float = -math.inf,
         on_changed: Callable[[Origin, ObjectInfo], None],
         report: Callable[[StorageError], None],
         clock: Callable[[], float] = time.time,
@@ -62,7 +65,7 @@ class MetadataCache:
     ) -> None:
         self._map = pages
         self._locks = locks
-        self._freshness = Freshness(max_age_seconds)
+        self._freshness = Freshness(max_age_seconds, since)
         self._on_changed = on_changed
         self._report_disk = report
         self._clock = clock

@@ -32,16 +32,18 @@ class Freshness(NamedTuple):
     """For how long cached metadata is used without a new request.
 
     `max_age` is in seconds: 0 never uses cached metadata, `inf` never requests it again. The object is false for 0.
+    Metadata that was requested before the time `since` is not used.
     """
 
     max_age: float
+    since: float = -math.inf
 
     def __bool__(self) -> bool:
         return self.max_age > 0
 
     def earliest(self, now: float) -> float:
         """The earliest time of a request whose answer is fresh now."""
-        return now - self.max_age
+        return max(now - self.max_age, self.since)
 
     def latest(self, now: float) -> float:
         """The latest time of a request whose answer is fresh now.
