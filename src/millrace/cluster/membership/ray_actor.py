@@ -104,6 +104,8 @@ class NodeActor:
         self._address = str(runtime.gcs_address)
         self._starting = threading.Lock()
         self._node: RunningNode | None = None
+        self._unrecorded_in: ControlPlane | None = None
+        """The control plane that does not have the node's record yet."""
         try:
             self._started()
         except MillraceError as error:
@@ -131,11 +133,14 @@ class NodeActor:
                     tag=self._ray_node,
                     find_origin=lambda identity: find_origin(control, self._cluster, identity),
                 )
-                control.put(f"{self._cluster}/node/{self._name}", _record_of(node).to_bytes())
+                self._unrecorded_in = control
                 threading.Thread(
                     target=self._follow_ray, args=(control, node), name="millrace-ray-actor", daemon=True
                 ).start()
                 threading.Thread(target=_feed, args=(node,), name="millrace-ray-metrics", daemon=True).start()
+            if self._unrecorded_in is not None:
+                self._unrecorded_in.put(f"{self._cluster}/node/{self._name}", _record_of(self._node).to_bytes())
+                self._unrecorded_in = None
             return self._node
 
     def _follow_ray(self, control: ControlPlane, node: RunningNode) -> None:

@@ -1,11 +1,17 @@
-"""The thread of a membership in Ray continues after any failure of the control plane."""
+"""The threads of a membership and a node in Ray continue after any failure of the control plane."""
 
 from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from millrace.cluster.membership import Member, ray_actor
 from millrace.cluster.membership.ray_members import RayMembers
+from millrace.config import resolve
+from millrace.errors import OriginUnavailableError
 from millrace.testing.conformance.members import eventually
 
 
@@ -72,8 +78,14 @@ class RayNodes:
 class Running:
     """A node that can be drained."""
 
+    directory = Path("/node")
+    member_id = "m1"
+
     def __init__(self) -> None:
         self.drained: list[float] = []
+
+    def samples(self) -> list[Any]:
+        return []
 
     def drain(self, seconds: float) -> None:
         self.drained.append(seconds)
@@ -86,3 +98,39 @@ def test_actor_with_other_errors_of_ray_still_leaves_as_planned(monkeypatch: pyt
     node = Running()
     actor._follow_ray(RayNodes(), node)  # type: ignore[arg-type]
     assert node.drained == [25.0]
+
+
+class _ControlPlane(RayNodes):
+    """Fails the first time that a record is written."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self.records: dict[str, bytes] = {}
+        self._is_down = True
+
+    def get(self, key: str) -> bytes:
+        return b"a token"
+
+    def put(self, key: str, value: bytes) -> None:
+        if self._is_down:
+            self._is_down = False
+            raise OriginUnavailableError("not now")
+        self.records[key] = value
+
+
+def test_actor_whose_record_cannot_be_written_writes_it_later_and_leaves_as_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_actor, "_LOOK_SECONDS", 0.01)
+    control, node = _ControlPlane("gcs"), Running()
+    monkeypatch.setattr(ray_actor, "ControlPlane", lambda _: control)
+    monkeypatch.setattr(ray_actor, "RayMembers", lambda *_, **__: None)
+    actor = ray_actor.NodeActor.__new__(ray_actor.NodeActor)
+    vars(actor).update(_name="n", _cluster="c", _ray_node="r1", _host="h", _address="gcs", _idle_seconds=120.0)
+    vars(actor).update(_node=None, _unrecorded_in=None, _starting=threading.Lock())
+    vars(actor).update(_options=resolve({"members": "none"}, environ={}, file={}), _start=lambda *_, **__: node)
+    with pytest.raises(OriginUnavailableError):
+        actor.record()
+    record = actor.record()
+    assert control.records == {"c/node/n": record}
+    eventually(lambda: node.drained == [25.0])
