@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,7 @@ def test_replicas_take_at_most_their_share_of_the_capacity(node: Node) -> None:
 
 def test_replica_evicts_cached_data_and_stays_inside_the_capacity(tmp_path: Path) -> None:
     node = Node(tmp_path, capacity="40MB")
-    with node.plane:
+    with node.plane, closing(node.replicas):
         for number in range(9):
             node.plane.origin.put(f"b/{number}", os.urandom(4 << 20))
             node.plane.fill(f"b/{number}")
@@ -216,7 +217,7 @@ def test_replica_leaves_min_free(tmp_path: Path) -> None:
     disk = os.statvfs(tmp_path)
     free = disk.f_bavail * disk.f_frsize
     node = Node(tmp_path, capacity="80%", min_free=str(free - (64 << 20)))
-    with node.plane:
+    with node.plane, closing(node.replicas):
         with pytest.raises(PeerRefusedError) as caught:
             node.call("POST", f"{RUN}/{STEP}", {"nbytes": 4 << 30})
         assert caught.value.status == 507
