@@ -280,7 +280,7 @@ class _Members:
     def _publish(self, me: Member | None) -> None:
         with _publishing:
             self._everyone[self] = me
-            for each in self._everyone:
+            for each in list(self._everyone):  # another node may be created meanwhile
                 each._watchers.notify(self.view())
 
     def close(self) -> None:
@@ -311,7 +311,7 @@ def test_drain_is_not_delayed_by_the_restoring_of_copies(
         ]
         stack.callback(ending.set)
         *_, lost = everyone
-        wait_until(lambda: {member.state for member in lost.view().members} == {MemberState.HERE})
+        wait_until(lambda: [member.state for member in lost.view().members] == [MemberState.HERE] * 4)
         lost.leave()
         assert all(restoring.acquire(timeout=30) for _ in range(3))
         report = nodes[0].drain(20)
