@@ -160,7 +160,7 @@ class ClusterListings:
 class MetadataOwner:
     """Serves this node's cached metadata to other members. Thread-safe.
 
-    It serves no metadata from before its creation, or the last `distrust`: it may have missed invalidations. If
+    It serves no metadata from before its creation, or the last `expire_all`: it may have missed invalidations. If
     `record_alive` is called every second, that includes pauses of the process, during which writers skip it.
     """
 
@@ -181,7 +181,7 @@ class MetadataOwner:
         server.route("GET", HEAD, self._head)
         server.route("POST", FORGET, self._forget)
 
-    def distrust(self) -> None:
+    def expire_all(self) -> None:
         """Serve no metadata from before now. Cached metadata stays, for this node's own readers."""
         with self._lock:
             self._since = time.time()
@@ -190,12 +190,12 @@ class MetadataOwner:
 
     def record_alive(self) -> None:
         """Record that this process runs."""
-        self._distrust_after_pause()
+        self._expire_after_pause()
         self._alive_at = _machine_seconds()
 
-    def _distrust_after_pause(self) -> None:
+    def _expire_after_pause(self) -> None:
         if _machine_seconds() - self._alive_at >= SILENCE_SECONDS:
-            self.distrust()
+            self.expire_all()
 
     def _listing(self, call: Call) -> Any:
         origin, age = self._arguments(call)
@@ -259,7 +259,7 @@ class MetadataOwner:
             raise UsageError("the query lacks an age") from error
         if not age > 0:
             raise UsageError("an age is above 0")
-        self._distrust_after_pause()
+        self._expire_after_pause()
         return origin, age
 
 

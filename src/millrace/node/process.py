@@ -252,7 +252,7 @@ class NodeProcess:
             if self._ending.wait(_SEEN_LOOK_SECONDS):
                 return
         self._moves.fill()
-        self._metadata_owner.distrust()
+        self._metadata_owner.expire_all()
         with self._change:
             if self._state is MemberState.JOINING and not self._ending.is_set():
                 self._state = MemberState.HERE
@@ -316,7 +316,7 @@ class NodeProcess:
             self._check_for_duplicate(view)
             was_absent, self._is_absent = self._is_absent, view.member(self.member_id) is None
             if was_absent or self._is_absent:  # writers did not know this node
-                self._metadata_owner.distrust()
+                self._metadata_owner.expire_all()
             self._cluster.placement()  # records the time of the change
             self._moves.view_changed(view)
         self.drains.wake()

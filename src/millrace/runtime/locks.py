@@ -570,7 +570,7 @@ class Flights:
                         self._flights[object_id, block] = flight
                     else:
                         theirs[block] = flight
-        except BaseException:  # an interrupt: no other thread may wait for a flight that nobody ends
+        except BaseException:  # an interrupt: other threads would wait for ever for a flight without an end
             for block, flight in mine.items():
                 self.fail((object_id, block), flight, StorageError("a fetch was interrupted", next_step="read again"))
             raise

@@ -149,7 +149,7 @@ class Pool(ThreadPoolExecutor):
 
 
 class _Idle(threading.Semaphore):
-    """As a semaphore of which nobody waits, in single steps."""
+    """A semaphore for callers that do not wait. Each method is one step, so that an interrupt cannot leave it locked."""
 
     def __init__(self) -> None:
         super().__init__(0)

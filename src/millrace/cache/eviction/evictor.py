@@ -259,7 +259,7 @@ class Evictor:
             return made
 
         try:
-            return self._in_my_turn(make, _TURN_SECONDS)
+            return self._exclusively(make, _TURN_SECONDS)
         except StorageError as error:
             self._report(error)
             return False
@@ -315,7 +315,7 @@ class Evictor:
             return self._remove(victims.values()) >= shortage
 
         try:
-            return self._in_my_turn(replace, _TURN_SECONDS)
+            return self._exclusively(replace, _TURN_SECONDS)
         except StorageError as error:
             self._report(error)
             return False
@@ -408,7 +408,7 @@ class Evictor:
             self._go_to_extremes(rules, patient=patient)
             return True
 
-        self._in_my_turn(enforce, _LONG_TURN_SECONDS if patient else 0.0)
+        self._exclusively(enforce, _LONG_TURN_SECONDS if patient else 0.0)
 
     def reserve_without_candidate(self, nbytes: int) -> bool:
         """Reserve space for bytes that are not cached data, and evict anything but pins for it. The caller releases it."""
@@ -423,7 +423,7 @@ class Evictor:
                 self._shrink(self._rules.current(), pressing, partial(draw, SHRINK_SAMPLE_SIZE))
             return True
 
-        self._in_my_turn(evict, _SHORT_TURN_SECONDS)
+        self._exclusively(evict, _SHORT_TURN_SECONDS)
         return self._reserve(nbytes)
 
     def _shortage(self, nbytes: int) -> int:
@@ -584,8 +584,8 @@ class Evictor:
 
     # --- one at a time ------------------------------------------------------------------------------
 
-    def _in_my_turn(self, work: Callable[[], bool], seconds: float) -> bool:
-        """The result of `work`, which runs while no other evictor of this node does; False after `seconds` without a turn.
+    def _exclusively(self, work: Callable[[], bool], seconds: float) -> bool:
+        """The result of `work`, which runs while no other evictor of this node does; False if one does for `seconds`.
 
         A function and not a context manager, which an interrupt (Ctrl-C) could leave with its locks held.
         """
@@ -601,12 +601,12 @@ class Evictor:
             return work()
         finally:
             try:
-                self._end_turn()
+                self._release_locks()
             except BaseException:
-                self._end_turn()
+                self._release_locks()
                 raise
 
-    def _end_turn(self) -> None:
+    def _release_locks(self) -> None:
         """Release both locks unless another thread has them. An interrupt leaves open which of them this thread has."""
         if self._turn.acquire(blocking=False):
             try:

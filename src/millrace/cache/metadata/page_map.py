@@ -394,7 +394,7 @@ class PageMap:
             txn.put(change_key(number), space.digest + position)
             txn.delete(change_key(max(0, number - CHANGES_KEPT)))
             cursor = txn.cursor()
-            self._doubt_other_order(txn, cursor, space, key)
+            self._mark_incomplete_in_other_order(txn, cursor, space, key)
             known = None
             if not key.endswith("/"):
                 known = self._strike(txn, cursor, space, key)
@@ -454,7 +454,7 @@ class PageMap:
             txn.put(found[0], page.without([position]))
         return known
 
-    def _doubt_other_order(self, txn: Transaction, cursor: Any, space: Space, key: str) -> None:
+    def _mark_incomplete_in_other_order(self, txn: Transaction, cursor: Any, space: Space, key: str) -> None:
         """Mark the pages as incomplete that name `key` if the origin lists folder by folder, as long as that is not known.
 
         Such an origin lists `a-b` after all of `a/`, whose last page would otherwise still seem to be complete.

@@ -529,7 +529,7 @@ def test_interrupt_at_any_moment_leaves_the_turn_to_evict_free(make_node: Callab
     evictor = make_node().open_disks[0].evictor
 
     def take_turn() -> bool:
-        return evictor._in_my_turn(lambda: True, 60.0)
+        return evictor._exclusively(lambda: True, 60.0)
 
     for number in itertools.count():
         interrupt = interrupted_at(number, take_turn)  # as long as it exists, so does its traceback
