@@ -17,7 +17,7 @@ from typing import Any
 from millrace import errors
 from millrace.cluster.attach import link_for, start_ray_nodes
 from millrace.cluster.dataplane.client import PeerClient
-from millrace.cluster.dataplane.wire import MAX_ORDER_BYTES
+from millrace.cluster.dataplane.wire import LOAD_PATH, MAX_ORDER_BYTES
 from millrace.cluster.load_order import MOST_KEYS, LoadOrder
 from millrace.cluster.membership import Member, MemberState, View, ViewSource
 from millrace.config import CacheOptions
@@ -250,7 +250,7 @@ class _ClusterLoad:
         side_by_side(ask, shares, _THREADS, "millrace-load-ask")
 
     def _start(self, share: _Share, order: LoadOrder) -> None:
-        self._exchange(share, "POST", "/v1/load", {"job": self._job, **order.to_json()})
+        self._exchange(share, "POST", LOAD_PATH, {"job": self._job, **order.to_json()})
 
     def _poll_one(self, share: _Share, order: LoadOrder) -> None:
         if not self._exchange(share, "GET", f"/v1/load/{self._job}"):

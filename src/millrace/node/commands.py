@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.cache import catalog
 from millrace.cluster.dataplane.server import Call, PlaneServer
+from millrace.cluster.dataplane.wire import LOAD_PATH
 from millrace.cluster.load_order import LoadOrder
 from millrace.cluster.membership import MemberState
 from millrace.config import parse_amount
@@ -26,7 +27,7 @@ def add_commands(server: PlaneServer, node: NodeProcess) -> None:
     server.route("GET", "/v1/view", commands.view)
     server.route("GET", "/v1/status", commands.status)
     server.route("GET", "/v1/counters", commands.counters)
-    server.route("POST", "/v1/load", commands.start_load)
+    server.route("POST", LOAD_PATH, commands.start_load)
     server.route("GET", "/v1/load/", commands.load_state)
     server.route("DELETE", "/v1/load/", commands.cancel_load)
     server.route("POST", "/v1/drain", commands.drain)
