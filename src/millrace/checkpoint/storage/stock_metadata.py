@@ -36,6 +36,19 @@ def _layout(name: Any) -> torch.layout:
     return found
 
 
+_MEMORY_FORMATS = {member.name: member for member in metadata._MEM_FORMAT_ENCODING}
+
+
+def _member(kind: Any, name: Any) -> metadata._MEM_FORMAT_ENCODING:
+    """The memory format of this name. Python 3.11.0 to 3.11.3 store it as `getattr(kind, name)`. Returns nothing else."""
+    if kind is not metadata._MEM_FORMAT_ENCODING or type(name) is not str or name not in _MEMORY_FORMATS:
+        raise UnsupportedObjectError(
+            f"the metadata of the checkpoint contains attribute {name!s:.100} of {kind!s:.100}, which torch does not write",
+            next_step="load it with torch's own reader if you trust its source",
+        )
+    return _MEMORY_FORMATS[name]
+
+
 _CLASSES: dict[tuple[str, str], Any] = {
     **{
         (kind.__module__, kind.__qualname__): kind
@@ -59,6 +72,8 @@ _CLASSES: dict[tuple[str, str], Any] = {
         for name in ("Path", "PosixPath", "PurePosixPath")
     },
     ("torch.serialization", "_get_layout"): _layout,
+    ("builtins", "getattr"): _member,
+    ("__builtin__", "getattr"): _member,  # in protocol 2
     ("collections", "OrderedDict"): dict,
 }
 

@@ -40,6 +40,40 @@ def test_layout_that_is_something_else_of_torch_is_refused(name: str, tmp_path: 
     assert victim.read_text() == "precious"
 
 
+ENCODING = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_metadata_saved_by_the_first_releases_of_python_3_11_is_read(
+    protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian 12 has 3.11.2, which stores a member of an enumeration as a call of `getattr`."""
+    dcp.save({"a": torch.ones(3)}, storage_writer=FileSystemWriter(tmp_path))
+    saved = pickle.loads((tmp_path / ".metadata").read_bytes())
+    monkeypatch.setattr(
+        metadata._MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name))
+    )
+    data = pickle.dumps(saved, protocol)
+    assert b"getattr" in data
+    assert unpickle_metadata(data, "x") == saved
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ENCODING + text("__init__"),
+        ENCODING + text("mro"),
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n" + text("__init__"),
+        b"ctorch\nfloat32\n" + text("to_complex"),
+        ENCODING + b"]",
+    ],
+)
+def test_attribute_that_is_no_memory_format_is_refused(arguments: bytes) -> None:
+    with pytest.raises(UnsupportedObjectError):
+        unpickle_metadata(b"\x80\x02c__builtin__\ngetattr\n" + arguments + b"\x86R.", "x")
+
+
 @pytest.mark.parametrize("name", ["BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"])
 def test_pickle_that_changes_a_class_is_refused_and_undone(name: str) -> None:
     kind = getattr(metadata, name)
