@@ -56,7 +56,11 @@ class MillraceCheckpointIO(CheckpointIO):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
     ) -> None:
-        """Save Lightning's nested dict. An existing checkpoint at `path` is replaced in one step. Called on one rank."""
+        """Save Lightning's nested dict. An existing checkpoint at `path` is replaced in one step. Called on one rank.
+
+        A symbolic link at `path` is removed first (`save_last="link"`). The checkpoint that it names stays unchanged.
+        """
+        _remove_link(path)
         tensors: dict[str, Any] = {}
         rest = io.BytesIO()
         torch.save(_take_tensors(checkpoint, "", tensors), rest)
@@ -83,7 +87,12 @@ class MillraceCheckpointIO(CheckpointIO):  # type: ignore[misc]
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, its manifest first, so that an interrupted removal leaves no damaged one."""
+        """Remove a checkpoint, its manifest first, so that an interrupted removal leaves no damaged one.
+
+        Of a symbolic link only the link is removed.
+        """
+        if _remove_link(path):
+            return
         if os.path.isfile(path):  # of another plugin
             os.remove(path)
             return
@@ -99,6 +108,14 @@ class MillraceCheckpointIO(CheckpointIO):  # type: ignore[misc]
     ) -> CheckpointWriter:
         options: dict[str, Any] = {"target_options": target_options or self._target_options, **self._writer_options}
         return CheckpointWriter(path, **options)
+
+
+def _remove_link(path: str | os.PathLike[str]) -> bool:
+    """Remove a symbolic link at `path`. Returns whether there was one."""
+    is_link = os.path.islink(path)
+    if is_link:
+        os.remove(path)
+    return is_link
 
 
 def _take_tensors(value: Any, path: str, tensors: dict[str, Any]) -> Any:

@@ -128,6 +128,30 @@ def test_checkpoints_that_lightning_removes_are_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "best") == ["step=9.ckpt"]
 
 
+def test_link_to_a_checkpoint_is_removed_without_the_checkpoint(tmp_path: Path) -> None:
+    """Lightning removes old links with `save_last="link"` and a step in the name of the last checkpoint."""
+    saves = ModelCheckpoint(
+        tmp_path / "links", filename="{step}", every_n_train_steps=4, save_top_k=-1, save_last="link"
+    )
+    saves.CHECKPOINT_NAME_LAST = "last-{step}"
+    fit(str(tmp_path / "all"), saves)
+    links = [each.name for each in (tmp_path / "links").iterdir() if each.is_symlink()]
+    assert links == [f"last-step={STEPS}.ckpt"]
+    for step in (4, 8):
+        loaded = MillraceCheckpointIO().load_checkpoint(tmp_path / "links" / f"step={step}.ckpt", weights_only=False)
+        assert loaded["global_step"] == step
+
+
+def test_save_in_place_of_a_link_leaves_the_checkpoint_behind_it(tmp_path: Path) -> None:
+    """After a resume, `save_last="link"` may save a last checkpoint where there is a link to the best one."""
+    plugin = MillraceCheckpointIO()
+    plugin.save_checkpoint({"x": torch.zeros(2)}, tmp_path / "best")
+    os.symlink("best", tmp_path / "last")
+    plugin.save_checkpoint({"x": torch.ones(2)}, tmp_path / "last")
+    for name, value in (("best", 0.0), ("last", 1.0)):
+        assert plugin.load_checkpoint(tmp_path / name, weights_only=False)["x"].tolist() == [value, value]
+
+
 @pytest.mark.slow
 def test_two_ranks_save_once_and_both_resume(tmp_path: Path) -> None:
     """Lightning starts the second process itself."""
