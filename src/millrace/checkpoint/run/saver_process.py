@@ -221,7 +221,8 @@ class SaverProcess:
     def start_over(self) -> None:
         """After a restore: the next save is full, and may be of any step."""
         self._known = replace(self._known, may_go_back=True)
-        if self._child is not None:
+        # In a forked child, a thread of the parent may hold the lock of the channel without end.
+        if self._child is not None and self._owner.is_this_process:
             self._child.send(StartOver())
 
     def take_state(self, state: RunState, previous: LastSave | None) -> None:

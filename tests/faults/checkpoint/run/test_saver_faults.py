@@ -422,6 +422,19 @@ def test_saver_without_a_training_process_ends() -> None:
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
+def test_restore_in_a_fork_during_a_message_to_the_saver_returns(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save_async(1, {"b": torch.ones(7)}).result()
+        with run._saver._child._channel._sending:
+            worker = os.fork()
+            if worker == 0:
+                signal.alarm(30)  # ends a worker that waits for the lock
+                found = {"b": torch.zeros(7)}
+                os._exit(0 if run.restore(found) == 1 and found["b"].tolist() == [1.0] * 7 else 1)
+        assert os.waitpid(worker, 0)[1] == 0
+        assert run.save(2, {"b": torch.zeros(7)}).step == 2
+
+
 def test_fork_during_a_save_does_not_affect_it(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run") as run:
         run.save_async(1, state(1.0)).result()
