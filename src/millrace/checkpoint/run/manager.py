@@ -523,11 +523,12 @@ class CheckpointManager:
                 failure = error
         try:
             knows = self._saver is not None and reason is None and failure is None and self._saver.knows(staged)
-            votes = self._ranks.gather((None if failure is None else picklable(failure), reason, knows))
+            votes = self._ranks.gather((None if failure is None else picklable(failure), step, reason, knows))
             errors = [error for error, *_ in votes if error is not None]
             if errors:
                 raise errors[0]
-            reasons = [each for _, each, _ in votes if each is not None]
+            _refuse_different_steps([each for _, each, *_ in votes])
+            reasons = [each for *_, each, _ in votes if each is not None]
             if reasons:
                 self._ranks.run_on_all(lambda: self._work_here(reasons[0]))
             if reasons or not all(known for *_, known in votes):
@@ -716,6 +717,16 @@ def _checked_step(step: int) -> int:
     if not 0 <= number <= MAX_STEP:
         raise UsageError(f"step {shown(step)}", next_step=f"give a whole number from 0 to {MAX_STEP}")
     return number
+
+
+def _refuse_different_steps(steps: Sequence[int]) -> None:
+    """Raise `UsageError` if the ranks save different steps: the checkpoint would be a mix of their states."""
+    other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"rank 0 saves step {steps[0]}, and rank {other} step {steps[other]}",
+            next_step="save the same step on every rank",
+        )
 
 
 def _check_state(state: Mapping[str, Any]) -> None:

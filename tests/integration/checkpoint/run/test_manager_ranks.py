@@ -94,6 +94,11 @@ def one_rank_fails(root: pathlib.Path) -> None:
         with pytest.raises(UsageError):
             run.save(2, state)
         assert run.steps() == [1]
+        # The states of two steps.
+        with pytest.raises(UsageError, match="rank 0 saves step 2, and rank 1 step 3: save the same step"):
+            run.save(2 + dist.get_rank(), sharded(whole(2)))
+        with pytest.raises(UsageError, match="rank 0 saves step 2, and rank 1 step 3"):
+            run.save_async(2 + dist.get_rank(), sharded(whole(2))).result()
         run.save(3, sharded(whole(3)))
         assert run.steps() == [1, 3]
     for on_busy in ("wait", "skip"):
