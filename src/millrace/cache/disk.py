@@ -136,7 +136,7 @@ class Disk:
         )
         self._limits = (options.capacity, options.min_free)
         self._warn_about_resize(options)
-        self._full_reported: set[Place | None] = set()
+        self._full_reported: dict[Place | None, object] = {}
         self._missed_bytes = self._settle_after = 0
         self._is_maintained = False
         self._measures: Measures | None = None
@@ -417,7 +417,9 @@ class Disk:
         except StorageError as error:
             self.report(error)
             return
-        self._full_reported.add(place)
+        mine = object()
+        if self._full_reported.setdefault(place, mine) is not mine:  # another thread reports it
+            return
         emit(Event(name="cache.full", subject=str(self.store.directory), detail="" if place is None else place[1]))
         if place is not None and rule.quota is not None:
             _log.warning(

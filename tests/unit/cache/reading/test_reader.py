@@ -19,6 +19,7 @@ from tests.support.origins import MemoryOrigin
 from tests.support.waiting import in_other_thread, wait_until
 
 from millrace.cache import catalog
+from millrace.cache.eviction.evictor import Candidate
 from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.cache.reading.locations import FileLocation
 from millrace.config import resolve
@@ -27,7 +28,7 @@ from millrace.events import Event, add_hook, fetch_id
 from millrace.filesystem.files import CachedFile
 from millrace.origin import ObjectInfo
 from millrace.runtime.locks import Flights
-from millrace.store.records import BLOCK_BYTES, PAGE_BYTES, RUN_BLOCKS, object_id
+from millrace.store.records import BLOCK_BYTES, PAGE_BYTES, RUN_BLOCKS, ObjectName, object_id
 
 
 @pytest.fixture
@@ -190,6 +191,28 @@ def test_reads_without_space_continue_uncached(
     assert node.counters()["uncached_bytes"] > 0
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "reads continue uncached" in caplog.text
+
+
+def test_full_cache_is_reported_once_by_two_threads(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = make_node(capacity=BLOCK_BYTES)
+    both = threading.Barrier(2, timeout=30)
+    [disk] = node.open_disks
+    name = ObjectName(origin.identity, "b/large", "version")
+    candidate = Candidate(b"", BLOCK_BYTES, lambda: name, lambda: None)
+    capacity = disk.store.space.capacity_bytes
+
+    def meet() -> int:
+        both.wait()
+        return capacity()
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(disk.store.space, "capacity_bytes", meet)
+        reports = [pool.submit(disk.report_full, 1, candidate) for _ in range(2)]
+        for report in reports:
+            report.result()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_small_reads_without_room_fetch_a_block_once(make_node: Callable[..., CacheNode], origin: MemoryOrigin) -> None:
