@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,11 +93,11 @@ def install(source: Path, directory: Path, number: str) -> Version:
 @pytest.fixture(scope="module")
 def older(tmp_path_factory: pytest.TempPathFactory) -> Version:
     source = tmp_path_factory.mktemp("older-source")
-    done = subprocess.run(["git", "archive", OLDER], cwd=ROOT, capture_output=True)
+    done = subprocess.run(["git", "archive", "--format=zip", OLDER], cwd=ROOT, capture_output=True)
     if done.returncode != 0:
         pytest.skip(f"needs the history of the repository with {OLDER}")
-    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-        archive.extractall(source, filter="data")
+    with zipfile.ZipFile(io.BytesIO(done.stdout)) as archive:
+        archive.extractall(source)
     return install(source, tmp_path_factory.mktemp("older"), "0.1.0")
 
 

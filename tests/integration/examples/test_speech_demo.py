@@ -74,6 +74,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
+@pytest.mark.timeout(1200)  # two runs of up to ten minutes
 def test_second_demo_run_in_the_same_directory_succeeds(directory: Path, home: Path, tmp_path: Path) -> None:
     result, lines = run(directory)
     assert list(home.rglob("*")) == []  # everything is in the directory
