@@ -1,7 +1,7 @@
 # `make demo`, `make test`, `make test-all`, `make check`, `make docs`, `make bench` work from a clean clone: each first makes .venv, which needs only
 # Python 3.11 and a network. Everything that they make lies in the clone; `make clean` removes it.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-wheel check docs bench clean venv
+.PHONY: help demo test test-all test-wheel check docs lint types bench clean venv
 
 help:
 	@echo "make demo    speech data from S3 through the cache into training, and checkpoints back: the whole way"
@@ -23,11 +23,17 @@ demo: venv
 docs: venv
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
-check: venv docs
+# Next to each other: mypy and MkDocs use one core each.
+check: venv
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target types docs lint
+
+lint: venv
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
-	.venv/bin/mypy
 	.venv/bin/lint-imports
+
+types: venv
+	.venv/bin/mypy
 
 test: check
 	@tools/test.sh -m "not slow" $(ARGS)

@@ -187,7 +187,7 @@ class Job:
             if len(self.events()) > reported:
                 reported, deadline = len(self.events()), time.monotonic() + _PATIENCE_SECONDS
             assert time.monotonic() < deadline, f"{what}: {status}: {self._end_of_log()}"
-            time.sleep(0.2)
+            time.sleep(1.0)  # each look costs the cluster CPU
 
     def wait_for_checkpoint(self, epoch: int) -> None:
         """Wait until an epoch's checkpoint is complete in the bucket."""
