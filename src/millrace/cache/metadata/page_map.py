@@ -31,9 +31,11 @@ from millrace.cache.metadata.pages import (
     Space,
     Transaction,
     ascending,
+    by_folders,
     change_key,
     changes_since,
     concerns,
+    cut_differs,
     decode,
     description_in,
     description_in_record,
@@ -322,16 +324,18 @@ class PageMap:
                 changes = [encode(space.position(keys.key(decode(change)))) for change in changes]
             cursor = txn.cursor()
             old = list(overlapping(cursor, space, start, stop))
+            incomplete = False
             for at, value in old:
                 page = Page(value)
                 if later(page.asked, moment.asked) and not page.incomplete:
                     if at <= start:
                         return []
+                    incomplete = cut_differs(space, [start, *(encode(entry[0]) for entry in entries), stop], at)
                     stop = at
                     entries = [entry for entry in entries if encode(entry[0]) <= stop]
                     break
             old = [(at, value) for at, value in old if at < stop]
-            value = pack_page(entries, asked=moment.asked, through=decode(stop), root=root)
+            value = pack_page(entries, asked=moment.asked, through=decode(stop), root=root, incomplete=incomplete)
             gone = struck_by(changes, space, start, stop, entries)
             if gone is not None:
                 value = Page(value).without(gone)
@@ -457,10 +461,16 @@ class PageMap:
     def _mark_incomplete_in_other_order(self, txn: Transaction, cursor: Any, space: Space, key: str) -> None:
         """Mark the pages as incomplete that name `key` if the origin lists folder by folder, as long as that is not known.
 
-        Such an origin lists `a-b` after all of `a/`, whose last page would otherwise still seem to be complete.
+        Such an origin lists all of `a/` before `a b` and `a-b`. So a page up to `a b` names `a/k`, and a page from `a/k` on
+        names `a-b`. These pages would otherwise still seem to be complete.
         """
-        for number, character in enumerate(key if not space.folders_first else ""):
-            if character < "/" and (found := page_naming(cursor, space, encode(f"{key[:number]}/{END}"))) is not None:
+        place = by_folders(encode(key))
+        for number, character in enumerate("" if space.folders_first else key):
+            if character > "/":
+                continue
+            nearest = f"{key[:number]}\0" if character == "/" else f"{key[:number]}/{END}"
+            found = page_naming(cursor, space, encode(nearest))
+            if found is not None and by_folders(found[0][9:]) < place <= by_folders(Page(found[1]).through):
                 make_incomplete(txn, *found)
 
     def _distrust(self, txn: Transaction, cursor: Any, level: Space, base: bytes) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -377,14 +377,37 @@ def concerns(change: bytes, position: bytes) -> bool:
     return position == change or (change[-1:] in (b"/", b"\0") and position.startswith(change))
 
 
+def by_folders(position: bytes) -> bytes:
+    """The position of a key, whose position in byte order is given, in an origin that lists folder by folder."""
+    return position.replace(b"/", b"\0")
+
+
+def cut_differs(space: Space, positions: Sequence[bytes], cut: bytes) -> bool:
+    """Whether a page of these positions is cut elsewhere if the origin lists folder by folder.
+
+    False if that order is known, and if the positions show byte order.
+    """
+    places = [] if space.folders_first else [by_folders(position) for position in positions]
+    if any(first > second for first, second in pairwise(places)):
+        return False
+    return bool(places) and bisect_right(places, by_folders(cut)) != bisect_right(positions, cut)
+
+
 def struck_by(
     changes: Sequence[bytes], space: Space, start: bytes, stop: bytes, entries: Sequence[tuple[str, ObjectInfo]]
 ) -> list[bytes] | None:
     """The positions among `entries` that were changed; None if nothing in the range was changed."""
-    near = [change for change in changes if start < change + b"\xff" and change <= stop]
+    near = [change for change in changes if _is_near(change, start, stop)]
+    if not space.folders_first:  # the order may not be known yet
+        low, high = by_folders(start), by_folders(stop)
+        near += [change for change in changes if _is_near(by_folders(change), low, high)]
     if not near:
         return None
     return [position for position in (encode(each) for each, _ in entries) if any(concerns(c, position) for c in near)]
+
+
+def _is_near(change: bytes, start: bytes, stop: bytes) -> bool:
+    return start < change + b"\xff" and change <= stop
 
 
 def overlapping(cursor: Any, space: Space, start: bytes, stop: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -434,17 +457,21 @@ def replace_pages(
         old_page = Page(old_value)
         entries = [(info.key, info) for info in old_page.infos()]
         before += [entry for entry in entries if start < encode(entry[0]) <= stop]
+        positions = [at, *(encode(position) for position, _ in entries), old_page.through]
         if at < start:
-            rests.append((at, _part(old_page, [e for e in entries if encode(e[0]) <= start], start)))
+            rest = [entry for entry in entries if encode(entry[0]) <= start]
+            rests.append((at, _part(old_page, rest, start, incomplete=cut_differs(space, positions, start))))
         if old_page.through > stop:
-            rests.append((stop, _part(old_page, [e for e in entries if encode(e[0]) > stop], old_page.through)))
+            rest = [entry for entry in entries if encode(entry[0]) > stop]
+            incomplete = cut_differs(space, positions, stop)
+            rests.append((stop, _part(old_page, rest, old_page.through, incomplete=incomplete)))
     if not keep and not before and len(old) == 1 and rests:
         return []  # an empty range of a listing that is still empty
     for at, _ in old:
         txn.delete(own + at)
-    for at, rest in rests:
+    for at, part in rests:
         if len(at) <= MOST_POSITION_BYTES:  # else it is requested again
-            txn.put(own + at, rest)
+            txn.put(own + at, part)
     if keep:
         txn.put(own + start, value)
     now = {info.key: (info.version, info.size) for info in page.infos()}
@@ -455,8 +482,9 @@ def replace_pages(
     ]
 
 
-def _part(page: Page, entries: Sequence[tuple[str, ObjectInfo]], through: bytes) -> bytes:
-    return pack_page(entries, asked=page.asked, through=decode(through), root=page.root, incomplete=page.incomplete)
+def _part(page: Page, entries: Sequence[tuple[str, ObjectInfo]], through: bytes, *, incomplete: bool) -> bytes:
+    incomplete = page.incomplete or incomplete
+    return pack_page(entries, asked=page.asked, through=decode(through), root=page.root, incomplete=incomplete)
 
 
 def record_key(space: Space, position: bytes) -> bytes:

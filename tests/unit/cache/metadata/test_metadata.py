@@ -546,15 +546,24 @@ def test_description_from_a_later_request_wins_over_a_listing(make: Make) -> Non
 class FolderOrigin(MemoryOrigin):
     """Lists folder by folder, as servers with real directories do: `a/x` before `a-b`."""
 
+    page_objects = 1000
+
     def list_pages(self, prefix: str, *, after: str = "", settled: object = None) -> Iterator[ListingPage]:
         def place(key: str) -> str:
             return key.replace("/", "\0")
 
         below = sorted((key for key in self._objects if key.startswith(f"{prefix.rstrip('/')}/")), key=place)
         below = [key for key in below if place(key) > place(after)]
-        for start in range(0, max(len(below), 1), 1000):
+        for start in range(0, max(len(below), 1), self.page_objects):
+            stop = start + self.page_objects
             self.requests.append(("list", prefix, 0, 0))
-            yield ListingPage([self._info(key) for key in below[start : start + 1000]], start + 1000 >= len(below))
+            yield ListingPage([self._info(key) for key in below[start:stop]], stop >= len(below))
+
+
+class FolderPagesOrigin(FolderOrigin):
+    """Lists three keys in a page."""
+
+    page_objects = 3
 
 
 class FolderSkippingOrigin(FolderOrigin):
@@ -662,6 +671,48 @@ def test_write_behind_a_longer_directory_is_listed_before_the_order_is_known(mak
         assert listed(cache, origin, "b") == [*keys, "b/train-clean/k"]
 
 
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_write_before_a_longer_directory_is_listed_before_the_order_is_known(make: Make, in_flight: bool) -> None:
+    """`b/train/k` follows `b/train-clean` by its bytes, and is the first key in this origin."""
+
+    class Writing(FolderOrigin):
+        """An object is written while the first page is in flight."""
+
+        def list_pages(self, prefix: str, *, after: str = "", settled: object = None) -> Iterator[ListingPage]:
+            pages = list(super().list_pages(prefix, after=after))
+            if in_flight:
+                write()
+            yield from pages
+
+    def write() -> None:
+        origin.put("b/train/k", b"1")
+        writer.invalidate(origin, "b/train/k")
+
+    origin = Writing()
+    keys = fill(origin, 1500, "b/train-clean/")
+    cache, writer = make(math.inf)[0], make(math.inf)[0]
+    assert len(next(cache.list_all(origin, "b"))) == 1000
+    if not in_flight:
+        assert listed(cache, origin, "b") == keys
+        write()
+    in_flight = False
+    for _ in range(2):
+        assert sorted(listed(cache, origin, "b")) == [*keys, "b/train/k"]
+
+
+def test_page_that_begins_before_a_longer_directory_keeps_no_part_of_later_pages(make: Make) -> None:
+    """By their bytes, its keys follow all of `b/train-clean/`, whose pages it would replace."""
+    origin = FolderOrigin()
+    keys = fill(origin, 1500, "b/train-clean/")
+    cache, _, _ = make(math.inf)
+    assert listed(cache, origin, "b") == keys
+    added = fill(origin, 1000, "b/train/")
+    cache.invalidate(origin, *added)
+    assert cache.stat(origin, keys[1200]).size == 1  # the second page is complete again
+    for _ in range(2):
+        assert sorted(listed(cache, origin, "b")) == [*keys, *added]
+
+
 @pytest.mark.parametrize("kind", [FolderOrigin, FolderSkippingOrigin, MemoryOrigin, SlashDroppingOrigin])
 @pytest.mark.parametrize("before", [[], ["b/c-1", "b/c/1"], ["b/c/1/2"]])
 def test_directory_that_was_listed_by_itself_is_listed_again_within_its_parent(
@@ -705,7 +756,7 @@ def test_listing_without_order_is_returned_and_not_cached(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [MemoryOrigin, FolderOrigin, FolderSkippingOrigin, SlashDroppingOrigin, ShuffledOrigin]
+    "kind", [MemoryOrigin, FolderOrigin, FolderPagesOrigin, FolderSkippingOrigin, SlashDroppingOrigin, ShuffledOrigin]
 )
 @pytest.mark.parametrize("seed", range(6))
 def test_answers_after_random_changes_are_right(make: Make, kind: type[MemoryOrigin], seed: int) -> None:
