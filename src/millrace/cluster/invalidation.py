@@ -2,8 +2,8 @@
 
 A write returns when every reachable member has dropped the keys. A bucket's metadata owners come first: a member that is
 invalidated later and then sends them a request must not receive the old metadata again. Members that cannot be reached
-receive the invalidation later from a thread, while this process runs and for ten minutes at most. Until then their readers
-see what `consistency` allows.
+receive the invalidation later, from a thread of this process and from one of this machine's node (or of another member),
+since this process may end before. Both try for ten minutes at most. Until then their readers see what `consistency` allows.
 """
 
 from __future__ import annotations
@@ -63,7 +63,11 @@ class Invalidations:
         results = self._send_all(rest, identity, keys)
         missed |= {member.id for member, reached in zip(rest, results, strict=True) if not reached}
         if missed:
-            self._send_later(missed, identity, keys)
+            self.send_later(missed, identity, keys)
+            me = self._cluster.link.member_id
+            reached = [member for member in (*first, *rest) if member.id not in missed]
+            for member in sorted(reached, key=lambda member: member.id != me)[:1]:
+                self._send(member, identity, keys, missed)
         return missed
 
     def pending(self) -> int:
@@ -76,13 +80,13 @@ class Invalidations:
     def _send_all(self, members: Sequence[Member], identity: str, keys: Sequence[str]) -> Iterable[bool]:
         return side_by_side(lambda member: self._send(member, identity, keys), members, _THREADS, "millrace-invalidate")
 
-    def _send(self, member: Member, identity: str, keys: Sequence[str]) -> bool:
-        """Invalidate keys on a member; returns whether it succeeded."""
+    def _send(self, member: Member, identity: str, keys: Sequence[str], missed: Iterable[str] = ()) -> bool:
+        """Invalidate keys on a member, which also sends them later to `missed` members; returns whether it succeeded."""
         if not self._cluster.is_available(member):
             return False
         try:
             for batch in batches(keys):
-                body = {"origin": identity, "keys": batch}
+                body = {"origin": identity, "keys": batch, "missed": [*missed]}
                 deadline = SILENCE_SECONDS + len(batch) * _KEY_SECONDS
                 self._cluster.client.call(member, "POST", FORGET, body, deadline=deadline)
         except PeerError as error:
@@ -93,7 +97,8 @@ class Invalidations:
 
     # --- later ------------------------------------------------------------------------------------
 
-    def _send_later(self, members: Iterable[str], identity: str, keys: Sequence[str]) -> None:
+    def send_later(self, members: Iterable[str], identity: str, keys: Sequence[str]) -> None:
+        """Invalidate keys on unreachable members when they respond again, and then on all others again. Returns at once."""
         until = time.monotonic() + _KEPT_SECONDS
         dropped = 0
         with self._lock:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from millrace.cache.metadata.pages import Space
 from millrace.cache.metadata.sources import ORIGIN_METADATA, Answer, base_of, end_of
@@ -160,13 +160,15 @@ class ClusterListings:
 class MetadataOwner:
     """Serves this node's cached metadata to other members. Thread-safe.
 
+    It drops what other members invalidate, and sends their invalidations later to members that they could not reach.
     It serves no metadata from before its creation, or the last `expire_all`: it may have missed invalidations. If
     `record_alive` is called every second, that includes pauses of the process, during which writers skip it.
     """
 
-    def __init__(self, node: CacheNode, origins: Origins) -> None:
+    def __init__(self, node: CacheNode, origins: Origins, invalidations: Invalidations) -> None:
         self._node = node
         self._origins = origins
+        self._invalidations = invalidations
         self._open: OrderedDict[tuple[str, str, str, str], tuple[float, Iterator[Answer]]] = OrderedDict()
         """Listings to continue, each with the time (monotonic) before its last page was requested."""
         self._invalidated = 0  # number of invalidations
@@ -238,9 +240,11 @@ class MetadataOwner:
 
     def _forget(self, call: Call) -> Any:
         body = call.body if isinstance(call.body, Mapping) else {}
-        identity, keys = body.get("origin"), body.get("keys")
-        if not (isinstance(identity, str) and isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
+        identity, keys, missed = body.get("origin"), body.get("keys"), body.get("missed", [])
+        if not (isinstance(identity, str) and _are_texts(keys) and _are_texts(missed)):
             raise UsageError("the request lacks an origin or keys")
+        if missed:
+            self._invalidations.send_later(missed, identity, keys)
         with self._lock:
             self._invalidated += 1
             self._open.clear()
@@ -273,6 +277,10 @@ def _text(query: Mapping[str, str], name: str) -> str:
     if value is None:
         raise UsageError(f"the query lacks {name!r}")
     return value
+
+
+def _are_texts(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _row(info: ObjectInfo) -> list[Any]:

@@ -22,6 +22,7 @@ from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.dataplane.server import PlaneServer
 from millrace.cluster.folder import NodeFacts, NodeFolder
+from millrace.cluster.invalidation import Invalidations
 from millrace.cluster.inventory import Inventory
 from millrace.cluster.listings import ClusterListings, MetadataOwner
 from millrace.cluster.membership import Member, Membership, MemberState, NodeLink, View
@@ -190,7 +191,7 @@ class NodeProcess:
         opened.callback(self._history.close)
         self._recent_events = RecentEvents()
         opened.callback(self._recent_events.close)
-        self._metadata_owner = MetadataOwner(self._node, self._origins)
+        self._metadata_owner = MetadataOwner(self._node, self._origins, Invalidations(self._cluster))
         self._metadata_owner.add_routes(server)
         Inventory(self._node, self._membership, replicas=options.replicas).add_routes(server)
         add_commands(server, self)

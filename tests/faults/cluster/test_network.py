@@ -1,19 +1,26 @@
-"""A node on a network of its own whose link goes down while others read from it."""
+"""A node on a network of its own whose link goes down while others read from it, or write."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
+from tests.support.asked_processes import AskedProcess
 from tests.support.local_cluster import LocalCluster
 from tests.support.machines.namespaces import Machines
 
+from millrace.cluster.listings import metadata_id
+from millrace.cluster.membership import View
+from millrace.cluster.placement import Placement
 from millrace.filesystem import filesystem
+from millrace.origin import open_origin
+from millrace.testing.conformance.members import eventually
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -67,3 +74,51 @@ def test_read_with_a_disconnected_node_continues(tmp_path: Path, s3: S3Server, b
             assert downloaded(region) >= before + OBJECTS * 200_000  # also the share of the node behind the link
             machine.mend()
             read_right(fs, parts[2])
+
+
+@pytest.mark.slow
+def test_metadata_owner_that_was_cut_off_receives_invalidations_of_a_process_that_has_ended(
+    tmp_path: Path, s3: S3Server, bucket: str
+) -> None:
+    with (
+        Machines(tmp_path / "machines", 1) as (machine,),
+        EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None, host=machine.gateway) as region,
+    ):
+        options = {**s3.target_options, "endpoint_url": region.endpoint_url}
+        hosts = [machine.gateway, machine.gateway, f"{machine.address}:7070"]
+        prefixes = {2: machine.network_prefix}
+        with (
+            LocalCluster(tmp_path, 3, target_options=options, hosts=hosts, prefixes=prefixes) as cluster,
+            ExitStack() as stack,
+        ):
+
+            def process(name: str, number: int) -> AskedProcess:
+                found = AskedProcess(tmp_path / f"{name}.log", cluster.arguments(cluster.nodes[number]))
+                stack.callback(found.stop)
+                return found
+
+            origin = open_origin("s3", options)
+            placement = Placement(View.of(cluster.member(node) for node in cluster.nodes))
+            owned = (f"{bucket}-{number}" for number in range(1000))
+            bucket = next(
+                name
+                for name in owned
+                if placement.order(metadata_id(origin.identity, name))[0].id == cluster.nodes[2].address
+            )
+            s3.create_bucket(bucket)
+            keys = [f"{bucket}/{number}" for number in range(150)]
+            for key in keys:
+                origin.put(key, b"old")
+            reader, writer = process("reader", 1), process("writer", 0)
+            assert [reader.read(key) for key in keys] == [b"old"] * len(keys)
+            machine.cut()
+            for key in keys:
+                writer.write(key, b"new")
+            writer.stop()
+            machine.mend()
+            for key in keys:  # some of them from the owner
+                reader.read(key)
+                time.sleep(0.2)
+            breakers = cluster.client.call(cluster.member(cluster.nodes[1]), "GET", "/v1/status")["breakers"]
+            assert breakers == []
+            eventually(lambda: [reader.read(key) for key in keys] == [b"new"] * len(keys))

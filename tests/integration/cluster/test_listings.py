@@ -23,7 +23,7 @@ from millrace.cache.node import CacheNode, cache_node
 from millrace.cluster.breakers import Breakers
 from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.server import Call, PlaneServer
-from millrace.cluster.invalidation import batches
+from millrace.cluster.invalidation import Invalidations, batches
 from millrace.cluster.listings import ClusterListings, MetadataOwner, metadata_id
 from millrace.cluster.membership import Member, NodeLink, View
 from millrace.cluster.origins import Origins
@@ -75,10 +75,10 @@ def make_nodes(tmp_path: Path, origin: MemoryOrigin) -> Iterator[MakeNodes]:
             member_id = f"node-{number}"
             service = BlockService(serving, views=views, member_id=member_id, replicas=1, origins=origins)
             server = PlaneServer(service, host="127.0.0.1", token=TOKEN)
-            MetadataOwner(serving, origins).add_routes(server)
-            server.start()
             link = NodeLink(views=views, folder="local", member_id=member_id, token=TOKEN)
             cluster = Cluster(link, breakers=Breakers(None))
+            MetadataOwner(serving, origins, Invalidations(cluster)).add_routes(server)
+            server.start()
             listings = ClusterListings(cluster, reading.options.max_age_seconds)
             reading.connect(source=reading.source, metadata_source=listings)
             made.append(Node(Member(id=member_id, address=server.address), serving, reading, server, cluster))
@@ -237,7 +237,7 @@ def test_restarted_owner_serves_no_metadata_from_before(make_nodes: MakeNodes, o
     assert names(others[0], origin, "b/train") == keys
     origin.put(keys[1], b"the owner did not receive the invalidation of this write")
     owner.server._routes.clear()
-    restarted = MetadataOwner(owner.serving, Origins([origin], environment=False))
+    restarted = MetadataOwner(owner.serving, Origins([origin], environment=False), Invalidations(owner.cluster))
     restarted.add_routes(owner.server)
     assert others[1].reading.metadata.stat(origin, keys[1]) == origin.head(keys[1])
     assert names(others[1], origin, "b/train") == keys
@@ -251,7 +251,7 @@ def test_owner_serves_no_metadata_from_before_a_pause_of_its_process(
 ) -> None:
     keys = filled(origin, 3)
     owner, *others = in_order(make_nodes(3, "immutable"))
-    alive = MetadataOwner(owner.serving, Origins([origin], environment=False))
+    alive = MetadataOwner(owner.serving, Origins([origin], environment=False), Invalidations(owner.cluster))
     owner.server._routes.clear()
     alive.add_routes(owner.server)
     alive.record_alive()

@@ -33,6 +33,7 @@ def test_invalidation_during_a_late_one_is_sent_too(monkeypatch: pytest.MonkeyPa
         placement=lambda: SimpleNamespace(view=SimpleNamespace(members=[member])),
         is_available=lambda _: not is_away.is_set(),
         client=SimpleNamespace(call=call),
+        link=SimpleNamespace(member_id=None),
         breakers=SimpleNamespace(failed=lambda _: None, worked=lambda _: None),
     )
     invalidations = Invalidations(cluster)
