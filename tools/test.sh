@@ -34,8 +34,6 @@ export TMPDIR=$scratch RAY_TMPDIR=$scratch HOME=$scratch/home
 unset PYTHONDONTWRITEBYTECODE
 # Ray gives its workers a low priority. Beside two other workers of pytest they would hardly run.
 export RAY_worker_niceness=0
-# Ray ends idle workers when there are more than CPUs. Few CPUs would start workers for each epoch, with seconds of imports.
-export RAY_num_workers_soft_limit=32
 
 # Three files at a time, in the order of tests/conftest.py: most of what those do is wait, for leases, deadlines and
 # processes that start, so that two cores have room for a third.

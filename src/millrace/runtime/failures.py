@@ -22,7 +22,7 @@ class FailingDiskError(StorageError):
     code = "failing-disk"
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 FAILING_ERRNOS = (errno.EIO, errno.EROFS, errno.ENODEV, errno.EUCLEAN, errno.ESTALE)
 """The errors of a failing device; ext4 and xfs return the first two after they have shut down."""
@@ -44,7 +44,7 @@ def disk_errors(path: str | Path) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, MillraceError):
             raise
-        if error.errno in _FULL:
+        if error.errno in FULL_ERRNOS:
             raise DiskFullError(
                 f"{path}: no space left on the disk", next_step="free disk space or lower 'capacity'"
             ) from error

@@ -184,7 +184,7 @@ class Index(IndexTransactions):
                 self._put(txn, now.with_seal(None))
                 self.signals.removed(txn.id())
 
-        self.write(write)
+        self.write(write, last_pages=True)
 
     def remove(self, object_id: bytes) -> Entry | None:
         """Remove an object version and all its blocks in one step; returns its last record, or None.
@@ -207,7 +207,7 @@ class Index(IndexTransactions):
             self.signals.removed(txn.id())
             return entry
 
-        return self.write(write)
+        return self.write(write, last_pages=True)
 
     def entries(self) -> Iterator[Entry]:
         """Every object record, in pages. An open transaction would make the file grow, so none stays open meanwhile."""
@@ -235,7 +235,7 @@ class Index(IndexTransactions):
         def write(txn: Writing) -> None:
             txn.put(b"replicas", pack_number(nbytes), db=self._state)
 
-        self.write(write)
+        self.write(write, last_pages=True)
 
     def reserved_bytes(self, *, but: bytes, now: float) -> int:
         """Bytes that processes other than `but` have reserved. `now` is in seconds since the start of the machine."""
@@ -271,7 +271,7 @@ class Index(IndexTransactions):
             elif value is not None:
                 txn.delete(owner, db=self._room)
 
-        self.write(write)
+        self.write(write, last_pages=True)
 
     # --- blocks -----------------------------------------------------------------------------------
 
@@ -340,7 +340,7 @@ class Index(IndexTransactions):
             self.signals.removed(txn.id())
             return True
 
-        return self.write(write)
+        return self.write(write, last_pages=True)
 
     # --- segments ---------------------------------------------------------------------------------
 
@@ -404,7 +404,7 @@ class Index(IndexTransactions):
             self.signals.removed(txn.id())
             return removed
 
-        return self.write(write)
+        return self.write(write, last_pages=True)
 
     # --- a new index from the files ---------------------------------------------------------------
 
@@ -423,7 +423,7 @@ class Index(IndexTransactions):
                     txn.put(block_key(entry.object_id, entry.generation, block), pack_number(value), db=self._blocks)
             self._add(txn, b"used", used_bytes)
 
-        self.write(write)
+        self.write(write, last_pages=True)
 
     def restore_segments(self, records: Iterable[SegmentRecord]) -> None:
         """Record segments that were found in files."""
@@ -433,7 +433,7 @@ class Index(IndexTransactions):
                 self._put_segment(txn, record)
                 self._add(txn, b"used", record.written_bytes)
 
-        self.write(write)
+        self.write(write, last_pages=True)
 
     @property
     def last_generation(self) -> int:
@@ -447,7 +447,7 @@ class Index(IndexTransactions):
             now = self._read(txn, b"generation")
             self._add(txn, b"generation", max(0, least - now))
 
-        self.write(write)
+        self.write(write, last_pages=True)
 
     @property
     def built(self) -> bool:
@@ -455,7 +455,7 @@ class Index(IndexTransactions):
         return self._number(b"built") == 1
 
     def set_built(self) -> None:
-        """Record that the rebuild from the files is complete."""
+        """Record that the rebuild from the files is complete. Raises `DiskFullError` when the last pages are not left."""
 
         def write(txn: Writing) -> None:
             txn.put(b"built", pack_number(1), db=self._state)
@@ -480,7 +480,7 @@ class Index(IndexTransactions):
         """A transaction that reads metadata; values are views that are valid only inside it."""
         return self.reading(self._meta, views=True)
 
-    def meta_write(self, action: Callable[[Writing], _T], *, changed: bool = False) -> _T:
+    def meta_write(self, action: Callable[[Writing], _T], *, changed: bool = False, last_pages: bool = False) -> _T:
         """As `write`, for metadata. Views of the transaction are valid until its next write.
 
         `changed` signals every process that cached descriptions of the origin are out of date.
@@ -492,7 +492,7 @@ class Index(IndexTransactions):
                 self.signals.changed(txn.id())
             return result
 
-        return self.write(write, self._meta, views=True)
+        return self.write(write, self._meta, views=True, last_pages=last_pages)
 
     def meta_bytes(self) -> int:
         """Bytes of the metadata in the index."""
@@ -535,7 +535,7 @@ class Index(IndexTransactions):
         def write(txn: Writing) -> None:
             self._add(txn, b"tails", -len(txn.pop(object_id) or b""))
 
-        self.write(write, self._tails)
+        self.write(write, self._tails, last_pages=True)
 
     def tail_bytes(self) -> int:
         """Bytes of all records of ends."""

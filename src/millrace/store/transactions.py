@@ -10,6 +10,11 @@ died in a transaction: the next process that opens the store checks the index (`
 value that was damaged, or moved to another key or table, does not verify. Such a record is absent for every reader. No
 other code reads or writes values of the index.
 
+*A full disk.* LMDB needs free pages to delete a record: it writes changed pages anew, and the old ones are free two
+transactions later. A transaction that takes the last free pages would be the last one for ever. So the index keeps pages
+that only transactions with `last_pages` use: those that remove. The data file is allocated that far beyond LMDB's last page.
+If the disk has no space for that, a transaction that would leave fewer pages raises `DiskFullError` before it is committed.
+
 *Damaged records.* The next transaction that writes removes them, with the records that depend on them, and `drop_damaged`
 corrects the totals. A damaged number, which nothing can replace, or damage to the structure of LMDB's file ends the use of
 the index by this process, and the next one rebuilds it.
@@ -30,9 +35,9 @@ import lmdb
 import xxhash
 from typing_extensions import Buffer
 
-from millrace.errors import StorageError
+from millrace.errors import DiskFullError, StorageError
 from millrace.events import Event, emit
-from millrace.runtime.failures import disk_errors
+from millrace.runtime.failures import FULL_ERRNOS, disk_errors
 from millrace.runtime.locks import FileLock, try_lock_byte
 from millrace.runtime.private_files import new_file
 from millrace.store.environment import (
@@ -94,7 +99,7 @@ class IndexGuard:
     def watch(self) -> None:
         """Begin to check that the data file, which LMDB has opened, does not become shorter."""
         with disk_errors(self._data):
-            self._file = os.open(self._data, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._file = os.open(self._data, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def __enter__(self) -> None:
         if self._error is not None:
@@ -114,6 +119,28 @@ class IndexGuard:
     def __exit__(self, *_: object) -> None:
         self._inside -= 1  # no other thread runs between this line's instructions, nor between those of the next one
         self._numbers[self._slot] = self._inside > 0
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the data file when a transaction was last entered."""
+        return self._nbytes
+
+    def allocate(self, nbytes: int) -> bool:
+        """Allocate the data file up to `nbytes`, with the lock of writers. False when the disk has no space for that.
+
+        True on a file system that cannot allocate.
+        """
+        missing = nbytes - self._nbytes
+        if missing <= 0:
+            return True
+        try:
+            disk = os.fstatvfs(self._file)
+            if disk.f_bavail * disk.f_frsize < missing:  # an attempt may wait for the disk
+                return False
+            os.posix_fallocate(self._file, self._nbytes, missing)
+        except OSError as error:
+            return error.errno not in FULL_ERRNOS
+        return True
 
     def damaged(self, why: str) -> DamagedIndexError:
         """The error of this and every later transaction. The next process that opens the store rebuilds the index."""
@@ -331,6 +358,7 @@ WRITE_LOCK_NAME = "write.lock"
 _TABLES = (b"objects", b"blocks", b"segments", b"members", b"meta", b"state", b"tails", b"room")
 _NUMBERS = b"N"  # the first byte of the keys of the metadata's own numbers
 _MOST_FREE_PAGES = 8192  # 32 MiB
+_LAST_PAGES = 256  # 1 MiB: more than a page of a listing, which one transaction replaces
 
 
 class IndexTransactions:
@@ -352,6 +380,8 @@ class IndexTransactions:
             with self._guard:  # a process that LMDB ends while it opens the index leaves its mark, too
                 self._env, self._path = open_environment(directory, tables=32)
             self._guard.watch()
+            self._page_bytes = int(self._env.stat()["psize"])
+            self._tables: dict[bytes, Table] = {}
             self._noted: set[tuple[Table, bytes]] = set()
             self._uncounted = False
             self._on_dropped = on_dropped
@@ -374,7 +404,10 @@ class IndexTransactions:
             self.signals.lower_to(txn.id() - 1)
             return [Table.named(name, self._env.open_db(name, txn=txn)) for name in _TABLES]
 
-        return self._define(define)
+        tables = self._define(define)
+        self._tables = {table.name: table for table in tables}
+        self._as_writer(self._allocate_last_pages)  # before the disk is full
+        return tables
 
     def _define(self, action: Callable[[Any], _T]) -> _T:
         """The result of `action`, called with a transaction that may create tables: with LMDB it is one that writes."""
@@ -404,14 +437,25 @@ class IndexTransactions:
 
     def table(self, name: bytes) -> Table:
         """The table of this name, created if it is missing."""
-        return self._define(lambda txn: Table.named(name, self._env.open_db(name, txn=txn)))
+        table = self._define(lambda txn: Table.named(name, self._env.open_db(name, txn=txn)))
+        self._tables = {**self._tables, name: table}
+        return table
 
     def reading(self, table: Table | None = None, *, views: bool = False) -> AbstractContextManager[Reading]:
         """A transaction that reads, as of one moment; of `table` where its methods name none."""
         return _OpenReading(self, table, views=views)
 
-    def write(self, action: Callable[[Writing], _T], table: Table | None = None, *, views: bool = False) -> _T:
+    def write(
+        self,
+        action: Callable[[Writing], _T],
+        table: Table | None = None,
+        *,
+        views: bool = False,
+        last_pages: bool = False,
+    ) -> _T:
         """The result of `action`, called with a transaction that writes, all in one step; to `table` where none is named.
+
+        Removals, and the steps before and after them, may use the `last_pages` of a full disk.
 
         After an exception of `action` nothing was written. Raises `StorageError`, also at once when this thread is inside
         of such a call already: in a signal handler that interrupts it.
@@ -423,12 +467,33 @@ class IndexTransactions:
         """
 
         def work() -> _T:
+            has_pages = last_pages or self._allocate_last_pages()
             with self._env.begin(write=True, buffers=True) as raw:
                 if self._noted:
                     self._drop_noted(raw)
-                return action(self._wrapped(raw, table, views=views))
+                result = action(self._wrapped(raw, table, views=views))
+                if not has_pages:
+                    self._require_last_pages(raw)
+                return result
 
         return self._as_writer(work)
+
+    def _allocate_last_pages(self) -> bool:
+        """Allocate the last pages beyond those that LMDB uses. False when the disk is full."""
+        end = (self._env.info()["last_pgno"] + 1 + _LAST_PAGES) * self._page_bytes
+        # More at a time: most transactions then find the pages allocated.
+        if self._guard.nbytes >= end:
+            return True
+        return self._guard.allocate(end + _LAST_PAGES * self._page_bytes) or self._guard.allocate(end)
+
+    def _require_last_pages(self, raw: Any) -> None:
+        """Raise `DiskFullError` when a transaction would leave fewer pages, of the file as it is allocated."""
+        pages = self._guard.nbytes // self._page_bytes
+        for table in self._tables.values():
+            tree = raw.stat(table.handle)
+            pages -= tree["branch_pages"] + tree["leaf_pages"] + tree["overflow_pages"]
+        if pages < _LAST_PAGES:
+            raise DiskFullError(f"cache index {self._path}: no space left on the disk", next_step="free disk space")
 
     def _as_writer(self, work: Callable[[], _T]) -> _T:
         """The result of `work`, called with the locks of a process that writes."""
@@ -477,7 +542,7 @@ class IndexTransactions:
     def drop_damaged(self) -> None:
         """Remove the records that were found damaged since the last writing transaction, and correct the totals."""
         if self._noted or self._uncounted:
-            self.write(self._count_if_needed)
+            self.write(self._count_if_needed, last_pages=True)
 
     def _count_if_needed(self, txn: Writing) -> None:
         if self._uncounted:
@@ -562,7 +627,7 @@ class IndexTransactions:
                     if not finder.set_key(key):
                         raise self._guard.damaged("its keys are not in order")
         self._as_writer(self._read_free_pages)
-        self.write(lambda txn: txn.put(b"exercised", pack_number(1), db=self._state))
+        self.write(lambda txn: txn.put(b"exercised", pack_number(1), db=self._state), last_pages=True)
 
     def _read_free_pages(self) -> None:
         raw = self._env.begin(write=True)

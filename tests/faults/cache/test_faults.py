@@ -14,7 +14,6 @@ import pytest
 
 import millrace
 from millrace.cache.node import close_nodes
-from millrace.errors import DiskFullError
 from millrace.runtime.locks import NamedLocks
 
 
@@ -66,11 +65,11 @@ def test_index_damaged_between_two_runs_is_rebuilt(data: Path, harm: str) -> Non
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("kind", ["full", "read-only"])
+@pytest.mark.parametrize("kind", ["full", "nearly full", "read-only"])
 def test_disk_unusable_from_the_start_fails_no_read(data: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     disk = data / "disk"
     disk.mkdir()
-    options = "size=1m" if kind == "full" else "size=1m,ro"
+    options = {"full": "size=1m", "nearly full": "size=1500k", "read-only": "size=1m,ro"}[kind]
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(disk)], check=True)
     try:
         if kind == "full":
@@ -84,12 +83,10 @@ def test_disk_unusable_from_the_start_fails_no_read(data: Path, kind: str, caplo
 
 
 @pytest.mark.root
-def test_most_writes_with_a_full_cache_disk_succeed_and_all_are_visible(data: Path) -> None:
-    """In one run of thirty the index reaches a state without a free page. Then writes raise, though they are visible."""
+def test_writes_with_a_full_cache_disk_succeed_and_are_visible(data: Path) -> None:
     disk, path = data / "disk", data / "changing"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(disk)], check=True)
-    refused = 0
     try:
         fs = millrace.filesystem(
             "file", cache_dir=str(disk / "cache"), consistency="immutable", members="none", min_free=0
@@ -100,11 +97,7 @@ def test_most_writes_with_a_full_cache_disk_succeed_and_all_are_visible(data: Pa
             os.posix_fallocate(ballast.fileno(), 0, os.statvfs(disk).f_bavail * 4096)
         names = [f"{data}/{'n' * 150}{number}" for number in range(500)]  # the index has a record of each write
         for name in [*names, str(path)]:
-            try:
-                fs.pipe_file(name, b"newer")
-            except DiskFullError:
-                refused += 1
-        assert refused < 200  # all after about the 200th, if the index is not emptied
+            fs.pipe_file(name, b"newer")
         assert {fs.cat_file(name) for name in [*names, str(path)]} == {b"newer"}
     finally:
         close_nodes()

@@ -89,7 +89,7 @@ class UsageRecords:
             book.close()
             return dropped
 
-        return self._index.write(write)
+        return self._index.write(write, last_pages=True)
 
     def enter_unknown(self, units: Iterable[tuple[bytes, int, int, str]], *, now: float) -> None:
         """Create the missing records of units: (key, segment, bytes, group) of each. A ghost returns with its uses."""
@@ -189,7 +189,7 @@ class UsageRecords:
                     txn.put(key, value, db=self._ghosts)
             book.close()
 
-        self._index.write(write)
+        self._index.write(write, last_pages=True)
 
     def group(self, number: int) -> Group:
         """The record of a group."""
@@ -234,7 +234,7 @@ class UsageRecords:
             txn.put(what, pack_number(now), db=self._numbers)
             return True
 
-        return self._index.write(write)
+        return self._index.write(write, last_pages=True)
 
     # --- inside -----------------------------------------------------------------------------------
 

@@ -432,7 +432,7 @@ class PageMap:
             while found and cursor.key()[:9] == PAGE + space.digest:
                 found = cursor.delete()
 
-        self._index.meta_write(write)
+        self._index.meta_write(write, last_pages=True)
 
     def clear(self) -> None:
         """Drop everything. Requests that were sent before store nothing."""
@@ -443,7 +443,8 @@ class PageMap:
             write_number(txn, b"changes", number)
             write_number(txn, b"cleared", number)
 
-        self._index.meta_write(write, changed=True)
+        self._index.clear_dead_readers()  # they keep pages from being free, which this needs on a full disk
+        self._index.meta_write(write, changed=True, last_pages=True)
 
     def _strike(self, txn: Transaction, cursor: Any, space: Space, key: str) -> ObjectInfo | None:
         """Remove a key from the page that covers it; the page is incomplete then."""
