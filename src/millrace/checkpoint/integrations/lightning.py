@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 
 from millrace.checkpoint.arguments import path_text
 from millrace.checkpoint.codec.registry import Compression
@@ -72,9 +72,14 @@ class MillraceCheckpointIO(CheckpointIO):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """The saved dict, bit for bit. `map_location`: a device; other values of it leave the tensors on the CPU.
 
+        A file is loaded by Lightning's own plugin, so that a run continues from its checkpoints.
+
         `weights_only` is that of `torch.load` for everything that is not a plain tensor, such as hyperparameters. Raises
         `CheckpointNotFoundError`, `CorruptCheckpointError`, and `UnsupportedFormatError` for a checkpoint of another writer.
         """
+        if os.path.isfile(path):
+            loaded_by_lightning: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
+            return loaded_by_lightning
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
         tensors = load_weights(path, target_options=self._target_options, device=device)
         if _REST not in tensors:

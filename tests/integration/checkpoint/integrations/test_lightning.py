@@ -13,7 +13,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from tests.support.training import environment_of, run_script
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -116,6 +116,14 @@ def test_training_that_saves_to_s3_resumes(
     assert whole.checkpoint_callback.best_model_path == f"{folder}/step=9.ckpt"
     fit(str(tmp_path / "again"), resume=f"{folder}/step=6.ckpt")
     assert_same_end(folder, str(tmp_path / "again"))
+
+
+def test_training_resumes_from_a_file_of_lightnings_own_plugin(tmp_path: Path) -> None:
+    old, new = str(tmp_path / "old"), str(tmp_path / "new")
+    fit(old, plugin=TorchCheckpointIO())
+    assert os.path.isfile(f"{old}/step=6.ckpt")
+    fit(new, resume=f"{old}/step=6.ckpt")
+    assert_same_end(old, new)
 
 
 def test_checkpoints_that_lightning_removes_are_removed(tmp_path: Path) -> None:
