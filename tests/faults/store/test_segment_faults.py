@@ -191,6 +191,7 @@ def test_small_objects_on_disk_filled_and_freed_are_stored_again(small_disk: Pat
             with fs.open_input_stream(f"{tmp_path}/{number}.bin") as stream:
                 assert stream.read() == data_of(number)
     (small_disk / "ballast").unlink()
+    time.sleep(1.1)  # a refusal is remembered for a second
     for _ in range(2):
         for number in range(90):
             assert fs.cat_file(f"{tmp_path}/{number}.bin") == data_of(number)

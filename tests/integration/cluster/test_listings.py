@@ -87,6 +87,7 @@ def make_nodes(tmp_path: Path, origin: MemoryOrigin) -> Iterator[MakeNodes]:
 
     yield make
     for node in made:
+        node.cluster.link.views.now = View.of([])  # type: ignore[attr-defined]  # nothing is sent to it later
         node.cluster.close()
         node.server.close()
 
