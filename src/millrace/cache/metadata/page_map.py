@@ -465,13 +465,16 @@ class PageMap:
         Such an origin lists all of `a/` before `a b` and `a-b`. So a page up to `a b` names `a/k`, and a page from `a/k` on
         names `a-b`. These pages would otherwise still seem to be complete.
         """
-        place = by_folders(encode(key))
+        place, compared = by_folders(encode(key)), b""
         for number, character in enumerate("" if space.folders_first else key):
             if character > "/":
                 continue
             nearest = f"{key[:number]}\0" if character == "/" else f"{key[:number]}/{END}"
-            found = page_naming(cursor, space, encode(nearest))
-            if found is not None and by_folders(found[0][9:]) < place <= by_folders(Page(found[1]).through):
+            found = page_naming(cursor, space, encode(nearest), but=compared)
+            if found is None:
+                continue
+            compared = found[0]  # mostly the page of the other directories, too
+            if by_folders(compared[9:]) < place <= by_folders(Page(found[1]).through):
                 make_incomplete(txn, *found)
 
     def _distrust(self, txn: Transaction, cursor: Any, level: Space, base: bytes) -> None:

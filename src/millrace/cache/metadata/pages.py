@@ -426,10 +426,10 @@ def overlapping(cursor: Any, space: Space, start: bytes, stop: bytes) -> Iterato
         found = cursor.set_range(at) and cursor.next()
 
 
-def page_naming(cursor: Any, space: Space, position: bytes) -> tuple[bytes, bytes] | None:
-    """The page that covers `position`, with its place in the index."""
+def page_naming(cursor: Any, space: Space, position: bytes, *, but: bytes = b"") -> tuple[bytes, bytes] | None:
+    """The page that covers `position`, with its place in the index. None if its place is `but`."""
     own = PAGE + space.digest
-    if not cursor.before(own + position) or bytes(cursor.key()[:9]) != own:
+    if not cursor.before(own + position) or bytes(cursor.key()[:9]) != own or bytes(cursor.key()) == but:
         return None
     value = bytes(cursor.value())
     return (bytes(cursor.key()), value) if Page(value).through >= position else None
