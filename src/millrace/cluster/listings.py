@@ -160,7 +160,7 @@ class ClusterListings:
 class MetadataOwner:
     """Serves this node's cached metadata to other members. Thread-safe.
 
-    It drops what other members invalidate, and sends their invalidations later to members that they could not reach.
+    Drops the keys that other members invalidate, and invalidates them later on members that were not reachable.
     It serves no metadata from before its creation, or the last `expire_all`: it may have missed invalidations. If
     `record_alive` is called every second, that includes pauses of the process, during which writers skip it.
     """

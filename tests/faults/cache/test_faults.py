@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.support.small_disks import fill_disk, small_disk
 
 import millrace
 from millrace.cache.node import close_nodes
@@ -67,41 +68,28 @@ def test_index_damaged_between_two_runs_is_rebuilt(data: Path, harm: str) -> Non
 @pytest.mark.root
 @pytest.mark.parametrize("kind", ["full", "nearly full", "read-only"])
 def test_disk_unusable_from_the_start_fails_no_read(data: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    disk = data / "disk"
-    disk.mkdir()
     options = {"full": "size=1m", "nearly full": "size=1500k", "read-only": "size=1m,ro"}[kind]
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(disk)], check=True)
-    try:
+    with small_disk(data / "disk", options) as disk:
         if kind == "full":
-            with open(disk / "ballast", "wb") as ballast:
-                os.posix_fallocate(ballast.fileno(), 0, os.statvfs(disk).f_bavail * 4096)
+            fill_disk(disk)
         check(data, disk / "cache")
         assert "no caching in" in caplog.text
-    finally:
-        close_nodes()
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @pytest.mark.root
 def test_writes_with_a_full_cache_disk_succeed_and_are_visible(data: Path) -> None:
-    disk, path = data / "disk", data / "changing"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(disk)], check=True)
-    try:
+    path = data / "changing"
+    with small_disk(data / "disk", "size=16m") as disk:
         fs = millrace.filesystem(
             "file", cache_dir=str(disk / "cache"), consistency="immutable", members="none", min_free=0
         )
         path.write_bytes(b"old")
         assert fs.cat_file(str(path)) == b"old"
-        with open(disk / "ballast", "wb") as ballast:
-            os.posix_fallocate(ballast.fileno(), 0, os.statvfs(disk).f_bavail * 4096)
+        fill_disk(disk)
         names = [f"{data}/{'n' * 150}{number}" for number in range(500)]  # the index has a record of each write
         for name in [*names, str(path)]:
             fs.pipe_file(name, b"newer")
         assert {fs.cat_file(name) for name in [*names, str(path)]} == {b"newer"}
-    finally:
-        close_nodes()
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """An index on a full disk: it refuses new records early enough that it can always remove some."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -8,6 +7,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from tests.support.small_disks import fill_disk, small_disk
 
 from millrace.cache.metadata.page_map import PageMap
 from millrace.errors import DiskFullError
@@ -21,11 +21,8 @@ NAME = ObjectName("s3://?region=eu", "k" * 150, "etag")
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(disk)], check=True)
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with small_disk(tmp_path / "disk", "size=16m") as disk:
+        yield disk
 
 
 @pytest.fixture
@@ -34,11 +31,6 @@ def index(disk: Path) -> Iterator[Index]:
     index = Index(disk / "index")
     yield index
     index.close()
-
-
-def fill_disk(disk: Path) -> None:
-    with open(disk / "ballast", "wb") as ballast:
-        os.posix_fallocate(ballast.fileno(), 0, os.statvfs(disk).f_bavail * 4096)
 
 
 def until_full(act: Callable[[int], object]) -> int:

@@ -24,6 +24,7 @@ from tests.support.harms import (
     replace_by_noise,
     zeros,
 )
+from tests.support.small_disks import small_disk
 
 import millrace
 from millrace.cache.node import close_nodes
@@ -148,14 +149,10 @@ def test_appenders_killed_lose_no_acknowledged_object(tmp_path: Path) -> None:
     assert len(generations(tmp_path / "s")) <= 20
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(directory)], check=True)
-    yield directory
-    close_nodes()
-    subprocess.run(["umount", "-l", str(directory)], check=True)
+@pytest.fixture(name="small_disk")
+def mounted_disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "size=8m") as disk:
+        yield disk
 
 
 @pytest.mark.root

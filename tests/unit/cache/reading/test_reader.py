@@ -16,11 +16,12 @@ import pytest
 from tests.support.interrupts import interrupted_at
 from tests.support.native import open_native
 from tests.support.origins import MemoryOrigin
+from tests.support.small_disks import small_disk
 from tests.support.waiting import in_other_thread, wait_until
 
 from millrace.cache import catalog
 from millrace.cache.eviction.evictor import Candidate
-from millrace.cache.node import CacheNode, cache_node, close_nodes
+from millrace.cache.node import CacheNode, cache_node
 from millrace.cache.reading.locations import FileLocation
 from millrace.config import resolve
 from millrace.errors import ObjectChangedError, OriginUnavailableError
@@ -582,14 +583,10 @@ def test_fetch_ends_only_its_own_flights() -> None:
         second.result()
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(directory)], check=True)
-    yield directory
-    close_nodes()
-    subprocess.run(["umount", "-l", str(directory)], check=True)
+@pytest.fixture(name="small_disk")
+def mounted_disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "size=24m") as disk:
+        yield disk
 
 
 @pytest.mark.root

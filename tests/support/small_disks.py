@@ -1,0 +1,29 @@
+"""Small disks in memory, and full ones. For tests that run as root."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from millrace.cache.node import close_nodes
+
+
+@contextmanager
+def small_disk(place: Path, options: str) -> Iterator[Path]:
+    """A tmpfs with these options at `place`, which is created. Closes all caches before it is unmounted."""
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(place)], check=True)
+    try:
+        yield place
+    finally:
+        close_nodes()
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill_disk(disk: Path) -> None:
+    """Take all its free space, with the file `ballast`."""
+    with open(disk / "ballast", "wb") as ballast:
+        os.posix_fallocate(ballast.fileno(), 0, os.statvfs(disk).f_bavail * 4096)
