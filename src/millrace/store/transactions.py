@@ -11,8 +11,8 @@ value that was damaged, or moved to another key or table, does not verify. Such 
 other code reads or writes values of the index.
 
 *A full disk.* LMDB needs free pages to delete a record: it writes changed pages anew, and the old ones are free two
-transactions later. A transaction that takes the last free pages would be the last one for ever. So the index keeps pages
-that only transactions with `last_pages` use: those that remove. The data file is allocated that far beyond LMDB's last page.
+transactions later. After a transaction that takes the last free pages, none can commit. So the index keeps pages for
+removals, which are transactions with `last_pages`. The data file is allocated that far beyond LMDB's last page.
 If the disk has no space for that, a transaction that would leave fewer pages raises `DiskFullError` before it is committed.
 
 *Damaged records.* The next transaction that writes removes them, with the records that depend on them, and `drop_damaged`
@@ -455,7 +455,7 @@ class IndexTransactions:
     ) -> _T:
         """The result of `action`, called with a transaction that writes, all in one step; to `table` where none is named.
 
-        Removals, and the steps before and after them, may use the `last_pages` of a full disk.
+        `last_pages`: may use the pages that are kept for removals on a full disk, as eviction and its records do.
 
         After an exception of `action` nothing was written. Raises `StorageError`, also at once when this thread is inside
         of such a call already: in a signal handler that interrupts it.
@@ -487,7 +487,7 @@ class IndexTransactions:
         return self._guard.allocate(end + _LAST_PAGES * self._page_bytes) or self._guard.allocate(end)
 
     def _require_last_pages(self, raw: Any) -> None:
-        """Raise `DiskFullError` when a transaction would leave fewer pages, of the file as it is allocated."""
+        """Raise `DiskFullError` if the transaction would leave less than the last pages of the allocated file."""
         pages = self._guard.nbytes // self._page_bytes
         for table in self._tables.values():
             tree = raw.stat(table.handle)
