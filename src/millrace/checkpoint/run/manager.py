@@ -361,15 +361,8 @@ class CheckpointManager:
         removed while it is read is always skipped. After an error while reading, the state is a mix of old and new values.
         """
         self._open()
-        _check_state(state)
-        if not isinstance(state, MutableMapping):
-            raise UsageError(f"the state is a {type(state).__name__}, which cannot be changed", next_step="give a dict")
-        if not state:
-            raise UsageError(
-                "the state is empty, so nothing would be restored", next_step="give what was saved, as {'model': model}"
-            )
-        step = None if step is None else _checked_step(step)
-        chosen, fallback = patterns("keys", keys), flag("fallback", fallback)
+        step, fallback, chosen = self._ranks.run_on_all(lambda: _checked_restore(state, step, keys, fallback))
+        _refuse_different_steps(self._ranks.gather(step), "restores")
         self._drain()
         self._engine.renew_operation()
         with part_of(self._engine.operation):
@@ -451,13 +444,12 @@ class CheckpointManager:
     ) -> PendingSave:
         """Check the arguments on all ranks, copy the state, and start the save in a thread. Collective."""
         self._open()
-        step = _checked_step(step)
-        _check_state(state)
+        # A wrong argument of one rank is an error on all: none waits for a rank that has left.
+        step, figures, notes = self._ranks.run_on_all(lambda: _checked_save(step, state, metrics, user))
         if not waits and self._ranks.run_on_first(lambda: self._runner.busy):
             return PendingSave(step, skipped=True)
         # Wait first, then copy: so there are never more than two copies of the state in memory.
         waited = self._runner.drain()
-        figures, notes = self._ranks.run_on_all(lambda: (_check_metrics(metrics), _check_user(user)))
         self._ranks.run_on_first(lambda: self._engine.retention.warn_of_mistakes(step, figures, self._last_save))
         waits_for_save = is_async and self._saver is None
         if waits_for_save:
@@ -527,7 +519,7 @@ class CheckpointManager:
             errors = [error for error, *_ in votes if error is not None]
             if errors:
                 raise errors[0]
-            _refuse_different_steps([each for _, each, *_ in votes])
+            _refuse_different_steps([each for _, each, *_ in votes], "saves")
             reasons = [each for *_, each, _ in votes if each is not None]
             if reasons:
                 self._ranks.run_on_all(lambda: self._work_here(reasons[0]))
@@ -719,19 +711,43 @@ def _checked_step(step: int) -> int:
     return number
 
 
-def _refuse_different_steps(steps: Sequence[int]) -> None:
-    """Raise `UsageError` if the ranks save different steps: the checkpoint would be a mix of their states."""
+def _refuse_different_steps(steps: Sequence[int | None], verb: Literal["saves", "restores"]) -> None:
+    """Raise `UsageError` if the ranks name different steps: what they save or restore would be a mix of several states."""
     other = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
     if other is not None:
+        first, second = ("the newest step" if step is None else f"step {step}" for step in (steps[0], steps[other]))
         raise UsageError(
-            f"rank 0 saves step {steps[0]}, and rank {other} step {steps[other]}",
-            next_step="save the same step on every rank",
+            f"rank 0 {verb} {first}, and rank {other} {second}", next_step="give the same step on every rank"
         )
 
 
 def _check_state(state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping):
         raise UsageError(f"the state is a {type(state).__name__}", next_step="give a dict, as {'model': model}")
+
+
+def _checked_save(
+    step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None, user: Mapping[str, Any] | None
+) -> tuple[int, dict[str, float], dict[str, Any]]:
+    """The step, the metrics and the user's values of a save."""
+    number = _checked_step(step)
+    _check_state(state)
+    return number, _check_metrics(metrics), _check_user(user)
+
+
+def _checked_restore(
+    state: Mapping[str, Any], step: int | None, keys: str | Sequence[str] | None, fallback: bool
+) -> tuple[int | None, bool, list[str] | None]:
+    """The step, `fallback` and the patterns of a restore."""
+    _check_state(state)
+    if not isinstance(state, MutableMapping):
+        raise UsageError(f"the state is a {type(state).__name__}, which cannot be changed", next_step="give a dict")
+    if not state:
+        raise UsageError(
+            "the state is empty, so nothing would be restored", next_step="give what was saved, as {'model': model}"
+        )
+    number = None if step is None else _checked_step(step)
+    return number, flag("fallback", fallback), patterns("keys", keys)
 
 
 def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:

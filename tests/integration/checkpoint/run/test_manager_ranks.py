@@ -95,14 +95,31 @@ def one_rank_fails(root: pathlib.Path) -> None:
             run.save(2, state)
         assert run.steps() == [1]
         # The states of two steps.
-        with pytest.raises(UsageError, match="rank 0 saves step 2, and rank 1 step 3: save the same step"):
+        with pytest.raises(UsageError, match="rank 0 saves step 2, and rank 1 step 3: give the same step"):
             run.save(2 + dist.get_rank(), sharded(whole(2)))
         with pytest.raises(UsageError, match="rank 0 saves step 2, and rank 1 step 3"):
             run.save_async(2 + dist.get_rank(), sharded(whole(2))).result()
         run.save(3, sharded(whole(3)))
         assert run.steps() == [1, 3]
+        wrong_argument_of_one_rank(run, is_wrong=dist.get_rank() == 1)
+        assert run.restore(sharded(whole(3))) == 3
     for on_busy in ("wait", "skip"):
         an_object_fails_on_one_rank(root / on_busy, on_busy)
+
+
+def wrong_argument_of_one_rank(run: CheckpointManager, *, is_wrong: bool) -> None:
+    """The other rank does not wait for the one that has raised."""
+    state = sharded(whole(3))
+    with pytest.raises(UsageError, match="step -1"):
+        run.save(-1 if is_wrong else 4, state)
+    with pytest.raises(UsageError, match="the state is a list"):
+        run.save_async(4, [] if is_wrong else state)
+    with pytest.raises(UsageError, match="the state is empty"):
+        run.restore({} if is_wrong else state)
+    with pytest.raises(UsageError, match="keys=3"):
+        run.restore(state, keys=3 if is_wrong else None)
+    with pytest.raises(UsageError, match="rank 0 restores the newest step, and rank 1 step 1: give the same step"):
+        run.restore(state, 1 if is_wrong else None)
 
 
 class Failing:
