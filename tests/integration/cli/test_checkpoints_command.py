@@ -416,6 +416,7 @@ def test_prune_on_a_terminal_requires_confirmation(run: Path) -> None:
         (["ls", ""], 1, "empty"),
         (["ls", "s3://"], 1, "names no checkpoint"),
         (["show", "{tmp}/nothing"], 1, "not a complete checkpoint, nor a run"),
+        (["show", "{one}/manifest.millrace"], 1, "not a complete checkpoint, nor a run"),
         (["show", "{run}", "--step", "19"], 1, "the nearest are of step 10, 20, 30"),
         (["show", "{run}", "--step", "-1"], 2, "--step"),
         (["show", "{run}", "--keys", "modle"], 1, "no key of the checkpoint matches 'modle'"),

@@ -146,8 +146,8 @@ def _take_tensors(value: Any, path: str, tensors: dict[str, Any]) -> Any:
 
 def _put_tensors(value: Any, tensors: Mapping[str, Any]) -> Any:
     if type(value) in (dict, OrderedDict):
-        if value.keys() == {_TENSOR}:
-            return tensors[value[_TENSOR]]
+        if value.keys() == {_TENSOR} and isinstance(key := value[_TENSOR], str) and key in tensors:
+            return tensors[key]
         for key, member in value.items():
             value[key] = _put_tensors(member, tensors)
     elif type(value) in (list, tuple):

@@ -404,7 +404,7 @@ class RunSaver:
         return find_damage(self.near.checkpoint(directory), base, self.writer_options["thread_count"])
 
     def _in_full(self, event: str, order: SaveOrder, problem: str, about: dict[str, Any]) -> SaveOrder:
-        """The order of a full save instead of `order`, whose base is damaged. Of several ranks, only of this one's part."""
+        """The order of a full save instead of `order`, whose base is damaged or gone. Of several ranks, only of this one's part."""
         try:
             self._report_damage(event, order, problem)
         finally:
@@ -415,7 +415,8 @@ class RunSaver:
 
     def _report_damage(self, event: str, order: SaveOrder, problem: str) -> None:
         self.damaged.update(record.directory for record in self._history)
-        text = f"{self.run.url_of(order.base or '')} is damaged ({problem}); {order.name} is saved in full"
+        state = "is damaged" if event == "run.base.damaged" else "cannot be the base of a delta"
+        text = f"{self.run.url_of(order.base or '')} {state} ({problem}); {order.name} is saved in full"
         emit(Event(name=event, subject=order.name, detail=text))
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 

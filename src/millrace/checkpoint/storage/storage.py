@@ -555,6 +555,10 @@ def _translated(path: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise ObjectNotFoundError(f"{path} does not exist", next_step="check the name") from error
+    except NotADirectoryError as error:
+        raise ObjectNotFoundError(
+            f"{path} does not exist, because a part of its path is a file", next_step="check the name"
+        ) from error
     except FileExistsError as error:
         raise ObjectExistsError(f"{path} exists already", next_step="choose another name") from error
     except PermissionError as error:
