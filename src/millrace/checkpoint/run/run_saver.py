@@ -404,7 +404,7 @@ class RunSaver:
         return find_damage(self.near.checkpoint(directory), base, self.writer_options["thread_count"])
 
     def _in_full(self, event: str, order: SaveOrder, problem: str, about: dict[str, Any]) -> SaveOrder:
-        """The order of a full save instead of `order`, whose base is damaged or gone. Of several ranks, only of this one's part."""
+        """The order of a full save instead of `order`, whose base is damaged or gone. With several ranks, of one part."""
         try:
             self._report_damage(event, order, problem)
         finally:
