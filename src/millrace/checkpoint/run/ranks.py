@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from millrace.checkpoint.run.save_values import picklable
-from millrace.errors import MillraceError, UsageError
+from millrace.errors import MillraceError, RetryableError, UsageError
 
 Value = TypeVar("Value")
 Other = TypeVar("Other")
@@ -18,7 +19,7 @@ class Ranks:
     """Collective calls among all ranks of a job, over a gloo process group of its own; or one process alone.
 
     Every rank creates one, and calls its methods in the same order and from one thread. Two threads need two objects.
-    Not picklable.
+    Not picklable. Collective calls raise `RetryableError` when another rank has ended or does not respond.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
@@ -38,7 +39,8 @@ class Ranks:
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self.group)
+        with _lost_ranks_translated():
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def run_on_first(self, function: Callable[[], Value]) -> Value:
@@ -51,7 +53,8 @@ class Ranks:
                 outcome[0] = function()
             except Exception as error:  # noqa: BLE001 - every rank raises it, whatever it is
                 outcome[1] = picklable(error)
-        dist.broadcast_object_list(outcome, src=0, group=self.group)
+        with _lost_ranks_translated():
+            dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
             raise outcome[1]
         value: Value = outcome[0]
@@ -77,7 +80,8 @@ class Ranks:
         if self.count == 1:
             return answers([value])[0]
         gathered: list[Any] | None = [None] * self.count if self.is_first else None
-        dist.gather_object(value, gathered, dst=0, group=self.group)
+        with _lost_ranks_translated():
+            dist.gather_object(value, gathered, dst=0, group=self.group)
         replies: list[Any] | None = None
         if gathered is not None:
             try:
@@ -85,7 +89,8 @@ class Ranks:
             except Exception as error:  # noqa: BLE001 - as in `run_on_first`
                 replies = [(None, picklable(error))] * self.count
         received: list[Any] = [None]
-        dist.scatter_object_list(received, replies, src=0, group=self.group)
+        with _lost_ranks_translated():
+            dist.scatter_object_list(received, replies, src=0, group=self.group)
         answer, failure = received[0]
         if failure is not None:
             raise failure
@@ -104,6 +109,19 @@ class Ranks:
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.group = None
+
+
+@contextlib.contextmanager
+def _lost_ranks_translated() -> Iterator[None]:
+    """Convert gloo's errors to `RetryableError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise RetryableError(
+            f"another rank has ended or does not respond ({reason:.200})",
+            next_step="start the job again, which continues from its newest checkpoint",
+        ) from error
 
 
 def first_failure(failures: Mapping[int, Any]) -> BaseException:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from millrace.checkpoint import CheckpointManager
-from millrace.errors import StateMismatchError, UsageError
+from millrace.errors import RetryableError, StateMismatchError, UsageError
 
 ROWS, COLUMNS = 2048, 333
 
@@ -122,6 +122,17 @@ def wrong_argument_of_one_rank(run: CheckpointManager, *, is_wrong: bool) -> Non
         run.restore(state, 1 if is_wrong else None)
 
 
+def other_rank_ends(root: pathlib.Path) -> None:
+    state = sharded(whole(1))
+    run = CheckpointManager(root / "run")
+    run.save(1, state)
+    if dist.get_rank() == 1:
+        os._exit(9)
+    with pytest.raises(RetryableError, match=r"another rank has ended or does not respond.*: start the job again"):
+        run.save(2, state)
+    os._exit(0)  # without the barrier, for which the other rank is missing
+
+
 class Failing:
     """A `Stateful` that fails on one rank alone, in its own way."""
 
@@ -223,7 +234,14 @@ def one_step_twice(root: pathlib.Path) -> None:
 
 PROGRAMS = {
     each.__name__: each
-    for each in (saves_and_restores, one_rank_fails, told_to_end, warnings_are_errors, one_step_twice)
+    for each in (
+        saves_and_restores,
+        one_rank_fails,
+        other_rank_ends,
+        told_to_end,
+        warnings_are_errors,
+        one_step_twice,
+    )
 }
 
 
@@ -249,6 +267,11 @@ def test_error_on_one_rank_is_raised_on_all(tmp_path: pathlib.Path) -> None:
         found = zeroed(whole(0))
         assert run.restore(found) == 3
         assert_same(found, whole(3))
+
+
+@pytest.mark.slow
+def test_save_after_the_end_of_another_rank_raises(tmp_path: pathlib.Path) -> None:
+    ranks.run(__file__, "other_rank_ends", 2, tmp_path, codes=(0, 9))
 
 
 @pytest.mark.slow
