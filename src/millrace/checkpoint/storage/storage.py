@@ -310,7 +310,10 @@ class LocalStorage:
     def stat(self, name: str) -> StoredFile:
         path = self._file(name)
         with _translated(path):
-            info = os.stat(path)
+            try:
+                info = os.stat(path)
+            except NotADirectoryError as error:  # a file in the place of the directory
+                raise FileNotFoundError(path) from error
             if not os.path.isfile(path):
                 raise FileNotFoundError(path)
             return _describe(name, info)
@@ -555,10 +558,6 @@ def _translated(path: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise ObjectNotFoundError(f"{path} does not exist", next_step="check the name") from error
-    except NotADirectoryError as error:
-        raise ObjectNotFoundError(
-            f"{path} does not exist, because a part of its path is a file", next_step="check the name"
-        ) from error
     except FileExistsError as error:
         raise ObjectExistsError(f"{path} exists already", next_step="choose another name") from error
     except PermissionError as error:
