@@ -239,7 +239,10 @@ def test_blocks_of_zeros_after_reboot_are_found_and_fetched_again(
             file.write(bytes(BLOCK * 2 + 1000))
     (cache / "millrace" / "local" / "FORMAT").write_text("millrace-store 4\nthe-boot-before\n")
     after = check(data, cache, native=native)
-    assert after["corrupt_blocks"] - before["corrupt_blocks"] == 9
+    wrong = [(event.subject, event.detail) for event in events if event.name == "cache.block.corrupt"]
+    assert len(set(wrong)) == 9
+    # Seldom one twice: by a reader that checked it before another one had fetched it again.
+    assert after["corrupt_blocks"] - before["corrupt_blocks"] == len(wrong)
     assert [event.name for event in events].count("cache.store.rebuilt") == 1
 
 
