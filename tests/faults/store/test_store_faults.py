@@ -241,7 +241,7 @@ def test_blocks_of_zeros_after_reboot_are_found_and_fetched_again(
     after = check(data, cache, native=native)
     wrong = [(event.subject, event.detail) for event in events if event.name == "cache.block.corrupt"]
     assert len(set(wrong)) == 9
-    # Seldom one twice: by a reader that checked it before another one had fetched it again.
+    # Rarely, a block counts twice: one reader checks it before another fetches it again.
     assert after["corrupt_blocks"] - before["corrupt_blocks"] == len(wrong)
     assert [event.name for event in events].count("cache.store.rebuilt") == 1
 

@@ -24,7 +24,7 @@ from millrace.errors import UnsupportedFormatError
 _REST = "lightning.rest"
 """The key of everything that is not a plain tensor, in the format of `torch.save`."""
 _TENSOR = "millrace.tensor"
-"""In it, a dict with this one key takes the place of a tensor."""
+"""In it, a dict with this one key stands for a tensor, whose key is the value. A dict of a user like that is wrapped."""
 
 
 class MillraceCheckpointIO(CheckpointIO):  # type: ignore[misc]
@@ -138,7 +138,7 @@ def _take_tensors(value: Any, path: str, tensors: dict[str, Any]) -> Any:
         taken = copy.copy(value)  # with the versions of the modules, an attribute
         for key, member in value.items():
             taken[key] = _take_tensors(member, f"{path}.{key}" if path else str(key), tensors)
-        return taken
+        return {_TENSOR: taken} if taken.keys() == {_TENSOR} else taken
     if type(value) in (list, tuple):
         return type(value)(_take_tensors(member, f"{path}.{index}", tensors) for index, member in enumerate(value))
     return value
@@ -146,8 +146,10 @@ def _take_tensors(value: Any, path: str, tensors: dict[str, Any]) -> Any:
 
 def _put_tensors(value: Any, tensors: Mapping[str, Any]) -> Any:
     if type(value) in (dict, OrderedDict):
-        if value.keys() == {_TENSOR} and isinstance(key := value[_TENSOR], str) and key in tensors:
-            return tensors[key]
+        if value.keys() == {_TENSOR}:
+            if isinstance(value[_TENSOR], str):
+                return tensors[value[_TENSOR]]
+            value = value[_TENSOR]
         for key, member in value.items():
             value[key] = _put_tensors(member, tensors)
     elif type(value) in (list, tuple):

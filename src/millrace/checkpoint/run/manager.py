@@ -730,7 +730,7 @@ def _check_state(state: Mapping[str, Any]) -> None:
 def _checked_save(
     step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None, user: Mapping[str, Any] | None
 ) -> tuple[int, dict[str, float], dict[str, Any]]:
-    """The step, the metrics and the user's values of a save."""
+    """The checked step, metrics and user's values of a save. Raises `UsageError`."""
     number = _checked_step(step)
     _check_state(state)
     return number, _check_metrics(metrics), _check_user(user)
@@ -739,7 +739,7 @@ def _checked_save(
 def _checked_restore(
     state: Mapping[str, Any], step: int | None, keys: str | Sequence[str] | None, fallback: bool
 ) -> tuple[int | None, bool, list[str] | None]:
-    """The step, `fallback` and the patterns of a restore."""
+    """The checked step, `fallback` and `keys` of a restore. Raises `UsageError`."""
     _check_state(state)
     if not isinstance(state, MutableMapping):
         raise UsageError(f"the state is a {type(state).__name__}, which cannot be changed", next_step="give a dict")
