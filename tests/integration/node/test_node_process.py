@@ -22,7 +22,7 @@ from millrace.cluster.folder import live_nodes
 from millrace.cluster.load_order import LoadOrder
 from millrace.cluster.membership import Member, MemberState, View
 from millrace.cluster.membership.protocol import Watchers
-from millrace.cluster.moving import Mover, Rate
+from millrace.cluster.moving import Mover
 from millrace.config import CacheOptions, resolve
 from millrace.errors import ConfigurationError, DeniedError, DiskFullError, OriginUnavailableError, UsageError
 from millrace.events import Event
@@ -243,10 +243,13 @@ def test_static_node_leaves_and_returns(nodes: Nodes, region: EmulatedRegion, ev
     wait_until(lambda: {member.id: member.state for member in first.view().members}[again.address] is MemberState.HERE)
 
 
-def test_drain_waits_for_the_shares_of_a_member_that_leaves_meanwhile(nodes: Nodes, region: EmulatedRegion) -> None:
+def test_drain_waits_for_the_shares_of_a_member_that_leaves_meanwhile(
+    nodes: Nodes, region: EmulatedRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second, third = (nodes.start(number) for number in range(3))
     nodes.load()
-    second._moves._mover.rate = Rate(1.0)  # it copies nearly nothing
+    mover = second._moves._mover
+    monkeypatch.setattr(mover, "take_over", lambda leaver: mover.stopped.wait(300))  # however small its new share is
     with ThreadPoolExecutor(2) as pool:
         drains = [pool.submit(first.drain, 60)]
         wait_until(lambda: [member.id for member in first.drains.remaining()] == [second.member_id])

@@ -12,7 +12,7 @@ import pytest
 from tests.support.computed import ComputedOrigin
 from tests.support.interrupts import interrupted_at
 from tests.support.native import open_native
-from tests.support.waiting import in_other_thread
+from tests.support.waiting import in_other_thread, wait_until
 
 from millrace.cache import catalog
 from millrace.cache.eviction.audit import Leftovers
@@ -514,6 +514,7 @@ def test_many_threads_stay_inside_the_capacity_and_read_right_bytes(make_node: C
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
     for thread in threads:
         thread.start()
+    wait_until(lambda: used(node) > capacity // 2 or not any(thread.is_alive() for thread in threads))
     for number in range(10):
         catalog.resize(node, Amount(nbytes=capacity if number % 2 else capacity // 2))
     for thread in threads:
