@@ -75,7 +75,7 @@ class _RunWriter(RankWriter):
         super().__init__(url, **options)
         self._opened = storage
         self._member, self._rank, self._save_id = member, member.rank, save_id
-        self._claim, self._is_near, self._versions = claim, is_near, versions
+        self._claim, self.is_near, self._versions = claim, is_near, versions
         self._replaced_base = replaced_base
         self.manifest: Manifest | None = None
         self.info: CheckpointInfo | None = None
@@ -96,7 +96,7 @@ class _RunWriter(RankWriter):
         return {**self._user_metadata, "part": tuple(record)}
 
     def _check_files(self, files: Sequence[DataFile]) -> None:
-        check_files(self._storage(), files, self._threads, versions=None if self._is_near else self._versions)
+        check_files(self._storage(), files, self._threads, versions=None if self.is_near else self._versions)
 
     def _publish(self, storage: CheckpointStorage, name: str, data: bytes, manifest: Manifest) -> None:
         if self._claim is not None and not self._is_part:
@@ -495,7 +495,7 @@ class RunSaver:
             return None
         if self._previous is not None and self._previous.base.directory == directory:
             return self._previous.base
-        if self.near is None:
+        if self.near is None or self._is_refused(directory):
             return None
         try:
             known = self._own_parts.get(directory)
@@ -503,6 +503,10 @@ class RunSaver:
         except MillraceError as error:
             emit(Event(name="run.base.unreadable", subject=directory, detail=str(error)))
             return None
+
+    def _is_refused(self, directory: str | None) -> bool:
+        """Whether the local disk refused an earlier save, which is at the origin only."""
+        return any(record.is_refused and record.directory == directory for record in self._history)
 
     def _write_somewhere(
         self, order: SaveOrder, staged: Staged, about: dict[str, Any], progress: ProgressMeter
@@ -525,6 +529,11 @@ class RunSaver:
     def _write_with_base(
         self, order: SaveOrder, staged: Staged, target: Run, about: dict[str, Any], progress: ProgressMeter
     ) -> tuple[SaveOrder, _RunWriter]:
+        if target is self.local and self.member.count == 1 and self._is_refused(order.base):
+            # A delta would lack its base there. The base is intact, and remains that of a save to the origin. Of several
+            # ranks, one alone cannot omit the base.
+            order = replace(order, base=None, is_anchor=False, full=order.name)
+            about = {**about, "run": {**about["run"], "full": order.name}}
         try:
             return order, self._write(order, staged, target, about, progress)
         except BaseGoneError as error:
@@ -615,6 +624,7 @@ class RunSaver:
         if self.member.count > 1 and order.base is not None:
             # The parts of other ranks may be deltas.
             record = replace(record, kind="delta", base="anchor" if order.is_anchor else "previous")
+        record = replace(record, is_refused=self.local is not None and not writer.is_near)
         # A save without any reference or delta counts as full, even if it had a base.
         self._history = [record] if record.kind == "full" else [*self._history, record]
         if self.member.count > 1:

@@ -67,7 +67,8 @@ def worth_a_delta(*, delta_bytes: float, full_bytes: float, chain_bytes: int, ro
 class SaveRecord:
     """One save of a run. `base` of a delta: the save before it, or the last full one (the *anchor*).
 
-    `raw_bytes` of the state, `own_bytes` in the save's own files, `restore_bytes` that a whole restore reads.
+    `raw_bytes` of the state, `own_bytes` in the save's own files, `restore_bytes` that a whole restore reads. `is_refused`:
+    the local disk refused the save, which is at the origin only.
     """
 
     directory: str
@@ -76,6 +77,7 @@ class SaveRecord:
     raw_bytes: int
     own_bytes: int
     restore_bytes: int
+    is_refused: bool = False
 
 
 def choose_base(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.small_disks import fill_disk
 
 from millrace.checkpoint import CheckpointManager
 from millrace.checkpoint.run.tiers import open_tiers
@@ -149,4 +150,40 @@ def test_full_near_disk_is_pruned_but_keeps_unuploaded_saves(tmp_path: Path, sma
         run.save(5, noise(5, mib=9))
     assert "checkpoint.tier.refused" in seen
     assert directories(Path(local.url)) == [4]
+    remove()
+
+
+@pytest.mark.root
+def test_saves_that_a_full_near_disk_refuses_stay_deltas_and_count_as_intact(tmp_path: Path, small_disk: Path) -> None:
+    """The base was refused, too: it is not damaged, and remains the base of the saves to the origin."""
+    seen: list[str] = []
+    remove = add_hook(lambda event: seen.append(event.name))
+    state = noise(0)
+    with warnings.catch_warnings(), CheckpointManager(tmp_path / "run", local=small_disk) as run:
+        warnings.filterwarnings("ignore", ".*goes to the origin directly", RuntimeWarning)
+        fill_disk(small_disk)
+        kinds = []
+        for step in range(1, 6):
+            state["w"][step] += 1
+            kinds.append(run.save(step, state).kind)
+        assert kinds == ["full", "full", "delta", "delta", "delta"]
+        (small_disk / "ballast").unlink()
+        for step in (6, 7):
+            state["w"][step] += 1
+            kinds.append(run.save(step, state).kind)
+        # The first near save has no base there.
+        assert kinds[5:] == ["full", "delta"]
+        assert run.save_async(8, state).result() is not None
+        assert not run._damaged
+    assert not {"run.base.gone", "run.base.unreadable"} & {*seen}
+    local = open_tiers(tmp_path / "run", local=small_disk).local
+    assert local is not None
+    assert directories(Path(local.url)) == [6, 7, 8]
+    for step in (5, 7, 8):
+        found = noise(0)
+        with CheckpointManager(tmp_path / "run") as run:
+            assert run.restore(found, step=step) == step
+        expected = noise(0)["w"]
+        expected[1 : min(step, 7) + 1] += 1
+        assert torch.equal(found["w"], expected)
     remove()
