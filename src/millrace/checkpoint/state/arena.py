@@ -56,7 +56,8 @@ class Arena:
     """`nbytes` of memory, freed when there is no reference to the arena or one of its tensors.
 
     A forked process finds zeros in it. So a fork cannot keep the memory or change a state during its save, and the first
-    staging after a data loader has forked its workers is not slower. Not thread-safe.
+    staging after a data loader has forked its workers is not slower. Not thread-safe. Raises `StorageError` if the system
+    refuses the memory.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool, shared: bool = False) -> None:
@@ -65,7 +66,13 @@ class Arena:
         memory = _shared(nbytes, self._number) if shared and nbytes else None
         if memory is None:
             # Without shared memory, saves do not use a saver process.
-            memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            try:
+                memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except OSError as error:
+                raise StorageError(
+                    f"{nbytes} bytes of host memory for the copy of a state cannot be allocated ({error.strerror})",
+                    next_step="free memory, or raise its limit (ulimit -v, vm.overcommit_memory)",
+                ) from error
             memory.madvise(_MADV_WIPEONFORK)
         self._memory = memory
         if pinned:

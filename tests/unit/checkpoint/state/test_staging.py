@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from millrace.checkpoint.format.manifest import DTYPES
 from millrace.checkpoint.state.staging import StagedState, StateStager
-from millrace.errors import ConfigurationError, UnsupportedObjectError, UsageError
+from millrace.errors import ConfigurationError, StorageError, UnsupportedObjectError, UsageError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning"),
@@ -442,6 +442,14 @@ def scramble(value) -> None:
             value.append(1)
     elif isinstance(value, set):
         value.add(-1)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_state_for_which_the_system_refuses_memory_raises_and_the_next_one_is_staged(shared):
+    stager = StateStager(shared=shared)
+    with pytest.raises(StorageError, match=f"{1 << 60} bytes of host memory .* cannot be allocated"):
+        stager.stage({"large": torch.zeros(1).expand(1 << 58)})
+    assert_same(stager.stage({"small": torch.ones(3)}).state, {"small": torch.ones(3)})
 
 
 @pytest.mark.slow
