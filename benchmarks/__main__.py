@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         print("\n" + as_markdown(outcome, about), flush=True)
         collected.append(as_json(outcome, about))
-        if not given.quick and not given.only:  # quick figures are no figures to keep, and half a table is none
+        if not given.quick and not given.only:  # quick figures and parts of a table are not kept
             _keep(outcome, collected[-1], as_markdown(outcome, about))
         status = 1 if outcome.failures else status
     if given.json:

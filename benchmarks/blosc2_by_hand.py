@@ -1,6 +1,6 @@
 """The simple alternative to a checkpoint format: every tensor in blosc2 frames of up to 64 MiB, one file or object each.
 
-No manifest, no checksums, no atomicity: what compression alone costs when somebody writes it himself in an afternoon.
+No manifest, no checksums, no atomicity: the cost of compression alone, as written by hand in an afternoon.
 """
 
 from __future__ import annotations

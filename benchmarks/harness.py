@@ -3,7 +3,7 @@
 A case declares how it is prepared (once: a server, the data) and its contenders: plain functions of a `Measure` and the
 prepared context. Every contender runs in a fresh process in every round, so that CPU time and memory are its own; only
 what stands inside `with measure("phase")` is counted, so imports and set-up are not. Rounds are interleaved. The values
-that contenders return must all be equal, or the case fails: a fast wrong answer is no answer.
+that contenders return must all be equal, or the case fails: a wrong result has no speed.
 
     @contextmanager
     def prepare(options):

@@ -55,7 +55,7 @@ TRAIN_SPEAKERS = (
     Speaker("poel", "m4", 44, 184, "fourties", "male"),
     Speaker("sylt", "f5", 66, 176, "teens", "female"),
 )
-# In no split but test: what the model does with a voice that it has never heard.
+# Only in the test split: a voice that is not in the training data.
 HELD_OUT_SPEAKER = Speaker("helgoland", "f3", 56, 180, "thirties", "female")
 
 SUBJECTS = (
@@ -112,7 +112,7 @@ def speak(sentence: str, speaker: Speaker) -> bytes:
 
 
 def plan(train: int, dev: int, test: int, held_out: int) -> list[tuple[str, Speaker, str]]:
-    """Who says what in which split; no sentence occurs twice, so none of dev and test is in train."""
+    """The sentences of each voice in each split; none occurs twice, so none of dev and test is in train."""
     draw = random.Random(SEED)
     sentences: dict[str, None] = {}
     while len(sentences) < train + dev + test + held_out:
@@ -150,7 +150,7 @@ def main() -> int:
         for number, (split, speaker, sentence) in enumerate(rows):
             mp3 = speak(sentence, speaker)
             seconds += soundfile.info(io.BytesIO(mp3)).duration
-            # Names as in Common Voice: they say nothing of speaker, split or sentence.
+            # Names as in Common Voice, without speaker, split or sentence.
             digest = int.from_bytes(hashlib.sha256(f"{SEED}/{number}".encode()).digest()[:4], "big")
             name = f"common_voice_de_{10_000_000 + digest % 30_000_000}.mp3"
             archive.writestr(zipfile.ZipInfo(name, date_time=(2024, 1, 1, 0, 0, 0)), mp3)

@@ -1,6 +1,6 @@
 """One of sixteen ranks loads its slice of a tensor: how many bytes does it read?
 
-Bytes are what the process asks the kernel for (`rchar` of /proc/self/io), whoever asks.
+Bytes are what the process asks the kernel for (`rchar` of /proc/self/io), for every contender.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def prepare(options: Options) -> Iterator[Prepared]:
         notes=(
             f"A bf16 tensor of {tensor.nbytes / 1e6:.0f} MB; rank 5 of {_RANKS} loads its rows, then its columns. "
             f"`bytes to a {_RANKS}th` compares what was read with a {_RANKS}th of the tensor's bytes, metadata included. "
-            "Columns cross every chunk, so nobody can read less than all of them.",
+            "Columns cross every chunk, so each contender has to read all of them.",
         ),
     )
 

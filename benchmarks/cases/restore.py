@@ -116,7 +116,7 @@ def _line(process: subprocess.Popen[str]) -> None:
 
 
 def restore_here(context: Mapping[str, Any]) -> None:
-    """Restore once in this process, when told by a line on stdin; then print the digest."""
+    """Restore once in this process after a line on stdin; then print the digest."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 

@@ -27,7 +27,7 @@ def prepare(options: Options) -> Iterator[Prepared]:
     yield Prepared(
         {"steps": str(steps)},
         notes=(
-            f"{about} Then AdamW goes on, with its moments, on the source code of packages at a constant rate. The "
+            f"{about} Then AdamW continues, with its moments, on the source code of packages at a constant rate. The "
             f"fifth step, in fp32 and rounded to bf16: {chunks} chunks of 1 MiB, spread evenly over the weights.",
             f"GB/s of weights by the CPU time of the one thread, median of {_PASSES} passes; decoded values are compared.",
         ),

@@ -50,7 +50,7 @@ Progress = Callable[[str], None]
 
 
 def main() -> None:
-    """Run the demo as the command line says."""
+    """Run the demo with the options of the command line."""
     _handle_signals()
     options = _parser().parse_args()
     progress: Progress = _show_on_stderr if options.json else show
@@ -192,9 +192,9 @@ def _region(server: S3Server, memory: Path) -> EmulatedRegion:
 def _private_ray(directory: Path, settings: Settings) -> Iterator[None]:
     """Ray on the loopback interface with a token, and with its files in `directory` if the path is short enough."""
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    # Ray uses the network card instead of loopback, unless this says that there is no cluster.
+    # Without this, Ray uses the network card instead of loopback.
     os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
-    # The run kills a process on purpose and says so itself.
+    # The run kills a process on purpose and reports this itself.
     os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "A worker died or was killed"
     os.environ.pop("RAY_ADDRESS", None)
     folder = directory / "ray"

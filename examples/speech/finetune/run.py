@@ -45,7 +45,7 @@ def fine_tune(
     progress: Callable[[str], None] = show,
     places: Mapping[str, str] | None = None,
 ) -> Result:
-    """Train as `settings` say on the clips in `data`; everything that comes out goes to `settings.run` in `outputs`.
+    """Train with `settings` on the clips in `data`; all results go to `settings.run` in `outputs`.
 
     Blocks until the run is complete; a complete run is only read. Uses the Ray cluster that this process is connected to,
     the one in RAY_ADDRESS (as in a submitted job), or a new one on this machine. `outputs` must show a new version of a file

@@ -183,7 +183,7 @@ def test_json_output_of_nan_and_infinity_is_null(call, tmp_path: Path, command: 
     code, out, _ = call(command, tmp_path, "--json")
 
     def refuse(word: str) -> None:
-        raise ValueError(f"{word} is no JSON")
+        raise ValueError(f"{word} is not JSON")
 
     content = json.loads(out, parse_constant=refuse)
     metrics = content[0]["metrics"] if command == "ls" else content["run"]["metrics"]

@@ -763,7 +763,7 @@ def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
                 f"the metric {name!r} is not a number", next_step="give numbers, and other values as user="
             ) from error
         if not math.isfinite(figures[str(name)]):
-            # A NaN is reported, but is no reason to lose the state.
+            # A NaN is reported, but the state is saved.
             emit(Event(name="run.metric.not_finite", subject=str(name), detail=str(value)))
     return figures
 

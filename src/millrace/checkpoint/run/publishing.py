@@ -217,7 +217,7 @@ class WeightFollower:
                 self._load(weights, found)
             except (MissingError, ChangedError, DamagedError):
                 newer = self._ranks.run_on_first(self._existing)
-                # A version that was removed while it was read is no error if there is a newer one.
+                # A version that was removed while it was read is not an error if there is a newer one.
                 if newer == found or attempt == _ATTEMPTS - 1:
                     raise
                 found = newer

@@ -19,7 +19,7 @@ from millrace.errors import UnsupportedObjectError, UsageError
 
 
 class Described(NamedTuple):
-    """What a plan says about a checkpoint: its tensors, the keys of its objects, and the values of the planner."""
+    """The content of a checkpoint by its plan: its tensors, the keys of its objects, and the values of the planner."""
 
     tensors: tuple[TensorEntry, ...]
     blobs: tuple[str, ...]
