@@ -27,6 +27,8 @@ from millrace.runtime.locks import lock_number
 from millrace.runtime.maintenance import run_tasks
 from millrace.store.records import BLOCK_BYTES, ObjectName, object_id
 
+pytestmark = pytest.mark.usefixtures("no_maintenance")
+
 SIZE = (1 << 20) + 4096  # just large enough for its own file
 
 
