@@ -389,6 +389,21 @@ def test_leftovers_in_replaced_directory_are_ignored(
     assert directory.read_bytes() == b"precious"
 
 
+def test_leftover_that_stays_is_not_reported_as_removed(
+    make_node: Callable[..., CacheNode], events: list[Event]
+) -> None:
+    disk = make_node(capacity="1GB").open_disks[0]
+    stays, goes = (disk.store.directory / "objects" / "07" / f"07{'0' * 30}-{number}" for number in (1, 2))
+    stays.mkdir(parents=True)
+    (stays / "file").write_bytes(b"precious")
+    goes.touch()
+    leftovers = Leftovers(disk.store, disk.segments)
+    for _ in range(257):
+        leftovers.look()
+    assert (stays / "file").read_bytes() == b"precious"
+    assert [event.subject for event in events] == [str(goes)]
+
+
 def test_periodic_eviction_runs_in_one_process_at_a_time(make_node: Callable[..., CacheNode]) -> None:
     records = make_node(capacity="1GB").open_disks[0].records
     assert records.claim(b"this", 60)
