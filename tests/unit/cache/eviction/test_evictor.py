@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -487,6 +488,28 @@ def test_refusal_of_an_object_ends_with_its_time(
     for _ in range(3):
         assert not evictor.reserve(SIZE, candidate)
     assert len(asked) == 3
+
+
+def test_threads_that_reserve_for_pins_at_once_all_get_the_space_that_they_free(
+    make_node: Callable[..., CacheNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.cache.eviction.evictor._PIN_SECONDS", 300.0)  # however busy the machine is
+    count = 24
+    origin = ComputedOrigin(objects(count))
+    node = make_node(capacity=count * SIZE)
+    for key in objects(count):
+        read(node, origin, key)
+    catalog.pin(node, (origin.identity, "b/kept"))
+    evictor, together = node.open_disks[0].evictor, threading.Barrier(count)
+
+    def reserve(number: int) -> bool:
+        name = ObjectName(origin.identity, f"b/kept/{number}", "1")
+        together.wait(300)
+        return evictor.reserve(SIZE, Candidate(number.to_bytes(16, "big"), SIZE, lambda: name, lambda: "b/kept"))
+
+    with ThreadPoolExecutor(count) as pool:
+        assert all(pool.map(reserve, range(count)))
+    assert used(node) == 0
 
 
 def test_processes_reserve_space_together(make_node: Callable[..., CacheNode]) -> None:
