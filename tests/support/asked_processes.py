@@ -13,8 +13,8 @@ from millrace.testing.process import ChildProcess, log_tail
 
 _PROGRAM = """
 import base64, json, sys, time
-real, ahead = time.time, 0.0
-time.time = lambda: real() + ahead  # before anything asks for it
+real, ahead, still = time.time, 0.0, json.loads(sys.stdin.readline())
+time.time = lambda: (real() if still is None else still) + ahead  # before anything asks for it
 import millrace
 
 fs = millrace.filesystem("s3", **json.loads(sys.stdin.readline()))
@@ -60,15 +60,19 @@ class AskedError(Exception):
 
 
 class AskedProcess:
-    """A process with the file system `millrace.filesystem("s3", **options)`. Stop it in the end."""
+    """A process with the file system `millrace.filesystem("s3", **options)`. Stop it in the end.
 
-    def __init__(self, log: Path, options: dict[str, Any]) -> None:
+    With `clock` its time is that until it is set: a busy machine does not let metadata expire.
+    """
+
+    def __init__(self, log: Path, options: dict[str, Any], *, clock: float | None = None) -> None:
         self._log = log
         self._lock = threading.Lock()
         self._process = ChildProcess([sys.executable, "-c", _PROGRAM], log=log, pipes=True)
+        self._write(clock)
         self._write(options)
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: dict[str, Any] | float | None) -> None:
         self._process.stdin.write(json.dumps(line).encode() + b"\n")
         self._process.stdin.flush()
 

@@ -96,6 +96,10 @@ class Space:
         """Whether there is no `shortage`."""
         return self.shortage(nbytes) <= 0
 
+    def is_in_doubt(self, nbytes: int) -> bool:
+        """Whether `nbytes` may fit in a moment: a block of this process counts twice between its write and its `release`."""
+        return self._reserved > 0 and self.shortage(nbytes) <= self._reserved
+
     def leaves_min_free(self, nbytes: int) -> bool:
         """Whether `nbytes` more leave the disk above `min_free`. Ignores the capacity."""
         total, free = self._total_and_free()
@@ -109,18 +113,16 @@ class Space:
         """
         for _ in range(_RESERVE_ATTEMPTS):
             with self._lock:
-                in_doubt = 0
+                in_doubt = False
                 try:
                     granted = self._reserve(nbytes)
-                    if not granted and self.shortage(nbytes) <= self._reserved:
-                        in_doubt = self._reserved
+                    in_doubt = not granted and self.is_in_doubt(nbytes)
                 except StorageError as error:
                     self._on_failure(error)
                     granted = False
                 self._reserved += nbytes if granted else 0
             if granted or not in_doubt:
                 return granted
-            # A block counts twice between its write and its `release`.
             time.sleep(_RESERVE_PAUSE_SECONDS)
         return False
 

@@ -70,6 +70,7 @@ def data(tmp_path: Path) -> Path:
     folder.mkdir()
     for number in range(8):
         (folder / f"large{number}").write_bytes(random.Random(number).randbytes(_BLOCK + 1000))
+    for number in range(24):  # so many that hardly ever all are on one disk
         (folder / f"small{number}").write_bytes(random.Random(number + 100).randbytes(20_000))
     return folder
 

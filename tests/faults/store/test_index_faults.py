@@ -63,7 +63,7 @@ def test_killed_reader_does_not_prevent_clearing_metadata_on_a_full_disk(disk: P
     code = (
         "import sys, time; from pathlib import Path; from millrace.store.index import Index;"
         "index = Index(Path(sys.argv[1])); reading = index.meta_reading(); reading.__enter__();"
-        "print('reading', flush=True); time.sleep(60)"
+        "print('reading', flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", code, str(disk / "index")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

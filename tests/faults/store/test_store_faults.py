@@ -11,7 +11,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,19 +27,10 @@ from tests.support.harms import (
 import millrace
 from millrace.cache.node import cache_node, close_nodes
 from millrace.config import resolve
-from millrace.events import Event, add_hook
+from millrace.events import Event
 
 BLOCK = 4 << 20
 NAMES = ("a.bin", "b.bin", "c.bin")
-
-
-@pytest.fixture
-def events() -> Iterator[list[Event]]:
-    """The events of the cache. Nodes and requests of tests that ran before in this process may still be retried."""
-    seen: list[Event] = []
-    remove = add_hook(lambda event: seen.append(event) if event.name.startswith("cache.") else None)
-    yield seen
-    remove()
 
 
 @pytest.fixture

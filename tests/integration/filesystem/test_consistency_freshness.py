@@ -42,9 +42,10 @@ def options(s3: S3Server, region: EmulatedRegion, s3_options: dict[str, Any]) ->
 @pytest.fixture
 def start(tmp_path: Path, options: dict[str, Any]) -> Iterator[Callable[..., AskedProcess]]:
     started: list[AskedProcess] = []
+    now = time.time()
 
     def start(**more: Any) -> AskedProcess:
-        started.append(AskedProcess(tmp_path / f"reader-{len(started)}.log", {**options, **more}))
+        started.append(AskedProcess(tmp_path / f"reader-{len(started)}.log", {**options, **more}, clock=now))
         return started[-1]
 
     yield start

@@ -54,7 +54,7 @@ KEYS = tuple(SIZES)
 LARGE = tuple(key for key, size in SIZES.items() if size > BLOCK)
 SMALL = tuple(key for key in KEYS if key not in LARGE)
 TTL_SECONDS = 0.2
-CHILD_SECONDS = 60.0
+CHILD_SECONDS = 300.0
 
 READS = ("cat", "stream", "file", "fsspec", "piece", "piece", "pieces", "pyarrow pieces")
 CAPACITIES = st.sampled_from(["10GB", "600KiB", "400KiB", "10GB", "100KiB", "0"])

@@ -16,6 +16,8 @@ from millrace.cache.attribution import OTHERS, ROWS, Attribution, Part, Reads, j
 from millrace.cache.eviction.usage import Tally, UsageLog
 from millrace.store.records import Entry, ObjectName
 
+pytestmark = pytest.mark.usefixtures("no_maintenance")
+
 
 def tally(key: str, *, hits: int = 0, hit_bytes: int = 0, misses: int = 0, miss_bytes: int = 0) -> Tally:
     name = ObjectName("s3", key, "version").pack()

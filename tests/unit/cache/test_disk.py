@@ -10,6 +10,8 @@ from millrace.cache.node import cache_node
 from millrace.config import resolve
 from millrace.events import Event
 
+pytestmark = pytest.mark.usefixtures("no_maintenance")
+
 
 def test_metadata_beyond_its_bound_is_cleared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Event]

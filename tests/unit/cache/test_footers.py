@@ -20,6 +20,8 @@ from millrace.errors import StorageError
 from millrace.filesystem.files import CachedFile
 from millrace.store.index import Index
 
+pytestmark = pytest.mark.usefixtures("no_maintenance")
+
 
 def fail_on(error: StorageError) -> None:
     raise error

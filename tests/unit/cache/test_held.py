@@ -93,7 +93,7 @@ def test_held_blocks_in_forked_child_are_empty_and_unlocked() -> None:
         if child == 0:
             right = False
             try:
-                signal.alarm(30)
+                signal.alarm(300)
                 own = HeldBlocks()
                 own.put((NAME, 1), b"x")
                 right = own.get(NAME, [0, 1]) == {1: b"x"} and held_module._shared.used == 1

@@ -18,6 +18,8 @@ from millrace.cache.node import close_nodes, store_directory
 from millrace.metrics import READ_BYTES, Distribution, Metric
 from millrace.runtime.failures import FailingDiskError
 
+pytestmark = pytest.mark.usefixtures("no_maintenance")
+
 _SAVES = """
 import os, sys, threading, millrace
 from millrace.events import Event, emit

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.origins import MemoryOrigin
+from tests.support.waiting import wait_until
 
 import millrace
 from millrace.cache.node import CacheNode
@@ -117,6 +118,7 @@ def test_first_read_of_stream_waits_only_for_its_block(node: CacheNode) -> None:
     info = origin.head("k")
     file = CachedFile(node.open_reader(origin, info), path="k", sequential=True)
     try:
+        wait_until(lambda: origin.count("read") > 0)
         time.sleep(0.2)  # for any other request
         assert [(start, stop) for what, _, start, stop in origin.requests if what == "read"] == [(0, BLOCK)]
         assert len(file.read(100)) == 100  # while everything else is blocked

@@ -6,19 +6,28 @@ import subprocess
 import sys
 from pathlib import Path
 
-# A thread of C, as pyarrow's are, asks for the interpreter's lock while the script's last line holds it.
+# A thread of C, as pyarrow's are, asks for the interpreter's lock while the script's last line holds it. A busy machine may
+# run that thread late: each sleep of the pause waits for it.
 SCRIPT = """
 import ctypes, os, sys, time
 import millrace
 
 fs = millrace.filesystem("file", cache_dir=sys.argv[1])
-release = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: os.write(1, b"released") and None)
+released = []
+release = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: released.append(os.write(1, b"released")))
 thread = ctypes.c_ulong()
 sys.setswitchinterval(1000)
 ctypes.PyDLL(None).pthread_create(ctypes.byref(thread), None, release, None)
 until = time.monotonic() + 0.3
 while time.monotonic() < until:
     pass
+
+def sleep(seconds, real=time.sleep, until=time.monotonic() + 120):
+    real(seconds)
+    while not released and time.monotonic() < until:
+        real(seconds)
+
+time.sleep = sleep
 """
 
 

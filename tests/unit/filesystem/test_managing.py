@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.waiting import wait_until
 
 import millrace
 from millrace.cache import catalog
@@ -307,7 +308,8 @@ def test_load_after_interrupt_continues(
         patch.setattr(ObjectStoreOrigin, "read", read)
         with pytest.raises(KeyboardInterrupt):
             fs.load(f"{data}/train", progress=interrupt)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("millrace-load")]
+    # The load waits a second for them.
+    wait_until(lambda: not [each for each in threading.enumerate() if each.name.startswith("millrace-load")])
     assert fs.load(f"{data}/train").done_objects == 4
     assert fs.cache_counters()["origin_bytes"] == 23 * MB + 1005
 

@@ -147,7 +147,7 @@ def test_prefetch_of_endless_order_with_repeated_files_continues(
                 assert prefetch.progress.opened == epoch * 4 + number + 1
                 assert prefetch.progress.reached <= epoch * 4 + number + 5
     assert fetched(fs) == 4 * FILE_BYTES
-    assert not feeding_threads()
+    wait_until(lambda: not feeding_threads())  # `close` waits for a second
 
 
 def test_prefetch_reports_and_skips_failed_objects(fs: millrace.MillraceFileSystem, files: list[str]) -> None:
@@ -250,7 +250,7 @@ def test_prefetch_close_cancels_pending_fetches(fs: millrace.MillraceFileSystem,
     prefetch.advance(files[1])
     assert before.ended
     assert fetched(fs) == 2 * FILE_BYTES
-    assert not feeding_threads()
+    wait_until(lambda: not feeding_threads())
 
 
 def test_reads_during_prefetch_fetch_every_byte_once(fs: millrace.MillraceFileSystem, files: list[str]) -> None:

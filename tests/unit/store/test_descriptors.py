@@ -5,12 +5,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from tests.support.computed import ComputedOrigin
 
 from millrace.cache.node import CacheNode, cache_node
 from millrace.config import resolve
 from millrace.events import Event, add_hook
 from millrace.store.records import BLOCK_BYTES
+
+pytestmark = pytest.mark.usefixtures("no_maintenance")
 
 SIZE = 3 * BLOCK_BYTES + 1
 

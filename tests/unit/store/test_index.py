@@ -219,7 +219,7 @@ def test_signals_reach_other_processes(index: Index, tmp_path: Path) -> None:
     before = index.signals.removals
     pid = os.fork()
     if pid == 0:
-        signal.alarm(20)
+        signal.alarm(300)
         Index(tmp_path).remove(ID)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -308,7 +308,7 @@ def test_index_of_forked_child_is_in_use(tmp_path: Path) -> None:
     ready, done = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
-        signal.alarm(20)
+        signal.alarm(300)
         child = Index(tmp_path)
         fill(child)
         with pytest.raises(StorageError, match="already open"):

@@ -27,6 +27,8 @@ from millrace.store.records import Entry, ObjectName, object_id, segment_unit
 from millrace.store.seals import SegmentSeal, SegmentSealer
 from millrace.store.segment_files import data_path
 
+pytestmark = pytest.mark.usefixtures("no_maintenance")
+
 
 class Node:
     """A cache with small objects in one segment, as several processes see it one after the other."""

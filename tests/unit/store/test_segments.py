@@ -275,7 +275,7 @@ def test_forked_child_appends_to_a_separate_segment(tmp_path: Path) -> None:
     ready, done = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
-        signal.alarm(20)
+        signal.alarm(300)
         code = 1
         try:
             with pytest.raises(StorageError, match="fork"):

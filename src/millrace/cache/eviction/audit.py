@@ -99,7 +99,8 @@ class Leftovers:
         if folder < _FOLDERS:
             for path in self._unrecorded(f"{self._directory}/objects/{folder:02x}"):
                 unlink(path)
-                emit(Event(name="cache.leftover.removed", subject=path))
+                if not os.path.lexists(path):  # a directory that is not empty stays
+                    emit(Event(name="cache.leftover.removed", subject=path))
             return
         for generation in generations(self._segments.directory):
             if self._index.segment(generation) is None and self._segments.remove(generation, lambda: None):

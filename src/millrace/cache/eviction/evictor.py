@@ -50,6 +50,7 @@ _SHORT_TURN_SECONDS, _LONG_TURN_SECONDS = 2.0, 10.0
 _DRAWS = 8  # consecutive draws that may contain nothing to evict
 _TAKEN_OF_A_DRAW = 4  # this fraction (1/n) of a large draw is evicted before the next draw
 _PIN_ATTEMPTS = 5
+_PIN_SECONDS = 1.0  # for which a pin waits for others that evict or write
 _PIN_PAUSE_SECONDS = 0.005
 _PINS_REFUSED_SECONDS = 1.0
 _EXTREMES_SECONDS = 5.0
@@ -188,16 +189,19 @@ class Evictor:
             return False
         over = place if excess > 0 else None
         if pinned and (wanted or time.monotonic() >= self._pins_refused_until):
-            # Others may take the space that is freed, and a block counts twice shortly after it was written.
-            for _ in range(_PIN_ATTEMPTS):
-                if self._make_room(nbytes, candidate, over, excess, state) and self._reserve(nbytes):
+            # Blocks that are being stored without the turn may take what was freed.
+            attempts, deadline = _PIN_ATTEMPTS, time.monotonic() + _PIN_SECONDS
+            while attempts and time.monotonic() < deadline:
+                found = self._reserve_in_turn(nbytes, candidate, over, excess, state, patient=True)
+                if found:
                     return self._count(place, nbytes, candidate)
+                attempts -= found is not None
                 time.sleep(_PIN_PAUSE_SECONDS)
             self._pins_refused_until = time.monotonic() + _PINS_REFUSED_SECONDS
             return False
         if time.monotonic() < self._refused_until:
             return False
-        if self._make_room(nbytes, candidate, over, excess, state) and self._reserve(nbytes):
+        if self._reserve_in_turn(nbytes, candidate, over, excess, state):
             return self._count(place, nbytes, candidate)
         return False
 
@@ -244,22 +248,40 @@ class Evictor:
                 self._surveyor.current(self._rules.current()).add(place, candidate.key, nbytes)
         return True
 
-    def _make_room(self, nbytes: int, candidate: Candidate, over: Place | None, excess: int, state: _State) -> bool:
-        def make() -> bool:
+    def _reserve_in_turn(
+        self,
+        nbytes: int,
+        candidate: Candidate,
+        over: Place | None,
+        excess: int,
+        state: _State,
+        *,
+        patient: bool = False,
+    ) -> bool | None:
+        """Evict if needed, and reserve the space before another thread evicts for itself.
+
+        None if that may succeed a moment later: others have the turn or, if `patient`, a block that is being written counts
+        twice.
+        """
+        is_final = False
+
+        def reserve() -> bool:
+            nonlocal is_final
             started = time.thread_time()
             shortage = max(excess, self._shortage(nbytes))
             made = shortage <= 0 or self._replace(shortage, candidate, over)
-            if not made:
+            is_final = made or not (patient and self._store.space.is_in_doubt(nbytes))
+            if not made and is_final:
                 pause = _REFUSAL_FACTOR * (time.thread_time() - started)
                 now = time.monotonic()
                 self._refused_until = now + pause
                 until = now + min(pause, _REFUSED_SECONDS)
                 self._refused = _Refusal(nbytes, state if over is None else None, until)
                 self._refuse(nbytes, candidate, state)
-            return made
+            return made and self._reserve(nbytes)
 
         try:
-            return self._exclusively(make, _TURN_SECONDS)
+            return self._exclusively(reserve, _TURN_SECONDS) or (False if is_final else None)
         except StorageError as error:
             self._report(error)
             return False

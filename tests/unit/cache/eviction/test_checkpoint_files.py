@@ -13,6 +13,8 @@ from millrace.cache.held import HeldBlocks
 from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.config import Amount, resolve
 
+pytestmark = pytest.mark.usefixtures("no_maintenance")
+
 SIZE = (1 << 20) + 4096  # just large enough for its own file
 SMALL = 60_000
 SPARE = 20_000  # for the headers of segments

@@ -24,6 +24,8 @@ from millrace.origin import ObjectInfo, Origin
 from millrace.store.index import Index
 from millrace.store.records import Entry, ObjectName, object_id, segment_unit
 
+pytestmark = pytest.mark.usefixtures("no_maintenance")
+
 SIZE = (1 << 20) + 4096  # just large enough for its own file
 SMALL = 60_000
 

@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from millrace.events import Event, add_hook
 from millrace.runtime.locks import lock_number
 from millrace.runtime.maintenance import run_tasks
 from millrace.store.records import BLOCK_BYTES, ObjectName, object_id
+
+pytestmark = pytest.mark.usefixtures("no_maintenance")
 
 SIZE = (1 << 20) + 4096  # just large enough for its own file
 
@@ -387,6 +390,21 @@ def test_leftovers_in_replaced_directory_are_ignored(
     assert directory.read_bytes() == b"precious"
 
 
+def test_leftover_that_stays_is_not_reported_as_removed(
+    make_node: Callable[..., CacheNode], events: list[Event]
+) -> None:
+    disk = make_node(capacity="1GB").open_disks[0]
+    stays, goes = (disk.store.directory / "objects" / "07" / f"07{'0' * 30}-{number}" for number in (1, 2))
+    stays.mkdir(parents=True)
+    (stays / "file").write_bytes(b"precious")
+    goes.touch()
+    leftovers = Leftovers(disk.store, disk.segments)
+    for _ in range(257):
+        leftovers.look()
+    assert (stays / "file").read_bytes() == b"precious"
+    assert [event.subject for event in events] == [str(goes)]
+
+
 def test_periodic_eviction_runs_in_one_process_at_a_time(make_node: Callable[..., CacheNode]) -> None:
     records = make_node(capacity="1GB").open_disks[0].records
     assert records.claim(b"this", 60)
@@ -470,6 +488,28 @@ def test_refusal_of_an_object_ends_with_its_time(
     for _ in range(3):
         assert not evictor.reserve(SIZE, candidate)
     assert len(asked) == 3
+
+
+def test_threads_that_reserve_for_pins_at_once_all_get_the_space_that_they_free(
+    make_node: Callable[..., CacheNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.cache.eviction.evictor._PIN_SECONDS", 300.0)  # however busy the machine is
+    count = 24
+    origin = ComputedOrigin(objects(count))
+    node = make_node(capacity=count * SIZE)
+    for key in objects(count):
+        read(node, origin, key)
+    catalog.pin(node, (origin.identity, "b/kept"))
+    evictor, together = node.open_disks[0].evictor, threading.Barrier(count)
+
+    def reserve(number: int) -> bool:
+        name = ObjectName(origin.identity, f"b/kept/{number}", "1")
+        together.wait(300)
+        return evictor.reserve(SIZE, Candidate(number.to_bytes(16, "big"), SIZE, lambda: name, lambda: "b/kept"))
+
+    with ThreadPoolExecutor(count) as pool:
+        assert all(pool.map(reserve, range(count)))
+    assert used(node) == 0
 
 
 def test_processes_reserve_space_together(make_node: Callable[..., CacheNode]) -> None:

@@ -16,6 +16,8 @@ from millrace.config import Amount, resolve
 from millrace.store.records import BLOCK_BYTES
 from millrace.store.segments import appended_bytes
 
+pytestmark = pytest.mark.usefixtures("no_maintenance")
+
 MakeNode = Callable[..., CacheNode]
 
 

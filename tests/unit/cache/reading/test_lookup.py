@@ -26,6 +26,8 @@ from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.config import resolve
 from millrace.origin import ObjectInfo
 
+pytestmark = pytest.mark.usefixtures("no_maintenance")
+
 MakeNode = Callable[..., CacheNode]
 COUNT = 50  # more than are looked up before a page is unpacked
 

@@ -34,6 +34,8 @@ from millrace.store.segment_maps import SegmentMaps
 from millrace.store.segments import SMALL_OBJECT_BYTES, Segments
 from millrace.store.store import Store
 
+pytestmark = pytest.mark.usefixtures("no_maintenance")
+
 MakeNode = Callable[..., CacheNode]
 
 
@@ -559,7 +561,7 @@ def test_small_reader_in_forked_child_reads(make_node: MakeNode, monkeypatch: py
     read_all(node, origin, "b/set/001.jpg")
     pid = os.fork()
     if pid == 0:
-        signal.alarm(20)
+        signal.alarm(300)
         right = bytes(reader.read(0, 1 << 20)) == content(origin, "b/set/000.jpg")
         right = right and read_all(cache_node(node.options), origin, "b/set/001.jpg") == content(
             origin, "b/set/001.jpg"

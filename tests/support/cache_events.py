@@ -1,0 +1,19 @@
+"""The events of caches, without those of nodes and requests that earlier tests of the process have left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from millrace.events import Event, add_hook
+
+
+@contextmanager
+def cache_events() -> Iterator[list[Event]]:
+    """Gives a list of them, as they come."""
+    seen: list[Event] = []
+    remove = add_hook(lambda event: seen.append(event) if event.name.startswith("cache.") else None)
+    try:
+        yield seen
+    finally:
+        remove()
