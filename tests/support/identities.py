@@ -88,11 +88,6 @@ class SessionGate:
         self.sessions.append(session)
         return session
 
-    def wait_for_the_end(self) -> None:
-        """Until the newest session has ended."""
-        ends = self.sessions[-1].ends
-        time.sleep(max(0.0, (ends - datetime.now(UTC)).total_seconds()) + 0.05)
-
     def revoke_all(self) -> None:
         """From now on every session is refused that was opened until now."""
         past = datetime.now(UTC)

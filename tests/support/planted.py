@@ -56,7 +56,8 @@ class Planted:
         files = [path for path in below.rglob("*") if path.is_file() and path.name not in but]
         for path in files:
             self.saw(f"{where}: {path.relative_to(below)}", str(path).encode("utf-8", "surrogateescape"))
-            self.saw(f"{where}: {path.relative_to(below)}", path.read_bytes())
+            with contextlib.suppress(FileNotFoundError):  # a running process has removed it meanwhile
+                self.saw(f"{where}: {path.relative_to(below)}", path.read_bytes())
         return len(files)
 
     def places(self) -> set[str]:

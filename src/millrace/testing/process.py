@@ -7,14 +7,17 @@ still needs it while it cleans up. The first uses Linux' parent-death signal, th
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -177,13 +180,56 @@ class ChildProcess:
         self.stop()
 
 
+_LOWEST_PORT = 20_000  # Ray's workers use those from 10002 to 19999
+_LEAST_CHOICE = 4_000
+_MOST_ATTEMPTS = 10_000
+_KEPT_CLAIMS = 64
+_random = random.SystemRandom()
+_claims: deque[int] = deque()  # descriptors
+
+
 def free_ports(count: int) -> list[int]:
-    """Return `count` distinct TCP ports that were free on 127.0.0.1 a moment ago; another process may still take one."""
+    """Return `count` distinct TCP ports that are free on 127.0.0.1.
+
+    A server needs some time until it listens on its port. Until then nobody else gets it by chance: the kernel chooses
+    others, as these are below its range where that leaves room, and this function returns none that it has returned to any
+    other process, nor the last 64 of this one.
+    """
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+        for _ in range(_MOST_ATTEMPTS):
+            if len(found) == count:
+                return found
+            one = stack.enter_context(socket.socket())
+            try:
+                one.bind(("127.0.0.1", _candidate()))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            port = int(one.getsockname()[1])
+            if _claim(port):
+                found.append(port)
+    raise OSError(errno.EADDRINUSE, "no free ports on 127.0.0.1")
+
+
+def _candidate() -> int:
+    """A port of which the kernel gives none away; 0, for any, where there are few of these."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    return _random.randrange(_LOWEST_PORT, lowest) if lowest - _LOWEST_PORT >= _LEAST_CHOICE else 0
+
+
+def _claim(port: int) -> bool:
+    """Take the port among all processes that use this module; False if it is taken. The kernel frees those of dead ones."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
+        try:
+            name.bind(f"\0millrace-port-{port}")  # in no directory
+        except OSError:
+            return False
+        _claims.append(name.detach())
+    if len(_claims) > _KEPT_CLAIMS:
+        os.close(_claims.popleft())
+    return True
 
 
 def log_tail(path: Path, lines: int = 3) -> str:

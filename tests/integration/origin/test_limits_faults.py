@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.ports import reserved_port
 
 from millrace.errors import ObjectNotFoundError, OriginBusyError, OutcomeUnknownError
 from millrace.events import Event
 from millrace.origin import Origin, open_origin
 from millrace.origin.limits import retrying
 from millrace.origin.limits.retrying import Patience
-from millrace.testing.process import free_ports
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -144,15 +144,15 @@ def test_retry_after_beyond_the_patience_fails_at_once(
 @pytest.mark.slow
 def test_server_that_restarts_is_waited_for(s3: S3Server, bucket: str, tmp_path: Path) -> None:
     open_origin("s3", s3.target_options).put(f"{bucket}/x", b"here")
-    (port,) = free_ports(1)
-    away = EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.0, port=port)
-    origin = open_origin(
-        "s3", {**s3.target_options, "endpoint_url": f"http://127.0.0.1:{port}"}, {"cache_dir": str(tmp_path)}
-    )
-    back = threading.Timer(3.0, away.start)
-    back.start()
-    try:
-        assert bytes(origin.read(f"{bucket}/x", 0, 4)) == b"here"
-    finally:
-        back.join()
-        away.stop()
+    with reserved_port() as port:
+        away = EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.0, port=port)
+        origin = open_origin(
+            "s3", {**s3.target_options, "endpoint_url": f"http://127.0.0.1:{port}"}, {"cache_dir": str(tmp_path)}
+        )
+        back = threading.Timer(3.0, away.start)
+        back.start()
+        try:
+            assert bytes(origin.read(f"{bucket}/x", 0, 4)) == b"here"
+        finally:
+            back.join()
+            away.stop()

@@ -195,7 +195,7 @@ def test_redirect_counts_in_the_limit_of_its_target(server: WebServer, tmp_path:
         server.redirect("/moved.bin", f"{other.url}/there.bin")
         assert bytes(origin.read(f"{server.host}/moved.bin", 0, 5)) == b"there"
         other.service.interfere(lambda *_: Reply(status=429, headers={"Retry-After": "600"}))
-        with pytest.raises(OriginBusyError, match=r"pause of 6.. s more"):
+        with pytest.raises(OriginBusyError, match=r"pause of [56].. s more"):
             origin.head(f"{server.host}/moved.bin")
         assert bytes(origin.read(f"{server.host}/d/00.bin", 0, 2)) == b"/d"
         sent = len(other.requests)

@@ -47,7 +47,7 @@ def test_retry_after_of_a_web_server_is_kept(server: WebServer, tmp_path: Path, 
 def test_busy_web_server_does_not_close_the_gate_of_another(server: WebServer, tmp_path: Path) -> None:
     origin = open_origin("http", {}, {"cache_dir": str(tmp_path)})
     server.service.interfere(lambda *_: Reply(status=503, headers={"Retry-After": "600"}))
-    with pytest.raises(OriginBusyError, match=r"pause of 6.. s more"):
+    with pytest.raises(OriginBusyError, match=r"pause of [56].. s more"):
         origin.head(f"{server.host}/x.bin")
     with WebServer() as other:
         other.put("/y.bin", b"else")

@@ -131,7 +131,7 @@ def test_constantly_overwritten_web_object_is_never_mixed(tags: Any, preconditio
         writer.start()
         try:
             whole = changed = 0
-            for _ in range(100):
+            while whole + changed < 100 or not changed:  # the writer may begin late
                 info = origin.head(f"{server.host}/x")
                 cuts = [*range(0, info.size, info.size // 5), info.size]
                 try:
@@ -146,8 +146,6 @@ def test_constantly_overwritten_web_object_is_never_mixed(tags: Any, preconditio
         finally:
             stop.set()
             writer.join()
-        assert whole + changed == 100
-        assert changed
 
 
 def test_secrets_in_options_are_in_no_error(server: WebServer, open_fs: Callable[..., MillraceFileSystem]) -> None:

@@ -11,10 +11,11 @@ from urllib.error import URLError
 import obstore
 import pytest
 from obstore.store import S3Store
+from tests.support.ports import reserved_port
 
 from millrace.errors import DeniedError, ObjectChangedError, ObjectNotFoundError, UsageError
 from millrace.origin import open_origin
-from millrace.testing.process import ChildProcess, free_ports
+from millrace.testing.process import ChildProcess
 from millrace.testing.s3 import S3Server
 
 DATA = bytes(i * 7 % 256 for i in range(300_000))
@@ -23,19 +24,20 @@ DATA = bytes(i * 7 % 256 for i in range(300_000))
 @pytest.fixture
 def python_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """`python -m http.server`, and the directory that it shows."""
-    folder, [port] = tmp_path / "shown", free_ports(1)
+    folder = tmp_path / "shown"
     folder.mkdir()
-    command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(folder)]
-    with ChildProcess(command, log=tmp_path / "log"):
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=300).close()
-                break
-            except URLError:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-        yield f"127.0.0.1:{port}", folder
+    with reserved_port() as port:
+        command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(folder)]
+        with ChildProcess(command, log=tmp_path / "log"):
+            deadline = time.monotonic() + 120
+            while True:
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=300).close()
+                    break
+                except URLError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+            yield f"127.0.0.1:{port}", folder
 
 
 def test_pythons_server_is_read_and_listed(python_server: tuple[str, Path]) -> None:

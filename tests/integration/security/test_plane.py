@@ -34,10 +34,13 @@ from millrace.store.records import BLOCK_BYTES
 REFUSED = b"HTTP/1.1 401 Unauthorized\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 DATA = os.urandom(BLOCK_BYTES + 1000)
 
+_PATIENT_SECONDS = 120.0
+"""On a busy machine both ends may be late."""
+
 
 @pytest.fixture
 def plane(tmp_path: Path) -> Iterator[Plane]:
-    with Plane(tmp_path / "cache") as plane:
+    with Plane(tmp_path / "cache", server={"head_seconds": _PATIENT_SECONDS}) as plane:
         plane.server.route("GET", "/v1/status", lambda _: {"member": "me"})
         plane.server.route("POST", "/v1/forget", lambda _: None)
         plane.put("b/x", DATA)
@@ -134,7 +137,7 @@ def test_client_with_wrong_token_raises_peer_refused(plane: Plane) -> None:
     client = PeerClient(token="token-of-another-cluster")
     member = Member(id="me", address=plane.address)
     with pytest.raises(PeerRefusedError) as caught:
-        client.read(member, plane.describe("b/x"), (0, 5), ask=Ask.FETCH)
+        client.read(member, plane.describe("b/x"), (0, 5), ask=Ask.FETCH, deadline=_PATIENT_SECONDS)
     assert caught.value.status == 401
     assert "token-of-another-cluster" not in f"{caught.value}{caught.value!r}{caught.value.__cause__!r}"
     client.close()
@@ -253,14 +256,15 @@ def theirs(tmp_path: Path) -> Authority:
     return Authority(tmp_path, "theirs")
 
 
-def read_over(server: Tls | None, client: Tls | None, tmp_path: Path) -> bytes:
+def read_over(server: Tls | None, client: Tls | None, tmp_path: Path, *, seconds: float = 2.0) -> bytes:
     """What a client with one certificate gets from a node with another, through both of our ends."""
-    options = {"head_seconds": 2.0, "tls": server}
+    options = {"head_seconds": seconds, "tls": server}
     with Plane(tmp_path / "cache", server=options) as plane:
         what = plane.put("b/x", b"the content")
         peer = PeerClient(token=TOKEN, tls=client)
         try:
-            found = peer.read(Member(id="me", address=plane.address), what, (0, 11), ask=Ask.FETCH, deadline=5)
+            me = Member(id="me", address=plane.address)
+            found = peer.read(me, what, (0, 11), ask=Ask.FETCH, deadline=max(5.0, seconds))
             assert plane.counters()["served_requests"] == 1
             return bytes(found.data)
         except PeerError:
@@ -273,7 +277,7 @@ def read_over(server: Tls | None, client: Tls | None, tmp_path: Path) -> bytes:
 def test_members_with_certificates_of_one_authority_connect(ours: Authority, tmp_path: Path) -> None:
     """On any host: addresses of nodes change, so a certificate is valid for a member, not for a host."""
     server, client = ours.member("a", host="elsewhere.example"), ours.member("b")
-    assert read_over(server, client, tmp_path) == b"the content"
+    assert read_over(server, client, tmp_path, seconds=_PATIENT_SECONDS) == b"the content"
 
 
 @pytest.mark.parametrize(
@@ -353,7 +357,7 @@ def test_old_tls_version_is_refused(ours: Authority, tmp_path: Path) -> None:
     context.load_verify_locations(ours.path)
     context.load_cert_chain(client.cert, client.key)
     context.set_ciphers("ALL:@SECLEVEL=0")
-    with Plane(tmp_path / "cache", server={"tls": ours.member("server"), "head_seconds": 2}) as plane:
+    with Plane(tmp_path / "cache", server={"tls": ours.member("server"), "head_seconds": _PATIENT_SECONDS}) as plane:
         context.maximum_version = ssl.TLSVersion.TLSv1_2
         with WireClient(plane.address, context=context) as today:
             assert today.plain("GET", "/v1/nothing")[0].status == 404

@@ -24,6 +24,7 @@ import pytest
 import torch
 from tests.integration.security.test_plane import Authority
 from tests.support.planted import Planted
+from tests.support.ports import reserved_port
 
 import millrace
 from millrace.checkpoint import CheckpointManager, CheckpointReader, CheckpointWriter, verify_checkpoint
@@ -31,9 +32,9 @@ from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.listings import HEAD, LEVEL, LISTING
 from millrace.cluster.membership import Member
 from millrace.config import Tls
-from millrace.errors import MillraceError, PeerError
+from millrace.errors import MillraceError, PeerError, PeerRefusedError
 from millrace.origin import open_origin
-from millrace.testing.process import ChildProcess, free_ports
+from millrace.testing.process import ChildProcess
 from millrace.testing.s3 import S3Server
 
 
@@ -87,7 +88,14 @@ class RunningNode:
 
 
 @pytest.fixture
-def node(planted: Planted, s3: S3Server, bucket: str, tmp_path: Path) -> Iterator[RunningNode]:
+def port() -> Iterator[int]:
+    """The node's: starting takes seconds, in which another process would get a port that is only free."""
+    with reserved_port() as port:
+        yield port
+
+
+@pytest.fixture
+def node(planted: Planted, s3: S3Server, bucket: str, port: int, tmp_path: Path) -> Iterator[RunningNode]:
     origin = open_origin("s3", s3.target_options)
     origin.put(f"{bucket}/data/small", b"s" * 1000)
     origin.put(f"{bucket}/data/large", os.urandom(9 << 20))
@@ -100,7 +108,7 @@ def node(planted: Planted, s3: S3Server, bucket: str, tmp_path: Path) -> Iterato
         planted.known(f"line {number} of the TLS key", line)
     token = planted.secret("cluster_token")
     (tmp_path / "credentials").write_text(f"[team]\naws_access_key_id={s3.key}\naws_secret_access_key={s3.secret}\n")
-    address = f"127.0.0.1:{free_ports(1)[0]}"
+    address = f"127.0.0.1:{port}"
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "AWS_"))}
     environ |= {
         "AWS_PROFILE": "team",
@@ -143,12 +151,12 @@ def test_node_and_commands_show_no_secret(node: RunningNode, planted: Planted, s
     client = PeerClient(token=node.token, tls=node.tls)
     me = Member(id=node.address, address=node.address)
     for path in ("/v1/status", "/v1/counters", "/v1/view", f"/v1/inventory/{node.address}", "/status.json"):
-        planted.saw(f"the answer of {path}", json.dumps(client.call(me, "GET", path)))
+        planted.saw(f"the answer of {path}", json.dumps(client.call(me, "GET", path, deadline=120)))
     planted.saw_object("the client", client)
     client.close()
     stranger = PeerClient(token="another-token-that-is-wrong", tls=node.tls)
-    with pytest.raises(PeerError) as caught:
-        stranger.call(me, "GET", "/v1/status")
+    with pytest.raises(PeerRefusedError) as caught:
+        stranger.call(me, "GET", "/v1/status", deadline=120)
     planted.saw_error("the error of a stranger", caught.value)
     stranger.close()
 
@@ -171,7 +179,8 @@ def test_node_that_cannot_start_shows_no_secret(node: RunningNode, planted: Plan
     node.run("node", "run", code=1, MILLRACE_CLUSTER_TOKEN=f"{planted.secret('a wrong token')} with spaces")
     node.run("node", "run", code=1, MILLRACE_MEMBERS=f"static://user:{planted.secret('in members')}@127.0.0.1:1")
     (tmp_path / "pem" / "key.pem").write_text(planted.secret("no key of TLS"))
-    node.run("node", "run", code=1, MILLRACE_MEMBERS=f"static://127.0.0.1:{free_ports(1)[0]}")
+    with reserved_port() as port:
+        node.run("node", "run", code=1, MILLRACE_MEMBERS=f"static://127.0.0.1:{port}")
     secret = planted.secret("in a URL")
     for arguments in (("load", f"s3://user:{secret}@bucket/x"), ("ls", f"s3://user:{secret}@bucket/x")):
         node.run(*arguments, code=1)
@@ -186,7 +195,7 @@ def test_member_request_for_local_files_is_refused(node: RunningNode, tmp_path: 
     (tmp_path / "private" / "diary").write_text("of nobody's business")
     client = PeerClient(token=node.token, tls=node.tls)
     me = Member(id=node.address, address=node.address)
-    view = client.call(me, "GET", "/v1/view")
+    view = client.call(me, "GET", "/v1/view", deadline=120)
     identities = ("file", "memory", "s3+http://169.254.169.254", "https+internal", "az+https://x", "")
     paths = (str(tmp_path / "private"), f"{tmp_path}/private/../private", "bucket/latest/meta-data")
     for number, (identity, path) in enumerate(itertools.product(identities, paths)):
@@ -197,15 +206,16 @@ def test_member_request_for_local_files_is_refused(node: RunningNode, tmp_path: 
             (HEAD, {"key": f"{path}/diary"}),
         ):
             with pytest.raises(PeerError, match="no access"):
-                client.call(me, "GET", command, query=about | more)
+                client.call(me, "GET", command, query=about | more, deadline=120)
         job = f"job-{number}"
         order = {"view": view, "replicas": 1, "verify": False, "copies": False}
-        state = client.call(me, "POST", "/v1/load", {"job": job, "origin": identity, "keys": [path], **order})
+        body = {"job": job, "origin": identity, "keys": [path], **order}
+        state = client.call(me, "POST", "/v1/load", body, deadline=120)
         until = time.monotonic() + 120
         while state["state"] == "running":
             assert time.monotonic() < until, state
             time.sleep(0.02)
-            state = client.call(me, "GET", f"/v1/load/{job}")
+            state = client.call(me, "GET", f"/v1/load/{job}", deadline=120)
         assert state["state"] == "failed"
         assert "diary" not in json.dumps(state)
     client.close()

@@ -284,7 +284,7 @@ def test_interruption_of_machine_drains_its_ray_node(tmp_path: Path) -> None:
         service.shutdown()
         thread.join()
     assert done.returncode == 0, done.stderr
-    assert _Metadata.looks == 3
+    assert _Metadata.looks > _Metadata.notice_after  # one more for each that was given up on a busy machine
     calls = calls_file.read_text().splitlines()
     assert len(calls) == 2
     assert set(calls) == {

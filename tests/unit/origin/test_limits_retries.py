@@ -10,6 +10,7 @@ from typing import ClassVar
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from tests.support.clocks import TimeWithoutWaits
 from tests.support.origins import MemoryOrigin
 
 from millrace.errors import (
@@ -25,7 +26,7 @@ from millrace.events import Event
 from millrace.origin import ObjectInfo
 from millrace.origin.base import LimitedOrigin, Limits
 from millrace.origin.fsspec_origin import FsspecOrigin
-from millrace.origin.limits import retrying
+from millrace.origin.limits import retrying, slots
 from millrace.origin.limits.retrying import Patience
 
 
@@ -54,6 +55,15 @@ def slow_down(retry_after: float | None = None) -> OriginBusyError:
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jitter is always small, so that the pauses are short."""
     monkeypatch.setattr("millrace.origin.limits.slots.JITTER.random", lambda: 0.01)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> TimeWithoutWaits:
+    """The limits' own time: pauses and patience do not depend on the speed of the machine."""
+    clock = TimeWithoutWaits()
+    for module in (retrying, slots):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
 
 
 @pytest.fixture
@@ -114,26 +124,33 @@ def test_error_after_the_last_try_has_the_number_of_tries(
 
 @pytest.mark.parametrize("retry_after", [None, 0.02])
 def test_read_from_a_busy_origin_fails_after_the_patience(
-    inner: MemoryOrigin, origin: LimitedOrigin, monkeypatch: pytest.MonkeyPatch, retry_after: float | None
+    inner: MemoryOrigin,
+    origin: LimitedOrigin,
+    clock: TimeWithoutWaits,
+    monkeypatch: pytest.MonkeyPatch,
+    retry_after: float | None,
 ) -> None:
     monkeypatch.setattr(retrying, "PATIENCE", Patience(seconds=0.5, tries=1))
+    began = clock.now
     failing = inner.before_read = Failing(*[slow_down(retry_after) for _ in range(99)])
     with pytest.raises(OriginBusyError, match=r"tried \d+ times"):
         origin.read("b/k", 0, 1)
     assert failing.calls > 1  # tries count failures, not delays
+    assert 0 < clock.now - began < 1
 
 
-def test_pause_beyond_the_patience_fails_at_once(inner: MemoryOrigin, origin: LimitedOrigin) -> None:
+def test_pause_beyond_the_patience_fails_at_once(
+    inner: MemoryOrigin, origin: LimitedOrigin, clock: TimeWithoutWaits
+) -> None:
     failing = inner.before_read = Failing(slow_down(300.0))
-    before = time.monotonic()
-    with pytest.raises(OriginBusyError, match=r"pause of 3.. s more") as caught:
+    began = clock.now
+    with pytest.raises(OriginBusyError, match=r"pause of 300 s more") as caught:
         origin.read("b/k", 0, 1)
-    assert caught.value.retry_after is not None
-    assert 290 < caught.value.retry_after < 310
+    assert caught.value.retry_after == pytest.approx(300.05)
     with pytest.raises(OriginBusyError, match=r"s3://b/other: .* pause of"):
         origin.head("b/other")  # nor does anything else reach it meanwhile
     assert (failing.calls, inner.count("head")) == (1, 0)
-    assert time.monotonic() - before < 60  # less than the patience
+    assert clock.now == began
 
 
 def test_slot_after_any_outcome_is_released(inner: MemoryOrigin, origin: LimitedOrigin) -> None:

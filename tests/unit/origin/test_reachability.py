@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http.server
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.ports import reserved_port
 
 from millrace.cli import main
 from millrace.errors import MillraceError, ObjectNotFoundError, OriginUnavailableError
@@ -60,6 +62,28 @@ def started(port: int = 0, context: ssl.SSLContext | None = None) -> _Server:
     return server
 
 
+@pytest.fixture(autouse=True)
+def _patient_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a server of this process may answer late; then it would be the time that is named."""
+    monkeypatch.setattr(reachability, "_PROBE_SECONDS", 120.0)
+    for function in (reachability.probe, reachability.diagnose):
+        monkeypatch.setitem(function.__kwdefaults__, "seconds", 120.0)
+
+
+@pytest.fixture(autouse=True)
+def _no_earlier_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server here may have the port of one that has answered an earlier test, without TLS."""
+    monkeypatch.setattr(reachability, "_answered", set())
+    monkeypatch.setattr(reachability, "_found", {})
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """At which no server listens, but those of the test."""
+    with reserved_port() as port:
+        yield port
+
+
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tls")
@@ -78,16 +102,15 @@ def addresses(certificate: Path) -> Iterator[dict[str, str]]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
     plain, encrypted = started(), started(context=context)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        free = taken.getsockname()[1]
-    yield {
-        "refused": f"http://127.0.0.1:{free}",
-        "unknown host": "http://no-such-host.invalid",
-        "TLS to a plain port": f"https://127.0.0.1:{plain.server_port}",
-        "no scheme": f"127.0.0.1:{plain.server_port}",
-        "plain to a TLS port": f"http://127.0.0.1:{encrypted.server_port}",
-        "certificate": f"https://localhost:{encrypted.server_port}",
-    }
+    with reserved_port() as refusing:
+        yield {
+            "refused": f"http://127.0.0.1:{refusing}",
+            "unknown host": "http://no-such-host.invalid",
+            "TLS to a plain port": f"https://127.0.0.1:{plain.server_port}",
+            "no scheme": f"127.0.0.1:{plain.server_port}",
+            "plain to a TLS port": f"http://127.0.0.1:{encrypted.server_port}",
+            "certificate": f"https://localhost:{encrypted.server_port}",
+        }
     for server in (plain, encrypted):
         server.shutdown()
         server.server_close()
@@ -167,10 +190,8 @@ def test_upload_to_an_unreachable_endpoint_names_the_cause(addresses: dict[str, 
         upload()
 
 
-def test_endpoint_that_starts_within_the_short_wait_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_that_starts_within_the_short_wait_is_used(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "BRIEF_SECONDS", 120.0)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
     servers: list[_Server] = []
     timer = threading.Timer(1.0, lambda: servers.append(started(port)))
     timer.start()
@@ -182,11 +203,10 @@ def test_endpoint_that_starts_within_the_short_wait_is_used(monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_endpoint_that_answered_before_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_that_answered_before_is_waited_for(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that restarts in the middle of a run refuses connections for longer than the brief patience."""
     monkeypatch.setattr(reachability, "BRIEF_SECONDS", 0.5)
-    server = started()
-    port = server.server_port
+    server = started(port)
     origin, key = origin_at("s3", f"http://127.0.0.1:{port}")
     with pytest.raises(ObjectNotFoundError):
         origin.head(key)
@@ -204,10 +224,10 @@ def test_endpoint_that_answered_before_is_waited_for(monkeypatch: pytest.MonkeyP
     servers[0].server_close()
 
 
-def test_error_after_the_usual_patience_names_the_last_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_after_the_usual_patience_names_the_last_cause(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrying, "PATIENCE", retrying.Patience(seconds=60.0, tries=2))
-    server = started()
-    origin, key = origin_at("s3", f"http://127.0.0.1:{server.server_port}")
+    server = started(port)
+    origin, key = origin_at("s3", f"http://127.0.0.1:{port}")
     with pytest.raises(ObjectNotFoundError):
         origin.head(key)
     server.shutdown()
@@ -226,8 +246,8 @@ def test_error_of_a_reset_connection_names_the_cause(monkeypatch: pytest.MonkeyP
                     accepted, _ = listening.accept()
                 except OSError:  # the test is over
                     return
-                accepted.recv(1)
-                accepted.close()
+                with accepted, contextlib.suppress(OSError):  # the client was faster
+                    accepted.recv(1)
 
         threading.Thread(target=hang_up, daemon=True).start()
         origin, key = origin_at("s3", f"http://127.0.0.1:{listening.getsockname()[1]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -10,7 +11,7 @@ from tests.support.interrupts import interrupts
 from tests.support.waiting import wait_until
 
 from millrace.errors import DeniedError
-from millrace.origin.side_by_side import side_by_side
+from millrace.origin.side_by_side import _next, side_by_side
 
 
 def test_side_by_side_results_are_in_the_order_of_the_items() -> None:
@@ -62,8 +63,14 @@ def test_interrupt_while_all_items_hang_ends_the_wait() -> None:
         begun.append(item)
         go_on.wait(300)
 
+    def interrupt_the_wait() -> None:
+        # Not before: an interrupt in the start of a thread may leave a lock of Python's own held.
+        wait_until(lambda: sys._current_frames()[main].f_code is waits)
+        interrupt_after(0.01)
+
+    main, waits = threading.get_ident(), _next.__code__
     with interrupts() as interrupt_after:
-        interrupt_after(0.1)
+        threading.Thread(target=interrupt_the_wait, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
             side_by_side(action, range(100), 3, "test-side")
     assert not go_on.is_set()

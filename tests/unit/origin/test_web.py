@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from tests.support.http_service import HttpService, Reply, Request
+from tests.support.ports import reserved_port
 from tests.support.web_server import WebServer
 
 from millrace.errors import (
@@ -45,7 +46,8 @@ def server() -> Iterator[WebServer]:
 
 @pytest.fixture
 def origin() -> WebOrigin:
-    return WebOrigin("http", {"timeout": 5})
+    # Nothing here is retried, and on a busy machine the server may be late.
+    return WebOrigin("http", {"timeout": 120})
 
 
 def _fork(work: Callable[[], bool]) -> bool:
@@ -213,6 +215,7 @@ def test_silent_server_is_unavailable(server: WebServer) -> None:
     server.service.interfere(lambda request, reply: replace(reply, pause_seconds=30), count=1)
     with pytest.raises(OriginUnavailableError):
         origin.read(f"{server.host}/x.bin", 0, 1000)
+    origin._sessions.get().connections._silence_seconds = 120  # the server may be late, but is not silent
     assert bytes(origin.read(f"{server.host}/x.bin", 0, 1000)) == DATA[:1000]
 
 
@@ -249,10 +252,8 @@ def test_busy_response_has_its_retry_after(
 
 
 def test_address_without_a_server_is_unavailable(origin: WebOrigin) -> None:
-    with WebServer() as server:
-        host = server.host
-    with pytest.raises(OriginUnavailableError) as caught:
-        origin.head(f"{host}/x.bin?sig=planted")
+    with reserved_port() as port, pytest.raises(OriginUnavailableError) as caught:
+        origin.head(f"127.0.0.1:{port}/x.bin?sig=planted")
     assert "planted" not in str(caught.value)
 
 
@@ -371,6 +372,7 @@ def test_slow_download_of_an_object_without_ranges_is_unavailable(
         server.service.interfere(lambda request, reply: replace(reply, pause_seconds=0.05, pieces=300), count=1)
         with pytest.raises(OriginUnavailableError, match="slowly"):
             origin.read(f"{server.host}/x.bin", 290_000, 290_100)
+        monkeypatch.setattr(whole, "_SLOW_SECONDS", 120.0)
         assert bytes(origin.read(f"{server.host}/x.bin", 290_000, 290_100)) == DATA[290_000:290_100]
 
 
@@ -555,7 +557,8 @@ def certificate(tmp_path: Path) -> Path:
     return path
 
 
-def test_certificates_are_checked_and_can_be_configured(certificate: Path) -> None:
+def test_certificates_are_checked_and_can_be_configured(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_CONNECT_SECONDS", 120.0)  # for the handshake, too
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     with WebServer(tls=context) as server:

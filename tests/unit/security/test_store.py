@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -62,7 +63,11 @@ def no_umask() -> Iterator[None]:
 
 def modes(below: Path) -> dict[str, int]:
     """The mode of everything below a folder, by its path."""
-    return {str(path.relative_to(below)): stat.S_IMODE(path.lstat().st_mode) for path in below.rglob("*")}
+    found = {}
+    for path in below.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # an open cache has removed it meanwhile
+            found[str(path.relative_to(below))] = stat.S_IMODE(path.lstat().st_mode)
+    return found
 
 
 def wrong_modes(below: Path) -> dict[str, str]:

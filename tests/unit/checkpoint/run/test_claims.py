@@ -237,7 +237,7 @@ def test_claim_that_a_thread_uses_during_a_fork_does_not_block_the_child(run):
     torch.save(1, one)
 
     def use() -> str:
-        signal.alarm(20)  # ends a child that waits for a lock
+        signal.alarm(120)  # ends a child that waits for a lock
         claim.release()
         with pytest.raises(UsageError, match="before the fork"):
             claim.announce([])

@@ -259,6 +259,10 @@ def test_saver_in_forked_child_waits_for_nothing_and_refuses():
 # --- the threads ----------------------------------------------------------------------------------
 
 
+def pipeline_threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("millrace-checkpoint")}
+
+
 def test_pipeline_results_are_in_order():
     gates = [threading.Event() for _ in range(3)]
 
@@ -281,26 +285,25 @@ def test_pipeline_raises_the_first_error_in_order():
         done.append(number)
         return number
 
-    given, numbers = [], iter(range(1000))
+    given, numbers, before = [], iter(range(1000)), pipeline_threads()
     running = run_in_order(numbers, work, 2)
     given.extend(next(running) for _ in range(3))
     with pytest.raises(MillraceError, match="third"):
         next(running)
     assert given == [0, 1, 2]
     assert next(numbers) <= 10
-    left = [thread for thread in threading.enumerate() if thread.name.startswith("millrace-checkpoint")]
-    assert not left
+    assert not pipeline_threads() - before
 
 
 def test_pipeline_takes_bounded_work_and_cancels_the_rest():
-    begun = []
+    begun, before = [], pipeline_threads()
     running = run_in_order(range(100), lambda number: begun.append(number) or number, 2)
     assert next(running) == 0
     assert len(begun) <= 6
     running.close()
     count = len(begun)
     assert count <= 6
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("millrace-checkpoint")]
+    assert not pipeline_threads() - before
 
 
 def test_default_threads_are_the_cores_up_to_eight(monkeypatch):
