@@ -9,6 +9,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from tests.support import patience
+
 from millrace.testing.process import ChildProcess, log_tail
 
 _PROGRAM = """
@@ -60,12 +62,17 @@ class AskedError(Exception):
 
 
 class AskedProcess:
-    """A process with the file system `millrace.filesystem("s3", **options)`. Stop it in the end."""
+    """A process with the file system `millrace.filesystem("s3", **options)`. Stop it in the end.
 
-    def __init__(self, log: Path, options: dict[str, Any]) -> None:
+    With `patient` it waits for other processes as `tests/support/patience.py` describes.
+    """
+
+    def __init__(self, log: Path, options: dict[str, Any], *, patient: bool = False) -> None:
         self._log = log
         self._lock = threading.Lock()
-        self._process = ChildProcess([sys.executable, "-c", _PROGRAM], log=log, pipes=True)
+        self._process = ChildProcess(
+            [sys.executable, "-c", patience.CODE + _PROGRAM if patient else _PROGRAM], log=log, pipes=True
+        )
         self._write(options)
 
     def _write(self, line: dict[str, Any]) -> None:
