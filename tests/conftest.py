@@ -19,6 +19,7 @@ from hypothesis import settings
 from tests.support.azurite import AzuriteServer, find_azurite
 from tests.support.chromium import find_chromium
 from tests.support.etcd import EtcdServer, find_etcd
+from tests.support.patience import patient
 from tests.support.prometheus import find_prometheus
 
 from millrace.cache.node import close_nodes, nodes_are_open
@@ -168,6 +169,13 @@ def events() -> Iterator[list[Event]]:
     remove = add_hook(seen.append)
     yield seen
     remove()
+
+
+@pytest.fixture
+def patient_peers() -> Iterator[None]:
+    """For tests in which every peer responds, however busy the machine is."""
+    with patient():
+        yield
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from tests.support import patience
+
 from millrace.testing.process import ChildProcess, log_tail
 
 _PROGRAM = """
@@ -62,13 +64,18 @@ class AskedError(Exception):
 class AskedProcess:
     """A process with the file system `millrace.filesystem("s3", **options)`. Stop it in the end.
 
-    With `clock` its time is that until it is set: a busy machine does not let metadata expire.
+    With `clock` its time is that until it is set: a busy machine does not let metadata expire. With `patient` it waits for
+    other processes as `tests/support/patience.py` describes.
     """
 
-    def __init__(self, log: Path, options: dict[str, Any], *, clock: float | None = None) -> None:
+    def __init__(
+        self, log: Path, options: dict[str, Any], *, clock: float | None = None, patient: bool = False
+    ) -> None:
         self._log = log
         self._lock = threading.Lock()
-        self._process = ChildProcess([sys.executable, "-c", _PROGRAM], log=log, pipes=True)
+        self._process = ChildProcess(
+            [sys.executable, "-c", patience.CODE + _PROGRAM if patient else _PROGRAM], log=log, pipes=True
+        )
         self._write(clock)
         self._write(options)
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from tests.support import patience
+
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.membership import Member
 from millrace.errors import OriginUnavailableError
@@ -113,7 +115,7 @@ class LocalCluster:
     `members` is `"static"` or the value of the option `members`; with `"static"` all nodes, also those of `later`, which are
     started by `start_one` only, are in the list from the start. `options` go to every node's command line. `hosts` are the
     nodes' addresses, with or without a port, and `prefixes` stand before the commands of single nodes (`ip netns exec ...`).
-    A context manager.
+    With `patient` the nodes wait for each other as `tests/support/patience.py` describes. A context manager.
     """
 
     def __init__(
@@ -127,11 +129,13 @@ class LocalCluster:
         options: Sequence[str] = (),
         hosts: Sequence[str] | None = None,
         prefixes: Mapping[int, Sequence[str]] | None = None,
+        patient: bool = False,
     ) -> None:
         self.directory = directory
         self.target_options = dict(target_options)
         self._options = list(options)
         self.prefixes = dict(prefixes or {})
+        self._program = patience.CODE + _MAIN if patient else _MAIN
         names = list(hosts or (f"127.0.0.{number + 2}" for number in range(count + later)))
         self.nodes = []
         for number, name in enumerate(names):
@@ -240,7 +244,7 @@ class LocalCluster:
             *self.prefixes.get(node.number, ()),
             sys.executable,
             "-c",
-            _MAIN,
+            self._program,
             *run,
             *self._options,
             *node.options,

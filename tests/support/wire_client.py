@@ -63,6 +63,14 @@ class WireClient:
         self.socket.sendall(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
         return self.answer(method)
 
+    def receive(self, nbytes: int) -> bytes:
+        """Exactly so many bytes, and none of what may have arrived after them."""
+        while len(self._buffer) < nbytes:
+            self._receive()
+        data = bytes(self._buffer[:nbytes])
+        del self._buffer[:nbytes]
+        return data
+
     def answer(self, method: str = "GET") -> tuple[ResponseHead, bytes]:
         """The next final response. Raises `ConnectionError` if it ends too early."""
         while True:

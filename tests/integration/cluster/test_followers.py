@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support import patience
 from tests.support.local_cluster import TOKEN, LocalCluster
 
 from millrace.checkpoint import WeightPublisher
@@ -17,7 +18,9 @@ from millrace.filesystem import filesystem
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
-PROGRAM = """
+PROGRAM = (
+    patience.CODE
+    + """
 import json, sys, warnings
 warnings.filterwarnings("ignore")
 import torch
@@ -30,6 +33,7 @@ for _ in range(3):
     assert follower.update(weights) == version
     print(version, int(weights["body"].view(torch.int16).long().sum()), flush=True)
 """
+)
 COUNT, FOLLOWERS = 4 << 20, 4
 
 
@@ -50,7 +54,7 @@ def test_four_followers_cost_the_storage_one_read_of_each_version(tmp_path: Path
         options = {**s3.target_options, "endpoint_url": region.endpoint_url}
         settings = json.dumps({"url": url, "target_options": options, "count": COUNT})
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "AWS_"))}
-        with LocalCluster(tmp_path, FOLLOWERS, target_options=options) as cluster:
+        with LocalCluster(tmp_path, FOLLOWERS, target_options=options, patient=True) as cluster:
             followers = [
                 subprocess.Popen(
                     [sys.executable, "-c", PROGRAM, settings],

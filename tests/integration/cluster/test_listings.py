@@ -28,9 +28,11 @@ from millrace.cluster.listings import ClusterListings, MetadataOwner, metadata_i
 from millrace.cluster.membership import Member, NodeLink, View
 from millrace.cluster.origins import Origins
 from millrace.cluster.serving import BlockService
-from millrace.config import resolve
+from millrace.config import SILENCE_SECONDS, resolve
 from millrace.errors import ObjectNotFoundError, PeerRefusedError
 from millrace.origin import ListingPage
+
+pytestmark = pytest.mark.usefixtures("patient_peers")
 
 TOKEN = "a-token-for-tests-only"
 
@@ -250,6 +252,7 @@ def test_restarted_owner_serves_no_metadata_from_before(make_nodes: MakeNodes, o
 def test_owner_serves_no_metadata_from_before_a_pause_of_its_process(
     make_nodes: MakeNodes, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("millrace.cluster.listings.SILENCE_SECONDS", SILENCE_SECONDS)
     keys = filled(origin, 3)
     owner, *others = in_order(make_nodes(3, "immutable"))
     alive = MetadataOwner(owner.serving, Origins([origin], environment=False), Invalidations(owner.cluster))
@@ -259,7 +262,7 @@ def test_owner_serves_no_metadata_from_before_a_pause_of_its_process(
     assert names(others[0], origin, "b/train") == keys
     origin.put(keys[1], b"written in the pause")
     real = time.clock_gettime
-    monkeypatch.setattr(time, "clock_gettime", lambda clock: real(clock) + 2.0)
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: real(clock) + SILENCE_SECONDS)
     assert others[1].reading.metadata.stat(origin, keys[1]) == origin.head(keys[1])
 
 

@@ -27,6 +27,8 @@ from millrace.config import Amount, resolve
 from millrace.events import Event, add_hook
 from millrace.store.records import BLOCK_BYTES, Entry, object_id
 
+pytestmark = pytest.mark.usefixtures("patient_peers")
+
 TOKEN = "secret"
 FAST = 1e12
 HERE, JOINING, LEAVING = MemberState.HERE, MemberState.JOINING, MemberState.LEAVING

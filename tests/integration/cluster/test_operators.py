@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -74,7 +75,15 @@ def test_node_with_another_token_is_skipped(
 def test_node_with_a_copied_cache_directory_is_reported(etcd: EtcdServer, s3: S3Server, tmp_path: Path) -> None:
     with cluster_of(etcd, s3, tmp_path / "cluster", 1, later=1) as cluster:
         first, copy = cluster.nodes
-        shutil.copytree(first.cache_dir, copy.cache_dir)
+
+        def is_copied() -> bool:
+            shutil.rmtree(copy.cache_dir, ignore_errors=True)
+            with contextlib.suppress(shutil.Error):  # the node has replaced a file meanwhile
+                shutil.copytree(first.cache_dir, copy.cache_dir)
+                return True
+            return False
+
+        wait_until(is_copied)
         copy.start()
         wait_until(lambda: f"the node at {copy.address} has this node's id" in log_of(first))
         assert log_of(first).count("has this node's id") == 1

@@ -15,6 +15,8 @@ from tests.support.web_server import WebServer
 
 import millrace
 
+pytestmark = pytest.mark.usefixtures("patient_peers")
+
 NOWHERE = {"key": "none", "secret": "none", "endpoint_url": "http://127.0.0.1:9"}
 DATA = os.urandom(3_000_000)
 
@@ -38,7 +40,7 @@ def test_environment_origin_is_read_once_for_all(
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", options["account_name"])
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", options["account_key"])
         monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", options["account_host"])
-        with LocalCluster(tmp_path, 2, target_options=NOWHERE) as cluster:
+        with LocalCluster(tmp_path, 2, target_options=NOWHERE, patient=True) as cluster:
             before = cluster.counters()
             for fs in filesystems(cluster, "hf", None):
                 assert fs.cat_file("datasets/user/set/x.bin") == DATA
@@ -58,7 +60,7 @@ def test_web_server_is_read_for_others_only_if_configured(tmp_path: Path, given:
     with WebServer() as web:
         web.put("/x.bin", DATA)
         options = ["--origin", "http://"] if given else []
-        with LocalCluster(tmp_path, 2, target_options=NOWHERE, options=options) as cluster:
+        with LocalCluster(tmp_path, 2, target_options=NOWHERE, options=options, patient=True) as cluster:
             before = cluster.counters()
             for fs in filesystems(cluster, "http", None):
                 assert fs.cat_file(f"{web.url}/x.bin") == DATA
@@ -73,7 +75,7 @@ def test_clients_of_nodes_without_access_share_what_one_of_them_reads(tmp_path: 
         keys = [f"/{number}.bin" for number in range(4)]
         for key in keys:
             web.put(key, DATA)
-        with LocalCluster(tmp_path, 2, target_options=NOWHERE) as cluster:
+        with LocalCluster(tmp_path, 2, target_options=NOWHERE, patient=True) as cluster:
             clients = [
                 millrace.filesystem(
                     "http",

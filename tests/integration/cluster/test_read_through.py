@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
+from tests.support import patience
 from tests.support.local_cluster import TOKEN, LocalCluster, LocalNode
 
 from millrace.cache.node import close_nodes
@@ -27,7 +28,9 @@ from millrace.testing.s3 import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled")
 
-PROGRAM = """
+PROGRAM = (
+    patience.CODE
+    + """
 import json, sys, warnings
 warnings.filterwarnings("ignore")
 import torch, xxhash
@@ -38,6 +41,7 @@ with CheckpointManager(settings["url"], target_options=settings["target_options"
     step = run.restore(state)
 print(json.dumps([step, {name: xxhash.xxh3_64_intdigest(tensor.numpy()) for name, tensor in state.items()}]))
 """
+)
 
 
 def make_state(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -140,7 +144,7 @@ def test_restore_on_three_nodes_reads_each_data_byte_once(
 ) -> None:
     url = f"s3://{bucket}/run"
     state = save(url, s3, 3)
-    with LocalCluster(tmp_path, 3, target_options=options) as cluster:
+    with LocalCluster(tmp_path, 3, target_options=options, patient=True) as cluster:
         nodes = [node for node in cluster.nodes for _ in range(ranks)]
         programs = [start(cluster, node, url, options, ranks=ranks) for node in nodes]  # "auto"
         for program in programs:
@@ -161,7 +165,7 @@ def test_restore_without_the_cluster_reads_the_origin_each_time(
 ) -> None:
     url = f"s3://{bucket}/run"
     state = save(url, s3, 3)
-    with LocalCluster(tmp_path, 1, target_options=options) as cluster:
+    with LocalCluster(tmp_path, 1, target_options=options, patient=True) as cluster:
         for _ in range(2):
             program = start(cluster, cluster.nodes[0], url, options, read_through="none")
             output, _ = program.communicate(timeout=300)
@@ -170,6 +174,7 @@ def test_restore_without_the_cluster_reads_the_origin_each_time(
         assert cached_files(cluster) == {0: set()}
 
 
+@pytest.mark.usefixtures("patient_peers")
 def test_every_reader_shares_the_cached_bytes(
     tmp_path: Path,
     s3: S3Server,
@@ -181,7 +186,7 @@ def test_every_reader_shares_the_cached_bytes(
     url = f"s3://{bucket}/run/step-000000000001"
     state = make_state()
     dcp.save(state, storage_writer=CheckpointWriter(url, target_options=s3.target_options))
-    with LocalCluster(tmp_path, 2, target_options=options) as cluster:
+    with LocalCluster(tmp_path, 2, target_options=options, patient=True) as cluster:
         join(monkeypatch, cluster, cluster.nodes[0])
         loaded = empty(state)
         dcp.load(loaded, storage_reader=CheckpointReader(url, target_options=options))
@@ -194,6 +199,7 @@ def test_every_reader_shares_the_cached_bytes(
         assert bytes_down(region, bucket) <= 1.02 * nbytes(s3, bucket)
 
 
+@pytest.mark.usefixtures("patient_peers")
 def test_stock_checkpoint_is_read_through_the_cluster(
     tmp_path: Path,
     s3: S3Server,
@@ -208,7 +214,7 @@ def test_stock_checkpoint_is_read_through_the_cluster(
     direct = filesystem("s3", s3.target_options, members="none")
     for file in folder.iterdir():
         direct.pipe_file(f"{bucket}/run/step-1/{file.name}", file.read_bytes())
-    with LocalCluster(tmp_path, 2, target_options=options) as cluster:
+    with LocalCluster(tmp_path, 2, target_options=options, patient=True) as cluster:
         join(monkeypatch, cluster, cluster.nodes[0])
         for _ in range(3):
             loaded = empty(state)
@@ -218,6 +224,7 @@ def test_stock_checkpoint_is_read_through_the_cluster(
         assert bytes_down(region, bucket) <= 1.02 * nbytes(s3, bucket)
 
 
+@pytest.mark.usefixtures("patient_peers")
 def test_rank_reads_only_its_part(
     tmp_path: Path,
     s3: S3Server,
@@ -228,7 +235,7 @@ def test_rank_reads_only_its_part(
 ) -> None:
     url = f"s3://{bucket}/run"
     state = save(url, s3, 1)
-    with LocalCluster(tmp_path, 2, target_options=options) as cluster:
+    with LocalCluster(tmp_path, 2, target_options=options, patient=True) as cluster:
         join(monkeypatch, cluster, cluster.nodes[0])
         part = empty(state)
         with CheckpointManager(url, target_options=options, read_through="cluster") as run:
@@ -241,11 +248,12 @@ def test_rank_reads_only_its_part(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient_peers")
 def test_overwritten_checkpoint_is_read_in_its_new_version(
     tmp_path: Path, s3: S3Server, bucket: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"s3://{bucket}/run/step-1"
-    with LocalCluster(tmp_path, 2, target_options=options) as cluster:
+    with LocalCluster(tmp_path, 2, target_options=options, patient=True) as cluster:
         join(monkeypatch, cluster, cluster.nodes[0])
         for seed in range(4):
             state = make_state(seed)
@@ -256,11 +264,12 @@ def test_overwritten_checkpoint_is_read_in_its_new_version(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient_peers")
 def test_step_that_was_rewound_and_saved_again_is_read_in_its_new_version(
     tmp_path: Path, s3: S3Server, bucket: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"s3://{bucket}/run"
-    with LocalCluster(tmp_path, 2, target_options=options) as cluster:
+    with LocalCluster(tmp_path, 2, target_options=options, patient=True) as cluster:
         join(monkeypatch, cluster, cluster.nodes[1])
         for seed in range(3):
             state = make_state(seed)
@@ -277,6 +286,7 @@ def test_step_that_was_rewound_and_saved_again_is_read_in_its_new_version(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True], ids=["save", "save_async"])
+@pytest.mark.usefixtures("patient_peers")
 def test_pruned_step_is_dropped_on_every_node(
     tmp_path: Path,
     s3: S3Server,
@@ -287,7 +297,7 @@ def test_pruned_step_is_dropped_on_every_node(
 ) -> None:
     url = f"s3://{bucket}/run"
     save(url, s3, 1, 2, full_every=1)
-    with LocalCluster(tmp_path, 3, target_options=options) as cluster:
+    with LocalCluster(tmp_path, 3, target_options=options, patient=True) as cluster:
         for node in cluster.nodes[:2]:
             join(monkeypatch, cluster, node)
             for step in (1, 2):
@@ -361,7 +371,7 @@ def test_damaged_cached_bytes_are_read_again_and_not_restored(
 ) -> None:
     url = f"s3://{bucket}/run"
     state = save(url, s3, 1)
-    with LocalCluster(tmp_path, 1, target_options=options) as cluster:
+    with LocalCluster(tmp_path, 1, target_options=options, patient=True) as cluster:
         node = cluster.nodes[0]
         join(monkeypatch, cluster, node)
         with CheckpointManager(url, target_options=options, read_through="cluster") as run:
@@ -387,7 +397,7 @@ def test_unusable_cache_directory_does_not_stop_a_restore(
 ) -> None:
     url = f"s3://{bucket}/run"
     state = save(url, s3, 1)
-    with LocalCluster(tmp_path, 1, target_options=options) as cluster:
+    with LocalCluster(tmp_path, 1, target_options=options, patient=True) as cluster:
         join(monkeypatch, cluster, cluster.nodes[0])
         (tmp_path / "file").write_text("not a directory")
         monkeypatch.setenv("MILLRACE_CACHE_DIR", str(tmp_path / "file" / "below"))

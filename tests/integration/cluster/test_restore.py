@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors.torch import save as save_safetensors
+from tests.support import patience
 from tests.support.local_cluster import LocalCluster
 
 from millrace.checkpoint import CheckpointWriter
@@ -20,7 +21,9 @@ from millrace.filesystem import filesystem
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
-PROGRAM = """
+PROGRAM = (
+    patience.CODE
+    + """
 import json, sys, warnings
 warnings.filterwarnings("ignore")
 import torch
@@ -39,6 +42,7 @@ else:
         state = load(file.read())
 print(json.dumps({name: xxhash.xxh3_64_hexdigest(tensor.numpy()) for name, tensor in state.items()}))
 """
+)
 
 
 @pytest.fixture
@@ -68,7 +72,7 @@ def test_restore_on_four_nodes_reads_the_origin_once(
         direct.pipe(url, save_safetensors(state))
     total = sum(entry["size"] for entry in direct.find(f"{bucket}/run", detail=True).values())
     options = {**s3.target_options, "endpoint_url": region.endpoint_url}
-    with LocalCluster(tmp_path, 4, target_options=options) as cluster:
+    with LocalCluster(tmp_path, 4, target_options=options, patient=True) as cluster:
         programs = []
         for node in cluster.nodes:
             settings = {

@@ -27,7 +27,7 @@ MB = 1 << 20
 
 @pytest.mark.slow
 def test_stripes_have_several_owners_and_are_fetched_once(
-    tmp_path: Path, s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch, patient_peers: None
 ) -> None:
     # As 256 MiB and 1 GiB are in earnest, in nodes that all live in this process.
     monkeypatch.setattr(placement, "STRIPE_BYTES", 8 * MB)
@@ -60,7 +60,7 @@ def test_stripes_have_several_owners_and_are_fetched_once(
                     resolve(arguments, environ={"HOME": str(tmp_path)}, file={}), port=port, origins=[fs.origin]
                 )
                 stack.enter_context(node)
-                assert node.wait_here(60)
+                assert node.wait_here(300)
             with ThreadPoolExecutor(4) as pool:
                 found = list(pool.map(lambda fs: hashlib.sha256(fs.cat_file(f"{bucket}/large")).digest(), systems))
             assert found == [hashlib.sha256(data).digest()] * 4

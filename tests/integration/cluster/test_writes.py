@@ -7,6 +7,7 @@ Three real nodes over a real S3 server; on each two processes that read, one wit
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import random
 import threading
@@ -40,7 +41,8 @@ BELIEFS = ("60s", "immutable")
 
 @pytest.fixture(scope="module")
 def cluster(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with LocalCluster(tmp_path_factory.mktemp("writes"), 3, target_options=s3.target_options) as cluster:
+    directory = tmp_path_factory.mktemp("writes")
+    with LocalCluster(directory, 3, target_options=s3.target_options, patient=True) as cluster:
         yield cluster
 
 
@@ -48,7 +50,7 @@ def cluster(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def readers(cluster: LocalCluster) -> Iterator[list[AskedProcess]]:
     """On node 0, 1 and 2 with one freshness, then with the other."""
     started = [
-        AskedProcess(node.directory / f"{freshness}.log", cluster.arguments(node, consistency=freshness))
+        AskedProcess(node.directory / f"{freshness}.log", cluster.arguments(node, consistency=freshness), patient=True)
         for freshness in BELIEFS
         for node in cluster.nodes
     ]
@@ -63,7 +65,7 @@ def origin(s3: S3Server) -> Origin:
 
 
 @pytest.fixture
-def on_node(cluster: LocalCluster) -> Callable[..., millrace.MillraceFileSystem]:
+def on_node(cluster: LocalCluster, patient_peers: None) -> Callable[..., millrace.MillraceFileSystem]:
     """A file system of this process on a node's machine."""
 
     def make(number: int, **options: object) -> millrace.MillraceFileSystem:
@@ -226,7 +228,8 @@ def test_write_with_consistency_always_is_visible_everywhere(
     key = f"{bucket}/x.bin"
     origin.put(key, content(1, PAGE))
     assert everywhere(readers, lambda reader: reader.read(key)) == [content(1, PAGE)] * len(readers)
-    writer = AskedProcess(cluster.directory / "always.log", cluster.arguments(cluster.nodes[2], consistency="always"))
+    options = cluster.arguments(cluster.nodes[2], consistency="always")
+    writer = AskedProcess(cluster.directory / "always.log", options, patient=True)
     try:
         writer.write(key, content(2, PAGE))
     finally:
@@ -356,11 +359,17 @@ def test_metadata_owner_that_missed_a_write_does_not_serve_older_metadata(
         for key in keys:
             assert reader.read(key) == content(2, PAGE)
             time.sleep(0.2)  # at first the reader skips the owner
-        status = cluster.client.call(cluster.member(other), "GET", "/v1/status")
-        assert status["breakers"] == []
+        unknown = itertools.count()
+
+        def has_no_open_breakers() -> bool:
+            reader.ask("exists", f"{bucket}/unknown-{next(unknown)}")  # the owner is asked, or looked at again
+            status = cluster.client.call(cluster.member(other), "GET", "/v1/status", deadline=60.0)
+            return bool(status["breakers"] == [])
+
+        _wait_for(has_no_open_breakers)
 
 
-def _wait_for(is_so: Callable[[], bool], seconds: float = 90.0) -> None:
+def _wait_for(is_so: Callable[[], bool], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline

@@ -81,13 +81,10 @@ def test_every_query_has_a_result_in_a_real_prometheus(monitored: Monitored, s3:
     monitored.until(
         'sum(millrace_reads_total{tier="mapped"})', lambda found: bool(found) and float(found[0]["value"][1]) > 0
     )
-    empty = []
     for expression in panel_expressions(interval="1m"):
-        if "millrace_events_total" in expression:
-            continue  # an event has no value before it occurs the first time
-        if not monitored.prometheus.query(expression):
-            empty.append(expression)
-    assert not empty
+        # An event has no value before it occurs the first time. After a slow scrape, others have none for a moment.
+        if "millrace_events_total" not in expression:
+            monitored.until(expression, bool)
     for expression in alert_expressions():
         monitored.prometheus.query(expression)
     counted = monitored.cluster.counters()["origin_bytes"]
@@ -95,7 +92,7 @@ def test_every_query_has_a_result_in_a_real_prometheus(monitored: Monitored, s3:
     monitored.until(
         'sum(millrace_read_bytes_total{tier="origin"})', lambda found: float(found[0]["value"][1]) == counted
     )
-    (hits,) = monitored.prometheus.query(panel_expressions(interval="1m")[0])
+    (hits,) = monitored.until(panel_expressions(interval="1m")[0], bool)
     assert 0 < float(hits["value"][1]) <= 1
     assert not math.isnan(float(hits["value"][1]))
 
@@ -104,11 +101,11 @@ def test_dead_node_is_an_alert(monitored: Monitored) -> None:
     node = monitored.cluster.nodes[1]
     node.kill()
     try:
-        pending = monitored.until('ALERTS{alertname="MillraceNodeDown"}', bool)
+        # Of this node: on a busy machine, a scrape of the other one may take too long.
+        monitored.until(f'ALERTS{{alertname="MillraceNodeDown",instance="{node.address}"}}', bool)
     finally:
         node.start()
         monitored.cluster.wait(node)
-    assert pending[0]["metric"]["instance"] == node.address
     monitored.until("sum(up)", lambda found: float(found[0]["value"][1]) == 2)
 
 

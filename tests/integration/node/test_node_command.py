@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,9 @@ from tests.support.waiting import wait_until
 from millrace.cli import main
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.dataplane.wire import ObjectDescription
-from millrace.cluster.membership import View
+from millrace.cluster.membership import Member, View
 from millrace.cluster.placement import Placement
 from millrace.errors import PeerError
-from millrace.filesystem import cluster_loading
 from millrace.origin import ObjectInfo, open_origin
 from millrace.origin.object_store import ObjectStoreOrigin
 from millrace.store.records import object_id
@@ -34,21 +34,26 @@ OBJECTS, OBJECT_BYTES = 24, 1_500_000
 TOTAL = OBJECTS * OBJECT_BYTES
 URL = "s3://cluster-loads/train"
 
+pytestmark = pytest.mark.usefixtures("patient_peers")
+
 
 @pytest.fixture(scope="module")
-def region(s3: S3Server) -> Iterator[EmulatedRegion]:
+def data(s3: S3Server) -> None:
     s3.create_bucket("cluster-loads")
     origin = open_origin("s3", s3.target_options)
     for number in range(OBJECTS):
         origin.put(f"cluster-loads/train/{number}.bin", os.urandom(OBJECT_BYTES))
-    with EmulatedRegion(s3.endpoint_url) as region:
+
+
+@pytest.fixture
+def region(s3: S3Server, data: None) -> Iterator[EmulatedRegion]:
+    """For one test: requests in progress continue in it for a while."""
+    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None) as region:
         yield region
 
 
 @pytest.fixture
 def options(s3: S3Server, region: EmulatedRegion) -> dict[str, str]:
-    region.reshape(round_trip_seconds=0.0, bytes_per_second=None)
-    region.reset()
     return {**s3.target_options, "endpoint_url": region.endpoint_url}
 
 
@@ -64,7 +69,9 @@ def asker(options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def cluster(options: dict[str, str], tmp_path: Path) -> Iterator[LocalCluster]:
-    with LocalCluster(tmp_path / "cluster", 3, target_options=options, options=["--min-free", "0"]) as cluster:
+    with LocalCluster(
+        tmp_path / "cluster", 3, target_options=options, options=["--min-free", "0"], patient=True
+    ) as cluster:
         yield cluster
 
 
@@ -90,6 +97,13 @@ def described(origin: ObjectStoreOrigin, info: ObjectInfo) -> ObjectDescription:
     return ObjectDescription(origin.identity, info.key, info.version, info.size)
 
 
+def owner(cluster: LocalCluster, origin: ObjectStoreOrigin, info: ObjectInfo) -> LocalNode:
+    """The node that owns an object: by a hash of addresses with random ports."""
+    name = object_id(origin.identity, info.key, info.version, info.size)
+    first = Placement(view_of(cluster, cluster.nodes[0])).holders(name)[0]
+    return next(node for node in cluster.nodes if node.address == first.address)
+
+
 def listed(options: dict[str, str]) -> tuple[ObjectStoreOrigin, list[ObjectInfo]]:
     origin = open_origin("s3", options)
     return origin, [info for page in origin.list_all("cluster-loads/train") for info in page]
@@ -104,14 +118,14 @@ def test_load_is_divided_and_shows_progress(
     assert (done["done_bytes"], done["fetched_bytes"]) == (TOTAL, TOTAL)
     assert region.stats(prefix="/cluster-loads/train/").bytes_down == TOTAL
     # Every object is on its owner only.
-    placement = Placement(view_of(cluster, first))
     origin, infos = listed(options)
+    shares = Counter(dict.fromkeys((node.address for node in cluster.nodes), 0))
     for info in infos:
-        name = object_id(origin.identity, info.key, info.version, info.size)
-        owner = placement.holders(name)[0]
+        its_owner = owner(cluster, origin, info)
+        shares[its_owner.address] += 1
         for node in cluster.nodes:
-            found = cluster.client.has(cluster.member(node), described(origin, info))
-            assert bool(found) == (node.address == owner.address)
+            found = cluster.client.has(cluster.member(node), described(origin, info), deadline=60.0)
+            assert bool(found) == (node is its_owner)
     # A second load that verifies fetches nothing.
     region.reset()
     again = millrace("load", URL, "--node", cluster.nodes[1].address, "--verify", "--json")
@@ -122,9 +136,14 @@ def test_load_is_divided_and_shows_progress(
     # The caller's disk and process were not used.
     assert not Path(os.environ["MILLRACE_CACHE_DIR"], "millrace", "local").exists()
 
-    shown = millrace("status", "--node", first.address, "--json")["cluster"]
-    assert sorted(node["address"] for node in shown["nodes"]) == sorted(node.address for node in cluster.nodes)
-    assert all(node["answers"] and node["state"] == "here" and node["objects"] for node in shown["nodes"])
+    def status() -> dict[str, Any]:
+        found: dict[str, Any] = millrace("status", "--node", first.address, "--json")["cluster"]
+        return found
+
+    wait_until(lambda: status()["complete_objects"] == OBJECTS)  # an earlier count is reused for a while
+    shown = status()
+    assert all(node["answers"] and node["state"] == "here" for node in shown["nodes"])
+    assert {node["address"]: node["objects"] for node in shown["nodes"]} == shares
     assert (shown["objects"], shown["complete_objects"]) == (OBJECTS, OBJECTS)
     assert shown["used_bytes"] >= TOTAL
     assert shown["counters"]["origin_bytes"] == TOTAL
@@ -140,19 +159,23 @@ def test_load_is_divided_and_shows_progress(
 
 @pytest.mark.slow
 def test_load_continues_after_a_killed_node(
-    cluster: LocalCluster, region: EmulatedRegion, millrace: Callable[..., Any]
+    cluster: LocalCluster, region: EmulatedRegion, options: dict[str, str], millrace: Callable[..., Any]
 ) -> None:
-    region.reshape(round_trip_seconds=0.005, bytes_per_second=6e6)
+    asked, *others = cluster.nodes
+    origin, infos = listed(options)
+    # One with a share: without one its part of the load ends at once.
+    victim = next(node for info in infos if (node := owner(cluster, origin, info)) in others)
+    region.reshape(round_trip_seconds=0.005, bytes_per_second=6e5)  # for a minute
     with subprocess.Popen(
-        [sys.executable, "-m", "millrace.cli", "load", URL, "--node", cluster.nodes[0].address, "--json"],
+        [sys.executable, "-m", "millrace.cli", "load", URL, "--node", asked.address, "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as load:
-        wait_until(lambda: region.stats(prefix="/cluster-loads/train/").bytes_down > TOTAL / 6)
-        cluster.nodes[2].kill()
+        wait_until(lambda: region.stats(prefix="/cluster-loads/train/").bytes_down > TOTAL / 60)
+        victim.kill()
         region.reshape(round_trip_seconds=0.0, bytes_per_second=None)
-        out, err = load.communicate(timeout=90)
+        out, err = load.communicate(timeout=300)
     assert (load.returncode, err) == (0, "")
     done = json.loads(out)
     assert (done["nodes"], done["objects"], done["done_objects"], done["done_bytes"]) == (2, OBJECTS, OBJECTS, TOTAL)
@@ -162,30 +185,45 @@ def test_load_continues_after_a_killed_node(
 
 @pytest.mark.slow
 def test_load_continues_with_a_silent_node(
-    cluster: LocalCluster, region: EmulatedRegion, millrace: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    region: EmulatedRegion,
+    options: dict[str, str],
+    tmp_path: Path,
+    millrace: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cluster_loading, "_DEADLINE_SECONDS", 0.5)
-    cluster.nodes[1].suspend()
-    done = millrace("load", URL, "--node", cluster.nodes[0].address, "--json")
-    assert (done["nodes"], done["done_objects"], done["done_bytes"]) == (2, OBJECTS, TOTAL)
-    assert region.stats(prefix="/cluster-loads/train/").bytes_down == TOTAL
-    cluster.nodes[1].resume()
-    # The resumed node takes part again.
-    assert millrace("load", URL, "--node", cluster.nodes[0].address, "--json")["nodes"] == 3
+    with LocalCluster(tmp_path / "cluster", 3, target_options=options, options=["--min-free", "0"]) as cluster:
+        first, silent, _ = cluster.nodes
+        call = PeerClient.call
+
+        def impatient(client: PeerClient, member: Member, *arguments: Any, **more: Any) -> Any:
+            """Only with the silent node, however slow the others are."""
+            return call(
+                client, member, *arguments, **(more | {"deadline": 0.5} if member.id == silent.address else more)
+            )
+
+        silent.suspend()
+        with monkeypatch.context() as patched:
+            patched.setattr(PeerClient, "call", impatient)
+            done = millrace("load", URL, "--node", first.address, "--json")
+        assert (done["nodes"], done["done_objects"], done["done_bytes"]) == (2, OBJECTS, TOTAL)
+        assert region.stats(prefix="/cluster-loads/train/").bytes_down == TOTAL
+        silent.resume()
+        # The resumed node takes part again.
+        assert millrace("load", URL, "--node", first.address, "--json")["nodes"] == 3
 
 
 @pytest.mark.slow
 def test_interrupt_ends_a_load_on_all_nodes(
     cluster: LocalCluster, region: EmulatedRegion, millrace: Callable[..., Any]
 ) -> None:
-    region.reshape(round_trip_seconds=0.005, bytes_per_second=4e6)
+    region.reshape(round_trip_seconds=0.005, bytes_per_second=6e5)  # for a minute
     with subprocess.Popen(
         [sys.executable, "-m", "millrace.cli", "load", URL, "--node", cluster.nodes[0].address],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as load:
-        wait_until(lambda: region.stats(prefix="/cluster-loads/train/").bytes_down > TOTAL / 8)
+        wait_until(lambda: region.stats(prefix="/cluster-loads/train/").bytes_down > TOTAL / 60)
         load.send_signal(2)
         out, err = load.communicate(timeout=300)
     assert (load.returncode, out) == (130, "")
@@ -219,9 +257,9 @@ def test_node_after_sigterm_leaves_as_planned(
 
 
 def test_second_signal_ends_the_node_at_once(options: dict[str, str], tmp_path: Path) -> None:
-    with LocalCluster(tmp_path / "cluster", 2, target_options=options, options=["--json"]) as cluster:
+    with LocalCluster(tmp_path / "cluster", 2, target_options=options, options=["--json"], patient=True) as cluster:
         first, second = cluster.nodes
-        second.suspend()  # so that no member takes over
+        second.suspend()  # so that no member takes over; it is waited for
         first.terminate()
         wait_until(lambda: any(line["event"] == "cluster.leaving" for line in lines_of(first)))
         first.terminate()
@@ -317,7 +355,13 @@ def test_nodes_with_etcd_form_a_cluster(
     with (
         EtcdServer(tmp_path / "etcd") as etcd,
         LocalCluster(
-            tmp_path / "cluster", 1, later=1, members=etcd.members, target_options=options, options=["--min-free", "0"]
+            tmp_path / "cluster",
+            1,
+            later=1,
+            members=etcd.members,
+            target_options=options,
+            options=["--min-free", "0"],
+            patient=True,
         ) as cluster,
     ):
         monkeypatch.setenv("MILLRACE_MEMBERS", etcd.members)
@@ -338,4 +382,4 @@ def test_nodes_with_etcd_form_a_cluster(
 
 
 def statuses(cluster: LocalCluster) -> list[dict[str, Any]]:
-    return [cluster.client.call(cluster.member(node), "GET", "/v1/status") for node in cluster.nodes]
+    return [cluster.client.call(cluster.member(node), "GET", "/v1/status", deadline=60.0) for node in cluster.nodes]

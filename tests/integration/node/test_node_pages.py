@@ -77,7 +77,7 @@ def scraped(node: NodeProcess) -> dict[tuple[str, ...], float]:
 
 def test_probes_need_no_token_and_show_no_detail(start: Start) -> None:
     node = start()
-    assert node.wait_here(30)
+    assert node.wait_here(300)
     for path in ("/healthz", "/readyz"):
         assert get(node, path) == (200, "text/plain; charset=utf-8", "ok\n")
         assert get(node, path, token=TOKEN) == (200, "text/plain; charset=utf-8", "ok\n")
@@ -89,7 +89,7 @@ def test_probes_need_no_token_and_show_no_detail(start: Start) -> None:
 
 def test_node_that_has_left_is_healthy_and_not_ready(start: Start) -> None:
     node = start()
-    assert node.wait_here(30)
+    assert node.wait_here(300)
     node.drain(0.0)
     assert get(node, "/healthz")[0] == 200
     assert get(node, "/readyz") == (503, "text/plain; charset=utf-8", "unavailable\n")
@@ -115,7 +115,7 @@ def test_metrics_are_the_sums_over_all_processes_of_the_store(
     start: Start, bucket: str, s3: S3Server, tmp_path: Path
 ) -> None:
     node = start()
-    assert node.wait_here(30)
+    assert node.wait_here(300)
     open_origin("s3", s3.target_options).put(f"{bucket}/key", b"x" * 30_000)
     code = (
         "import json, sys, millrace; fs = millrace.filesystem('s3', **json.loads(sys.argv[1]))\n"
@@ -228,11 +228,11 @@ def test_status_document_needs_the_token(start: Start) -> None:
 
 
 def test_status_document_contains_reads_rules_and_events(
-    start: Start, bucket: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, bucket: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient_peers: None
 ) -> None:
     monkeypatch.setenv("MILLRACE_JOB", "a-job")
     node = start()
-    assert node.wait_here(30)
+    assert node.wait_here(300)
     open_origin("s3", s3.target_options).put(f"{bucket}/train/key", b"x" * 30_000)
     fs = millrace.filesystem(
         "s3",
@@ -247,7 +247,11 @@ def test_status_document_contains_reads_rules_and_events(
         fs.cat_file(f"{bucket}/train/key")
     fs.cache_counters(settled=True)
     deadline = time.monotonic() + 120
-    while not (found := json.loads(get(node, "/status.json", token=TOKEN)[2]))["jobs"] or not found["datasets"]:
+    joined = False  # the event comes after the state
+    while not (
+        (found := json.loads(get(node, "/status.json", token=TOKEN)[2]))["jobs"] and found["datasets"] and joined
+    ):
+        joined = any(event["text"] == "this node has joined the cluster" for event in found["events"])
         assert time.monotonic() < deadline, found
         time.sleep(0.1)
     [row] = found["nodes"]
@@ -258,13 +262,12 @@ def test_status_document_contains_reads_rules_and_events(
     [rule] = found["rules"]
     assert (rule["url"], rule["pinned"], rule["quota_bytes"]) == (f"s3://{bucket}/train", True, None)
     assert {(job["job"], job["prefix"]) for job in found["jobs"]} == {("a-job", f"{bucket}/train")}
-    assert any(event["text"] == "this node has joined the cluster" for event in found["events"])
     assert found["loads"] == found["runs"] == []
 
 
 def test_status_document_after_the_node_has_left_shows_its_state(start: Start) -> None:
     node = start()
-    assert node.wait_here(30)
+    assert node.wait_here(300)
     node.drain(0.0)
     [row] = json.loads(get(node, "/status.json", token=TOKEN)[2])["nodes"]
     assert (row["address"], row["state"]) == (node.address, "left")

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.planes import Plane
+from tests.support.waiting import wait_until
 from tests.support.wire_client import TOKEN, connect
 
 from millrace.cluster.dataplane import wire
@@ -124,7 +125,8 @@ SECRET = b"the content of a file outside all requests"
 def plane(tmp_path: Path) -> Iterator[Plane]:
     directory = tmp_path
     (directory / "secret").write_bytes(SECRET)
-    with Plane(directory / "cache", server={"head_seconds": 1, "idle_seconds": 2, "send_seconds": 1}) as plane:
+    with Plane(directory / "cache") as plane:
+        plane.server.head_seconds = plane.server.idle_seconds = 120  # however slow the clients of these tests are
         plane.put("b/x", random.Random(0).randbytes(BLOCK_BYTES + 1000))
         plane.fill("b/x")
         before = open_sockets()
@@ -326,6 +328,7 @@ def test_connections_closed_early_do_not_harm_the_server(plane: Plane) -> None:
 
 
 def test_slow_connections_do_not_block_others(plane: Plane) -> None:
+    plane.server.head_seconds = 1
     slow = [connect(plane.address) for _ in range(50)]
     request = wire.build_get(plane.describe("b/x"), (0, 10), host="h", token=TOKEN)
     for number in range(5):
@@ -333,6 +336,8 @@ def test_slow_connections_do_not_block_others(plane: Plane) -> None:
             with contextlib.suppress(OSError):
                 connection.sendall(request[number : number + 1])
         time.sleep(0.01)
+    wait_until(lambda: all(each._received for each in list(plane.server._connections)))  # the time of each has begun
+    plane.server.head_seconds = 120
     with plane.client() as client:  # others are served meanwhile
         assert client.get(plane.describe("b/x"), (0, 10))[0].status == 206
     for connection in slow:

@@ -117,7 +117,10 @@ def test_breakers_of_two_processes_are_shared(open_: Callable[[], Breakers], clo
     assert not one.is_open("a")
 
 
-def test_open_breaker_of_many_processes_lets_one_request_through(open_: Callable[[], Breakers], clock: Clock) -> None:
+def test_open_breaker_of_many_processes_lets_one_request_through(
+    open_: Callable[[], Breakers], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.cluster.breakers._LOCK_TRIES", 100_000)  # also for a process that is not scheduled
     breakers = open_()
     breakers.failed("a")
     clock.now += 2

@@ -123,10 +123,7 @@ def test_fetch_in_progress_sends_interim_responses(plane: Plane) -> None:
     plane.origin.before_read = lambda *_: go_on.wait(120) and None
     with plane.client() as client:
         client.socket.sendall(wire.build_get(what, (0, 10), host="x", token=client.token))
-        received = b""
-        while received.count(wire.PROCESSING) < 2:
-            received += client.socket.recv(100)
-        assert received == wire.PROCESSING * 2
+        assert client.receive(2 * len(wire.PROCESSING)) == wire.PROCESSING * 2
         go_on.set()
         assert client.answer()[0].status == 206
 
@@ -193,10 +190,19 @@ def test_description_of_another_object_is_refused(plane: Plane) -> None:
 # --- without access to the origin ---------------------------------------------------------------------
 
 
+def keep_leases(plane: Plane) -> None:
+    """Let no upload lease expire during a test."""
+    plane.service._owning._leases = UploadLeases(seconds=600)
+
+
 @pytest.mark.parametrize("nbytes", [LARGE, SMALL], ids=["large", "small"])
-def test_upload_lease_is_given_to_the_first_reader(tmp_path: Path, nbytes: int) -> None:
+def test_upload_lease_is_given_to_the_first_reader(
+    tmp_path: Path, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.cluster.owning._WAIT_FOR_OTHERS_SECONDS", 120.0)
     data = random(nbytes)
     with Plane(tmp_path, access=False) as plane, plane.client() as first, plane.client() as second:
+        keep_leases(plane)
         what = plane.put("b/x", data)
         head, _ = first.get(what, (0, nbytes))
         assert (head.status, head.has_lease) == (424, True)
@@ -225,8 +231,9 @@ def test_owner_with_refused_credentials_grants_an_upload_lease(plane: Plane) -> 
 
 
 def test_reader_waiting_for_an_upload_is_refused_at_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.cluster.owning._WAIT_FOR_OTHERS_SECONDS", 0.4)
+    monkeypatch.setattr("millrace.cluster.owning._WAIT_FOR_OTHERS_SECONDS", 1.0)
     with Plane(tmp_path, access=False) as plane, plane.client() as first, plane.client() as second:
+        keep_leases(plane)
         what = plane.put("b/x", random(SMALL))
         assert first.get(what, (0, 10))[0].has_lease
         head, _ = second.get(what, (0, 10))
@@ -553,7 +560,6 @@ def test_request_of_many_parts_returns_the_first_error_at_once(plane: Plane) -> 
     plane.origin.before_read = read
     before = len(os.listdir("/proc/self/fd"))
     with plane.client() as client:
-        client.socket.settimeout(20)
         assert client.get(what, (0, 8 * BLOCK_BYTES))[0].status == 409
         assert not go_on.is_set()
         go_on.set()

@@ -44,6 +44,7 @@ HEAD_SECONDS = 10.0
 """Longest time from the first byte of a head to its end; without a valid token yet, from the connect."""
 
 _CLOSE_SECONDS = 1.0
+_ROOM_SECONDS = 0.2  # for the end of a connection in favour of another
 _BACKLOG = 512
 _TURNED_AWAY = 64  # refused connections whose client may still read the response
 _TURNED_AWAY_SECONDS = 1.0
@@ -185,7 +186,7 @@ class PlaneServer:
             return False
         oldest = min(spare, key=lambda each: (each.trusted, each.since))
         oldest.transport.shut_down()
-        oldest.thread.join(0.2)
+        oldest.thread.join(_ROOM_SECONDS)
         return len(self._connections) < self._max_connections
 
     def _turn_away(self, accepted: socket.socket) -> None:

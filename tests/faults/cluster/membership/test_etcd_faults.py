@@ -23,6 +23,8 @@ from millrace.testing.process import free_ports
 pytestmark = pytest.mark.etcd
 
 LEASE = 4.0
+LONG_LEASE = 12.0
+"""Where no member may be removed, although a busy machine may run none of its threads for some seconds."""
 A = Member(id="a", address="127.0.0.1:1", weight=1e9)
 B = Member(id="b", address="127.0.0.1:2", weight=2e9)
 BOTH = View.of([A, B])
@@ -43,8 +45,8 @@ def connect() -> Iterator[Connect]:
     opened: list[EtcdMembers] = []
     cluster = f"faults-{next(_clusters)}"
 
-    def make(address: str, *more: str) -> EtcdMembers:
-        opened.append(EtcdMembers([address, *more], cluster=cluster, lease_seconds=LEASE))
+    def make(address: str, *more: str, lease: float = LEASE) -> EtcdMembers:
+        opened.append(EtcdMembers([address, *more], cluster=cluster, lease_seconds=lease))
         return opened[-1]
 
     yield make
@@ -63,8 +65,10 @@ class Views:
         return all(view.member(member_id) is not None for view in self.seen for member_id in ids)
 
 
-def two_and_a_client(connect: Connect, *addresses: str) -> tuple[EtcdMembers, EtcdMembers, EtcdMembers]:
-    a, b, client = (connect(*addresses) for _ in range(3))
+def two_and_a_client(
+    connect: Connect, *addresses: str, lease: float = LEASE
+) -> tuple[EtcdMembers, EtcdMembers, EtcdMembers]:
+    a, b, client = (connect(*addresses, lease=lease) for _ in range(3))
     a.join(A)
     b.join(B)
     for each in (a, b, client):
@@ -86,7 +90,7 @@ def all_have_both(*memberships: EtcdMembers) -> bool:
 
 @pytest.mark.slow
 def test_restart_of_etcd_with_its_data_changes_no_view(own: EtcdServer, connect: Connect) -> None:
-    everybody = two_and_a_client(connect, own.address)
+    everybody = two_and_a_client(connect, own.address, lease=LONG_LEASE)
     views = [Views(each) for each in everybody]
     threads = threads_of(*everybody)
     for _ in range(2):
@@ -106,18 +110,18 @@ def test_restart_of_etcd_with_its_data_changes_no_view(own: EtcdServer, connect:
 
 @pytest.mark.slow
 def test_wiped_etcd_is_filled_again(own: EtcdServer, connect: Connect) -> None:
-    everybody = two_and_a_client(connect, own.address)
+    everybody = two_and_a_client(connect, own.address, lease=LONG_LEASE)
     views = [Views(each) for each in everybody]
     own.kill()
     own.wipe()
     own.start()
     eventually(lambda: all_have_both(*everybody))
     assert all(view.always_had("a", "b") for view in views)
-    late = connect(own.address)
-    assert late.view() == BOTH
+    late = connect(own.address, lease=LONG_LEASE)
+    wait_for(late, A, B)
     # The new leases are renewed as the old ones were.
     leases = [each._registration._lease for each in everybody[:2]]
-    time.sleep(1.5 * LEASE)
+    time.sleep(1.5 * LONG_LEASE)
     assert late.view() == BOTH
     assert [each._registration._lease for each in everybody[:2]] == leases
 
@@ -138,11 +142,12 @@ def test_views_without_etcd_stay(own: EtcdServer, connect: Connect) -> None:
     everybody = two_and_a_client(connect, own.address)
     views = [Views(each) for each in everybody]
     own.kill()
-    before = [each.gateway.requests for each in everybody]
+    before, began = [each.gateway.requests for each in everybody], time.monotonic()
     time.sleep(1.5 * LEASE)
     assert [view.seen for view in views] == [[BOTH]] * 3
     # A few a second while it is down, and no more.
-    assert all(1 <= each.gateway.requests - old <= 30 for each, old in zip(everybody, before, strict=True))
+    most = 5 * (time.monotonic() - began)
+    assert all(1 <= each.gateway.requests - old <= most for each, old in zip(everybody, before, strict=True))
     # Changes during the outage are published afterwards.
     changed = Member(id="a", address="127.0.0.1:9", weight=3e9)
     everybody[0].join(changed)
@@ -153,14 +158,14 @@ def test_views_without_etcd_stay(own: EtcdServer, connect: Connect) -> None:
 
 @pytest.mark.slow
 def test_silence_of_etcd_beyond_the_lease_removes_no_member(own: EtcdServer, connect: Connect) -> None:
-    everybody = two_and_a_client(connect, own.address)
+    everybody = two_and_a_client(connect, own.address, lease=LONG_LEASE)
     views = [Views(each) for each in everybody]
     threads = threads_of(*everybody)
     own.pause()
-    time.sleep(1.5 * LEASE)
+    time.sleep(1.5 * LONG_LEASE)
     own.go_on()
     eventually(lambda: all_have_both(*everybody))
-    time.sleep(LEASE)
+    time.sleep(LONG_LEASE)
     assert [each.view() for each in everybody] == [BOTH] * 3
     assert all(view.always_had("a", "b") for view in views)
     assert all(thread.is_alive() for thread in threads)

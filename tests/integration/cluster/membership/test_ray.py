@@ -52,7 +52,11 @@ def name() -> str:
 
 
 @pytest.fixture
-def members(cluster: Raylets, control: ControlPlane, name: str) -> Iterator[Callable[..., RayMembers]]:
+def members(
+    cluster: Raylets, control: ControlPlane, name: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., RayMembers]]:
+    # On a busy machine a thread may pause for seconds, and the beats of these members are short.
+    monkeypatch.setattr("millrace.cluster.membership.ray_records._LEASE_MARGIN_SECONDS", 10.0)
     opened = []
 
     def make(**changes: Any) -> RayMembers:

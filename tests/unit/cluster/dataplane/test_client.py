@@ -12,10 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tests.support.clocks import Clock
 from tests.support.scripted_peer import DATA, SIZE, TOKEN, WHAT, Handle, Peer, Visit, framed, head_of, honest
+from tests.support.waiting import wait_until
 
+from millrace.cluster.dataplane import connections
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.dataplane.wire import (
     PROCESSING,
@@ -89,7 +93,7 @@ def test_connection_after_a_response_is_reused(client: PeerClient, peer: Callabl
 
 def test_read_of_several_blocks_is_one_request(client: PeerClient, peer: Callable[..., Peer]) -> None:
     one = peer(honest)
-    got = client.read(one.member(), WHAT, (BLOCK_BYTES - 3, BLOCK_BYTES + 7), ask=Ask.CACHED)
+    got = client.read(one.member(), WHAT, (BLOCK_BYTES - 3, BLOCK_BYTES + 7), ask=Ask.CACHED, deadline=60.0)
     assert got.data == DATA[BLOCK_BYTES - 3 : BLOCK_BYTES + 7]
     assert one.requests == 1
 
@@ -104,7 +108,7 @@ def test_request_contains_its_headers(client: PeerClient, peer: Callable[..., Pe
             visit.send(head_of(body, ("Millrace-Hot", "1")), body)
 
     one = peer(handle)
-    got = client.read(one.member(), WHAT, (0, 5), ask=Ask.FETCH, rank=2, view_version="abc", verify=True)
+    got = client.read(one.member(), WHAT, (0, 5), ask=Ask.FETCH, rank=2, view_version="abc", verify=True, deadline=60.0)
     assert got.hot
     for line in ("Millrace-Rank: 2", "Millrace-View: abc", "Millrace-Verify: 1", "Millrace-Ask: fetch"):
         assert f"\r\n{line}\r\n" in seen[0]
@@ -112,16 +116,25 @@ def test_request_contains_its_headers(client: PeerClient, peer: Callable[..., Pe
     assert WHAT.to_header() in seen[0]
 
 
-def test_peer_that_sends_interim_responses_is_waited_for(client: PeerClient, peer: Callable[..., Peer]) -> None:
+def test_peer_that_sends_interim_responses_is_waited_for(
+    client: PeerClient, peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(connections, "_CHECKS", 600)  # it looks at the clock every tenth of a second
+
     def handle(visit: Visit) -> None:
         body = framed(visit.request())
         for _ in range(10):
+            clock.now += 40.0  # all of it is longer than the deadline
+            time.sleep(0.15)
             visit.send(PROCESSING)
-            time.sleep(0.2)  # all of it is longer than the deadline
+            (connection,) = client._pool._open
+            wait_until(lambda connection=connection: connection._last_head == clock.now)  # type: ignore[misc]
         visit.send(head_of(body), body)
         visit.wait_for_end()
 
-    assert read(client, peer(handle), 0, 9, deadline=1.5) == DATA[:9]
+    assert read(client, peer(handle), 0, 9, deadline=60.0) == DATA[:9]
 
 
 def test_connections_of_many_threads_are_separate(client: PeerClient, peer: Callable[..., Peer]) -> None:
@@ -152,8 +165,8 @@ def test_connections_above_the_limit_are_closed(client: PeerClient, peer: Callab
 
     one = peer(handle)
     with ThreadPoolExecutor(40) as threads:
-        readings = list(threads.map(lambda _: client.read(one.member(), WHAT, (0, 100), ask=Ask.CACHED), range(40)))
-    assert all(bytes(reading.data) == DATA[:100] for reading in readings)
+        readings = list(threads.map(lambda _: read(client, one, 0, 100), range(40)))
+    assert readings == [DATA[:100]] * 40
     assert len(one.visits) == 40
     assert client.idle_connections() == 32
 
@@ -452,10 +465,11 @@ def test_has_returns_the_cached_runs(client: PeerClient, peer: Callable[..., Pee
             visit.send(build_response(200, [("Millrace-Blocks", "0-3,7")], length=SIZE))
 
     one = peer(handle)
-    assert client.has(one.member(), WHAT) == client.has(one.member(), WHAT) == [range(4), range(7, 8)]
+    for _ in range(2):
+        assert client.has(one.member(), WHAT, deadline=60.0) == [range(4), range(7, 8)]
     assert len(one.visits) == 1
     absent = peer(lambda visit: visit.request() and visit.send(build_response(404, length=0)))
-    assert client.has(absent.member(), WHAT) == []
+    assert client.has(absent.member(), WHAT, deadline=60.0) == []
 
 
 @pytest.mark.parametrize(("status", "kept"), [(204, True), (507, False)])
@@ -472,7 +486,7 @@ def test_put_sends_whole_blocks(client: PeerClient, peer: Callable[..., Peer], s
         visit.send(build_response(status, length=None if status == 204 else 0))
         visit.wait_for_end()
 
-    assert client.put(peer(handle).member(), WHAT, 2 * BLOCK_BYTES, DATA[2 * BLOCK_BYTES :]) is kept
+    assert client.put(peer(handle).member(), WHAT, 2 * BLOCK_BYTES, DATA[2 * BLOCK_BYTES :], deadline=60.0) is kept
     assert given == [
         b"".join(DATA[first:end] + sum_of(DATA[first:end]) for first, end in pieces(2 * BLOCK_BYTES, SIZE))
     ]
@@ -490,10 +504,10 @@ def test_command_returns_its_result(client: PeerClient, peer: Callable[..., Peer
             visit.send(build_response(400 if "absent" in request else 200, length=len(body)), body)
 
     one = peer(handle)
-    assert client.call(one.member(), "GET", "/v1/status", query={"after": "x y"}) == {"a": [1]}
-    assert client.call_address(one.address, "POST", "/v1/load", {"a": 1}) == {"a": [1]}
+    assert client.call(one.member(), "GET", "/v1/status", query={"after": "x y"}, deadline=60.0) == {"a": [1]}
+    assert client.call_address(one.address, "POST", "/v1/load", {"a": 1}, deadline=60.0) == {"a": [1]}
     with pytest.raises(PeerRefusedError, match="no such load") as caught:
-        client.call(one.member(), "GET", "/v1/absent")
+        client.call(one.member(), "GET", "/v1/absent", deadline=60.0)
     assert (caught.value.status, caught.value.reason) == (400, "usage")
     assert "GET /v1/status?after=x+y HTTP/1.1" in seen[0]
 
@@ -502,13 +516,13 @@ def test_command_returns_its_result(client: PeerClient, peer: Callable[..., Peer
 def test_command_with_a_malformed_response_raises(client: PeerClient, peer: Callable[..., Peer], body: bytes) -> None:
     one = peer(lambda visit: visit.request() and visit.send(build_response(200, length=len(body)), body))
     with pytest.raises(PeerError, match="not JSON"):
-        client.call(one.member(), "GET", "/v1/status")
+        client.call(one.member(), "GET", "/v1/status", deadline=60.0)
 
 
 def test_response_with_a_too_large_body_is_refused(client: PeerClient, peer: Callable[..., Peer]) -> None:
     one = peer(lambda visit: visit.request() and visit.send(build_response(200, length=1 << 40)))
     with pytest.raises(PeerError, match="more than"):
-        client.call(one.member(), "GET", "/v1/status")
+        client.call(one.member(), "GET", "/v1/status", deadline=60.0)
 
 
 # --- processes and security -----------------------------------------------------------------------
@@ -534,7 +548,7 @@ def test_client_close_ends_requests_in_progress(client: PeerClient, peer: Callab
 
 
 def test_client_never_shows_its_token(client: PeerClient, peer: Callable[..., Peer]) -> None:
-    found = client.read(peer(honest).member(), WHAT, (0, 1), ask=Ask.CACHED)
+    found = client.read(peer(honest).member(), WHAT, (0, 1), ask=Ask.CACHED, deadline=60.0)
     assert TOKEN not in f"{client!r} {client!s} {found!r}"
 
 
@@ -619,8 +633,9 @@ def test_tls_with_failures_raises(
 
 
 def test_tls_request_to_a_peer_that_pauses_within_the_deadline_succeeds(
-    peer: Callable[..., Peer], certificates: Callable[[str], Tls]
+    peer: Callable[..., Peer], certificates: Callable[[str], Tls], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connections, "_CHECKS", 120)  # half a second each: the pause is longer
     what = ObjectDescription("memory", "bucket/large", "v1", 8 * BLOCK_BYTES)  # more than the kernel buffers
     data = bytes(what.size)
 
@@ -634,7 +649,7 @@ def test_tls_request_to_a_peer_that_pauses_within_the_deadline_succeeds(
 
     tls = certificates("ours")
     client = PeerClient(token=TOKEN, tls=tls)
-    assert client.put(peer(store, _server_context(tls)).member(), what, 0, data, deadline=2.0)
+    assert client.put(peer(store, _server_context(tls)).member(), what, 0, data, deadline=60.0)
     client.close()
 
 
@@ -645,7 +660,7 @@ def test_tls_with_a_foreign_certificate_is_refused(
     stranger = peer(honest, _server_context(theirs))
     client = PeerClient(token=TOKEN, tls=ours)
     with pytest.raises(PeerSilentError, match="TLS"):
-        read(client, stranger, deadline=5)
+        read(client, stranger)
     assert stranger.requests == 0  # so it never saw the token
     plain = PeerClient(token=TOKEN)
     with pytest.raises(PeerError):

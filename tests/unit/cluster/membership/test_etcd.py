@@ -20,6 +20,7 @@ from millrace.cluster.membership.etcd_gateway import (
     prefix_range,
 )
 from millrace.errors import ConfigurationError, OriginUnavailableError
+from millrace.testing.conformance.members import wait_for
 from millrace.testing.process import free_ports
 
 Answer = Callable[[bytes], int]
@@ -71,7 +72,7 @@ def length_of(head: bytes) -> int:
 
 
 def gateway(*ports: int) -> EtcdGateway:
-    return EtcdGateway([("127.0.0.1", port) for port in ports], timeout_seconds=2.0)
+    return EtcdGateway([("127.0.0.1", port) for port in ports], timeout_seconds=60.0)
 
 
 def response(body: bytes, status: str = "200 OK") -> bytes:
@@ -94,9 +95,9 @@ def test_stream_of_chunks_cut_anywhere_returns_every_line(answer: Answer, seed: 
     cuts = sorted(random.sample(range(1, len(text)), 20))
     body = chunked(*(text[start:stop] for start, stop in pairwise([0, *cuts, len(text)])))
     with gateway(answer(body)).stream("/v3/x", {}) as stream:
-        assert [stream.next(2.0) for _ in lines] == [json.loads(line) for line in lines]
+        assert [stream.next(60.0) for _ in lines] == [json.loads(line) for line in lines]
         with pytest.raises(EtcdDownError, match="closed"):
-            stream.next(2.0)
+            stream.next(60.0)
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}', '{"a": 1}\n', '\n{"a": 1}\n\n'])
@@ -124,7 +125,7 @@ def test_stream_after_a_silence_returns_none(answer: Answer) -> None:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     with listening, gateway(int(listening.getsockname()[1])).stream("/v3/x", {}) as stream:
-        assert stream.next(2.0) == {"a": 1}
+        assert stream.next(60.0) == {"a": 1}
         assert stream.next(0.05) is None
     thread.join(120)
     assert not thread.is_alive()
@@ -231,6 +232,7 @@ def test_members_of_clusters_in_one_etcd_are_separate(etcd: EtcdServer) -> None:
     first = EtcdMembers.parse(f"{etcd.members}/first")
     first.join(me)
     seen = {name: EtcdMembers.parse(f"{etcd.members}/{name}") for name in ("first", "firs", "first2", "default")}
+    wait_for(seen["first"], me)
     assert {name: each.view() == View.of([me]) for name, each in seen.items()} == {
         "first": True,
         "firs": False,
@@ -244,7 +246,7 @@ def test_members_of_clusters_in_one_etcd_are_separate(etcd: EtcdServer) -> None:
 
 @pytest.mark.etcd
 def test_members_ignore_other_values_below_their_prefix(etcd: EtcdServer) -> None:
-    members = EtcdMembers([etcd.address], cluster="odd", lease_seconds=2)
+    members = EtcdMembers([etcd.address], cluster="odd")
     prefix = "/millrace/odd/members/"
     good = Member(id="good", address="a:1", state=MemberState.JOINING)
     try:
@@ -258,7 +260,7 @@ def test_members_ignore_other_values_below_their_prefix(etcd: EtcdServer) -> Non
             put(members, prefix + key, value)
         # Unknown names are ignored.
         put(members, prefix + "good", json.dumps({**good.to_json(), "colour": "blue"}))
-        for seen in (members, EtcdMembers([etcd.address], cluster="odd", lease_seconds=2)):
+        for seen in (members, EtcdMembers([etcd.address], cluster="odd")):
             changed = threading.Event()
             stop = seen.watch(lambda view, changed=changed: changed.set())  # type: ignore[misc]
             assert seen.view() == View.of([good]) or changed.wait(120)
