@@ -1,4 +1,4 @@
-"""The port of a server that a test stops and starts again."""
+"""Ports of servers that a test stops and starts again."""
 
 from __future__ import annotations
 
@@ -14,3 +14,11 @@ def steady_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def steady_ports(count: int) -> list[int]:
+    """So many of them."""
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(steady_port())
+    return list(found)

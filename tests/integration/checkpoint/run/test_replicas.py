@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
 import shutil
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from tests.integration.checkpoint.run.test_manager import assert_same, change, empty_like, make_state
 from tests.integration.security.test_plane import Authority
 from tests.support.replicas import TOKEN, ReplicaNodes, seen_events
-from tests.support.savers import FEW_TRIES, savers_with
+from tests.support.savers import FEW_TRIES, PATIENT_WITH_NODES, pid_of, savers_with
 from tests.support.waiting import wait_until
 
 from millrace.checkpoint import CheckpointManager
@@ -23,7 +25,7 @@ from millrace.checkpoint.run.peers import ClusterAccess, replica_order
 from millrace.checkpoint.run.tiers import run_directory
 from millrace.checkpoint.storage import peer_files
 from millrace.config import resolve
-from millrace.errors import ConfigurationError, MillraceError
+from millrace.errors import ConfigurationError, MillraceError, SaverDiedError
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -49,12 +51,9 @@ def patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if "silent" in request.node.name:
         yield
         return
-    code = (
-        "from millrace.checkpoint.storage import peer_files\npeer_files.LIST_SECONDS = peer_files.DATA_SECONDS = 60.0\n"
-    )
     for name in ("LIST_SECONDS", "DATA_SECONDS"):
         monkeypatch.setattr(peer_files, name, 60.0)
-    with savers_with(code):
+    with savers_with(PATIENT_WITH_NODES):
         yield
 
 
@@ -103,7 +102,7 @@ def test_save_survives_the_loss_of_its_node_before_the_upload(
     nodes = any_nodes
     url, options, state = f"s3://runs/{tmp_path.name}", options_of(bucket, region), make_state()
     with seen_events() as seen, nodes.on(0):
-        run = CheckpointManager(url, local=tmp_path / "local", replicas=1, target_options=options, timeout=20)
+        run = CheckpointManager(url, local=tmp_path / "local", replicas=1, target_options=options)
         run.save(1, state)
         wait_until(lambda: has(seen, "checkpoint.replicated", FIRST))
         change(state)
@@ -116,7 +115,8 @@ def test_save_survives_the_loss_of_its_node_before_the_upload(
         assert holder != 0
         local = {path.name: path.read_bytes() for path in tmp_path.glob(f"local/*/{SECOND}/*")}
         assert {p.name: p.read_bytes() for p in nodes.replicas()[holder] if p.parent.name == SECOND} == local
-        assert pending.exception() is not None
+        os.kill(pid_of(run), signal.SIGKILL)
+        assert isinstance(pending.exception(), SaverDiedError)
         with contextlib.suppress(MillraceError):
             run.close()
     region.clear_faults()
