@@ -6,6 +6,7 @@ import gc
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -30,6 +31,44 @@ def interrupts() -> Iterator[Callable[[float], None]]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         gc.enable()
+
+
+def interrupted_inside(
+    function: Callable[..., object], action: Callable[[], object], *, then: Callable[[], None] = lambda: None
+) -> None:
+    """Call `action` in the main thread, and raise `KeyboardInterrupt` in it when it waits inside `function`, in Python.
+
+    However slow the machine is, the interrupt comes neither before the call nor in its first lines. `then` is called after
+    it in another thread, for which this function waits.
+    """
+    main, ended, raised = threading.main_thread().ident, threading.Event(), threading.Event()
+    assert main is not None
+
+    def interrupt(*_: object) -> None:
+        raised.set()
+        raise KeyboardInterrupt
+
+    def watch() -> None:
+        while not ended.is_set():
+            frame = sys._current_frames().get(main)
+            while frame is not None and frame.f_code is not function.__code__:
+                frame = frame.f_back
+            if frame is not None:
+                signal.pthread_kill(main, signal.SIGUSR1)
+                raised.wait(300)
+                then()
+                return
+            time.sleep(0.005)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        action()
+    finally:
+        ended.set()
+        watching.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 def interrupted_at(number: int, action: Callable[[], object]) -> KeyboardInterrupt | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import logging
+import os
 import secrets
 import threading
 import traceback
@@ -53,12 +54,16 @@ class Planted:
 
     def saw_files(self, where: str, below: Path, *, but: Iterable[str] = ()) -> int:
         """Every name and byte below a folder, except files named in `but`; returns how many files there were."""
-        files = [path for path in below.rglob("*") if path.is_file() and path.name not in but]
-        for path in files:
-            self.saw(f"{where}: {path.relative_to(below)}", str(path).encode("utf-8", "surrogateescape"))
-            with contextlib.suppress(FileNotFoundError):  # a running process has removed it meanwhile
-                self.saw(f"{where}: {path.relative_to(below)}", path.read_bytes())
-        return len(files)
+        count = 0
+        # Not Path.rglob, which raises when a process deletes a folder meanwhile.
+        for folder, _, names in os.walk(below):
+            for path in (Path(folder, name) for name in names if name not in but):
+                if path.is_file():
+                    self.saw(f"{where}: {path.relative_to(below)}", str(path).encode("utf-8", "surrogateescape"))
+                    with contextlib.suppress(FileNotFoundError):
+                        self.saw(f"{where}: {path.relative_to(below)}", path.read_bytes())
+                        count += 1
+        return count
 
     def places(self) -> set[str]:
         """Where texts were seen."""

@@ -10,7 +10,6 @@ import datetime
 import functools
 import os
 import pathlib
-import socket
 import sys
 import tempfile
 import traceback
@@ -51,13 +50,6 @@ def run(
         ended = [process.wait(timeout=500) for process in ranks]
     for (_, code), expected in zip(ended, codes or (0,) * world, strict=True):
         assert code == expected, "\n".join(text for text, _ in ended)
-
-
-def free_port() -> int:
-    """A free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main(programs: Mapping[str, Callable[[pathlib.Path], None]]) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import millrace
+from millrace.cache.counters import totals
+from millrace.cache.node import store_directory
 from millrace.filesystem import MillraceFileSystem
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
@@ -149,6 +151,16 @@ def through_region(s3: S3Server, region: EmulatedRegion, cache_dir: Path, *, cap
         capacity=capacity,
         min_free=0,
         consistency="immutable",
+    )
+
+
+def peer_failures(fs: MillraceFileSystem) -> int:
+    """Requests that any node of this machine did not answer as it should, so far; its readers count, too."""
+    return sum(
+        totals(folder / "counters")["peer_failures"]
+        for cache_dir in fs._options.cache_dirs
+        for folder in store_directory(cache_dir).parent.iterdir()
+        if (folder / "counters").is_dir()
     )
 
 

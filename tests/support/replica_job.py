@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.support.savers import PATIENT_WITH_NODES, savers_with
 
 from millrace.checkpoint import CheckpointManager
 from millrace.checkpoint.run.run_layout import parse_name
@@ -88,6 +89,7 @@ def rank(number: int, order: dict[str, Any]) -> None:
         timeout=datetime.timedelta(seconds=300),
     )
     add_hook(report)
+    exec(PATIENT_WITH_NODES, {})
     run = CheckpointManager(
         order["url"],
         local=machines[number]["local"],
@@ -96,7 +98,8 @@ def rank(number: int, order: dict[str, Any]) -> None:
         target_options=order["target_options"],
         thread_count=1,
     )
-    {"train": train, "restore": restore}[order["program"]](run)
+    with savers_with(PATIENT_WITH_NODES):
+        {"train": train, "restore": restore}[order["program"]](run)
 
 
 def main() -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.servers import steady_ports
 
 from millrace.cluster.attach import close_all
 from millrace.config import address_text, resolve
 from millrace.events import Event, add_hook
 from millrace.node.process import NodeProcess
-from millrace.testing.process import free_ports
 
 TOKEN = "a-token-for-tests-only"
 
@@ -31,7 +31,7 @@ class ReplicaNodes:
         self.directory = directory
         self._options = options if tls is None else {**options, "tls": str(tls)}
         self._tls = tls
-        self._ports = free_ports(count)
+        self._ports = steady_ports(count)
         static = "static://" + ",".join(address_text("127.0.0.1", port) for port in self._ports)
         self.members = members or static
         self._running: dict[int, NodeProcess] = {}

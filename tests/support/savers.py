@@ -32,6 +32,20 @@ for name in ("publish", "delete", "prepare"):
 """
 
 
+# A storage that fails does so soon, and one that a busy machine stops for some seconds does not fail.
+FEW_TRIES = """
+from millrace.origin.limits import retrying
+retrying.PATIENCE = retrying.Patience(tries=3)
+"""
+
+
+# A node that a busy machine stops for some seconds is not lost.
+PATIENT_WITH_NODES = """
+from millrace.checkpoint.storage import peer_files
+peer_files.LIST_SECONDS = peer_files.DATA_SECONDS = 60.0
+"""
+
+
 @contextlib.contextmanager
 def savers_with(code: str) -> Iterator[None]:
     """The savers that start in this context run `code` first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 import resource
@@ -128,11 +129,10 @@ def test_full_tmpfs_fails_the_save(tmp_path):
 
 def test_error_in_thread_fails_the_save(kept, monkeypatch):
     place, state, names = kept
-    encode, calls = PlaneCodec.encode, []
+    encode, calls = PlaneCodec.encode, itertools.count(1)
 
     def failing(self, *args, **options):
-        calls.append(1)
-        if len(calls) == 4:
+        if next(calls) == 4:  # in one of the threads
             raise MemoryError("no memory for a chunk")
         return encode(self, *args, **options)
 

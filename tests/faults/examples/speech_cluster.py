@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import shlex
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +15,7 @@ from typing import Any
 import psutil
 from tests.support.machines.namespaces import ROOT, Machine, Machines
 from tests.support.machines.rays import ENVIRONMENT, RayOnMachines
+from tests.support.servers import steady_port
 
 import millrace
 from finetune.log import Epoch, epochs_of, read_events
@@ -45,7 +44,7 @@ class SpeechCluster:
         self._directory = directory
         self._limits = limits
         self._stack = ExitStack()
-        self.s3 = S3Server(directory / "s3", port=_steady_port())
+        self.s3 = S3Server(directory / "s3", port=steady_port())
         self.machines = Machines(directory / "m")
 
     def __enter__(self) -> SpeechCluster:
@@ -200,15 +199,6 @@ class Job:
 
     def _end_of_log(self) -> str:
         return self.log()[-4000:]
-
-
-def _steady_port() -> int:
-    """A free port that no outgoing connection takes while the server is away: below those that the kernel gives."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def training_processes(machine: Machine) -> list[int]:

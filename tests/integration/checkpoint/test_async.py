@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import ranks
+from tests.support.waiting import wait_until
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -263,8 +264,10 @@ def overwrite(state: dict) -> None:
     state["step"] = -1
 
 
-def test_torch_async_save_with_checkpoint_stager_saves_the_staged_values(tmp_path):
-    stager = CheckpointStager()
+def test_torch_async_save_with_checkpoint_stager_saves_the_staged_values(tmp_path, monkeypatch):
+    stager, given_back = CheckpointStager(), []
+    put_back = stager._stager._put_back
+    monkeypatch.setattr(stager._stager, "_put_back", lambda slot: given_back.append(put_back(slot)))
     pending, seen = [], set()
     for step in range(4):
         state = make(step)
@@ -276,6 +279,8 @@ def test_torch_async_save_with_checkpoint_stager_saves_the_staged_values(tmp_pat
         future.result()
         assert_same(load(tmp_path / str(step), empty()), make(step))
     del pending, future
+    # Torch's thread may refer to a state for a moment after its save.
+    wait_until(lambda: len(given_back) == 4)
     # One after the other they share a buffer.
     for step in range(4):
         state = make(step)
@@ -368,6 +373,7 @@ def run_ranks(root: pathlib.Path) -> None:
                 value.to_local().fill_(-1)
         state["old"].local_shards()[0].tensor.fill_(-1)
         future.result()
+        wait_until(lambda: len(stager._stager._free) == 1)  # torch's thread may refer to the state for a moment more
     assert staged_at[0] == staged_at[1]
     # A process of its own on each rank; twice, as the second state lands in shared memory.
     for step in range(2):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import resource
-import socket
 import subprocess
 import sys
 import threading
@@ -350,7 +349,8 @@ def test_saving_needs_no_second_copy(tmp_path, how):
 
 
 def run_group(place: str) -> None:
-    dist.init_process_group("gloo")
+    # Not at a port, which another program may have taken when this one has started.
+    dist.init_process_group("gloo", store=dist.FileStore(f"{place}/meeting", 1), rank=0, world_size=1)
     group = dist.new_group([0])
     model, optimizer = trained()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "n": 1}
@@ -387,13 +387,9 @@ def run_group(place: str) -> None:
 
 @pytest.mark.slow
 def test_async_save_in_a_process_group_is_loaded(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    settings = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, str(tmp_path)],
-        env={**os.environ, **settings, "GLOO_SOCKET_IFNAME": "lo"},
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
         check=False,
         capture_output=True,
         text=True,

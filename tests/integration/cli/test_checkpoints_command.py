@@ -535,7 +535,9 @@ def test_interrupted_command_prints_its_progress_and_leaves_no_file(
     }
     environment = {**os.environ, "AWS_ACCESS_KEY_ID": s3.key, "AWS_SECRET_ACCESS_KEY": s3.secret}
     with EmulatedRegion(s3.endpoint_url) as region:
-        region.reshape(round_trip_seconds=0.005, bytes_per_second=2e5)
+        region.reshape(
+            round_trip_seconds=0.005, bytes_per_second=1e5
+        )  # it takes half a minute, unless it is interrupted
         process = subprocess.Popen(
             [
                 sys.executable,
@@ -559,6 +561,8 @@ def test_interrupted_command_prints_its_progress_and_leaves_no_file(
         region.reshape(round_trip_seconds=0.005, bytes_per_second=None)
         out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (code, "")
-    assert err.startswith(f"millrace: {word}: ")
-    assert err.count("\n") == 1
+    *progress, last = err.splitlines()
+    assert last.startswith(f"millrace: {word}: ")
+    # On a slow machine there is a line of progress for each ten seconds.
+    assert all(line.split("%")[0].isdecimal() for line in progress)
     assert not any(tmp_path.iterdir())

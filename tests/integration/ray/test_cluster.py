@@ -14,11 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.support.raylets import Raylets, on, raylets, through_region, wait_until
+from tests.support.raylets import Raylets, on, peer_failures, raylets, through_region, wait_until
 
 import millrace
-from millrace.cache.counters import totals
-from millrace.cache.node import store_directory
 from millrace.cluster.attach import close_all
 from millrace.cluster.folder import LocalNode, live_nodes
 from millrace.cluster.membership import MemberState
@@ -98,16 +96,6 @@ def _nodes(fs: MillraceFileSystem) -> dict[str, LocalNode]:
     return {node.facts.member_id: node for node in live_nodes(fs._options)}
 
 
-def _peer_failures(fs: MillraceFileSystem) -> int:
-    """Requests that any node of this machine did not answer as it should, so far; its readers count, too."""
-    return sum(
-        totals(folder / "counters")["peer_failures"]
-        for cache_dir in fs._options.cache_dirs
-        for folder in store_directory(cache_dir).parent.iterdir()
-        if (folder / "counters").is_dir()
-    )
-
-
 def _wait_for(fs: MillraceFileSystem, count: int) -> dict[str, LocalNode]:
     """Wait until `count` nodes run, and each has a view in which all own their share."""
 
@@ -152,7 +140,8 @@ def test_forked_process_in_a_task_reads_through_the_same_node(
     for node in cluster.ids():
         for number in range(3):
             on(node, _read, fs, keys[number])
-    assert region.stats(prefix=f"/{bucket}/").bytes_down == sum(data[key] for key in keys[:3])
+    size = sum(data[key] for key in keys[:3])
+    assert size <= region.stats(prefix=f"/{bucket}/").bytes_down <= (1 + 2 * peer_failures(fs)) * size
 
 
 def test_new_readers_without_the_control_plane_find_the_running_node(
@@ -178,8 +167,11 @@ def test_epochs_over_joining_and_leaving_raylets_read_everything(
         return region.stats(prefix=f"/{bucket}/").bytes_down
 
     def again() -> int:
-        """Bytes that may be read from the origin twice: one file for each request that a busy node failed to answer."""
-        return _peer_failures(fs) * max(data.values())
+        """Bytes that may be read from the origin again: all, for each request that a busy node was too slow to answer.
+
+        For a while, the readers then pass over that node and all that it has.
+        """
+        return 2 * peer_failures(fs) * sum(data.values())
 
     size = sum(data.values())
     for node in cluster.ids():
@@ -241,25 +233,21 @@ def _values() -> dict[str, Any]:
 
 def _save(url: str, local: str, environment: dict[str, str], options: dict[str, Any]) -> bool:
     """A save on this node whose upload fails; returns whether another node has it before."""
-    import contextlib
     import threading
 
+    from tests.support.savers import PATIENT_WITH_NODES, savers_with
+
     from millrace.checkpoint import CheckpointManager
-    from millrace.errors import MillraceError
     from millrace.events import add_hook
 
     os.environ.update(environment)
     replicated = threading.Event()
-    remove = add_hook(lambda event: replicated.set() if event.name == "checkpoint.replicated" else None)
-    run = CheckpointManager(url, local=local, replicas=1, target_options=options, timeout=20)
-    pending = run.save_async(7, _values())
-    found = replicated.wait(60) and not pending.done()
-    with contextlib.suppress(MillraceError):
-        pending.result()
-    with contextlib.suppress(MillraceError):
-        run.close()
-    remove()
-    return found
+    add_hook(lambda event: replicated.set() if event.name == "checkpoint.replicated" else None)
+    run = CheckpointManager(url, local=local, replicas=1, target_options=options)
+    with savers_with(PATIENT_WITH_NODES):
+        pending = run.save_async(7, _values())
+    # The upload goes on, and this process is killed with its node.
+    return replicated.wait(120) and not pending.done()
 
 
 def _restore(url: str, local: str, environment: dict[str, str], options: dict[str, Any]) -> tuple[int | None, bool]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.raylets import Raylets, raylets
+from tests.support.raylets import Raylets, peer_failures, raylets
 
 import millrace
 from millrace.cluster.folder import live_nodes
@@ -43,5 +43,6 @@ def test_load_starts_a_node_on_every_ray_node(cluster: Raylets, s3: S3Server, bu
         assert region.stats(prefix=f"/{bucket}/train/").by_kind["GET"].bytes_down == OBJECTS * OBJECT_BYTES
         assert len(live_nodes(fs._options)) == 2
         assert len(fs.cat_file(f"{bucket}/train/7.bin")) == OBJECT_BYTES
-        assert region.stats(prefix=f"/{bucket}/train/").by_kind["GET"].bytes_down == OBJECTS * OBJECT_BYTES
+        again = region.stats(prefix=f"/{bucket}/train/").by_kind["GET"].bytes_down - OBJECTS * OBJECT_BYTES
+        assert again == 0 or (again == OBJECT_BYTES and peer_failures(fs))  # a busy node may be too slow for a reader
         assert hit_ratio(fs.cache_counters()) is not None

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.support.raylets import Raylets, raylets, through_region
+from tests.support.raylets import Raylets, raylets, through_region, wait_until
 
 import millrace
 from millrace.errors import UsageError
@@ -85,9 +85,17 @@ def _epoch(dataset: Any, fs: MillraceFileSystem) -> tuple[dict[str, str], dict[s
     """Read everything: where each file was decoded, and what the caches did meanwhile."""
     before = cluster_counters(fs, settled=True)
     rows = dataset.take_all()
-    after = cluster_counters(fs, settled=True)
+    counts: dict[str, int] = {}
+
+    def all_is_counted() -> bool:
+        """A process that gets no CPU time for five seconds is not waited for."""
+        after = cluster_counters(fs, settled=True)
+        counts.update({name: after[name] - before[name] for name in after})
+        return sum(counts[f"{place}_bytes"] for place in ("cache", "origin", "peer")) >= _FILES * _FILE_BYTES
+
+    wait_until(all_is_counted, "the reads are counted")
     assert len(rows) == len({row["path"] for row in rows})
-    return {row["path"]: row["node"] for row in rows}, {name: after[name] - before[name] for name in after}
+    return {row["path"]: row["node"] for row in rows}, counts
 
 
 def test_read_near_reads_every_file_on_its_owner(

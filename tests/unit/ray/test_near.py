@@ -136,6 +136,9 @@ for line in sys.stdin:
 
 @pytest.mark.slow
 def test_cluster_counters_settled_include_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "millrace.cache.counters.PATIENCE_SECONDS", 300.0
+    )  # the machine may stop the reader for a while
     (tmp_path / "file").write_bytes(b"x" * 1000)
     cache = str(tmp_path / "cache")
     fs = millrace.filesystem("file", cache_dir=cache, members="none", min_free=0)

@@ -310,9 +310,9 @@ class CheckpointManager:
         if not in_flight:
             self._engine.renew_operation()
         self._closed = self._engine.is_closing = True
-        if self._saver is not None:
-            self._saver.closing(in_flight=in_flight)
         try:
+            if self._saver is not None:
+                self._saver.closing(in_flight=in_flight)
             self._drain()
             self._check(at_the_end=True)
         finally:

@@ -6,15 +6,17 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.support.interrupts import interrupted_inside
 
 from millrace.checkpoint import CheckpointManager
-from millrace.checkpoint.run.saving import SaveProgress
+from millrace.checkpoint.run.saving import SaveProgress, wait_for
 from millrace.checkpoint.run.tiers import run_directory
 from millrace.errors import MissingKeyError, StateMismatchError, UnsupportedObjectError, UsageError
 
@@ -62,7 +64,6 @@ def test_unrestored_state_is_saved_on_preemption(tmp_path: Path) -> None:
 # --- interrupts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(method="thread")  # it uses the alarm itself
 def test_run_stays_claimed_during_a_save_after_interrupted_close(tmp_path: Path) -> None:
     started, go_on = threading.Event(), threading.Event()
     released: list[bool] = []
@@ -72,29 +73,16 @@ def test_run_stays_claimed_during_a_save_after_interrupted_close(tmp_path: Path)
         go_on.wait(120)
 
     def look() -> None:
+        time.sleep(0.3)  # in which a wrong `close` would release it
         record = json.loads(max(tmp_path.glob("writer-*.json")).read_bytes())
         released.append(record["released"])
         go_on.set()
 
-    def interrupt(number: int, frame: Any) -> None:
-        later = threading.Timer(0.3, look)
-        later.daemon = True
-        later.start()
-        raise KeyboardInterrupt
-
-    def close() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        run.close()
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        run = CheckpointManager(tmp_path, on_progress=hold)
-        pending = run.save_async(1, weights(1))
-        assert started.wait(120)
-        with pytest.raises(KeyboardInterrupt):
-            close()
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    run = CheckpointManager(tmp_path, on_progress=hold)
+    pending = run.save_async(1, weights(1))
+    assert started.wait(120)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_inside(wait_for, run.close, then=look)
     assert released == [False]
     assert pending.result() is not None
     assert restored(tmp_path) == 1

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.interrupts import interrupts
+from tests.support.interrupts import interrupted_inside
 from tests.support.runs import assert_whole, local_run
 from tests.support.savers import KILLED_AFTER, is_gone, pid_of, savers_with
 from tests.support.waiting import wait_until
@@ -252,6 +252,7 @@ def test_saver_of_a_killed_training_process_ends(tmp_path: Path, forks: bool) ->
         for step in range(2, 50):
             run.save_async(step, {{"w": torch.randn(3_000_000)}})
             print(run._saver.pid, flush=True)
+        time.sleep(600)
     """
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -341,10 +342,8 @@ def test_answer_to_an_interrupted_question_is_not_that_to_the_next_one(tmp_path:
         assert saver is not None
         os.kill(pid_of(run), signal.SIGSTOP)
         try:
-            with interrupts() as interrupt_after:
-                interrupt_after(0.1)
-                with pytest.raises(KeyboardInterrupt):
-                    saver.order(2)
+            with pytest.raises(KeyboardInterrupt):
+                interrupted_inside(saver_process._Child._next, lambda: saver.order(2))
         finally:
             os.kill(pid_of(run), signal.SIGCONT)
         assert parse_name(saver.order(7).name) == (7, 0)
@@ -356,10 +355,8 @@ def test_interrupted_move_of_the_run_leaves_no_state_and_no_claim(tmp_path: Path
         run.save_async(1, state(1.0)).result()
         stopped = pid_of(run)
         os.kill(stopped, signal.SIGSTOP)
-        with interrupts() as interrupt_after:
-            interrupt_after(0.5)
-            with pytest.raises(KeyboardInterrupt):
-                run._move_here()
+        with pytest.raises(KeyboardInterrupt):
+            interrupted_inside(saver_process._Child._next, run._move_here)
         assert is_gone(stopped)
         assert run.save(2, state(2.0)).kind == "full"
         assert run.save_async(3, state(3.0)).exception() is None
@@ -428,7 +425,7 @@ def test_restore_in_a_fork_during_a_message_to_the_saver_returns(tmp_path: Path)
         with run._saver._child._channel._sending:
             worker = os.fork()
             if worker == 0:
-                signal.alarm(30)  # ends a worker that waits for the lock
+                signal.alarm(300)  # ends a worker that waits for the lock
                 found = {"b": torch.zeros(7)}
                 os._exit(0 if run.restore(found) == 1 and found["b"].tolist() == [1.0] * 7 else 1)
         assert os.waitpid(worker, 0)[1] == 0

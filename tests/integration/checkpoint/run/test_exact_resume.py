@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -51,8 +52,8 @@ class Noisy(Dataset):
         return index, features + 0.1 * torch.randn(16), features[:1] * 2
 
 
-def train(seed: int, run: pathlib.Path, log: pathlib.Path) -> None:
-    """Everything that `seed` begins differently has to come from the checkpoint."""
+def train(seed: int, run: pathlib.Path, log: pathlib.Path, *, is_doomed: bool) -> None:
+    """Everything that `seed` begins differently has to come from the checkpoint. One that is doomed has no last step."""
     torch.set_num_threads(1)
     random.seed(seed)
     torch.manual_seed(seed)
@@ -83,6 +84,8 @@ def train(seed: int, run: pathlib.Path, log: pathlib.Path) -> None:
                 print(step, flush=True)
                 if step % SAVE_EVERY == 0:
                     manager.save_async(step, state)
+                if is_doomed and step == STEPS - 1:
+                    time.sleep(600)
         weights = [value.tolist() for value in model.state_dict().values()]
         moments = [value.tolist() for moments in optimizer.state.values() for value in moments.values()]
         lines.write(json.dumps([weights, moments, torch.rand(3).tolist(), random.random()]) + "\n")
@@ -102,7 +105,8 @@ def test_killed_and_resumed_training_equals_the_uninterrupted_one(tmp_path: path
 
         def start(seed: int, run: str, log: str) -> subprocess.Popen[str]:
             (tmp_path / run).mkdir(exist_ok=True)
-            command = [sys.executable, "-W", "ignore", __file__, "train", str(seed), tmp_path / run, tmp_path / log]
+            kind = "doomed" if log == "killed.log" else "train"
+            command = [sys.executable, "-W", "ignore", __file__, kind, str(seed), tmp_path / run, tmp_path / log]
             environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).resolve().parents[4])}
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
             stack.enter_context(process)
@@ -119,7 +123,7 @@ def test_killed_and_resumed_training_equals_the_uninterrupted_one(tmp_path: path
         killed.wait()
         resumed = start(2, "run", "resumed.log")
         for process in (whole, resumed):
-            process.communicate(timeout=100)
+            process.communicate(timeout=300)
             assert process.returncode == 0
 
     expected = read(tmp_path / "whole.log")
@@ -188,7 +192,8 @@ def test_ranks_have_separate_generators_and_one_position(tmp_path: pathlib.Path)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "train":
-        train(int(sys.argv[2]), pathlib.Path(sys.argv[3]), pathlib.Path(sys.argv[4]))
+    if sys.argv[1] in ("train", "doomed"):
+        run, log = map(pathlib.Path, sys.argv[3:])
+        train(int(sys.argv[2]), run, log, is_doomed=sys.argv[1] == "doomed")
     else:
         ranks.main({"save_ranks": save_ranks})

@@ -805,8 +805,8 @@ def test_kill_9_in_the_middle_of_saves_and_prunes_loses_nothing_that_is_kept(tmp
         with CheckpointManager(tmp_path / "run") as run:
             newest = run.restore(state)
             assert newest is not None
-            # At most the one that was in flight is missing.
-            assert announced[-1] - 1 <= newest <= announced[-1]
+            # At most the one that was in flight is missing; the next one may be saved and not announced yet.
+            assert announced[-1] - 1 <= newest <= announced[-1] + 1
             for step in run.steps():
                 kept = {"x": torch.ones(2_000_000), "step": -2}
                 assert run.restore(kept, step) == step

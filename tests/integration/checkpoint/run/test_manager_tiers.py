@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.checkpoint.run.test_manager import assert_same, change, damage, empty_like, events, make_state
+from tests.support.servers import steady_port
 
 from millrace.checkpoint import CheckpointManager, SaveProgress
 from millrace.checkpoint.run import uploading
 from millrace.checkpoint.run.run_layout import Run, open_run
 from millrace.checkpoint.run.tiers import Upload, open_tiers
 from millrace.errors import CorruptCheckpointError, MillraceError, OriginUnavailableError
-from millrace.testing.process import free_ports
 from millrace.testing.s3 import S3Server
 
 
@@ -174,7 +174,7 @@ def test_unwritable_near_disk_is_skipped(tmp_path: Path, bucket: S3Server) -> No
 
 @pytest.mark.slow
 def test_save_during_an_outage_of_the_origin_loses_no_state(tmp_path: Path) -> None:
-    state, server = make_state(), S3Server(tmp_path / "s3", port=free_ports(1)[0])
+    state, server = make_state(), S3Server(tmp_path / "s3", port=steady_port())
     with server:
         server.create_bucket("runs")
         options = server.target_options

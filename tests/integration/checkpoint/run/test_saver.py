@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.savers import is_gone, no_files_in, pid_of, savers_with
+from tests.support.savers import FEW_TRIES, is_gone, no_files_in, pid_of, savers_with
+from tests.support.servers import steady_port
+from tests.support.waiting import wait_until
 
 from millrace.checkpoint import CheckpointManager, load_weights
 from millrace.checkpoint.run import manager as manager_module
@@ -32,7 +34,6 @@ from millrace.errors import (
     UsageError,
 )
 from millrace.events import Event
-from millrace.testing.process import free_ports
 from millrace.testing.s3 import S3Server
 
 
@@ -275,11 +276,11 @@ def test_errors_arrive_with_their_types(tmp_path: Path, s3: S3Server, bucket: st
 
 @pytest.mark.slow
 def test_origin_that_is_down_is_an_error_of_its_type(tmp_path: Path) -> None:
-    server = S3Server(tmp_path / "s3", port=free_ports(1)[0])
+    server = S3Server(tmp_path / "s3", port=steady_port())
     with server:
         server.create_bucket("runs")
         options = server.target_options
-        with CheckpointManager("s3://runs/run", target_options=options, timeout=5) as run:
+        with savers_with(FEW_TRIES), CheckpointManager("s3://runs/run", target_options=options) as run:
             run.save_async(1, {"w": torch.ones(10)}).result()
             server.stop()
             error = run.save_async(2, {"w": torch.ones(10)}).exception()
@@ -380,8 +381,7 @@ def test_saver_starts_with_the_first_asynchronous_save_and_ends_with_the_manager
     assert not is_gone(second)
     # Also without `close`.
     del other
-    gc.collect()
-    assert is_gone(second)
+    wait_until(lambda: gc.collect() >= 0 and is_gone(second))  # the thread of its save may still refer to it
 
 
 def test_upload_continues_without_a_reference_to_the_manager(tmp_path: Path) -> None:
@@ -562,8 +562,9 @@ def test_fifty_saves_do_not_grow_the_saver(tmp_path: Path) -> None:
             run.save_async(step, {"w": torch.ones(step * 40_000)}).result()
         mapped = Path(f"/proc/{pid_of(run)}/maps").read_text().count("memfd:millrace-staged")
         assert mapped <= 4
-    gc.collect()
-    assert regions() == ()
+    wait_until(
+        lambda: gc.collect() >= 0 and regions() == ()
+    )  # the thread of the last save may still refer to its state
 
 
 def test_error_is_a_millrace_error_for_a_state_that_contains_itself(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from tests.support.checkpoints import assert_same, load_all, make_checkpoint, random_state
 from tests.support.harms import flip
 from tests.support.impatience import impatient
+from tests.support.servers import steady_port
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
 from millrace.checkpoint.run.run_layout import checkpoint_name
@@ -29,7 +30,6 @@ from millrace.errors import (
     OriginUnavailableError,
     RunTakenError,
 )
-from millrace.testing.process import free_ports
 from millrace.testing.s3 import S3Server
 
 MANIFEST = "manifest.millrace"
@@ -148,8 +148,7 @@ def test_restore_after_loss_of_disk_or_store_reads_the_other(tmp_path, state):
 @pytest.mark.slow
 def test_interrupted_upload_is_completed_when_the_store_returns(tmp_path, state):
     # A run at another endpoint is another run.
-    (port,) = free_ports(1)
-    server = S3Server(tmp_path / "s3", port=port).start()
+    server = S3Server(tmp_path / "s3", port=steady_port()).start()
     try:
         server.create_bucket("runs")
         tiers = open_tiers("s3://runs/run", local=tmp_path / "near", target_options=server.target_options, sync=False)
@@ -162,7 +161,7 @@ def test_interrupted_upload_is_completed_when_the_store_returns(tmp_path, state)
                 stopped.append(done)
                 server.stop()
 
-        with impatient():
+        with impatient(is_silent=False):
             tiers = open_tiers(
                 "s3://runs/run", local=tmp_path / "near", target_options=server.target_options, sync=False
             )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, describe
-from millrace.checkpoint.codec.chunks import Kind
+from millrace.checkpoint.codec.chunks import Effort, Kind
 from millrace.checkpoint.codec.registry import Adaptive
 from millrace.checkpoint.storage.storage import LocalStorage
 from millrace.checkpoint.writing.packing import write_items
@@ -91,9 +91,26 @@ class _PacedStorage(LocalStorage):
         return Paced()
 
 
+class _AsOnIdleMachine(Adaptive):
+    """Is told the speeds of a machine without other work: both codec and storage are slower while this one is busy."""
+
+    def __init__(self, bytes_per_second):
+        super().__init__(threads=2)
+        self._bytes_per_second = bytes_per_second
+
+    def encoded(self, effort, raw_bytes, stored_bytes, seconds):
+        assert seconds > 0
+        super().encoded(effort, raw_bytes, stored_bytes, raw_bytes / (2.5e9 if effort == Effort.RAW else 0.5e9))
+
+    def stored(self, total_bytes, busy_seconds):
+        if self._bytes_per_second is not None:
+            assert busy_seconds > 0.9 * total_bytes / self._bytes_per_second
+        super().stored(total_bytes, total_bytes / (self._bytes_per_second or 20e9))
+
+
 @pytest.mark.parametrize(("bytes_per_second", "smallest", "largest"), [(150e6, 0.6, 0.7), (None, 0.8, 0.95)])
 def test_adaptive_effort_follows_the_speed_of_the_storage(tmp_path, bytes_per_second, smallest, largest):
     storage = _PacedStorage(str(tmp_path), bytes_per_second)
-    (item,) = write_items(storage, "0-0", [_Weights()], 2, Adaptive(threads=2))
+    (item,) = write_items(storage, "0-0", [_Weights()], 2, _AsOnIdleMachine(bytes_per_second))
     size = sum(file.size for file in item.data.files)
     assert smallest * _Weights.nbytes <= size <= largest * _Weights.nbytes

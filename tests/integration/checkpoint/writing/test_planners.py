@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pathlib
 
 import pytest
@@ -143,8 +142,8 @@ def test_state_dict_is_rebuilt_from_the_plan(tmp_path):
 def test_tensors_without_values_get_memory(tmp_path):
     values = {"model": {"w": torch.randn(5, 3), "b": torch.randn(3)}}
     dcp.save(values, storage_writer=CheckpointWriter(tmp_path), planner=CheckpointSavePlanner())
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ranks.free_port()))
-    dist.init_process_group("gloo")
+    # Not by variables of the environment, which later tests in this process would have, too.
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "meeting"), 1), rank=0, world_size=1)
     try:
         loaded = {"model": {"w": torch.empty(5, 3, device="meta"), "b": torch.zeros(3)}}
         dcp.load(loaded, storage_reader=CheckpointReader(tmp_path), planner=CheckpointLoadPlanner())
