@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from tests.support import patience
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.membership import Member
 from millrace.errors import OriginUnavailableError
-from millrace.testing.process import ChildProcess, log_tail
+from millrace.testing.process import ChildProcess, free_ports, log_tail
 
 TOKEN = "a-token-for-tests-only"
 
@@ -140,7 +139,7 @@ class LocalCluster:
         self.nodes = []
         for number, name in enumerate(names):
             host, _, port = name.partition(":")
-            port_number = int(port) if port else _free_port(host)
+            port_number = int(port) if port else free_ports(1)[0]
             self.nodes.append(LocalNode(number, host, port_number, directory / f"node-{number}", self._launch))
         self._count = count
         self.members = f"static://{','.join(node.address for node in self.nodes)}" if members == "static" else members
@@ -286,9 +285,3 @@ class Reading:
     def stop(self) -> None:
         """End it."""
         self._process.kill()
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
