@@ -1,4 +1,4 @@
-"""Maintenance that runs only when a test asks for it, by `run_tasks` or the task itself."""
+"""Maintenance that runs only when a test calls `run_tasks` or the task itself."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that refuses connections, and that the kernel gives to nobody else until the end of the block.
+    """A port of 127.0.0.1 that refuses connections. The kernel assigns it to no other socket until the end of the block.
 
     A server that sets SO_REUSEADDR, as most do, may listen on it meanwhile, and end, and listen again. A port that was only
     free a moment ago may be the one that the server of another test gets.

@@ -191,9 +191,9 @@ _claims: deque[int] = deque()  # descriptors
 def free_ports(count: int) -> list[int]:
     """Return `count` distinct TCP ports that are free on 127.0.0.1.
 
-    A server needs some time until it listens on its port. Until then nobody else gets it by chance: the kernel chooses
-    others, as these are below its range where that leaves room, and this function returns none that it has returned to any
-    other process, nor the last 64 of this one.
+    A server needs some time until it listens on its port. Until then no other process gets it by chance: the ports are below
+    the range from which the kernel chooses, where that leaves room, and this function returns neither a port that another
+    living process has received from it nor one of the last 64 that it returned to this one.
     """
     found: list[int] = []
     with contextlib.ExitStack() as stack:
@@ -214,13 +214,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def _candidate() -> int:
-    """A port of which the kernel gives none away; 0, for any, where there are few of these."""
+    """A port outside the range from which the kernel chooses; 0 (any port) where that leaves few."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
     return _random.randrange(_LOWEST_PORT, lowest) if lowest - _LOWEST_PORT >= _LEAST_CHOICE else 0
 
 
 def _claim(port: int) -> bool:
-    """Take the port among all processes that use this module; False if it is taken. The kernel frees those of dead ones."""
+    """Claim a port among all processes that use this module; False if another has it. A claim ends with its process."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
         try:
             name.bind(f"\0millrace-port-{port}")  # in no directory
