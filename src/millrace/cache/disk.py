@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import time
@@ -26,6 +27,7 @@ from millrace.config import DEFAULT_CAPACITY, CacheOptions, parse_amount
 from millrace.errors import StorageError
 from millrace.events import Event, emit
 from millrace.figures import size_text
+from millrace.runtime import forks
 from millrace.runtime.failures import FailingDiskError
 from millrace.runtime.forks import importing
 from millrace.runtime.locks import Flights, NamedLocks
@@ -139,6 +141,7 @@ class Disk:
         self._full_reported: dict[Place | None, object] = {}
         self._missed_bytes = self._settle_after = 0
         self._is_maintained = False
+        self._owner = forks.Owner()
         self._measures: Measures | None = None
         self._attributed: dict[Part, Reads] = {}
         self.failed = False
@@ -149,6 +152,7 @@ class Disk:
             self.counters.counts_late()
             register_periodic(self.tidy)
             register_periodic(self.look_at_room)
+            atexit.register(self._count_last_uses)
             self._is_maintained = True
 
     def tidy(self) -> None:
@@ -176,6 +180,14 @@ class Disk:
         moment = time.monotonic_ns()
         self.usage.settle()
         self.counters.settled(moment)
+
+    def _count_last_uses(self) -> None:
+        """At the end of the process: count the uses since the last `tidy`, without waiting for other processes.
+
+        Eviction does not get them: its records need the lock of the index.
+        """
+        if self._owner.is_this_process and not self.failed:
+            self.attribution.add(self.usage.drain())
 
     def measures(self) -> Measures:
         """The counters, over all processes. If they cannot be read, as on a failed disk, those of the last call: sums over
@@ -442,6 +454,7 @@ class Disk:
         self.segment_sealer.close()
         unregister(self.tidy)
         unregister(self.look_at_room)
+        atexit.unregister(self._count_last_uses)
         try:
             self.write_down_uses()
         except StorageError as error:

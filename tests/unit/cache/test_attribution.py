@@ -171,3 +171,32 @@ def test_reads_of_a_file_system_are_attributed(
     assert str(folder).startswith(part.prefix)
     assert (reads.fetched_reads, reads.fetched_bytes) == (1, 1000)
     assert reads.cached_bytes == 1000 * reads.cached_reads > 0
+
+
+_READ_AND_END = """
+import os, sys, millrace
+fs = millrace.filesystem("file", cache_dir=sys.argv[1], min_free=0)
+for _ in range(3):
+    fs.cat_file(sys.argv[2])
+if not os.fork():
+    sys.exit()  # has none of its parent's uses
+os.wait()
+"""
+
+
+def test_reads_of_a_process_that_ends_at_once_are_counted_and_attributed(
+    make: Callable[..., millrace.MillraceFileSystem], tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * 3_000_000)
+    fs = make()
+    (cache_dir,) = fs.node.options.cache_dirs
+    environment = {**os.environ, "MILLRACE_JOB": "short"}
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _READ_AND_END, str(cache_dir), str(file)], env=environment, check=True
+    )
+    counted = fs.cache_counters()
+    (disk,) = fs.node.open_disks
+    [reads] = [reads for part, reads in disk.attribution.totals().items() if part.job == "short"]
+    assert reads == Reads(2, 6_000_000, 1, 3_000_000)
+    assert counted["cache_bytes"] == 6_000_000
