@@ -105,11 +105,11 @@ class Space:
         total, free = self._total_and_free()
         return free - self._reserved - nbytes >= self._min_free.of(total)
 
-    def reserve(self, nbytes: int) -> bool:
+    def reserve(self, nbytes: int, *, patient: bool = True) -> bool:
         """Reserve space until `release`. False if there is none, or the disk fails.
 
-        Other processes see the reservation when the store is nearly full (the last eighth, or 1 GiB if that is more). A
-        reservation ends by itself after a minute.
+        `patient` waits for a moment where that may help, see `is_in_doubt`. Other processes see the reservation when the
+        store is nearly full (the last eighth, or 1 GiB if that is more). A reservation ends by itself after a minute.
         """
         for _ in range(_RESERVE_ATTEMPTS):
             with self._lock:
@@ -121,7 +121,7 @@ class Space:
                     self._on_failure(error)
                     granted = False
                 self._reserved += nbytes if granted else 0
-            if granted or not in_doubt:
+            if granted or not (in_doubt and patient):
                 return granted
             time.sleep(_RESERVE_PAUSE_SECONDS)
         return False

@@ -234,10 +234,10 @@ class Evictor:
         except StorageError as error:
             self._report(error)
 
-    def _reserve(self, nbytes: int) -> bool:
+    def _reserve(self, nbytes: int, *, patient: bool = True) -> bool:
         """Reserve the free space beyond the headroom."""
         try:
-            return self._space.short_of_headroom(nbytes) <= 0 and self._store.space.reserve(nbytes)
+            return self._space.short_of_headroom(nbytes) <= 0 and self._store.space.reserve(nbytes, patient=patient)
         except StorageError as error:
             self._report(error)
             return False
@@ -263,10 +263,10 @@ class Evictor:
         None if that may succeed a moment later: others have the turn or, if `patient`, a block that is being written counts
         twice.
         """
-        is_final = False
+        is_final = made = False
 
         def reserve() -> bool:
-            nonlocal is_final
+            nonlocal is_final, made
             started = time.thread_time()
             shortage = max(excess, self._shortage(nbytes))
             made = shortage <= 0 or self._replace(shortage, candidate, over)
@@ -278,10 +278,13 @@ class Evictor:
                 until = now + min(pause, _REFUSED_SECONDS)
                 self._refused = _Refusal(nbytes, state if over is None else None, until)
                 self._refuse(nbytes, candidate, state)
-            return made and self._reserve(nbytes)
+            return made and self._reserve(nbytes, patient=False)
 
         try:
-            return self._exclusively(reserve, _TURN_SECONDS) or (False if is_final else None)
+            if self._exclusively(reserve, _TURN_SECONDS):
+                return True
+            # Another block took the space, or counts twice. The wait for that keeps no other thread from evicting.
+            return (made and self._reserve(nbytes)) or (False if is_final else None)
         except StorageError as error:
             self._report(error)
             return False

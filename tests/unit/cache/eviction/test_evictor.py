@@ -512,6 +512,32 @@ def test_threads_that_reserve_for_pins_at_once_all_get_the_space_that_they_free(
     assert used(node) == 0
 
 
+def test_wait_for_a_block_that_counts_twice_lets_other_threads_evict(
+    make_node: Callable[..., CacheNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = ComputedOrigin(objects(4))
+    node = make_node(capacity=4 * SIZE)
+    for key in objects(4):
+        read(node, origin, key)
+    catalog.pin(node, (origin.identity, "b/kept"))
+    evictor, space = node.open_disks[0].evictor, node.open_disks[0].store.space
+    replace, others_evict = evictor._replace, []
+
+    def replace_for_another(*arguments: Any) -> bool:
+        return replace(*arguments) and space.reserve(SIZE)
+
+    def wait(seconds: float) -> None:
+        others_evict.append(in_other_thread(lambda: evictor._exclusively(lambda: True, 0.0)))
+        space.release(SIZE)
+
+    monkeypatch.setattr(evictor, "_replace", replace_for_another)
+    monkeypatch.setattr("millrace.store.space.time.sleep", wait)
+    name = ObjectName(origin.identity, "b/kept/0", "1")
+
+    assert evictor.reserve(SIZE, Candidate(b"kept".ljust(16), SIZE, lambda: name, lambda: "b/kept"))
+    assert others_evict == [True]
+
+
 def test_processes_reserve_space_together(make_node: Callable[..., CacheNode]) -> None:
     node = make_node(capacity=10 * SIZE)
     store = node.open_disks[0].store
