@@ -22,6 +22,7 @@ from millrace.figures import size_text
 from millrace.filesystem.loading import LoadProgress, everything, load, pattern_root, select
 from millrace.filesystem.paths import is_pattern
 from millrace.origin import ObjectInfo
+from millrace.runtime import forks
 from millrace.runtime.failures import LostDataError, disk_errors
 from millrace.store.folders import Folder, link
 from millrace.store.records import Entry, object_id
@@ -51,7 +52,7 @@ class LocalFolder:
         self._fs, self._url, self._copy, self._progress = fs, url, copy, progress
         self._directory = None if directory is None else os.path.abspath(directory)
         self._folders: dict[Disk, Folder] = {}
-        self._process = os.getpid()
+        self._owner = forks.Owner()
         self._made: bool | None = None  # whether the directory was created here; None: it is not used
         self.path = ""
         self.objects = self.linked_bytes = self.copied_bytes = self.fetched_bytes = 0
@@ -94,7 +95,7 @@ class LocalFolder:
 
     def _remove(self) -> None:
         """Remove the folders in the stores."""
-        if os.getpid() == self._process:  # not in a forked child that leaves the block
+        if self._owner.is_this_process:  # not in a forked child that leaves the block
             folders, self._folders = self._folders, {}
             for folder in folders.values():
                 folder.remove()

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from millrace.errors import UsageError
+from millrace.runtime import forks
 
 # Runs in the new process, then becomes the helper. As a program of its own it needs no `preexec_fn`, which is unsafe in
 # a process with threads. The check of the parent closes the gap in which the owner died before prctl took effect.
@@ -75,7 +76,7 @@ def _reset_spawner() -> None:
     _spawner, _spawner_lock = None, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_reset_spawner)
+forks.reset_in_child(_reset_spawner)
 
 
 def _spawn(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:

@@ -31,7 +31,7 @@ from typing import NamedTuple, cast
 from millrace.config import MOST_REQUESTS, SILENCE_SECONDS
 from millrace.errors import StorageError
 from millrace.runtime import private_files
-from millrace.runtime.locks import Sign, this_process
+from millrace.runtime.locks import Sign, is_byte_locked, this_process
 
 BURST_SECONDS = 0.1
 """After a pause, a rate allows the requests of this time at once, and at least one."""
@@ -165,7 +165,7 @@ class NodeState:
             return []
         marks = self._map[_MARKS : _MARKS + MOST_REQUESTS]
         # The marks of a killed process stay; its locks do not.
-        return [slot for slot, mark in enumerate(marks) if mark and _is_locked(self._locks, _MARKS + slot)]
+        return [slot for slot, mark in enumerate(marks) if mark and is_byte_locked(self._locks, _MARKS + slot)]
 
     # --- waiting processes ------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class NodeState:
         """Whether a thread of another process waits for a slot."""
         if self._locks is None:
             return False
-        return _is_locked(self._locks, _WAITING_BYTE)
+        return is_byte_locked(self._locks, _WAITING_BYTE)
 
     # --- numbers ----------------------------------------------------------------------------------
 
@@ -280,14 +280,9 @@ def slots_in_use(path: Path) -> int:
     try:
         marks = os.pread(descriptor, MOST_REQUESTS, _MARKS)
         # The marks of a killed process stay; its locks do not.
-        return sum(_is_locked(descriptor, _MARKS + slot) for slot, mark in enumerate(marks) if mark)
+        return sum(is_byte_locked(descriptor, _MARKS + slot) for slot, mark in enumerate(marks) if mark)
     finally:
         os.close(descriptor)
-
-
-def _is_locked(descriptor: int, byte: int) -> bool:
-    holder = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, byte))
-    return bool(struct.unpack_from("h", holder)[0] != fcntl.F_UNLCK)
 
 
 def _open_file(path: Path) -> int:
