@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from millrace.events import Event, add_hook
 
 
@@ -17,3 +19,10 @@ def cache_events() -> Iterator[list[Event]]:
         yield seen
     finally:
         remove()
+
+
+@pytest.fixture
+def events() -> Iterator[list[Event]]:
+    """Every event of the caches, as it comes."""
+    with cache_events() as seen:
+        yield seen

@@ -135,3 +135,8 @@ class _MemoryWriter:
             self.close()
         else:
             self.abort()
+
+
+def content(origin: MemoryOrigin, key: str) -> bytes:
+    """The bytes of an object, without a request."""
+    return origin._objects[key][0]

@@ -140,3 +140,8 @@ def race_for_claims(url: str, options: Mapping[str, str] | None, turns: int, sta
         if claim is not None:
             claim.check()
     results.put(won)
+
+
+def name_of(step: int) -> str:
+    """The directory of the first checkpoint of a step."""
+    return f"step-{step:012d}"

@@ -24,6 +24,7 @@ from tests.support.harms import (
     replace_by_noise,
     zeros,
 )
+from tests.support.harms import flip as flip_byte
 from tests.support.small_disks import small_disk
 from tests.support.waiting import wait_until
 
@@ -234,10 +235,7 @@ def test_killed_readers_of_small_objects_leave_a_working_store(tmp_path: Path) -
 
 
 def flip(path: Path) -> None:
-    offset = path.stat().st_size // 3  # between two objects or records there may be unused bytes
-    with open(path, "r+b") as file:
-        byte = os.pread(file.fileno(), 1, offset)
-        os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), offset)
+    flip_byte(path, path.stat().st_size // 3)  # between two objects or records there may be unused bytes
 
 
 def flip_and_set_back_the_times(path: Path) -> None:

@@ -23,6 +23,7 @@ from tests.support.harms import (
     replace_by_noise,
     zeros,
 )
+from tests.support.harms import flip as flip_byte
 
 import millrace
 from millrace.cache.node import cache_node, close_nodes
@@ -70,11 +71,7 @@ def files(cache: Path) -> list[Path]:
 
 
 def flip(path: Path) -> None:
-    with open(path, "r+b") as file:
-        file.seek(BLOCK + 5)
-        byte = file.read(1)
-        file.seek(BLOCK + 5)
-        file.write(bytes([byte[0] ^ 1]))
+    flip_byte(path, BLOCK + 5)
 
 
 def flip_and_set_back_the_times(path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from tests.support.runs import name_of
 from tests.support.terminal import Terminal
 from torch.distributed.checkpoint import FileSystemWriter
 
@@ -29,10 +30,6 @@ from millrace.testing.s3 import S3Server
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 LOSSES = {10: 2.0, 20: 1.0, 30: 3.0}
-
-
-def name_of(step: int) -> str:
-    return f"step-{step:012d}"
 
 
 def save_run(run: str, **options) -> dict:

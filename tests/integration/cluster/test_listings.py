@@ -155,10 +155,10 @@ def test_write_is_visible_on_its_own_node(make_nodes: MakeNodes, origin: MemoryO
 def test_metadata_of_an_owner_has_half_the_max_age(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     origin.put("b/data/one", b"1")
     nodes = make_nodes(2, "1h")
-    teller, asker = in_order(nodes)
-    _, heard_until = asker.reading.metadata.stat_until(origin, "b/data/one")
-    _, asked_until = teller.reading.metadata.stat_until(origin, "b/data/one")
-    assert asked_until - heard_until == pytest.approx(1800, abs=60)
+    owner, other = in_order(nodes)
+    _, received_until = other.reading.metadata.stat_until(origin, "b/data/one")
+    _, requested_until = owner.reading.metadata.stat_until(origin, "b/data/one")
+    assert requested_until - received_until == pytest.approx(1800, abs=60)
 
 
 def test_consistency_always_reads_the_origin(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
@@ -187,10 +187,10 @@ def test_metadata_with_dead_owners_is_requested_from_the_origin(make_nodes: Make
 def test_listing_continues_when_its_owner_dies(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     expected = filled(origin, 2500)
     nodes = make_nodes(2, "immutable")
-    teller, asker = in_order(nodes)
-    pages = asker.reading.metadata.list_all(origin, "b/train")
+    owner, other = in_order(nodes)
+    pages = other.reading.metadata.list_all(origin, "b/train")
     found = [info.key for info in next(iter(pages))]
-    teller.server.close()
+    owner.server.close()
     found += [info.key for page in pages for info in page]
     assert found == expected
 
@@ -268,10 +268,10 @@ def test_owner_serves_no_metadata_from_before_a_pause_of_its_process(
 
 def test_origin_error_is_raised_unchanged(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     nodes = make_nodes(2, "immutable")
-    _, asker = in_order(nodes)
+    _, other = in_order(nodes)
     with pytest.raises(ObjectNotFoundError, match="does not exist"):
-        asker.reading.metadata.stat(origin, "b/nothing")
-    assert asker.reading.metadata.below(origin, "b/nothing") == "nothing"
+        other.reading.metadata.stat(origin, "b/nothing")
+    assert other.reading.metadata.below(origin, "b/nothing") == "nothing"
 
 
 def test_max_age_is_kept_over_owners(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
@@ -315,23 +315,23 @@ def test_malformed_response_of_an_owner_is_replaced_by_the_origin(
 ) -> None:
     expected = filled(origin, 3)
     nodes = make_nodes(2, "1h")
-    teller, asker = in_order(nodes)
+    owner, other = in_order(nodes)
     for path in ("/v1/listing", "/v1/level", "/v1/head", "/v1/forget"):
-        teller.server.route("POST" if path == "/v1/forget" else "GET", path, lambda call: listing)
-    assert names(asker, origin, "b/train") == expected
-    asker.reading.metadata.invalidate_all()
-    assert [info.key for info in asker.reading.metadata.list_level(origin, "b/train").objects] == expected
-    asker.reading.metadata.invalidate_all()
-    assert asker.reading.metadata.stat(origin, "b/train/00002").size == len("b/train/00002")
-    asker.reading.metadata.invalidate(origin, "b/train/00002")
+        owner.server.route("POST" if path == "/v1/forget" else "GET", path, lambda call: listing)
+    assert names(other, origin, "b/train") == expected
+    other.reading.metadata.invalidate_all()
+    assert [info.key for info in other.reading.metadata.list_level(origin, "b/train").objects] == expected
+    other.reading.metadata.invalidate_all()
+    assert other.reading.metadata.stat(origin, "b/train/00002").size == len("b/train/00002")
+    other.reading.metadata.invalidate(origin, "b/train/00002")
 
 
 def test_metadata_of_another_object_is_refused(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     origin.put("b/one", b"1")
     nodes = make_nodes(2, "1h")
-    teller, asker = in_order(nodes)
-    teller.server.route("GET", "/v1/head", lambda call: ["b/two", 7, "v", 0.0])
-    assert asker.reading.metadata.stat(origin, "b/one").size == 1
+    owner, other = in_order(nodes)
+    owner.server.route("GET", "/v1/head", lambda call: ["b/two", 7, "v", 0.0])
+    assert other.reading.metadata.stat(origin, "b/one").size == 1
 
 
 def test_metadata_with_an_invalid_member_is_requested_from_the_origin(
@@ -339,24 +339,24 @@ def test_metadata_with_an_invalid_member_is_requested_from_the_origin(
 ) -> None:
     origin.put("b/one", b"1")
     nodes = make_nodes(2, "1h")
-    teller, asker = in_order(nodes)
-    asker.cluster.link.views.now = View.of(  # type: ignore[attr-defined]
-        [asker.member, Member(id=teller.member.id, address="no address")]
+    owner, other = in_order(nodes)
+    other.cluster.link.views.now = View.of(  # type: ignore[attr-defined]
+        [other.member, Member(id=owner.member.id, address="no address")]
     )
-    assert asker.reading.metadata.stat(origin, "b/one").size == 1
-    asker.reading.metadata.invalidate(origin, "b/one")
+    assert other.reading.metadata.stat(origin, "b/one").size == 1
+    other.reading.metadata.invalidate(origin, "b/one")
 
 
 def test_writer_without_its_owner_reads_the_origin(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     origin.put("b/data/one", b"1")
     origin.put("b/other/x", b"1")
     nodes = make_nodes(3, "1h")
-    teller, second, writer = in_order(nodes)
+    owner, second, writer = in_order(nodes)
     assert names(writer, origin, "b/data") == ["b/data/one"]  # which the owner caches from now on
-    writer.cluster.breakers.failed(teller.member.id)  # it does not respond for a moment
+    writer.cluster.breakers.failed(owner.member.id)  # it does not respond for a moment
     origin.put("b/data/two", b"2")
     writer.reading.metadata.invalidate(origin, "b/data/two")
-    writer.cluster.breakers.worked(teller.member.id)
+    writer.cluster.breakers.worked(owner.member.id)
     assert names(writer, origin, "b/data") == ["b/data/one", "b/data/two"]
     assert [info.key for info in writer.reading.metadata.list_level(origin, "b/data").objects] == [
         "b/data/one",

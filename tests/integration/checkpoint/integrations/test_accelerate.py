@@ -14,7 +14,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, set_seed
 from tests.support import ranks
-from tests.support.training import kill_with_the_others, run_script, set_up_rank
+from tests.support.training import assert_same, kill_with_the_others, run_script, set_up_rank
 from torch.distributed.tensor import DTensor
 
 from millrace.checkpoint import CheckpointManager, CheckpointReader, DataPosition, load_weights
@@ -91,10 +91,6 @@ def saved(run: Path | str, step: int = STEPS) -> dict[str, Any]:
     with CheckpointManager(run) as manager:
         assert manager.latest() == step
         return load_weights(manager.metadata().url)
-
-
-def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
-    torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
 # --- programs of the ranks ------------------------------------------------------------------------

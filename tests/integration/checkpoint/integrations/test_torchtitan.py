@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support import ranks
-from tests.support.training import kill_with_the_others, set_up_rank
+from tests.support.training import assert_same, kill_with_the_others, set_up_rank
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
@@ -118,10 +118,6 @@ def saved(folder: Path, step: int = STEPS) -> dict[str, Any]:
     with CheckpointManager(folder / "run") as manager:
         assert manager.latest() == step
         return load_weights(manager.metadata().url)
-
-
-def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
-    torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
 # --- programs of the ranks ------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.support.runs import name_of
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,10 +36,6 @@ from millrace.errors import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
-
-def name_of(step: int) -> str:
-    return f"step-{step:012d}"
 
 
 def state_of(step: int) -> dict:

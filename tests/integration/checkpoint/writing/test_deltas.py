@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tests.integration.checkpoint import test_ranks as ranks_module
 from tests.support import ranks
+from tests.support.runs import name_of
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -31,10 +32,6 @@ from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
-
-def name_of(step: int) -> str:
-    return f"step-{step:012d}"
 
 
 def save(root, step: int, state: dict, base=None, **options) -> CheckpointWriter:

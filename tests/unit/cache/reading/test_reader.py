@@ -15,7 +15,7 @@ from types import FrameType
 import pytest
 from tests.support.interrupts import interrupted_at
 from tests.support.native import open_native
-from tests.support.origins import MemoryOrigin
+from tests.support.origins import MemoryOrigin, content
 from tests.support.small_disks import small_disk
 from tests.support.waiting import in_other_thread, wait_until
 
@@ -50,10 +50,6 @@ def origin() -> MemoryOrigin:
     origin.put("b/large", os.urandom(BLOCK_BYTES * 6 + 123))
     origin.put("b/small", b"hello")
     return origin
-
-
-def content(origin: MemoryOrigin, key: str) -> bytes:
-    return origin._objects[key][0]
 
 
 def read_all(node: CacheNode, origin: MemoryOrigin, info: ObjectInfo) -> bytes:

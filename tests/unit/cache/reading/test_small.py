@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from tests.support.harms import flip
 from tests.support.native import open_native
-from tests.support.origins import MemoryOrigin
+from tests.support.origins import MemoryOrigin, content
 
 from millrace.cache.disk import Disk
 from millrace.cache.eviction.usage import group_of
@@ -54,10 +54,6 @@ def filled(number: int = 20, size: int = 5000) -> MemoryOrigin:
     for n in range(number):
         origin.put(f"b/set/{n:03}.jpg", os.urandom(size + n))
     return origin
-
-
-def content(origin: MemoryOrigin, key: str) -> bytes:
-    return origin._objects[key][0]
 
 
 def read_all(node: CacheNode, origin: MemoryOrigin, key: str) -> bytes:
