@@ -12,7 +12,7 @@ from millrace.events import Event, add_hook
 
 @contextmanager
 def cache_events() -> Iterator[list[Event]]:
-    """Gives a list of them, as they come."""
+    """Yields a list to which each of them is appended."""
     seen: list[Event] = []
     remove = add_hook(lambda event: seen.append(event) if event.name.startswith("cache.") else None)
     try:

@@ -24,7 +24,7 @@ def interrupts() -> Iterator[Callable[[float], None]]:
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    gc.disable()  # one that comes during a collection would be raised, and lost, in a callback (Hypothesis has one)
+    gc.disable()  # an interrupt during a collection would be raised, and lost, in a callback (Hypothesis has one)
     try:
         yield after
     finally:

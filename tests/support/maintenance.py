@@ -5,8 +5,8 @@ from __future__ import annotations
 from millrace.runtime.maintenance import PeriodicThread, Task
 
 
-class AskedMaintenance(PeriodicThread):
-    """Has the tasks, and no thread that calls them: `run_all` does."""
+class ManualMaintenance(PeriodicThread):
+    """Periodic tasks without a thread: only `run_all` calls them."""
 
     def register(self, task: Task) -> None:
         self._due[task] = 0.0
@@ -16,4 +16,4 @@ class AskedMaintenance(PeriodicThread):
         self._due.clear()
 
 
-ASKED_MAINTENANCE = AskedMaintenance("asked-maintenance")
+MANUAL_MAINTENANCE = ManualMaintenance("manual-maintenance")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.support.maintenance import ASKED_MAINTENANCE
+from tests.support.maintenance import MANUAL_MAINTENANCE
 
 
 @pytest.fixture
 def no_maintenance(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing runs twice a second: with it, results would depend on where its thread is at the moment.
+    """Run no maintenance in the background, so that results do not depend on the pace of its thread.
 
-    It adds up uses, evicts, and seals segments that were idle for more than a second. `run_tasks` still runs it.
+    Maintenance adds up uses, evicts, and seals segments that were idle for more than a second. `run_tasks` still runs it.
     """
-    monkeypatch.setattr("millrace.runtime.maintenance._maintenance", ASKED_MAINTENANCE)
+    monkeypatch.setattr("millrace.runtime.maintenance._maintenance", MANUAL_MAINTENANCE)
     yield
-    ASKED_MAINTENANCE.forget()
+    MANUAL_MAINTENANCE.forget()

@@ -184,7 +184,7 @@ class Disk:
     def _count_last_uses(self) -> None:
         """At the end of the process: count the uses since the last `tidy`, without waiting for other processes.
 
-        Eviction does not get them: its records need the lock of the index.
+        The eviction records do not get them: they need the lock of the index.
         """
         if self._owner.is_this_process and not self.failed:
             self.attribution.add(self.usage.drain())

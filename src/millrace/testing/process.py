@@ -192,9 +192,9 @@ _claims: deque[int] = deque()  # descriptors
 def free_ports(count: int) -> list[int]:
     """Return `count` distinct TCP ports that are free on 127.0.0.1.
 
-    A server needs some time until it listens on its port. Until then no other process gets it by chance: the ports are below
-    the range from which the kernel chooses, where that leaves room, and this function returns neither a port that another
-    living process has received from it nor one of the last 64 that it returned to this one.
+    A server needs some time until it listens on its port. Until then no other process gets the port by chance: the ports
+    are below the range from which the kernel chooses, where that leaves room, and each one stays claimed. A claim ends with
+    this process, or when it has received 64 more ports. Until then this function returns the port to no process.
     """
     found: list[int] = []
     with contextlib.ExitStack() as stack:
@@ -225,7 +225,9 @@ def _claim(port: int) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
         try:
             name.bind(f"\0millrace-port-{port}")  # in no directory
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
             return False
         _claims.append(name.detach())
     if len(_claims) > _KEPT_CLAIMS:

@@ -189,10 +189,10 @@ class Evictor:
             return False
         over = place if excess > 0 else None
         if pinned and (wanted or time.monotonic() >= self._pins_refused_until):
-            # Blocks that are being stored without the turn may take what was freed.
+            # A block that is stored without the evictors' lock may take the space that was freed.
             attempts, deadline = _PIN_ATTEMPTS, time.monotonic() + _PIN_SECONDS
             while attempts and time.monotonic() < deadline:
-                found = self._reserve_in_turn(nbytes, candidate, over, excess, state, patient=True)
+                found = self._reserve_exclusively(nbytes, candidate, over, excess, state, patient=True)
                 if found:
                     return self._count(place, nbytes, candidate)
                 attempts -= found is not None
@@ -201,7 +201,7 @@ class Evictor:
             return False
         if time.monotonic() < self._refused_until:
             return False
-        if self._reserve_in_turn(nbytes, candidate, over, excess, state):
+        if self._reserve_exclusively(nbytes, candidate, over, excess, state):
             return self._count(place, nbytes, candidate)
         return False
 
@@ -248,7 +248,7 @@ class Evictor:
                 self._surveyor.current(self._rules.current()).add(place, candidate.key, nbytes)
         return True
 
-    def _reserve_in_turn(
+    def _reserve_exclusively(
         self,
         nbytes: int,
         candidate: Candidate,
@@ -258,10 +258,10 @@ class Evictor:
         *,
         patient: bool = False,
     ) -> bool | None:
-        """Evict if needed, and reserve the space before another thread evicts for itself.
+        """Evict if needed, and reserve the space under the lock of the node's evictors.
 
-        None if that may succeed a moment later: others have the turn or, if `patient`, a block that is being written counts
-        twice.
+        None if that may succeed a moment later: another evictor has the lock or, if `patient`, a block that is being written
+        counts twice.
         """
         is_final = made = False
 
@@ -283,7 +283,7 @@ class Evictor:
         try:
             if self._exclusively(reserve, _TURN_SECONDS):
                 return True
-            # Another block took the space, or counts twice. The wait for that keeps no other thread from evicting.
+            # Another block took the space, or counts twice. This waits without the lock, so that others can evict.
             return (made and self._reserve(nbytes)) or (False if is_final else None)
         except StorageError as error:
             self._report(error)
