@@ -218,13 +218,19 @@ class MemoryFile(pa.BufferReader):  # type: ignore[misc]
 
     _beyond = 0
     """Bytes by which the position is past the end. The position of the base class stays at the end."""
+    _known_size: int | None = None
+    """The size, once asked for. Every call of the base class releases the GIL: with many threads that costs a switch
+    between threads, so `seek` makes no call that it can avoid.
+    """
 
     def tell(self) -> int:
         return int(super().tell()) + self._beyond
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        size = self.size()
-        target = target_of_seek(position, whence, self.tell(), size)
+        size = self._known_size
+        if size is None:
+            size = self._known_size = int(self.size())
+        target = target_of_seek(position, whence, self.tell() if whence == os.SEEK_CUR else 0, size)
         super().seek(min(target, size))
         self._beyond = max(0, target - size)
         return target
