@@ -164,14 +164,7 @@ class Evictor:
             if not wanted and self._is_refused(nbytes, candidate, state, pinned=pinned):
                 return False
             place = None if rule is None else rule.quota_place
-            if place is None or rule is None:
-                excess = 0
-            else:
-                with self._quota_lock:  # or concurrent threads would all fit, and later most would be evicted
-                    survey = self._surveyor.current(rules)
-                    excess = survey.used.get(place, 0) + nbytes - _quota_bytes(self._store, rule)
-                    if excess <= 0:
-                        survey.add(place, candidate.key, nbytes)
+            excess = self._count_what_fits(place, nbytes, candidate, rules)
         except StorageError as error:
             self._report(error)
             return False
@@ -187,23 +180,20 @@ class Evictor:
                 return self._count(place, nbytes, candidate)
             self._refuse(nbytes, candidate, state)
             return False
-        over = place if excess > 0 else None
         if pinned and (wanted or time.monotonic() >= self._pins_refused_until):
             # A block that is stored without the evictors' lock may take the space that was freed.
             attempts, deadline = _PIN_ATTEMPTS, time.monotonic() + _PIN_SECONDS
             while attempts and time.monotonic() < deadline:
-                found = self._reserve_exclusively(nbytes, candidate, over, excess, state, patient=True)
+                found = self._reserve_exclusively(nbytes, candidate, place, state, patient=True)
                 if found:
-                    return self._count(place, nbytes, candidate)
+                    return True
                 attempts -= found is not None
                 time.sleep(_PIN_PAUSE_SECONDS)
             self._pins_refused_until = time.monotonic() + _PINS_REFUSED_SECONDS
             return False
         if time.monotonic() < self._refused_until:
             return False
-        if self._reserve_exclusively(nbytes, candidate, over, excess, state):
-            return self._count(place, nbytes, candidate)
-        return False
+        return bool(self._reserve_exclusively(nbytes, candidate, place, state))
 
     def _rule_of(self, rules: Rules, candidate: Candidate) -> AppliedRule:
         rule = rule_of(rules, candidate.name())
@@ -242,23 +232,37 @@ class Evictor:
             self._report(error)
             return False
 
+    def _count_what_fits(self, place: Place | None, nbytes: int, candidate: Candidate, rules: Rules) -> int:
+        """The bytes by which a quota would be exceeded; if it would not be, they are counted as stored."""
+        if place is None:
+            return 0
+        with self._quota_lock:  # or concurrent threads would all fit, and later most would be evicted
+            survey = self._surveyor.current(rules)
+            excess = survey.used.get(place, 0) + nbytes - _quota_of(self._store, rules, place)
+            if excess <= 0:
+                survey.add(place, candidate.key, nbytes)
+        return excess
+
     def _count(self, place: Place | None, nbytes: int, candidate: Candidate) -> bool:
+        """Count what was reserved. A failure is reported only: the next survey counts it."""
         if place is not None:
-            with self._quota_lock:
-                self._surveyor.current(self._rules.current()).add(place, candidate.key, nbytes)
+            try:
+                with self._quota_lock:
+                    self._surveyor.current(self._rules.current()).add(place, candidate.key, nbytes)
+            except StorageError as error:
+                self._report(error)
         return True
 
     def _reserve_exclusively(
         self,
         nbytes: int,
         candidate: Candidate,
-        over: Place | None,
-        excess: int,
+        place: Place | None,
         state: _State,
         *,
         patient: bool = False,
     ) -> bool | None:
-        """Evict if needed, and reserve the space under the lock of the node's evictors.
+        """Evict if needed, reserve the space and count it for the quota of `place`, under the lock of the node's evictors.
 
         None if that may succeed a moment later: another evictor has the lock or, if `patient`, a block that is being written
         counts twice.
@@ -268,6 +272,9 @@ class Evictor:
         def reserve() -> bool:
             nonlocal is_final, made
             started = time.thread_time()
+            # Again with each attempt: an earlier one may have made room, and other threads may have used it.
+            excess = self._excess_with(place, nbytes)
+            over = place if excess > 0 else None
             shortage = max(excess, self._shortage(nbytes))
             made = shortage <= 0 or self._replace(shortage, candidate, over)
             is_final = made or not (patient and self._store.space.is_in_doubt(nbytes))
@@ -278,13 +285,15 @@ class Evictor:
                 until = now + min(pause, _REFUSED_SECONDS)
                 self._refused = _Refusal(nbytes, state if over is None else None, until)
                 self._refuse(nbytes, candidate, state)
-            return made and self._reserve(nbytes, patient=False)
+            return made and self._reserve(nbytes, patient=False) and self._count(place, nbytes, candidate)
 
         try:
             if self._exclusively(reserve, _TURN_SECONDS):
                 return True
             # Another block took the space, or counts twice. This waits without the lock, so that others can evict.
-            return (made and self._reserve(nbytes)) or (False if is_final else None)
+            if made and self._reserve(nbytes):
+                return self._count(place, nbytes, candidate)
+            return False if is_final else None
         except StorageError as error:
             self._report(error)
             return False
@@ -453,6 +462,13 @@ class Evictor:
 
     def _shortage(self, nbytes: int) -> int:
         return max(self._store.space.shortage(nbytes), self._space.short_of_headroom(nbytes))
+
+    def _excess_with(self, place: Place | None, nbytes: int) -> int:
+        """The bytes by which `nbytes` more would exceed the quota of `place`."""
+        if place is None:
+            return 0
+        with self._quota_lock:
+            return self._excess_now(self._rules.current(), place) + nbytes
 
     def _excess(self, survey: Survey, rules: Rules, place: Place) -> int:
         return survey.used.get(place, 0) - _quota_of(self._store, rules, place)
@@ -658,10 +674,6 @@ def _places(rules: Rules) -> Mapping[Place, int]:
         place: number
         for number, place in enumerate(sorted(place for place, rule in rules.by_place.items() if rule.quota), 1)
     }
-
-
-def _quota_bytes(store: Store, rule: AppliedRule) -> int:
-    return store.space.disk_bytes() if rule.quota is None else rule.quota.of(store.space.disk_bytes())
 
 
 def _quota_of(store: Store, rules: Rules, place: Place) -> int:

@@ -9,11 +9,12 @@ import pytest
 from tests.support.computed import ComputedOrigin
 
 from millrace.cache import catalog
+from millrace.cache.eviction.evictor import Candidate
 from millrace.cache.eviction.holdings import Holdings, Surveyor
 from millrace.cache.held import HeldBlocks
 from millrace.cache.node import CacheNode, cache_node
 from millrace.config import Amount, resolve
-from millrace.store.records import BLOCK_BYTES
+from millrace.store.records import BLOCK_BYTES, ObjectName
 from millrace.store.segments import appended_bytes
 
 pytestmark = pytest.mark.usefixtures("no_maintenance")
@@ -169,3 +170,25 @@ def test_concurrent_readers_fill_a_quota(make_node: MakeNode) -> None:
     disk.evictor.expire_survey()
     disk.enforce_limits()
     assert quota - 2 * size <= disk.store.index.used_bytes() <= quota
+
+
+def test_pin_over_its_quota_evicts_no_more_when_another_block_takes_the_space_first(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, count = BLOCK_BYTES, 6
+    origin = ComputedOrigin({f"b/train/{number}": size for number in range(count)})
+    node = make_node(capacity="1GB")
+    catalog.limit(node, (origin.identity, "b/train"), quota=Amount(nbytes=count * size), ttl_seconds=None)
+    for number in range(count):
+        read(node, origin, f"b/train/{number}")
+    disk = node.open_disks[0]
+    disk.write_down_uses()
+    catalog.pin(node, (origin.identity, "b/train/kept"))
+    evictor = disk.evictor
+    reserve, taken_first = evictor._reserve, iter([False, False])
+    monkeypatch.setattr(evictor, "_reserve", lambda *a, **k: next(taken_first, True) and reserve(*a, **k))
+    name = ObjectName(origin.identity, "b/train/kept/0", "1")
+
+    assert evictor.reserve(2 * size, Candidate(b"kept".ljust(16), 2 * size, lambda: name, lambda: "b/train/kept"))
+    assert whole_bytes(node) == (count - 2) * size
+    assert evictor._surveyor.current(disk.rules.current()).used == {(origin.identity, "b/train"): count * size}
