@@ -1,6 +1,8 @@
 """Damage to a file, and other things in its place."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -11,6 +13,18 @@ def flip(path: str | Path, offset: int) -> None:
         byte = file.read(1)
         file.seek(offset)
         file.write(bytes([byte[0] ^ 1]))
+
+
+def flip_in_the_middle(path: Path) -> None:
+    flip(path, path.stat().st_size // 2)
+
+
+@contextmanager
+def kept_times(path: Path) -> Iterator[None]:
+    """Afterwards the file has the times of before, as if its disk had changed it."""
+    status = path.stat()
+    yield
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def empty(path: Path) -> None:

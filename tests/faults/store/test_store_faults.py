@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from tests.support.harms import (
     empty,
+    kept_times,
     replace_by_a_fifo,
     replace_by_a_folder,
     replace_by_a_full_folder,
@@ -75,9 +76,8 @@ def flip(path: Path) -> None:
 
 
 def flip_and_set_back_the_times(path: Path) -> None:
-    status = path.stat()
-    flip(path)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with kept_times(path):
+        flip(path)
 
 
 def cut(path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.support.computed import ComputedOrigin
+from tests.support.harms import flip
 
 from millrace.cache.node import CacheNode, close_nodes
 from millrace.cluster.breakers import Breakers
@@ -277,11 +278,7 @@ def test_corrupt_block_of_a_giver_is_not_copied(nodes: Nodes) -> None:
     assert entry is not None
     path = nodes.every[giver].store.open_disks[0].store.path(entry)
     inode = os.stat(path).st_ino
-    with open(path, "r+b") as file:
-        file.seek(1000)
-        byte = file.read(1)
-        file.seek(1000)
-        file.write(bytes([byte[0] ^ 1]))
+    flip(path, 1000)
     assert os.stat(path).st_ino == inode
     reported: list[str] = []
     remove = add_hook(lambda event: reported.append(event.name))

@@ -53,7 +53,7 @@ def overwrite(index: Index, table: bytes, key: bytes, change: Callable[[bytes], 
         txn.put(key, change(txn.get(key, db=handle)), db=handle)
 
 
-def flip(position: int) -> Callable[[bytes], bytes]:
+def flipped_at(position: int) -> Callable[[bytes], bytes]:
     def change(record: bytes) -> bytes:
         changed = bytearray(record)
         changed[position] ^= 1
@@ -70,7 +70,7 @@ def test_object_record_with_flipped_bit_is_absent_and_created_again(
     fill(index, OTHER)
     dropped: list[int] = []
     index._on_dropped = lambda: dropped.append(1)
-    overwrite(index, b"objects", ID, flip(position))
+    overwrite(index, b"objects", ID, flipped_at(position))
     assert index.get(ID) is None
     assert [each.object_id for each in index.entries()] == [OTHER]
     again = index.create(ID, 250, 100, NAME)
@@ -97,7 +97,7 @@ def test_record_that_was_moved_to_another_key_does_not_verify(index: Index) -> N
 
 def test_block_record_that_was_damaged_is_counted_off_and_entered_again(index: Index) -> None:
     entry = fill(index)
-    overwrite(index, b"blocks", block_key(ID, entry.generation, 1), flip(0))
+    overwrite(index, b"blocks", block_key(ID, entry.generation, 1), flipped_at(0))
     assert index.checksums(entry, range(3)) == [1000, None, 1002]
     now = index.add_block(entry, 1, 1001)
     assert now is not None
@@ -108,7 +108,7 @@ def test_block_record_that_was_damaged_is_counted_off_and_entered_again(index: I
 def test_records_found_by_a_cursor_are_removed_by_the_next_write(index: Index, events: list[Event]) -> None:
     index.add_segment(7, "group")
     index.add_segment(8, "group")
-    overwrite(index, b"segments", generation_key(7), flip(0))
+    overwrite(index, b"segments", generation_key(7), flipped_at(0))
     assert [record.generation for record in index.segment_records()] == [8]
     index.drop_damaged()
     assert [event.name for event in events] == ["cache.index.corrupt"]
@@ -120,7 +120,7 @@ def test_records_found_by_a_cursor_are_removed_by_the_next_write(index: Index, e
 def test_damaged_record_that_a_reader_finds_while_others_are_removed_disturbs_nothing(index: Index) -> None:
     for generation in (7, 8, 9):
         index.add_segment(generation, "group")
-        overwrite(index, b"segments", generation_key(generation), flip(0))
+        overwrite(index, b"segments", generation_key(generation), flipped_at(0))
     assert index.segment_records() == []
     noted = index._noted
     table = next(iter(noted))[0]
@@ -135,7 +135,7 @@ def test_damaged_record_that_a_reader_finds_while_others_are_removed_disturbs_no
 def test_number_of_the_store_that_was_damaged_ends_the_use_of_the_index(directory: Path) -> None:
     index = open_directory(directory, rebuild)
     entry = fill(index)
-    overwrite(index, b"state", b"generation", flip(0))
+    overwrite(index, b"state", b"generation", flipped_at(0))
     with pytest.raises(DamagedIndexError):
         index.create(OTHER, 10, 10, NAME)
     with pytest.raises(DamagedIndexError):  # from now on

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.harms import flip
 from tests.support.waiting import wait_until
 
 import millrace
@@ -272,11 +273,7 @@ def test_verify_finds_a_flipped_byte_and_mends_it(fs: millrace.MillraceFileSyste
     flipped = 0
     for path in disk.store.directory.rglob("*"):
         if path.is_file() and path.stat().st_size > 15 * MB and "index" not in path.parts:
-            with open(path, "r+b") as file:
-                file.seek(5 * MB)
-                byte = file.read(1)
-                file.seek(5 * MB)
-                file.write(bytes([byte[0] ^ 1]))
+            flip(path, 5 * MB)
             flipped += 1
     assert flipped == 1
     done = fs.load(f"{data}/train", verify=True)

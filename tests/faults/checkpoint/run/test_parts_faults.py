@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.harms import flip_in_the_middle
 from tests.support.waiting import wait_until
 
 from millrace.checkpoint import CheckpointManager, load_weights
@@ -152,18 +153,12 @@ def kinds(results: list[Any]) -> list[str]:
     return [type(result).__name__ for result in results]
 
 
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    file.write_bytes(data)
-
-
 def test_delta_to_a_save_that_failed_in_the_upload_fails_on_all_ranks(tmp_path: Path) -> None:
     job = Job(tmp_path)
     assert kinds(job.save(1)) == ["SaveResult", "SaveResult"]
     second, third = job.near(2), job.near(3)
     assert third[0].base is not None
-    flip(job.data_file(1, 2))
+    flip_in_the_middle(job.data_file(1, 2))
     assert all(isinstance(result, CorruptCheckpointError) for result in job.upload(*second))
     assert all(isinstance(result, BaseGoneError) for result in job.upload(*third))
     assert job.complete() == [1]
@@ -174,7 +169,7 @@ def test_delta_to_a_save_that_failed_in_the_upload_fails_on_all_ranks(tmp_path: 
 def test_save_that_never_reached_the_origin_is_not_the_independent_one(tmp_path: Path) -> None:
     job = Job(tmp_path, independent=True)
     first = job.near(1)
-    flip(job.data_file(1, 1))
+    flip_in_the_middle(job.data_file(1, 1))
     assert all(isinstance(result, CorruptCheckpointError) for result in job.upload(*first))
     bases = []
     for step in (2, 3, 4):
@@ -187,13 +182,13 @@ def test_save_that_never_reached_the_origin_is_not_the_independent_one(tmp_path:
 def test_failing_rank_leaves_the_directory_for_the_notices_of_all(tmp_path: Path) -> None:
     job = Job(tmp_path)
     order, written = job.near(1)
-    flip(job.data_file(1, 1))
+    flip_in_the_middle(job.data_file(1, 1))
     assert kinds(job.upload(order, written)) == ["CorruptCheckpointError", "CorruptCheckpointError"]
     names = {path.name for path in (tmp_path / "origin" / order.name).iterdir()}
     assert {name.split("-")[1] for name in names if name.startswith("failed-")} == {"0", "1"}
 
 
-@pytest.mark.parametrize("harm", [Path.unlink, flip])
+@pytest.mark.parametrize("harm", [Path.unlink, flip_in_the_middle])
 def test_part_with_bad_data_from_an_earlier_process_blocks_no_later_save(
     tmp_path: Path, events: list[Event], harm: Callable[[Path], None]
 ) -> None:
@@ -328,7 +323,7 @@ def test_damaged_part_of_an_older_save_does_not_hide_a_newer_one(tmp_path: Path)
     job.engines[0].close()
     shutil.copytree(tmp_path / "node1", tmp_path / "node0", dirs_exist_ok=True)
     [part] = (tmp_path / "node0").glob(f"*/{checkpoint_name(2)}/{part_name(0, damaged.save_id)}")
-    flip(part)
+    flip_in_the_middle(part)
     found = {f"w{rank}": torch.zeros(300_000) for rank in range(RANKS)}
     with CheckpointManager(tmp_path / "origin", local=tmp_path / "node0") as run:
         assert run.restore(found) == 3

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.harms import flip
 from tests.support.native import open_native
 from tests.support.origins import MemoryOrigin
 
@@ -160,9 +161,7 @@ def test_damaged_page_is_found_dropped_and_fetched_again(
     reader.close()
     close_nodes()
     (file,) = [path for path in (tmp_path / "cache").rglob("objects/*/*") if path.stat().st_size == SIZE]
-    with open(file, "r+b") as damaged:
-        damaged.seek(start + 20_000)
-        damaged.write(bytes([DATA[start + 20_000] ^ 1]))
+    flip(file, start + 20_000)
     events: list[Event] = []
     remove = add_hook(events.append)
     node = make_node(native=native)

@@ -6,6 +6,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from tests.support.harms import flip
 
 from millrace.checkpoint.codec.chunks import Kind, checksum
 from millrace.checkpoint.codec.planes import PlaneCodec
@@ -98,9 +99,7 @@ def test_endless_chain_is_refused(tmp_path):
 def test_damaged_base_is_detected(tmp_path):
     write_chain(tmp_path)
     path = tmp_path / "step-0" / "data-a-0-0.millrace"
-    content = bytearray(path.read_bytes())
-    content[40] ^= 4
-    path.write_bytes(content)
+    flip(path, 40)
     with pytest.raises(CorruptCheckpointError, match="does not match its checksum"):
         fetch(open_storage(tmp_path / "step-1"))
 
