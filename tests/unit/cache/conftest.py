@@ -1,5 +1,21 @@
-"""The fixture `events`: the events that these tests compare."""
+"""Fixtures of the cache's tests."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from tests.support.cache_events import events
 
+from millrace.store.index import Index
+
 __all__ = ["events"]
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    (tmp_path / "index").mkdir()
+    index = Index(tmp_path / "index")
+    yield index
+    index.close()

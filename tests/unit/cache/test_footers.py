@@ -3,7 +3,7 @@
 import io
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +25,6 @@ pytestmark = pytest.mark.usefixtures("no_maintenance")
 
 def fail_on(error: StorageError) -> None:
     raise error
-
-
-@pytest.fixture
-def index(tmp_path: Path) -> Iterator[Index]:
-    (tmp_path / "index").mkdir()
-    index = Index(tmp_path / "index")
-    yield index
-    index.close()
 
 
 def ending(footer: int, body: int = 200_000) -> bytes:

@@ -20,9 +20,8 @@ from millrace.cache.eviction.audit import Leftovers
 from millrace.cache.eviction.evictor import Candidate
 from millrace.cache.eviction.usage import Tally
 from millrace.cache.eviction.usage_records import UsageRecords
-from millrace.cache.held import HeldBlocks
-from millrace.cache.node import CacheNode, cache_node
-from millrace.config import Amount, resolve
+from millrace.cache.node import CacheNode
+from millrace.config import Amount
 from millrace.events import Event, add_hook
 from millrace.runtime.locks import lock_number
 from millrace.runtime.maintenance import run_tasks
@@ -31,20 +30,6 @@ from millrace.store.records import BLOCK_BYTES, ObjectName, object_id
 pytestmark = pytest.mark.usefixtures("no_maintenance")
 
 SIZE = (1 << 20) + 4096  # just large enough for its own file
-
-
-@pytest.fixture
-def make_node(tmp_path: Path) -> Callable[..., CacheNode]:
-    def make(**options: object) -> CacheNode:
-        node = cache_node(
-            resolve({"cache_dir": str(tmp_path / "cache"), "min_free": 0, **options}, environ={}, file={})
-        )
-        node.open_disks[0].held = HeldBlocks(
-            0
-        )  # bytes that were not stored are read from the origin, and counted there
-        return node
-
-    return make
 
 
 def objects(count: int, folder: str = "train", size: int = SIZE) -> dict[str, int]:

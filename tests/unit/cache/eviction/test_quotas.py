@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from tests.support.computed import ComputedOrigin
@@ -11,27 +10,14 @@ from tests.support.computed import ComputedOrigin
 from millrace.cache import catalog
 from millrace.cache.eviction.evictor import Candidate
 from millrace.cache.eviction.holdings import Holdings, Surveyor
-from millrace.cache.held import HeldBlocks
-from millrace.cache.node import CacheNode, cache_node
-from millrace.config import Amount, resolve
+from millrace.cache.node import CacheNode
+from millrace.config import Amount
 from millrace.store.records import BLOCK_BYTES, ObjectName
 from millrace.store.segments import appended_bytes
 
 pytestmark = pytest.mark.usefixtures("no_maintenance")
 
 MakeNode = Callable[..., CacheNode]
-
-
-@pytest.fixture
-def make_node(tmp_path: Path) -> MakeNode:
-    def make(**options: object) -> CacheNode:
-        node = cache_node(
-            resolve({"cache_dir": str(tmp_path / "cache"), "min_free": 0, **options}, environ={}, file={})
-        )
-        node.open_disks[0].held = HeldBlocks(0)
-        return node
-
-    return make
 
 
 def read(node: CacheNode, origin: ComputedOrigin, key: str, start: int = 0, stop: int | None = None) -> None:

@@ -18,14 +18,6 @@ from millrace.runtime.locks import NamedLocks
 from millrace.store.index import Index
 
 
-@pytest.fixture
-def index(tmp_path: Path) -> Iterator[Index]:
-    (tmp_path / "index").mkdir()
-    index = Index(tmp_path / "index")
-    yield index
-    index.close()
-
-
 def fail_on(error: StorageError) -> None:
     raise error
 

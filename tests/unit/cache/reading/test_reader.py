@@ -16,32 +16,21 @@ import pytest
 from tests.support.interrupts import interrupted_at
 from tests.support.native import open_native
 from tests.support.origins import MemoryOrigin, content
+from tests.support.reading import read_all
 from tests.support.small_disks import small_disk
 from tests.support.waiting import in_other_thread, wait_until
 
 from millrace.cache import catalog
 from millrace.cache.eviction.evictor import Candidate
-from millrace.cache.node import CacheNode, cache_node
+from millrace.cache.node import CacheNode
 from millrace.cache.reading.locations import FileLocation
-from millrace.config import resolve
 from millrace.errors import ObjectChangedError, OriginUnavailableError
 from millrace.events import Event, add_hook, fetch_id
 from millrace.filesystem.files import CachedFile
-from millrace.origin import ObjectInfo
 from millrace.runtime.locks import Flights
 from millrace.store.records import BLOCK_BYTES, PAGE_BYTES, RUN_BLOCKS, ObjectName, object_id
 
 pytestmark = pytest.mark.usefixtures("no_maintenance")
-
-
-@pytest.fixture
-def make_node(tmp_path: Path) -> Callable[..., CacheNode]:
-    def make(**options: object) -> CacheNode:
-        return cache_node(
-            resolve({"cache_dir": str(tmp_path / "cache"), "min_free": 0, **options}, environ={}, file={})
-        )
-
-    return make
 
 
 @pytest.fixture
@@ -50,14 +39,6 @@ def origin() -> MemoryOrigin:
     origin.put("b/large", os.urandom(BLOCK_BYTES * 6 + 123))
     origin.put("b/small", b"hello")
     return origin
-
-
-def read_all(node: CacheNode, origin: MemoryOrigin, info: ObjectInfo) -> bytes:
-    reader = node.open_reader(origin, info)
-    try:
-        return bytes(reader.read(0, info.size))
-    finally:
-        reader.close()
 
 
 def test_each_byte_is_fetched_once_then_the_file_is_native(

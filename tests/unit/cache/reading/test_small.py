@@ -15,13 +15,14 @@ import pytest
 from tests.support.harms import flip
 from tests.support.native import open_native
 from tests.support.origins import MemoryOrigin, content
+from tests.support.reading import read_all
 
 from millrace.cache.disk import Disk
 from millrace.cache.eviction.usage import group_of
 from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.cache.reading.locations import stored_object
 from millrace.cache.rebuild import rebuild
-from millrace.config import Amount, resolve
+from millrace.config import Amount
 from millrace.errors import ObjectChangedError, OriginUnavailableError
 from millrace.events import Event
 from millrace.origin import ObjectInfo
@@ -39,30 +40,11 @@ pytestmark = pytest.mark.usefixtures("no_maintenance")
 MakeNode = Callable[..., CacheNode]
 
 
-@pytest.fixture
-def make_node(tmp_path: Path) -> MakeNode:
-    def make(**options: object) -> CacheNode:
-        return cache_node(
-            resolve({"cache_dir": str(tmp_path / "cache"), "min_free": 0, **options}, environ={}, file={})
-        )
-
-    return make
-
-
 def filled(number: int = 20, size: int = 5000) -> MemoryOrigin:
     origin = MemoryOrigin()
     for n in range(number):
         origin.put(f"b/set/{n:03}.jpg", os.urandom(size + n))
     return origin
-
-
-def read_all(node: CacheNode, origin: MemoryOrigin, key: str) -> bytes:
-    info = origin.head(key)
-    reader = node.open_reader(origin, info)
-    try:
-        return bytes(reader.read(0, info.size))
-    finally:
-        reader.close()
 
 
 def disk_of(node: CacheNode) -> Disk:
