@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 import threading
@@ -105,3 +106,12 @@ def _starts_a_thread(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code is not threading.Thread.start.__code__:
         frame = frame.f_back
     return frame is not None
+
+
+class InterruptedWhenDeleted:
+    """An object in whose destructor Ctrl-C arrives: Python prints the `KeyboardInterrupt` and discards it."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass

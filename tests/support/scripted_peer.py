@@ -111,6 +111,11 @@ def head_of(body: bytes, *fields: tuple[str, str]) -> bytes:
     return build_response(206, fields, length=len(body))
 
 
+def silent(visit: Visit) -> None:
+    visit.request()
+    visit.wait_for_end()
+
+
 def honest(visit: Visit) -> None:
     while request := visit.request():
         body = framed(request)

@@ -2,17 +2,9 @@ import os
 import signal
 
 import pytest
+from tests.support.interrupts import InterruptedWhenDeleted
 
 from millrace.cli import interrupts
-
-
-class Swallows:
-    """An object in whose destructor the interrupt arrives, where Python can only print it."""
-
-    def __del__(self) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(1000):
-            pass
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -21,7 +13,7 @@ def test_interrupt_discarded_by_python_is_raised_at_the_next_check() -> None:
 
     def work() -> None:
         with interrupts.remembered():
-            thing = Swallows()
+            thing = InterruptedWhenDeleted()
             del thing
             interrupts.check()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.interrupts import InterruptedWhenDeleted
 
 import millrace
 from millrace.cli import main
@@ -102,15 +102,6 @@ def test_watch_with_an_error_in_the_first_round_ends_with_it() -> None:
         repeat(read, lambda state: [], interval=0.0, as_json=False, count=2)
 
 
-class Interrupted:
-    """An object in whose destructor Ctrl-C arrives: Python prints the `KeyboardInterrupt` and discards it."""
-
-    def __del__(self) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(1000):
-            pass
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_watch_after_a_discarded_ctrl_c_ends() -> None:
     reads = 0
@@ -118,7 +109,7 @@ def test_watch_after_a_discarded_ctrl_c_ends() -> None:
     def read() -> None:
         nonlocal reads
         reads += 1
-        thing = Interrupted()
+        thing = InterruptedWhenDeleted()
         del thing
 
     repeat(read, lambda state: [], interval=0.0, as_json=False, count=3)

@@ -16,7 +16,7 @@ import pytest
 from tests.support.computed import ComputedOrigin
 from tests.support.origins import MemoryOrigin
 from tests.support.planes import Views
-from tests.support.scripted_peer import DATA, SIZE, TOKEN, Handle, Peer, Visit, framed, head_of, honest
+from tests.support.scripted_peer import DATA, SIZE, TOKEN, Handle, Peer, Visit, framed, head_of, honest, silent
 
 from millrace.cache.counters import Counters
 from millrace.cache.eviction.copies import Keep
@@ -215,11 +215,6 @@ def hot(visit: Visit) -> None:
 def dead(visit: Visit) -> None:
     """Resets the connection, as the machine of a process that has ended does."""
     visit.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-
-
-def silent(visit: Visit) -> None:
-    visit.request()
-    visit.wait_for_end()
 
 
 def is_probe(request: str) -> bool:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.support.clocks import Clock
-from tests.support.scripted_peer import DATA, SIZE, TOKEN, WHAT, Handle, Peer, Visit, framed, head_of, honest
+from tests.support.scripted_peer import DATA, SIZE, TOKEN, WHAT, Handle, Peer, Visit, framed, head_of, honest, silent
 from tests.support.waiting import wait_until
 
 from millrace.cluster.dataplane import connections
@@ -253,11 +253,6 @@ def test_connection_closed_inside_a_response_is_not_replaced(client: PeerClient,
 # --- peers on bad days ----------------------------------------------------------------------------
 
 
-def _silent(visit: Visit) -> None:
-    visit.request()
-    visit.wait_for_end()
-
-
 def _reset(visit: Visit) -> None:
     visit.request()
     visit.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -323,7 +318,7 @@ def _wrong_sums(visit: Visit) -> None:
 @pytest.mark.parametrize(
     ("handle", "error"),
     [
-        (_silent, PeerSilentError),
+        (silent, PeerSilentError),
         (_reset, PeerSilentError),
         (_half, PeerSilentError),
         (_half_then_silent, PeerSilentError),
@@ -541,7 +536,7 @@ def test_client_in_forked_child_opens_new_connections(client: PeerClient, peer: 
 
 
 def test_client_close_ends_requests_in_progress(client: PeerClient, peer: Callable[..., Peer]) -> None:
-    one = peer(_silent)
+    one = peer(silent)
     threading.Timer(0.05, client.close).start()
     with pytest.raises(PeerSilentError):
         client.read(one.member(), WHAT, (0, 1), ask=Ask.CACHED, deadline=60)
@@ -621,7 +616,7 @@ def test_tls_requests_succeed(peer: Callable[..., Peer], certificates: Callable[
     client.close()
 
 
-@pytest.mark.parametrize("handle", [_silent, _half_then_silent, _half, _dripping_body])
+@pytest.mark.parametrize("handle", [silent, _half_then_silent, _half, _dripping_body])
 def test_tls_with_failures_raises(
     peer: Callable[..., Peer], certificates: Callable[[str], Tls], handle: Handle
 ) -> None:
