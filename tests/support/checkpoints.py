@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,12 @@ from millrace.checkpoint.storage.storage import CheckpointStorage
 
 KIND = Kind(1, False)
 CHUNK_BYTES = 4096
+
+
+def data_file(directory: Path) -> Path:
+    """The only data file of a checkpoint."""
+    (path,) = directory.glob("data-*")
+    return path
 
 
 def random_state(*sizes: int, seed: int = 0) -> list[np.ndarray]:
@@ -104,7 +111,7 @@ def load_all(storage: CheckpointStorage) -> list[np.ndarray]:
     return out
 
 
-def assert_same(loaded: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+def assert_same_arrays(loaded: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
     assert len(loaded) == len(expected)
     for one, other in zip(loaded, expected, strict=True):
         assert np.array_equal(one, other)

@@ -99,10 +99,10 @@ def emptied(tensor: Any) -> Any:
     return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
 
 
-def bits(tensor: Any) -> Any:
+def contents(tensor: Any) -> Any:
     """All that a tensor holds: its class, shape, and strides, and the bytes and strides of the plain tensors in it."""
     about = (type(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype)
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return (*about, tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     names, context = tensor.__tensor_flatten__()
-    return (*about, context, *(bits(getattr(tensor, name)) for name in names))
+    return (*about, context, *(contents(getattr(tensor, name)) for name in names))

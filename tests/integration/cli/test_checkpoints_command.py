@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from tests.support.checkpoints import data_file
+from tests.support.harms import flip_in_the_middle
 from tests.support.runs import name_of
 from tests.support.terminal import Terminal
 from torch.distributed.checkpoint import FileSystemWriter
@@ -97,15 +99,8 @@ def call(capsys: pytest.CaptureFixture[str]):
     return call
 
 
-def data_of(directory: Path) -> Path:
-    (path,) = directory.glob("data-*")
-    return path
-
-
 def damage(directory: Path) -> None:
-    content = bytearray(data_of(directory).read_bytes())
-    content[len(content) // 2] ^= 4
-    data_of(directory).write_bytes(content)
+    flip_in_the_middle(data_file(directory))
 
 
 @pytest.mark.parametrize("text", ["\ud800", "\x1b[2J"])
@@ -310,7 +305,7 @@ def test_verify_of_all_skips_a_checkpoint_that_is_pruned_meanwhile(call, run: Pa
 
 
 def test_verify_with_missing_base_file_names_it(call, run: Path) -> None:
-    path = data_of(run / name_of(10))
+    path = data_file(run / name_of(10))
     path.unlink()
     code, out, _ = call("verify", run, "--step", 20)
     assert code == 3

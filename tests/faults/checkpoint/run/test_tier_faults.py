@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.support.checkpoints import assert_same, load_all, make_checkpoint, random_state
+from tests.support.checkpoints import assert_same_arrays, load_all, make_checkpoint, random_state
 from torch.distributed.checkpoint.api import CheckpointException
 
 from millrace.checkpoint import CheckpointWriter
@@ -84,7 +84,7 @@ def test_completely_full_disk_is_pruned(small_disk):
             file.write(b"x" * 4096)
     assert prune(run, KeepLast(1)).removed == (checkpoint_name(1), checkpoint_name(2))
     assert list(contents(run)) == [checkpoint_name(3)]
-    assert_same(load_all(run.checkpoint(checkpoint_name(3))), random_state(1 << 20, seed=3))
+    assert_same_arrays(load_all(run.checkpoint(checkpoint_name(3))), random_state(1 << 20, seed=3))
 
 
 @pytest.mark.root
@@ -102,7 +102,7 @@ def test_full_second_place_is_completed_when_it_has_space(tmp_path, small_disk):
     assert not any(found.complete for found in second.scan())
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     assert sorted(copy(tiers, tiers.local, second, 1).skipped) == files
-    assert_same(load_all(second.checkpoint(checkpoint_name(1))), state)
+    assert_same_arrays(load_all(second.checkpoint(checkpoint_name(1))), state)
 
 
 def test_quota_reached_inside_a_file_leaves_no_part_of_it(tmp_path):
@@ -120,7 +120,7 @@ def test_quota_reached_inside_a_file_leaves_no_part_of_it(tmp_path):
     found = contents(tiers.origin)
     assert found in ({}, {checkpoint_name(1): [manifest.files[0].name]})
     assert copy(tiers, tiers.local, tiers.origin, 1).skipped == tuple(found.get(checkpoint_name(1), ()))
-    assert_same(load_all(tiers.origin.checkpoint(checkpoint_name(1))), state)
+    assert_same_arrays(load_all(tiers.origin.checkpoint(checkpoint_name(1))), state)
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "link"])
@@ -139,7 +139,7 @@ def test_copy_after_a_failing_disk_completes(tmp_path, monkeypatch, call):
     assert [each.run for each in tiers.complete()] == [tiers.local]
     assert not [name for files in contents(tiers.origin).values() for name in files if name.endswith(".tmp")]
     assert copy(tiers, tiers.local, tiers.origin, 1).manifest == "published"
-    assert_same(load_all(tiers.origin.checkpoint(checkpoint_name(1))), state)
+    assert_same_arrays(load_all(tiers.origin.checkpoint(checkpoint_name(1))), state)
 
 
 def test_unreadable_near_disk_fails_no_restore(tmp_path, monkeypatch, events):
@@ -157,5 +157,5 @@ def test_unreadable_near_disk_fails_no_restore(tmp_path, monkeypatch, events):
     monkeypatch.setattr(os, "preadv", broken)
     saved = tiers.manifest(checkpoint_name(1)).manifest.save_id
     assert saved == read_manifest(tiers.origin.checkpoint(checkpoint_name(1))).manifest.save_id
-    assert_same(load_all(tiers.checkpoint(checkpoint_name(1), save_id=saved)), state)
+    assert_same_arrays(load_all(tiers.checkpoint(checkpoint_name(1), save_id=saved)), state)
     assert {event.name for event in events} == {"checkpoint.tier.damaged"}

@@ -50,7 +50,8 @@ def empty() -> dict[str, torch.Tensor]:
     return {key: torch.full_like(value, -1) for key, value in weights(0).items()}
 
 
-def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+def holds(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """Whether the tensors of `found` that `expected` has are equal to them, in the dtypes of `found`."""
     return all(torch.equal(found[key], value.to(found[key].dtype)) for key, value in expected.items() if key in found)
 
 
@@ -71,7 +72,7 @@ def test_follower_of_relative_path_after_change_of_directory_gets_new_version(
         monkeypatch.chdir("/")
         publisher.publish(1, weights(1))
         assert follower.update(mine) == 1
-        assert same(mine, weights(1))
+        assert holds(mine, weights(1))
 
 
 def test_follower_gets_each_version_in_place_and_reads_only_what_changed(s3: S3Server, bucket: str) -> None:
@@ -83,7 +84,7 @@ def test_follower_gets_each_version_in_place_and_reads_only_what_changed(s3: S3S
         with WeightPublisher(url, target_options=s3.target_options) as publisher:
             full = publisher.publish(0, weights(0)).stored_bytes
             assert follower.update(mine) == 0
-            assert same(mine, weights(0))
+            assert holds(mine, weights(0))
             for version in range(1, 4):
                 stored = publisher.publish(version, weights(version)).stored_bytes
                 assert stored < full / 50
@@ -91,14 +92,14 @@ def test_follower_gets_each_version_in_place_and_reads_only_what_changed(s3: S3S
                 manifest = read_manifest(storage).nbytes
                 before = region.stats().by_kind["GET"].bytes_down
                 assert follower.update(mine) == version
-                assert same(mine, weights(version))
+                assert holds(mine, weights(version))
                 assert region.stats().by_kind["GET"].bytes_down - before <= stored + manifest
             # A follower that is behind reads the deltas, and nothing of the full version.
             late = weights(0)
             before = region.stats().by_kind["GET"].bytes_down
             assert WeightFollower(url, target_options=options).update(late) == 3
             assert region.stats().by_kind["GET"].bytes_down - before < full / 10
-            assert same(late, weights(3))
+            assert holds(late, weights(3))
         assert [value.data_ptr() for value in mine.values()] == addresses
 
 
@@ -108,11 +109,11 @@ def test_follower_with_another_dtype_and_a_part_of_the_keys_reads_only_deltas(tm
         wide = {"body.weight": torch.zeros(ROWS, COLUMNS), "body.bias": torch.zeros(ROWS, dtype=torch.float64)}
         follower = WeightFollower(tmp_path)
         assert follower.update(wide) == 1
-        assert same(wide, weights(1))
+        assert holds(wide, weights(1))
         publisher.publish(2, weights(2))
         only(tmp_path, 1).rename(tmp_path / "aside")  # the full version cannot be read any more
         assert follower.update(wide) == 2
-        assert same(wide, weights(2))
+        assert holds(wide, weights(2))
 
 
 def test_modified_tensors_are_detected_and_brought_to_the_version(tmp_path: Path) -> None:
@@ -124,10 +125,10 @@ def test_modified_tensors_are_detected_and_brought_to_the_version(tmp_path: Path
         mine["body.weight"][3, 4] = 17
         mine["head"].zero_()
         assert follower.update(mine) == 2
-        assert same(mine, weights(2))
+        assert holds(mine, weights(2))
         mine["head"][5] = 1
         assert follower.update(mine) == 2
-        assert same(mine, weights(2))
+        assert holds(mine, weights(2))
 
 
 def test_damaged_version_leaves_the_tensors_as_they_were(tmp_path: Path) -> None:
@@ -141,10 +142,10 @@ def test_damaged_version_leaves_the_tensors_as_they_were(tmp_path: Path) -> None
     harms.flip(file, len(intact) - 3)  # the last chunk: others were read before it
     with pytest.raises(CorruptCheckpointError, match="does not match its checksum"):
         follower.update(mine)
-    assert same(mine, weights(1))
+    assert holds(mine, weights(1))
     file.write_bytes(intact)
     assert follower.update(mine) == 2
-    assert same(mine, weights(2))
+    assert holds(mine, weights(2))
 
 
 def test_weights_that_do_not_fit_raise_before_anything_changes(tmp_path: Path) -> None:
@@ -161,7 +162,7 @@ def test_weights_that_do_not_fit_raise_before_anything_changes(tmp_path: Path) -
         before = {key: value.clone() for key, value in wrong.items()}
         with pytest.raises(error):
             follower.update(wrong)
-        assert same(wrong, before)
+        assert holds(wrong, before)
     with pytest.raises(UsageError, match="list"):
         follower.update([])  # type: ignore[arg-type]
 
@@ -194,12 +195,12 @@ def test_tensors_and_module_made_in_inference_mode_are_updated(tmp_path: Path) -
             "head": torch.zeros(800, 700).t(),
         }
     assert WeightFollower(tmp_path).update({"w": tensors, "module": module}) == 1
-    assert same(tensors, weights(1))
-    assert same(module.state_dict(), source.state_dict())
+    assert holds(tensors, weights(1))
+    assert holds(module.state_dict(), source.state_dict())
     with torch.inference_mode():
         module.weight.zero_()
     CheckpointManager(tmp_path).restore({"module": module})
-    assert same(module.state_dict(), source.state_dict())
+    assert holds(module.state_dict(), source.state_dict())
 
 
 def test_module_nested_dict_and_plain_value_are_updated(tmp_path: Path) -> None:
@@ -302,19 +303,19 @@ def test_versions_must_increase_also_for_a_new_publisher(tmp_path: Path) -> None
         publisher.publish(4, weights(1))
     mine = empty()
     assert WeightFollower(tmp_path).update(mine) == 4
-    assert same(mine, weights(1))
+    assert holds(mine, weights(1))
 
 
 def test_only_the_newest_versions_stay_and_all_of_them_can_be_read(tmp_path: Path) -> None:
     with WeightPublisher(tmp_path, keep=2, full_every=4) as publisher:
         for version in range(10):
             publisher.publish(version, weights(version))
-            assert same(load_weights(tmp_path / f"step-{version:012d}"), weights(version))
+            assert holds(load_weights(tmp_path / f"step-{version:012d}"), weights(version))
     left = sorted(path.parent.name for path in tmp_path.glob("step-*/manifest.millrace"))
     assert left[-2:] == ["step-000000000008", "step-000000000009"]
     assert len(left) <= 3  # and the full one that the next delta may build on
     for name in left:
-        assert same(load_weights(tmp_path / name), weights(int(name[5:])))
+        assert holds(load_weights(tmp_path / name), weights(int(name[5:])))
 
 
 def test_run_of_a_training_is_followed(tmp_path: Path) -> None:
@@ -325,7 +326,7 @@ def test_run_of_a_training_is_followed(tmp_path: Path) -> None:
         assert follower.update(mine) == 1
         run.save(2, {"model": weights(2), "step": 2})
         assert follower.update(mine) == 2
-        assert same(mine["model"], weights(2))
+        assert holds(mine["model"], weights(2))
 
 
 def test_reader_without_sparse_chunks_refuses_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.checkpoints import data_file
+from tests.support.harms import flip_in_the_middle
 
 from millrace.checkpoint import CheckpointManager
 from millrace.checkpoint.run.retention import KeepLast
+from millrace.checkpoint.run.run_layout import checkpoint_name
 from millrace.cli import main
 from millrace.errors import ConfigurationError, CorruptCheckpointError, MillraceError, StateMismatchError, UsageError
 from millrace.events import Event
@@ -40,17 +43,6 @@ def restored(place: Path) -> int | None:
             return None
     assert torch.equal(state["w"], state_of(state["n"])["w"])
     return step
-
-
-def flip(file: Path, where: float = 0.5) -> None:
-    content = bytearray(file.read_bytes())
-    content[int(where * len(content))] ^= 1
-    file.write_bytes(content)
-
-
-def data_file(run: Path, step: int) -> Path:
-    (file,) = (run / f"step-{step:012d}").glob("data-*")
-    return file
 
 
 # --- lower steps ------------------------------------------------------------------------------------------
@@ -154,7 +146,7 @@ def test_raised_damage_warning_fails_one_save_only(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as run:
         for step in (1, 2, 3):
             run.save(step, state_of(step))
-        flip(data_file(tmp_path, 2))
+        flip_in_the_middle(data_file(tmp_path / checkpoint_name(2)))
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
             with pytest.raises(RuntimeWarning, match="is damaged"):
@@ -285,14 +277,14 @@ def test_base_damaged_while_the_manager_runs_gets_no_delta(
     with CheckpointManager(tmp_path, keep=2, **options) as run:
         kinds = [run.save(step, state_of(step)).kind for step in (1, 2, 3)]
         assert kinds == ["full", "full", "delta"]
-        flip(data_file(tmp_path, 2))
+        flip_in_the_middle(data_file(tmp_path / checkpoint_name(2)))
         with pytest.warns(RuntimeWarning, match=r"is damaged \(a chunk in .*checksum\); step-0+4 is saved in full"):
             assert run.save(4, state_of(4)).kind == "full"
         assert [event.name for event in events].count("run.base.damaged") == 1
         # Step 3 cannot be read any more, so it is not what stays in case step 4 is damaged.
         assert 1 in run.steps()
         assert run.save(5, state_of(5)).kind == "delta"
-    flip(data_file(tmp_path, 4))
+    flip_in_the_middle(data_file(tmp_path / checkpoint_name(4)))
     assert restored(tmp_path) == 1
 
 
@@ -338,7 +330,7 @@ def survival(root: Path, options: dict[str, Any]) -> tuple[float, int, int]:
     for file in files:
         copy = root / "copy"
         shutil.copytree(run, copy)
-        flip(copy / file.relative_to(run))
+        flip_in_the_middle(copy / file.relative_to(run))
         found += restored(copy) is not None
         shutil.rmtree(copy)
     return stored, len(files), found

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tests.support import ranks
-from tests.support.wrappers import Opaque, Scaled, Settings, bits, emptied, scaled
+from tests.support.wrappers import Opaque, Scaled, Settings, contents, emptied, scaled
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -72,14 +72,15 @@ def template(state: dict) -> dict:
     return {"model": {key: emptied(value) for key, value in state["model"].items()}, "step": 0}
 
 
-def assert_same(one: dict, other: dict) -> None:
+def assert_same_contents(one: dict, other: dict) -> None:
     assert list(one["model"]) == list(other["model"])
     for key, value in one["model"].items():
-        assert bits(value) == bits(other["model"][key]), key
+        assert contents(value) == contents(other["model"][key]), key
     assert one["step"] == other["step"]
 
 
-def failure_of(call, *args, **options):
+def error_of(call, *args, **options):
+    """Of a check before the save or load, or of rank 0."""
     with pytest.raises((CheckpointException, UnsupportedObjectError, StateMismatchError)) as caught:
         call(*args, **options)
     failures = getattr(caught.value, "failures", None)
@@ -103,7 +104,7 @@ def test_wrapper_tensors_loaded_in_place_are_the_same_bit_for_bit(tmp_path, save
     kept = dict(loaded["model"])
     inner = loaded["model"]["scaled"].values_
     load(tmp_path / "c", loaded, load_planner)
-    assert_same(state, loaded)
+    assert_same_contents(state, loaded)
     assert all(loaded["model"][key] is value for key, value in kept.items())
     assert loaded["model"]["scaled"].values_ is inner
 
@@ -126,18 +127,18 @@ def test_wrapper_tensors_load_as_torch_loads_them(tmp_path):
         load(tmp_path / "ours", ours, trusted_types=[Scaled])
         with torch.serialization.safe_globals([Scaled]):
             dcp.load(stock, checkpoint_id=tmp_path / "stock")
-        assert bits(ours["w"]) == bits(stock["w"])
+        assert contents(ours["w"]) == contents(stock["w"])
         assert not ours["w"].dequantized().isnan().all() if isinstance(target, Scaled) else ours["w"].any()
 
 
 @pytest.mark.parametrize(("save_planner", "load_planner"), PLANNERS)
 def test_template_refused_by_its_class_is_named(tmp_path, save_planner, load_planner):
     save(tmp_path / "c", {"w": scaled(5, 7)}, save_planner)
-    error = failure_of(load, tmp_path / "c", {"w": scaled(5, 7, settings=("other", 4))}, load_planner)
+    error = error_of(load, tmp_path / "c", {"w": scaled(5, 7, settings=("other", 4))}, load_planner)
     assert type(error) is StateMismatchError
     assert "'w'" in str(error)
     save(tmp_path / "plain", {"w": torch.ones(5, 7)}, save_planner)
-    error = failure_of(load, tmp_path / "plain", {"w": scaled(5, 7)}, load_planner)
+    error = error_of(load, tmp_path / "plain", {"w": scaled(5, 7)}, load_planner)
     assert type(error) is StateMismatchError
     assert "'w'" in str(error)
 
@@ -145,33 +146,33 @@ def test_template_refused_by_its_class_is_named(tmp_path, save_planner, load_pla
 def test_untrusted_class_is_created_only_if_the_state_has_it(tmp_path):
     state = {"w": scaled(5, 7)}
     save(tmp_path / "c", state)
-    error = failure_of(load, tmp_path / "c", {"w": torch.zeros(5, 7)})
+    error = error_of(load, tmp_path / "c", {"w": torch.zeros(5, 7)})
     assert type(error) is UnsupportedObjectError
     assert str(error).startswith(
         "'w' is a tests.support.wrappers.Scaled, a class that is not trusted: import the library"
     )
     loaded = {"w": emptied(state["w"])}
     load(tmp_path / "c", loaded)
-    assert bits(loaded["w"]) == bits(state["w"])
+    assert contents(loaded["w"]) == contents(state["w"])
     with torch.serialization.safe_globals([Scaled]):
         load(tmp_path / "c", {"w": torch.zeros(5, 7)})
 
 
 def test_settings_of_a_foreign_class_are_saved_only_where_it_is_trusted(tmp_path):
     state = {"w": scaled(5, 7, settings=Settings(4))}
-    error = failure_of(save, tmp_path / "c", state)
+    error = error_of(save, tmp_path / "c", state)
     assert type(error) is UnsupportedObjectError
     assert "'w'" in str(error)
     assert "tests.support.wrappers.Settings" in str(error)
     save(tmp_path / "c", state, trusted_types=[Settings])
     loaded = {"w": emptied(state["w"])}
-    assert "'w'" in str(failure_of(load, tmp_path / "c", loaded))
+    assert "'w'" in str(error_of(load, tmp_path / "c", loaded))
     load(tmp_path / "c", loaded, trusted_types=[Settings])
-    assert bits(loaded["w"]) == bits(state["w"])
+    assert contents(loaded["w"]) == contents(state["w"])
 
 
 def test_value_with_the_key_of_a_part_fails_the_save(tmp_path):
-    error = failure_of(save, tmp_path / "c", {"w": two(2), "w.a": torch.ones(2)})
+    error = error_of(save, tmp_path / "c", {"w": two(2), "w.a": torch.ones(2)})
     assert type(error) is UnsupportedObjectError
     assert "'w.a'" in str(error)
     assert not (tmp_path / "c" / "manifest.millrace").exists()
@@ -206,9 +207,9 @@ def test_manager_restores_wrapper_tensors_and_their_deltas(tmp_path, is_async):
         assert second.chunks_referenced > 0
         loaded = template(state)
         assert run.restore(loaded, 1) == 1
-        assert bits(loaded["model"]["scaled"]) == bits(before)
+        assert contents(loaded["model"]["scaled"]) == contents(before)
         assert run.restore(loaded) == 2
-        assert_same(state, loaded)
+        assert_same_contents(state, loaded)
     assert verify_checkpoint(str(tmp_path / "run" / "step-000000000002")).ok
 
 
@@ -222,7 +223,9 @@ def test_empty_stateful_gets_the_wrapper_tensors_of_the_checkpoint(tmp_path):
     with CheckpointManager(tmp_path / "run", trusted_types=[Scaled, TwoTensor]) as run:
         assert run.restore({"opt": fresh}) == 1
     for one, other in zip(moments["moments"], fresh.state["moments"], strict=True):
-        assert {key: bits(value) for key, value in one.items()} == {key: bits(value) for key, value in other.items()}
+        assert {key: contents(value) for key, value in one.items()} == {
+            key: contents(value) for key, value in other.items()
+        }
 
 
 def test_asynchronous_save_copies_wrapper_tensors(tmp_path):
@@ -238,7 +241,7 @@ def test_asynchronous_save_copies_wrapper_tensors(tmp_path):
     stager.close()
     loaded = template(state)
     load(tmp_path / "c", loaded)
-    assert_same(before, loaded)
+    assert_same_contents(before, loaded)
 
 
 # --- tools ------------------------------------------------------------------------------------------------
@@ -260,16 +263,16 @@ def test_wrapper_tensors_are_exported(tmp_path, writer):
     report = export_checkpoint(url, tmp_path / "c.pt", "torch", trusted_types=trusted)
     assert (report.tensors, report.objects) == (8, 1)
     with torch.serialization.safe_globals(trusted):
-        assert_same(state, torch.load(tmp_path / "c.pt", weights_only=True))
+        assert_same_contents(state, torch.load(tmp_path / "c.pt", weights_only=True))
         export_checkpoint(url, tmp_path / "dcp", "dcp", trusted_types=trusted)
         loaded = template(state)
         dcp.load(loaded, checkpoint_id=tmp_path / "dcp")
-        assert_same(state, loaded)
+        assert_same_contents(state, loaded)
     report = export_checkpoint(url, tmp_path / "c.safetensors", "safetensors", trusted_types=trusted)
     flat = load_file(tmp_path / "c.safetensors")
-    assert bits(flat["model.columns.b"]) == bits(state["model"]["columns"].b.contiguous())
-    assert bits(flat["model.nested.a.b"]) == bits(state["model"]["nested"].a.b)
-    assert bits(flat["model.scaled.scale"]) == bits(state["model"]["scaled"].scale)
+    assert contents(flat["model.columns.b"]) == contents(state["model"]["columns"].b.contiguous())
+    assert contents(flat["model.nested.a.b"]) == contents(state["model"]["nested"].a.b)
+    assert contents(flat["model.scaled.scale"]) == contents(state["model"]["scaled"].scale)
     assert "model.scaled" in report.left_out
     # One part names the whole; a safetensors file may hold the part alone.
     report = export_checkpoint(url, tmp_path / "w.pt", "torch", keys=["model.scaled.*"], trusted_types=trusted)
@@ -362,9 +365,9 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 def test_unsupported_value_is_named(tmp_path, kind):
     state = {"fine": torch.ones(2), "deep": {"odd": UNSUPPORTED[kind]()}}
-    errors = [failure_of(save, tmp_path / "c", state, CheckpointSavePlanner)]
+    errors = [error_of(save, tmp_path / "c", state, CheckpointSavePlanner)]
     with CheckpointManager(tmp_path / "run") as run:
-        errors.append(failure_of(run.save, 1, state))
+        errors.append(error_of(run.save, 1, state))
         assert run.steps() == []
         run.save(2, {"fine": torch.ones(2)})
     for error in errors:
@@ -455,17 +458,17 @@ def save_and_load_shards(root: Path) -> None:
         save(path, {"w": sharded(local, mesh)}, save_planner)
         loaded = {"w": sharded(emptied(local), mesh)}
         load(path, loaded, load_planner)
-        assert bits(loaded["w"].to_local()) == bits(local)
+        assert contents(loaded["w"].to_local()) == contents(local)
         whole = {"w": emptied(two(2 * world, 3))}
         load(path, whole, load_planner)
-        assert bits(whole["w"].b[2 * rank : 2 * rank + 2]) == bits(local.b)
+        assert contents(whole["w"].b[2 * rank : 2 * rank + 2]) == contents(local.b)
     with CheckpointManager(root / "run") as run:
         run.save(1, {"w": sharded(local, mesh)})
         run.save(2, {"w": sharded(local, mesh)})  # independent of the first
         assert run.save(3, {"w": sharded(local, mesh)}).chunks_referenced > 0
         loaded = {"w": sharded(emptied(local), mesh)}
         assert run.restore(loaded) == 3
-        assert bits(loaded["w"].to_local()) == bits(local)
+        assert contents(loaded["w"].to_local()) == contents(local)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from tests.support.checkpoints import data_file
 from torch.distributed.checkpoint import FileSystemWriter
 
 from millrace.checkpoint import CheckpointWriter
@@ -171,7 +172,7 @@ def test_diff_of_delta_with_its_base_reads_only_changed_chunks(tmp_path: Path) -
 
 def test_diff_of_damaged_checkpoint_raises(tmp_path: Path) -> None:
     a, b = save({"w": large()}, tmp_path / "a"), save({"w": large() + 1}, tmp_path / "b")
-    (data,) = (tmp_path / "b").glob("data-*")
+    data = data_file(tmp_path / "b")
     data.write_bytes(data.read_bytes()[:-5] + b"12345")
     with pytest.raises(CorruptCheckpointError):
         diff_checkpoints(a, b)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.support.checkpoints import data_file
+from tests.support.harms import flip
 
 from millrace.checkpoint import CheckpointWriter, diff_checkpoints, export_checkpoint
 from millrace.cli import main
@@ -50,7 +52,7 @@ def test_export_progress_counts_read_and_written_bytes(tmp_path, to):
 def test_verify_with_one_damaged_value_counts_one(tmp_path, capsys):
     state = {"only": torch.randn(1000)}
     dcp.save(state, storage_writer=CheckpointWriter(tmp_path / "c"), no_dist=True)
-    (data,) = (tmp_path / "c").glob("data-*")
-    data.write_bytes(data.read_bytes()[:-1] + bytes([data.read_bytes()[-1] ^ 1]))
+    data = data_file(tmp_path / "c")
+    flip(data, data.stat().st_size - 1)
     assert main(["checkpoints", "verify", str(tmp_path / "c")]) == 3
     assert "1 problem, 1 tensor or object cannot be read" in capsys.readouterr().out

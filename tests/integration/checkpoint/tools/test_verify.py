@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.support.checkpoints import data_file
+from tests.support.harms import flip
 from tests.support.runs import name_of
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._extension import StreamTransformExtension
@@ -65,19 +67,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "run"))
-
-
-def data_file(directory: Path) -> Path:
-    (path,) = directory.glob("data-*")
-    return path
-
-
-def flip(path: Path, position: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ 0x10]))
 
 
 def row_of(manifest, key: str, chunk: int = 0) -> int:

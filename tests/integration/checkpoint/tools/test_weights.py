@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from tests.support import wrappers
+from tests.support.states import assert_same_state, in_order
 from torch.distributed.checkpoint import FileSystemWriter
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, describe, export_checkpoint, load_weights
@@ -39,12 +40,6 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(*layers)
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        found[key].dtype == value.dtype and torch.equal(found[key], value) for key, value in expected.items()
-    )
-
-
 @pytest.mark.parametrize("kind", ["ours", "stock", "s3"])
 def test_weights_of_a_checkpoint_are_loaded_without_a_template(
     kind: str, model: torch.nn.Module, tmp_path: Path, s3: S3Server, bucket: str
@@ -56,11 +51,11 @@ def test_weights_of_a_checkpoint_are_loaded_without_a_template(
     expected = {f"model.{key}": value for key, value in model.state_dict().items()}
     done = []
     weights = load_weights(url, target_options=options, progress=lambda each: done.append(each.done_bytes))
-    assert same(weights, expected)
+    assert_same_state(weights, expected)
     assert done == sorted(done)
     assert done[-1] == sum(value.nbytes for value in expected.values())
     halved = load_weights(url, "model.0.*", dtype=torch.bfloat16, target_options=options)
-    assert same(halved, {key: expected[key].to(torch.bfloat16) for key in ("model.0.weight", "model.0.bias")})
+    assert_same_state(halved, {key: expected[key].to(torch.bfloat16) for key in ("model.0.weight", "model.0.bias")})
     counters = load_weights(url, ["model.2"], dtype=torch.float16, target_options=options)
     assert counters["model.2.num_batches_tracked"].dtype == torch.int64
     assert counters["model.2.weight"].dtype == torch.float16
@@ -71,7 +66,7 @@ def test_weights_fill_a_module_on_the_meta_device(model: torch.nn.Module, tmp_pa
     with torch.device("meta"):
         empty = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Embedding(50, 64), torch.nn.BatchNorm1d(7))
     empty.load_state_dict(load_weights(tmp_path / "c"), assign=True)
-    assert same(dict(empty.state_dict()), dict(model.state_dict()))
+    assert_same_state(dict(empty.state_dict()), dict(model.state_dict()))
 
 
 @needs_float4
@@ -86,7 +81,7 @@ def test_packed_tensor_keeps_its_type_where_others_are_converted(tmp_path: Path)
     with pytest.raises(UnsupportedObjectError, match=r"'packed' \(float4_e2m1fn_x2\): leave them out"):
         export_checkpoint(tmp_path / "c", tmp_path / "x", "safetensors", dtype="bfloat16")
     export_checkpoint(tmp_path / "c", tmp_path / "x", "safetensors", dtype="bfloat16", keys=["w"])
-    assert same(load_file(tmp_path / "x"), {"w": torch.ones(3, dtype=torch.bfloat16)})
+    assert_same_state(load_file(tmp_path / "x"), {"w": torch.ones(3, dtype=torch.bfloat16)})
 
 
 @pytest.mark.parametrize("stored", [name for name in DTYPES if hasattr(torch, name)])
@@ -106,7 +101,7 @@ def test_wrapper_tensor_is_loaded_as_one_value(tmp_path: Path) -> None:
     weights = load_weights(tmp_path / "c", trusted_types=[wrappers.Scaled, wrappers.Settings])
     assert weights.keys() == {"w", "plain"}
     assert type(weights["w"]) is wrappers.Scaled
-    assert wrappers.bits(weights["w"]) == wrappers.bits(value)
+    assert wrappers.contents(weights["w"]) == wrappers.contents(value)
     assert load_weights(tmp_path / "c", "plain").keys() == {"plain"}
 
 
@@ -151,11 +146,11 @@ def split(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 def test_hugging_face_directory_is_read_as_weights_and_by_dcp(split: tuple[Path, dict[str, torch.Tensor]]) -> None:
     folder, tensors = split
-    assert same(load_weights(folder), tensors)
+    assert_same_state(in_order(load_weights(folder)), in_order(tensors))
     state = {key: torch.zeros_like(value) for key, value in tensors.items()}
     dcp.load(state, storage_reader=CheckpointReader(folder))
-    assert same(state, tensors)
-    assert same(load_weights(folder, dtype=torch.float64, keys="large"), {"large": tensors["large"].double()})
+    assert_same_state(state, tensors)
+    assert_same_state(load_weights(folder, dtype=torch.float64, keys="large"), {"large": tensors["large"].double()})
 
 
 def test_hugging_face_directory_in_a_bucket_reads_only_what_is_selected(
@@ -170,7 +165,9 @@ def test_hugging_face_directory_in_a_bucket_reads_only_what_is_selected(
         fs.origin.put(f"{bucket}/m/{file.name}", file.read_bytes())
     with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0, bytes_per_second=None) as region:
         options = {**s3.target_options, "endpoint_url": region.endpoint_url}
-        assert same(load_weights(f"s3://{bucket}/m", "small", target_options=options), {"small": tensors["small"]})
+        assert_same_state(
+            load_weights(f"s3://{bucket}/m", "small", target_options=options), {"small": tensors["small"]}
+        )
         assert region.stats().by_kind["GET"].bytes_down < 200_000  # the headers, and not `large`
 
 
@@ -243,8 +240,8 @@ def test_sharded_export_is_read_by_from_pretrained(tmp_path: Path) -> None:
     assert report.tensors == len(trained.state_dict())
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
     again = GPT2LMHeadModel.from_pretrained(out).eval()
-    assert same(dict(again.state_dict()), dict(trained.state_dict()))
-    assert same(load_weights(out), dict(trained.state_dict()))
+    assert_same_state(dict(again.state_dict()), dict(trained.state_dict()))
+    assert_same_state(load_weights(out), dict(trained.state_dict()))
 
 
 def test_export_converts_and_replaces_a_model_only_when_asked(
@@ -259,13 +256,13 @@ def test_export_converts_and_replaces_a_model_only_when_asked(
     export_checkpoint(folder, out, "safetensors", shard_bytes=1 << 30, dtype="float16", overwrite=True)
     assert sorted(file.name for file in out.iterdir()) == ["model.safetensors", "tokenizer.json"]
     converted = {key: value.half() if value.is_floating_point() else value for key, value in tensors.items()}
-    assert same(load_file(out / "model.safetensors"), converted)
+    assert_same_state(in_order(load_file(out / "model.safetensors")), in_order(converted))
     with pytest.raises(UsageError, match="would be read and overwritten"):
         export_checkpoint(folder, folder, "safetensors", shard_bytes=1000, overwrite=True)
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(UsageError, match="would be read and overwritten"):
         export_checkpoint(folder, tmp_path / "link", "safetensors", shard_bytes=1000, overwrite=True)
-    assert same(load_weights(folder), tensors)
+    assert_same_state(in_order(load_weights(folder)), in_order(tensors))
 
 
 @pytest.mark.parametrize("scheme", ["s3", "s3a"])
@@ -285,7 +282,7 @@ def test_export_of_a_model_over_itself_by_another_spelling_is_refused(
             target_options=options,
             output_options=options,
         )
-    assert same(load_weights(url, target_options=options), tensors)
+    assert_same_state(in_order(load_weights(url, target_options=options)), in_order(tensors))
 
 
 def test_failed_export_of_several_files_leaves_none(

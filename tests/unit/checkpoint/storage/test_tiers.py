@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.checkpoints import assert_same, load_all, make_checkpoint, random_state
+from tests.support.checkpoints import assert_same_arrays, load_all, make_checkpoint, random_state
 from tests.support.harms import flip
 
 from millrace.checkpoint.storage import replicating
@@ -95,7 +95,7 @@ def path_of(storage: LocalStorage, name: str) -> Path:
 def test_layered_read_uses_the_nearest_place(near, far, both, state):
     watched = Watched(far)
     layers = LayeredStorage([near, watched])
-    assert_same(load_all(layers), state)
+    assert_same_arrays(load_all(layers), state)
     assert watched.calls == []
     assert layers.read_bytes == (sum(file.size for file in both.files), 0)
     assert layers.manifest().save_id == both.save_id
@@ -105,7 +105,7 @@ def test_layered_read_uses_the_nearest_place(near, far, both, state):
 def test_file_missing_near_is_read_from_the_next_place_silently(near, far, both, state, events):
     path_of(near, both.files[1].name).unlink()
     layers = LayeredStorage([near, far])
-    assert_same(load_all(layers), state)
+    assert_same_arrays(load_all(layers), state)
     assert layers.read_bytes == (both.files[0].size + both.files[2].size, both.files[1].size)
     assert events == []
 
@@ -117,7 +117,7 @@ def test_only_the_damaged_range_is_read_from_the_next_place(near, far, state, ev
     copy_checkpoint(near, far)
     flip(path_of(near, manifest.files[0].name), 17 << 20)
     layers = LayeredStorage([near, far])
-    assert_same(load_all(layers), big)
+    assert_same_arrays(load_all(layers), big)
     from_near, from_far = layers.read_bytes
     assert 0 < from_far <= 9 << 20
     assert from_near + from_far == manifest.files[0].size
@@ -129,7 +129,7 @@ def test_only_the_damaged_range_is_read_from_the_next_place(near, far, state, ev
 def test_file_of_wrong_length_is_not_read(near, far, both, state, events, change):
     os.truncate(path_of(near, both.files[0].name), change(both.files[0].size))
     layers = LayeredStorage([near, far])
-    assert_same(load_all(layers), state)
+    assert_same_arrays(load_all(layers), state)
     assert layers.read_bytes[1] == both.files[0].size
     assert [event.name for event in events] == ["checkpoint.tier.damaged"]
 
@@ -156,7 +156,7 @@ def test_damage_in_different_chunks_of_both_copies_is_healed(near, far, both, st
     """Each range is read from a place with an intact copy; no single place has all of them."""
     flip(path_of(near, both.files[0].name), 50)
     flip(path_of(far, both.files[1].name), 50)
-    assert_same(load_all(LayeredStorage([near, far])), state)
+    assert_same_arrays(load_all(LayeredStorage([near, far])), state)
     for alone in (near, far):
         with pytest.raises(CorruptCheckpointError):
             load_all(alone)
@@ -164,7 +164,7 @@ def test_damage_in_different_chunks_of_both_copies_is_healed(near, far, both, st
 
 def test_damaged_manifest_is_skipped(near, far, both, state, events):
     flip(path_of(near, MANIFEST), 60)
-    assert_same(load_all(LayeredStorage([near, far])), state)
+    assert_same_arrays(load_all(LayeredStorage([near, far])), state)
     assert [event.name for event in events] == ["checkpoint.tier.damaged"]
 
 
@@ -187,14 +187,14 @@ def test_only_manifest_damaged_raises(near, far, both):
 def test_manifest_of_far_place_reads_near_files(near, far, both, state):
     path_of(near, MANIFEST).unlink()
     layers = LayeredStorage([near, far])
-    assert_same(load_all(layers), state)
+    assert_same_arrays(load_all(layers), state)
     assert layers.read_bytes[1] == 0
 
 
 def test_requested_save_is_read_despite_a_nearer_one(near, far, state):
     stale = make_checkpoint(near, random_state(500, seed=9))
     manifest = make_checkpoint(far, state)
-    assert_same(load_all(LayeredStorage([near, far], save_id=manifest.save_id)), state)
+    assert_same_arrays(load_all(LayeredStorage([near, far], save_id=manifest.save_id)), state)
     assert LayeredStorage([near, far]).manifest().save_id == stale.save_id
     with pytest.raises(CheckpointNotFoundError):
         LayeredStorage([near], save_id=manifest.save_id).manifest()
@@ -210,7 +210,7 @@ def test_files_of_a_sibling_are_found_in_every_place(tmp_path, state):
         copy_checkpoint(one, other)
     path_of(places["near"][0], base.files[0].name).unlink()
     layers = LayeredStorage([places["near"][1], places["far"][1]])
-    assert_same(load_all(layers), newer)
+    assert_same_arrays(load_all(layers), newer)
     assert layers.read_bytes[1] == base.files[0].size
 
 
@@ -227,7 +227,7 @@ def test_silent_far_place_does_not_fail_a_near_read(near, far, both, state):
     for call in ("stat", "read", "files"):
         watched.fail[call] = OriginUnavailableError("the store is down")
     layers = LayeredStorage([near, watched])
-    assert_same(load_all(layers), state)
+    assert_same_arrays(load_all(layers), state)
     assert set(layers.names()) == set(near.names())
     path_of(near, both.files[0].name).unlink()
     for _ in range(2):  # it may answer the next time, so this is not remembered
@@ -237,7 +237,7 @@ def test_silent_far_place_does_not_fail_a_near_read(near, far, both, state):
     with pytest.raises(OriginUnavailableError):
         load_all(layers)
     watched.fail.clear()
-    assert_same(load_all(layers), state)
+    assert_same_arrays(load_all(layers), state)
 
 
 def test_layered_storage_is_read_only(near, far, both):
@@ -277,7 +277,7 @@ def test_any_damage_yields_right_bytes_or_an_error(tmp_path, near, far, both, st
     except CorruptCheckpointError:
         assert len(intact) < len(both.files)
     else:
-        assert_same(loaded, state)
+        assert_same_arrays(loaded, state)
 
 
 def test_damaged_checkpoint_is_read_by_many_threads(near, far, both, state):
@@ -286,7 +286,7 @@ def test_damaged_checkpoint_is_read_by_many_threads(near, far, both, state):
 
     def read() -> None:
         try:
-            assert_same(load_all(layers), state)
+            assert_same_arrays(load_all(layers), state)
         except BaseException as error:  # noqa: BLE001 - shown below
             failures.append(error)
 
@@ -333,7 +333,7 @@ def test_replicated_checkpoint_is_equal_byte_for_byte(near, target, state):
     assert set(report.copied) == {file.name for file in manifest.files}
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert (seen[0], seen[-1]) == ((0, total), (total, total))
-    assert_same(load_all(target), state)
+    assert_same_arrays(load_all(target), state)
 
 
 def test_second_replication_transfers_no_data(near, target, state):
@@ -358,7 +358,7 @@ def test_replication_copies_only_missing_files(near, target, state):
     report = copy_checkpoint(near, target)
     assert report.skipped == (manifest.files[0].name,)
     assert report.copied == (manifest.files[1].name, manifest.files[2].name)
-    assert_same(load_all(target), state)
+    assert_same_arrays(load_all(target), state)
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
@@ -414,7 +414,7 @@ def test_replication_over_another_save_raises(near, target, state):
     make_checkpoint(target, other)
     with pytest.raises(ObjectExistsError):
         copy_checkpoint(near, target)
-    assert_same(load_all(target), other)
+    assert_same_arrays(load_all(target), other)
 
 
 def test_replication_that_loses_the_manifest_raises(near, target, state):
@@ -423,7 +423,7 @@ def test_replication_that_loses_the_manifest_raises(near, target, state):
     other = random_state(900, seed=4)
     with pytest.raises(ObjectExistsError):
         copy_checkpoint(near, target, check=lambda: make_checkpoint(target, other))
-    assert_same(load_all(target), other)
+    assert_same_arrays(load_all(target), other)
     # Two concurrent copies of the same save do not conflict.
     second = LocalStorage(near.url + "-second", sync=False)
     report = copy_checkpoint(near, second, check=lambda: copy_checkpoint(near, second))
@@ -442,7 +442,7 @@ def test_ranks_copy_their_own_files_and_the_coordinator_the_manifest(near, targe
     path_of(near, names[0]).unlink()
     copy_checkpoint(near, target, names[1:], manifest=False)
     assert copy_checkpoint(near, target, ()).copied == ()
-    assert_same(load_all(target), state)
+    assert_same_arrays(load_all(target), state)
 
 
 def test_unpickled_manifest_is_published(near, target, state):
@@ -469,7 +469,7 @@ def test_replication_of_delta_without_base_raises(tmp_path, state):
     copy_checkpoint(near[0], far[0], manifest=False)
     report = copy_checkpoint(near[1], far[1])
     assert (report.manifest, len(report.skipped)) == ("published", 1)
-    assert_same(load_all(far[1]), state)
+    assert_same_arrays(load_all(far[1]), state)
 
 
 def test_replication_refuses_foreign_file_names(near, target, state):
