@@ -9,8 +9,14 @@ import pytest
 from torch.distributed.checkpoint import CheckpointException
 
 
-def failure_of(call: Callable[..., object], *args: Any, **options: Any) -> BaseException:
-    """The error of rank 0, which torch wraps in a BaseException."""
+def failures_of(call: Callable[..., object], *args: Any, **options: Any) -> dict[int, BaseException]:
+    """The error of each rank that failed, which torch wraps in a BaseException."""
     with pytest.raises(CheckpointException) as caught:
         call(*args, **options)
-    return caught.value.failures[0][0]
+    return {rank: error for rank, (error, _) in caught.value.failures.items()}
+
+
+def failure_of(call: Callable[..., object], *args: Any, **options: Any) -> BaseException:
+    """The error of the only rank that failed."""
+    (error,) = failures_of(call, *args, **options).values()
+    return error

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from tests.support.waiting import wait_until
 
@@ -54,10 +53,3 @@ def kill_with_the_others() -> None:
     world = int(os.environ.get("WORLD_SIZE", 1))
     wait_until(lambda: all(Path(f"here-{rank}").exists() for rank in range(world)))
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
-    """Compare two states bit for bit."""
-    import torch
-
-    torch.testing.assert_close(left, right, rtol=0, atol=0)

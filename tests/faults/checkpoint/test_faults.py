@@ -14,7 +14,8 @@ import time
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
+from tests.support.failures import failure_of
+from tests.support.states import assert_same_state
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
 from millrace.checkpoint.codec.planes import PlaneCodec
@@ -50,14 +51,11 @@ def save(state, path, **options):
 def assert_holds(path, state) -> None:
     loaded = {key: torch.zeros_like(value) if hasattr(value, "dtype") else None for key, value in state.items()}
     dcp.load(loaded, storage_reader=CheckpointReader(path))
-    for key, value in state.items():
-        assert torch.equal(loaded[key], value) if hasattr(value, "dtype") else loaded[key] == value
+    assert_same_state(loaded, state)
 
 
 def failed_save(path, **options) -> BaseException:
-    with pytest.raises(CheckpointException) as caught:
-        save(weights(1), path, **options)
-    return caught.value.failures[0][0]
+    return failure_of(save, weights(1), path, **options)
 
 
 @pytest.fixture

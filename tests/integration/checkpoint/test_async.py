@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import ranks
+from tests.support.states import assert_same_state
 from tests.support.waiting import wait_until
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -252,11 +253,6 @@ def empty() -> dict:
     }
 
 
-def assert_same(found: dict, expected: dict) -> None:
-    assert all(found["model"][key].equal(value) for key, value in expected["model"].items())
-    assert (found["step"], found["history"]) == (expected["step"], expected["history"])
-
-
 def overwrite(state: dict) -> None:
     for tensor in state["model"].values():
         tensor.fill_(-1)
@@ -277,7 +273,7 @@ def test_torch_async_save_with_checkpoint_stager_saves_the_staged_values(tmp_pat
         overwrite(state)
     for step, future in enumerate(pending):
         future.result()
-        assert_same(load(tmp_path / str(step), empty()), make(step))
+        assert_same_state(load(tmp_path / str(step), empty()), make(step))
     del pending, future
     # Torch's thread may refer to a state for a moment after its save.
     wait_until(lambda: len(given_back) == 4)
@@ -298,7 +294,7 @@ def test_checkpoint_stager_with_torch_writer_saves_the_staged_values(tmp_path):
     future.result()
     loaded = empty()
     dcp.load(loaded, storage_reader=FileSystemReader(tmp_path))
-    assert_same(loaded, make(1))
+    assert_same_state(loaded, make(1))
 
 
 def test_failed_async_save_raises_and_later_saves_succeed(tmp_path):
@@ -314,7 +310,7 @@ def test_failed_async_save_raises_and_later_saves_succeed(tmp_path):
             {"lambda": (i for i in ())}, storage_writer=CheckpointWriter(tmp_path / "no"), async_stager=stager
         )
     dcp.async_save(state, storage_writer=CheckpointWriter(tmp_path / "good"), async_stager=stager).result()
-    assert_same(load(tmp_path / "good", empty()), make(1))
+    assert_same_state(load(tmp_path / "good", empty()), make(1))
 
 
 def test_async_save_of_torch_is_completed_at_exit(train, tmp_path):

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.support import ranks
+from tests.support.failures import failures_of
+from tests.support.states import assert_same_state, gathered
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -45,16 +47,6 @@ def zeroed(state: dict) -> dict:
         key: {"step": 0, "name": ""} if isinstance(value, dict) else torch.zeros_like(value)
         for key, value in state.items()
     }
-
-
-def assert_same(left: dict, right: dict) -> None:
-    assert left.keys() == right.keys()
-    for key, value in left.items():
-        if isinstance(value, dict):
-            assert value == right[key]
-        else:
-            assert value.dtype == right[key].dtype, key
-            assert torch.equal(value, right[key]), key
 
 
 # --- what each rank does (this file is its own program) -------------------------------------------
@@ -105,16 +97,6 @@ def load_in_old_shards(place: pathlib.Path) -> None:
         assert torch.equal(shard.tensor, old_values().narrow(dim, dist.get_rank() * size, size))
 
 
-def gathered(state: dict) -> dict:
-    return {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
-
-
-def failures_of(call) -> dict:
-    with pytest.raises(CheckpointException) as caught:
-        call()
-    return {rank: error for rank, (error, _) in caught.value.failures.items()}
-
-
 def run_rank(root: pathlib.Path) -> None:
     state = sharded(whole())
     group = dist.new_group([0, 1])
@@ -123,17 +105,17 @@ def run_rank(root: pathlib.Path) -> None:
     dcp.save(state, storage_writer=CheckpointWriter(root / "two"))
     loaded = sharded(zeroed(whole()))
     dcp.load(loaded, storage_reader=CheckpointReader(root / "two"), process_group=group)
-    assert_same(gathered(loaded), whole())
+    assert_same_state(gathered(loaded), whole())
 
     # Saved by one process, loaded by two.
     loaded = sharded(zeroed(whole()))
     dcp.load(loaded, storage_reader=CheckpointReader(root / "one"))
-    assert_same(gathered(loaded), whole())
+    assert_same_state(gathered(loaded), whole())
 
     # Rows to columns and back, between the same ranks.
     loaded = sharded(zeroed(whole()), turned=True)
     dcp.load(loaded, storage_reader=CheckpointReader(root / "two"))
-    assert_same(gathered(loaded), whole())
+    assert_same_state(gathered(loaded), whole())
     dcp.save({"x": in_old_shards(old_values(), 0)}, storage_writer=CheckpointWriter(root / "old shards"))
     # What these two saved, and what one process did.
     for place in ("old shards", "one unsharded"):
@@ -189,7 +171,7 @@ def run_four(root: pathlib.Path) -> None:
     for turned in (False, True):
         loaded = sharded(zeroed(whole()), turned)
         dcp.load(loaded, storage_reader=CheckpointReader(root / "two"))
-        assert_same(gathered(loaded), whole())
+        assert_same_state(gathered(loaded), whole())
     load_in_old_shards(root / "old shards")
     # On a grid of two by two, as tensor parallelism inside data parallelism has it.
     from torch.distributed.device_mesh import init_device_mesh
@@ -199,7 +181,7 @@ def run_four(root: pathlib.Path) -> None:
     for places in ([Shard(0), Shard(1)], [Replicate(), Shard(1)], [Shard(0), Shard(0)]):
         loaded = {key: distribute_tensor(torch.zeros_like(whole()[key]), grid, places) for key in ("rows", "columns")}
         dcp.load(loaded, storage_reader=CheckpointReader(root / "two"))
-        assert_same(gathered(loaded), {key: whole()[key] for key in loaded})
+        assert_same_state(gathered(loaded), {key: whole()[key] for key in loaded})
     # And back: what four saved on the grid, for one process to load.
     state = {key: distribute_tensor(whole()[key], grid, [Replicate(), Shard(0)]) for key in ("rows", "columns")}
     dcp.save(state, storage_writer=CheckpointWriter(root / "grid"))
@@ -238,7 +220,7 @@ def run_upload(root: pathlib.Path) -> None:
     assert "runs/ranks" in str(failures[1])
     loaded = sharded(zeroed(whole()))
     dcp.load(loaded, storage_reader=CheckpointReader(url, target_options=options))
-    assert_same(gathered(loaded), whole(1))
+    assert_same_state(gathered(loaded), whole(1))
 
 
 PROGRAMS = {"two": run_rank, "four": run_four, "dying": run_dying, "upload": run_upload}
@@ -268,7 +250,7 @@ def load(path, state=None):
 
 @pytest.mark.slow
 def test_one_process_loads_the_save_of_two(ran):
-    assert_same(load(ran / "two"), whole())
+    assert_same_state(load(ran / "two"), whole())
     assert describe(ran / "two").raw_bytes > 0
 
 
@@ -276,14 +258,14 @@ def test_one_process_loads_the_save_of_two(ran):
 def test_four_ranks_load_the_save_of_two(ran):
     run("four", 4, ran)
     expected = {key: whole()[key] for key in ("rows", "columns")}
-    assert_same(load(ran / "grid", zeroed(expected)), expected)
+    assert_same_state(load(ran / "grid", zeroed(expected)), expected)
     # Of two copies one is stored.
     assert describe(ran / "grid").raw_bytes == sum(tensor.nbytes for tensor in expected.values())
 
 
 def test_killed_rank_fails_the_save_of_the_other(ran):
     run("dying", 2, ran, codes=(0, 9))
-    assert_same(load(ran / "async"), whole(4))
+    assert_same_state(load(ran / "async"), whole(4))
 
 
 @pytest.mark.slow
@@ -313,11 +295,11 @@ def test_sharded_tensor_of_older_torch_is_loaded_whole(ran):
 
 
 def test_failing_rank_keeps_the_previous_checkpoint(ran):
-    assert_same(load(ran / "twice"), whole(2))
+    assert_same_state(load(ran / "twice"), whole(2))
 
 
 def test_asynchronous_save_of_two_ranks_is_loaded(ran):
-    assert_same(load(ran / "async"), whole(4))
+    assert_same_state(load(ran / "async"), whole(4))
 
 
 def test_save_of_two_ranks_writes_data_files_of_both(ran):

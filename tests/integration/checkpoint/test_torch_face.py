@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import resource
 import subprocess
 import sys
 import threading
@@ -14,6 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tests.support.failures import failure_of
+from tests.support.memory import resident_bytes
+from tests.support.rank_server import PATH
+from tests.support.states import assert_same_state
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -55,17 +58,6 @@ def trained() -> tuple[Model, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def assert_same(left, right) -> None:
-    if isinstance(left, torch.Tensor):
-        assert torch.equal(left, right)
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key, value in left.items():
-            assert_same(value, right[key])
-    else:
-        assert left == right
-
-
 # --- one process ----------------------------------------------------------------------------------
 
 
@@ -76,7 +68,7 @@ def test_stock_arguments_are_accepted_by_position_and_name(tmp_path):
     dcp.save({"model": model}, storage_writer=writer)
     other = Model()
     dcp.load({"model": other}, storage_reader=CheckpointReader(path=tmp_path, _extension_registry=None))
-    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert_same_state(dict(other.state_dict()), dict(model.state_dict()))
 
 
 def test_no_dist_with_positional_writer_saves(tmp_path):
@@ -88,7 +80,7 @@ def test_no_dist_with_positional_writer_saves(tmp_path):
     pickle.loads(pickle.dumps(returned))
     loaded = {"model": Model().state_dict(), "optimizer": trained()[1].state_dict()}
     dcp.load(loaded, storage_reader=CheckpointReader(tmp_path), no_dist=True)
-    assert_same(loaded, state)
+    assert_same_state(loaded, state)
 
 
 def test_save_without_collectives_in_one_process_is_loaded(tmp_path):
@@ -98,7 +90,7 @@ def test_save_without_collectives_in_one_process_is_loaded(tmp_path):
         dcp.save(state, storage_writer=CheckpointWriter(tmp_path), no_dist=True, use_collectives=False)
     loaded = {"x": torch.zeros(500), "n": 0}
     dcp.load(loaded, storage_reader=CheckpointReader(tmp_path), no_dist=True)
-    assert_same(loaded, state)
+    assert_same_state(loaded, state)
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".millrace"] * 2
 
 
@@ -124,12 +116,12 @@ def test_checkpoint_to_torch_file_and_back_is_equal(tmp_path):
     assert again["list"][1] == 5
     assert torch.equal(again["list"][0], torch.ones(2))
     assert again["name"] == "run"
-    assert_same(again["model"], dict(state["model"]))
+    assert_same_state(again["model"], dict(state["model"]))
     # And only some keys of it.
     part: dict = {}
     planner = _EmptyStateDictLoadPlanner(keys={"model.first.weight"})
     _load_state_dict(part, storage_reader=CheckpointReader(tmp_path / "ours"), planner=planner, no_dist=True)
-    assert_same(part, {"model": {"first.weight": state["model"]["first.weight"]}})
+    assert_same_state(part, {"model": {"first.weight": state["model"]["first.weight"]}})
 
 
 def test_cached_plans_save_new_values(tmp_path):
@@ -144,7 +136,7 @@ def test_cached_plans_save_new_values(tmp_path):
         dcp.save(state, checkpoint_id=tmp_path / str(step), storage_writer=writer, planner=planner)
         loaded = {"x": torch.zeros_like(state["x"]), "n": None}
         dcp.load(loaded, storage_reader=CheckpointReader(tmp_path / str(step)))
-        assert_same(loaded, state)
+        assert_same_state(loaded, state)
 
 
 def test_planner_without_flattening_loads_a_partial_state(tmp_path):
@@ -203,14 +195,6 @@ def test_stock_checkpoint_is_described(tmp_path):
 
 
 # --- errors ---------------------------------------------------------------------------------------
-
-
-def failure_of(call) -> BaseException:
-    with pytest.raises(CheckpointException) as caught:
-        call()
-    (failure, _), *others = caught.value.failures.values()
-    assert not others
-    return failure
 
 
 def save(path, state=None, **options) -> None:
@@ -279,17 +263,11 @@ def test_too_long_object_fails_the_save(tmp_path, monkeypatch):
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def peak_bytes() -> int:
-    """Resident memory of this process now; its highest value is kept by a thread that looks often."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-
 class Watch:
-    """The highest resident memory while it is open, beyond that at the beginning."""
+    """The highest resident memory that a thread sees while this is open, beyond that at the beginning."""
 
     def __enter__(self) -> Watch:
-        self.began = self.highest = peak_bytes()
+        self.began = self.highest = resident_bytes()
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self.run)
         self.thread.start()
@@ -297,7 +275,7 @@ class Watch:
 
     def run(self) -> None:
         while not self.stop.wait(0.002):
-            self.highest = max(self.highest, peak_bytes())
+            self.highest = max(self.highest, resident_bytes())
 
     def __exit__(self, *exc) -> None:
         self.stop.set()
@@ -357,7 +335,7 @@ def run_group(place: str) -> None:
     dcp.save(state, storage_writer=CheckpointWriter(f"{place}/group"), process_group=group)
     loaded = {"model": Model().state_dict(), "optimizer": trained()[1].state_dict(), "n": 0}
     dcp.load(loaded, storage_reader=CheckpointReader(f"{place}/group"), process_group=group)
-    assert_same(loaded, state)
+    assert_same_state(loaded, state)
     # A separate process saves twice, the second time with other values; then it fails with the reason.
     for step in range(2):
         state["n"] = step
@@ -368,7 +346,7 @@ def run_group(place: str) -> None:
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
         ).result()
         dcp.load(loaded, storage_reader=CheckpointReader(f"{place}/process"))
-        assert_same(loaded, state)
+        assert_same_state(loaded, state)
     with open(f"{place}/file", "w"):
         pass
     pending = dcp.async_save(
@@ -389,7 +367,7 @@ def run_group(place: str) -> None:
 def test_async_save_in_a_process_group_is_loaded(tmp_path):
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, str(tmp_path)],
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": PATH},
         check=False,
         capture_output=True,
         text=True,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from tests.support.failures import failure_of
+from tests.support.states import assert_same_state
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, ZstdPlanes, describe, extension_registry
@@ -56,17 +57,13 @@ def loaded_by(reader):
     return result
 
 
-def same(left, right):
-    return left["step"] == right["step"] and all(torch.equal(left[key], right[key]) for key in ("weights", "text"))
-
-
 def test_millrace_writer_encrypts_and_compresses(tmp_path, encryption):
     dcp.save(state(), storage_writer=CheckpointWriter(tmp_path, _extensions=[encryption("old")], compression="none"))
     assert not any(SECRET in file.read_bytes() for file in tmp_path.iterdir())
     dcp.save(state(), storage_writer=CheckpointWriter(tmp_path, _extensions=[encryption("new")]))
     assert describe(tmp_path).stored_bytes < 0.88 * describe(tmp_path).raw_bytes
     registry = extension_registry(encryption)
-    assert same(loaded_by(CheckpointReader(tmp_path, _extension_registry=registry)), state())
+    assert_same_state(loaded_by(CheckpointReader(tmp_path, _extension_registry=registry)), state())
 
 
 def test_torch_writer_with_the_extension_encrypts_and_is_loaded(tmp_path, encryption):
@@ -74,7 +71,7 @@ def test_torch_writer_with_the_extension_encrypts_and_is_loaded(tmp_path, encryp
     assert not any(SECRET in file.read_bytes() for file in tmp_path.iterdir())
     registry = extension_registry(encryption)
     for reader in (FileSystemReader, CheckpointReader):
-        assert same(loaded_by(reader(tmp_path, _extension_registry=registry)), state())
+        assert_same_state(loaded_by(reader(tmp_path, _extension_registry=registry)), state())
 
 
 def test_reader_without_the_extension_names_it(tmp_path, encryption):
@@ -97,7 +94,9 @@ def test_load_with_another_key_raises(tmp_path, example, encryption):
 def test_several_extensions_are_undone_in_reverse(tmp_path, encryption):
     chain = [encryption("old"), ZstdPlanes(), encryption("new")]
     dcp.save(state(), storage_writer=CheckpointWriter(tmp_path, _extensions=chain))
-    assert same(loaded_by(CheckpointReader(tmp_path, _extension_registry=extension_registry(encryption))), state())
+    assert_same_state(
+        loaded_by(CheckpointReader(tmp_path, _extension_registry=extension_registry(encryption))), state()
+    )
 
 
 def test_load_of_slice_decrypts_only_its_chunks(tmp_path, encryption):

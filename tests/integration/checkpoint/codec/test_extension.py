@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.support.harms import flip_in_the_middle
+from tests.support.states import assert_same_state
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,14 +40,6 @@ def state(fill=None):
     return made
 
 
-def assert_same(left, right):
-    for key, value in left.items():
-        if not isinstance(value, torch.Tensor):
-            assert right[key] == value
-        else:
-            assert torch.equal(right[key].contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)), key
-
-
 def size(path):
     return sum(file.stat().st_size for file in path.glob("*.distcp"))
 
@@ -56,7 +50,7 @@ def test_saved_items_are_loaded_equal_by_both_readers(tmp_path, threads):
     for reader in (FileSystemReader, CheckpointReader):
         loaded = state(fill=0)
         dcp.load(loaded, storage_reader=reader(tmp_path, _extension_registry=extension_registry()))
-        assert_same(state(), loaded)
+        assert_same_state(loaded, state())
 
 
 @pytest.mark.parametrize("extension", [ZStandard, ZstdPlanes])
@@ -66,7 +60,7 @@ def test_extension_of_torch_or_millrace_is_loaded_without_registering(tmp_path, 
     dcp.save(state(), storage_writer=writer(tmp_path, _extensions=[extension()]))
     loaded = state(fill=0)
     dcp.load(loaded, storage_reader=CheckpointReader(tmp_path))
-    assert_same(state(), loaded)
+    assert_same_state(loaded, state())
 
 
 def test_zstd_planes_of_weights_are_smaller_than_zstandard(tmp_path):
@@ -80,9 +74,7 @@ def test_load_of_damaged_file_raises_corrupt_checkpoint_error(tmp_path):
     weights = {"w": torch.randn(3000, 100)}
     dcp.save(weights, storage_writer=FileSystemWriter(tmp_path, _extensions=[ZstdPlanes()]))
     (file,) = tmp_path.glob("*.distcp")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_in_the_middle(file)
     for reader in (FileSystemReader, CheckpointReader):
         with pytest.raises(CheckpointException) as caught:
             dcp.load(weights, storage_reader=reader(tmp_path, _extension_registry=extension_registry()))

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support import ranks
-from tests.support.training import assert_same, kill_with_the_others, set_up_rank
+from tests.support.states import assert_same_state
+from tests.support.training import kill_with_the_others, set_up_rank
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
@@ -142,17 +143,17 @@ def test_training_with_fsdp_killed_and_resumed_equals_an_uninterrupted_one(tmp_p
     ranks.run(__file__, "reference_and_killed", 2, tmp_path, codes=(-9, -9))
     assert saved(tmp_path / "killed", 6)["0.weight"].shape == (33, 8)
     ranks.run(__file__, "resumed", 2, tmp_path)
-    assert_same(saved(tmp_path / "killed"), saved(tmp_path / "whole"))
+    assert_same_state(saved(tmp_path / "killed"), saved(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("mode", ["async", "disabled", "async_with_pinned_mem"])
 def test_training_in_two_parts_equals_one(mode: str, group: None, tmp_path: Path) -> None:
     Training(tmp_path / "whole").train()
     Training(tmp_path / "parts", async_mode=mode, keep_latest_k=2).train(last=5)
-    assert_same({"x": saved(tmp_path / "parts", 5)["optimizer.state.0.weight.step"]}, {"x": torch.tensor(5.0)})
+    assert_same_state({"x": saved(tmp_path / "parts", 5)["optimizer.state.0.weight.step"]}, {"x": torch.tensor(5.0)})
     second = Training(tmp_path / "parts", async_mode=mode, keep_latest_k=2)
     second.train()
-    assert_same(saved(tmp_path / "parts"), saved(tmp_path / "whole"))
+    assert_same_state(saved(tmp_path / "parts"), saved(tmp_path / "whole"))
     assert second.schedulers.state_dict() == {"last_epoch": STEPS}
     # Two, and those that the newest ones need.
     with CheckpointManager(tmp_path / "parts" / "run") as manager:
@@ -165,7 +166,7 @@ def test_initial_load_takes_a_checkpoint_of_either_checkpointer(group: None, tmp
     expected = stock.model.state_dict()
     model_only = Training(tmp_path / "new", initial_load_path=str(tmp_path / "stock" / "run" / "step-3"))
     assert model_only.checkpointer.load()
-    assert_same(dict(model_only.model.state_dict()), dict(expected))
+    assert_same_state(dict(model_only.model.state_dict()), dict(expected))
     assert model_only.step == 0
     model_only.checkpointer.close()
     everything = Training(

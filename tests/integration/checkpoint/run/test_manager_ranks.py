@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support import ranks
+from tests.support.harms import flip_in_the_middle
+from tests.support.states import assert_same_state, gathered
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from millrace.checkpoint import CheckpointManager
 from millrace.errors import RetryableError, StateMismatchError, UsageError
@@ -48,12 +50,6 @@ def zeroed(state: dict) -> dict:
     return {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else -1 for key, value in state.items()}
 
 
-def assert_same(found: dict, expected: dict) -> None:
-    for key, value in expected.items():
-        here = found[key].full_tensor() if isinstance(found[key], DTensor) else found[key]
-        assert torch.equal(here, value) if isinstance(value, torch.Tensor) else here == value, key
-
-
 # --- what each rank does (this file is its own program) -------------------------------------------
 
 
@@ -68,19 +64,19 @@ def saves_and_restores(root: pathlib.Path) -> None:
         assert run.steps() == [1, 2, 3, 4, 5]
         found = sharded(zeroed(whole(0)))
         assert run.restore(found) == 5
-        assert_same(found, whole(5))
+        assert_same_state(gathered(found), whole(5))
         assert run.restore(found, 3) == 3
-        assert_same(found, whole(3))
+        assert_same_state(gathered(found), whole(3))
         run.save(4, sharded(whole(40)))
         assert run.latest() == 4
     with CheckpointManager(root / "run", on_busy="skip") as run:
         found = sharded(zeroed(whole(0)))
         assert run.restore(found) == 4
-        assert_same(found, whole(40))
+        assert_same_state(gathered(found), whole(40))
         skipped = [run.save_async(step, sharded(whole(step))).skipped for step in range(6, 10)]
-        gathered: list = [None, None]
-        dist.all_gather_object(gathered, skipped)
-        assert gathered[0] == gathered[1]
+        of_ranks: list = [None, None]
+        dist.all_gather_object(of_ranks, skipped)
+        assert of_ranks[0] == of_ranks[1]
         assert not skipped[0]
 
 
@@ -192,9 +188,7 @@ def flip_a_bit(run: pathlib.Path, step: int) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         (file,) = (run / f"step-{step:012d}").glob("data-*-0-0.millrace")
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
+        flip_in_the_middle(file)
     dist.barrier()
 
 
@@ -228,7 +222,7 @@ def one_step_twice(root: pathlib.Path) -> None:
             run.save(1, sharded(whole(1)))
         found = sharded(zeroed(whole(0)))
         assert run.restore(found) == 2
-        assert_same(found, whole(20))
+        assert_same_state(gathered(found), whole(20))
         assert run.steps() == [1, 2]
 
 
@@ -254,7 +248,7 @@ def test_deltas_of_two_ranks_are_restored_by_any_number_of_ranks(tmp_path: pathl
     with CheckpointManager(tmp_path / "run") as run:
         found = zeroed(whole(0))
         assert run.restore(found) == run.latest() >= 6  # type: ignore[operator]
-        assert_same(found, whole(found["step"]))
+        assert_same_state(gathered(found), whole(found["step"]))
         # One process continues a run that two ranks have saved.
         assert run.save(20, found).step == 20
 
@@ -266,7 +260,7 @@ def test_error_on_one_rank_is_raised_on_all(tmp_path: pathlib.Path) -> None:
         assert run.steps() == [1, 3]
         found = zeroed(whole(0))
         assert run.restore(found) == 3
-        assert_same(found, whole(3))
+        assert_same_state(gathered(found), whole(3))
 
 
 @pytest.mark.slow
@@ -281,7 +275,7 @@ def test_signal_to_one_rank_saves_the_same_step_on_all(tmp_path: pathlib.Path) -
         found = zeroed(whole(0))
         step = run.restore(found)
         assert step is not None
-        assert_same(found, whole(step))
+        assert_same_state(gathered(found), whole(step))
 
 
 @pytest.mark.slow
@@ -297,7 +291,7 @@ def test_two_ranks_saving_the_newest_step_again_replace_it(tmp_path: pathlib.Pat
     with CheckpointManager(tmp_path / "run") as run:
         found = zeroed(whole(0))
         assert run.restore(found) == 2
-        assert_same(found, whole(20))
+        assert_same_state(gathered(found), whole(20))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import pytest
 import torch
 from tests.support.savers import FEW_TRIES, is_gone, no_files_in, pid_of, savers_with
 from tests.support.servers import steady_port
+from tests.support.states import assert_same_state
 from tests.support.waiting import wait_until
 
 from millrace.checkpoint import CheckpointManager, load_weights
@@ -41,19 +42,8 @@ def empty_like(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: empty_like(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [empty_like(each) for each in value]
+        return type(value)(empty_like(each) for each in value)
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, torch.Tensor):
-        bits, others = (each.reshape(-1).view(torch.uint8) for each in (one, other))
-        return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(bits, others)
-    return bool(one == other)
 
 
 def training_state(seed: int = 0) -> dict[str, Any]:
@@ -84,7 +74,7 @@ def test_states_of_all_kinds_are_restored_as_they_were(tmp_path: Path) -> None:
         for step, state in enumerate(states):
             found = empty_like(state)
             assert run.restore(found, step) == step
-            assert same(found, state)
+            assert_same_state(found, state)
 
 
 def test_structure_is_planned_once_and_again_after_each_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +114,7 @@ def test_structure_is_planned_once_and_again_after_each_change(tmp_path: Path, m
         for step, expected in enumerate(saved, 1):
             found = empty_like(expected)
             run.restore(found, step)
-            assert same(found, expected), step
+            assert_same_state(found, expected, f"step {step}")
 
 
 class Buffers(list[Any]):
@@ -153,7 +143,7 @@ def test_structure_that_resembles_the_former_one_is_saved_as_it_is(
             run.save_async(step, state).result()
         found = empty_like(other)
         run.restore(found, 2)
-        assert same(found, other)
+        assert_same_state(found, other)
 
 
 class Part(str, enum.Enum):  # noqa: UP042 - the text of a member is not its value
@@ -169,7 +159,7 @@ def test_key_that_equals_the_former_one_is_saved_with_its_own_text(tmp_path: Pat
         for step, state in enumerate(states):
             found = empty_like(state)
             run.restore(found, step)
-            assert same(found, state)
+            assert_same_state(found, state)
             assert list(load_weights(run.metadata(step).url)) == [f"m.{next(iter(state['m']))!s}"]
 
 
@@ -199,7 +189,7 @@ def test_twenty_thousand_tensors_are_saved_and_use_no_descriptor_each(tmp_path: 
         assert len(os.listdir("/proc/self/fd")) < before + 20
         found = empty_like(state)
         assert run.restore(found) == 2
-        assert same(found, state)
+        assert_same_state(found, state)
 
 
 def test_saver_writes_the_bytes_of_a_synchronous_save(tmp_path: Path) -> None:

@@ -14,6 +14,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tests.support import ranks
+from tests.support.checkpoints import data_file
+from tests.support.harms import flip_in_the_middle
+from tests.support.states import assert_same_state, bits, in_order
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,10 +52,6 @@ pytestmark = [
 FOREIGN = ("complex32", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2")
 
 
-def bits(value: torch.Tensor) -> bytes:
-    return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
-
-
 def random_bits(dtype: str, *shape: int, seed: int = 0) -> torch.Tensor:
     """Any bits at all, NaNs with payload included."""
     count = DTYPES[dtype][0] * torch.Size(shape).numel()
@@ -60,30 +59,6 @@ def random_bits(dtype: str, *shape: int, seed: int = 0) -> torch.Tensor:
     high = 2 if dtype == "bool" else 256
     values = torch.randint(0, high, (count,), generator=generator, dtype=torch.uint8)
     return values.view(getattr(torch, dtype)).reshape(shape)
-
-
-def assert_same(left: object, right: object, where: str = "") -> None:
-    assert type(left) is type(right), where
-    if isinstance(left, torch.Tensor):
-        assert (left.dtype, left.shape) == (right.dtype, right.shape), where
-        assert bits(left) == bits(right), where
-    elif isinstance(left, dict):
-        assert list(left) == list(right), where
-        for key in left:
-            assert_same(left[key], right[key], f"{where}.{key}")
-    elif isinstance(left, list | tuple):
-        assert len(left) == len(right), where
-        for number, (one, other) in enumerate(zip(left, right, strict=True)):
-            assert_same(one, other, f"{where}.{number}")
-    else:
-        assert left == right, where
-
-
-def in_order(state: object) -> object:
-    """With sorted keys: torch's converter sorts them in its own way."""
-    if isinstance(state, dict):
-        return {key: in_order(state[key]) for key in sorted(state)}
-    return [in_order(member) for member in state] if isinstance(state, list) else state
 
 
 def a_state() -> dict:
@@ -127,7 +102,7 @@ def test_export_to_torch_is_equal(saved: tuple[str, dict], tmp_path: Path) -> No
     url, state = saved
     seen: list = []
     report = export_checkpoint(url, tmp_path / "new" / "state.pt", "torch", progress=seen.append)
-    assert_same(torch.load(tmp_path / "new" / "state.pt", weights_only=True), state)
+    assert_same_state(torch.load(tmp_path / "new" / "state.pt", weights_only=True), state)
     assert report.tensors == len(flat(state))
     assert (report.left_out, seen[-1].done_bytes) == ((), report.raw_bytes)
     assert os.listdir(tmp_path / "new") == ["state.pt"]
@@ -141,7 +116,7 @@ def test_export_to_safetensors_is_equal(saved: tuple[str, dict], tmp_path: Path)
     loaded = load_file(target)
     assert loaded.keys() == tensors.keys()
     for key, value in tensors.items():
-        assert_same(loaded[key], value, key)
+        assert_same_state(loaded[key], value, key)
     with safe_open(target, "pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert set(report.left_out) == {
@@ -162,7 +137,7 @@ def test_export_to_safetensors_below_a_prefix_is_equal(saved: tuple[str, dict], 
     url, state = saved
     target = tmp_path / "model.safetensors"
     report = export_checkpoint(url, target, "safetensors", keys=["model", "step"], strip_prefix="model.")
-    assert_same(dict(sorted(load_file(target).items())), dict(sorted(flat(state["model"]).items())))
+    assert_same_state(in_order(load_file(target)), in_order(flat(state["model"])))
     assert report.left_out == ("step",)
     with pytest.raises(UsageError, match="is below 'encoder"):
         export_checkpoint(url, tmp_path / "x", "safetensors", strip_prefix="encoder.")
@@ -175,12 +150,12 @@ def test_export_to_stock_dcp_is_equal(saved: tuple[str, dict], tmp_path: Path) -
     assert report.objects == len(report.left_out) + 8
     loaded = {"model": {key: torch.zeros_like(value) for key, value in state["model"].items()}, "step": 0}
     dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / "dcp"))
-    assert_same(loaded, {"model": state["model"], "step": 17})
+    assert_same_state(loaded, {"model": state["model"], "step": 17})
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "x.pt")
     again = torch.load(tmp_path / "x.pt", weights_only=True)
     export_checkpoint(tmp_path / "dcp", tmp_path / "y.pt", "torch")
-    assert_same(torch.load(tmp_path / "y.pt", weights_only=True), state)
-    assert_same(in_order(again), in_order(state))
+    assert_same_state(torch.load(tmp_path / "y.pt", weights_only=True), state)
+    assert_same_state(in_order(again), in_order(state))
 
 
 def test_export_over_stock_dcp_with_overwrite_replaces_it(saved: tuple[str, dict], tmp_path: Path) -> None:
@@ -208,7 +183,7 @@ def test_export_of_dtype_unknown_to_safetensors_raises(tmp_path: Path, dtype: st
     assert not (tmp_path / "x").exists()
     export_checkpoint(tmp_path / "c", tmp_path / "x", "safetensors", keys=["even"])
     export_checkpoint(tmp_path / "c", tmp_path / "x.pt", "torch")
-    assert_same(torch.load(tmp_path / "x.pt", weights_only=True), state)
+    assert_same_state(torch.load(tmp_path / "x.pt", weights_only=True), state)
 
 
 def test_exported_model_in_transformers_returns_the_same_values(tmp_path: Path) -> None:
@@ -225,7 +200,7 @@ def test_exported_model_in_transformers_returns_the_same_values(tmp_path: Path) 
     config.save_pretrained(out)
     again = GPT2LMHeadModel.from_pretrained(out).eval()
     for key, value in model.state_dict().items():
-        assert_same(again.state_dict()[key], value, key)
+        assert_same_state(again.state_dict()[key], value, key)
     tokens = torch.arange(12)[None]
     assert torch.equal(again(tokens).logits, model(tokens).logits)
 
@@ -249,11 +224,11 @@ def test_export_of_shards_joins_them(tmp_path: Path) -> None:
     for kind in ("ours", "stock"):
         export_checkpoint(tmp_path / kind, tmp_path / f"{kind}.safetensors", "safetensors")
         for value in load_file(tmp_path / f"{kind}.safetensors").values():
-            assert_same(value, expected)
+            assert_same_state(value, expected)
         export_checkpoint(tmp_path / kind, tmp_path / f"{kind}-dcp", "dcp")
         state = {"rows": torch.zeros(7, 6), "columns": torch.zeros(7, 6)}
         dcp.load(state, storage_reader=FileSystemReader(tmp_path / f"{kind}-dcp"))
-        assert_same(state, {"rows": expected, "columns": expected})
+        assert_same_state(state, {"rows": expected, "columns": expected})
 
 
 def test_export_of_delta_has_all_values(tmp_path: Path) -> None:
@@ -265,7 +240,7 @@ def test_export_of_delta_has_all_values(tmp_path: Path) -> None:
     dcp.save(second, storage_writer=CheckpointWriter(tmp_path / "step-000000000002", sync_files=False, base=base))
     export_checkpoint(tmp_path / "step-000000000002", tmp_path / "x", "safetensors")
     loaded = load_file(tmp_path / "x")
-    assert_same({key: loaded[key] for key in second}, second)
+    assert_same_state({key: loaded[key] for key in second}, second)
 
 
 # --- reading by parts -----------------------------------------------------------------------------------
@@ -308,10 +283,7 @@ def test_export_of_many_tensors_keeps_few_in_memory(tmp_path: Path, monkeypatch:
 
 def test_export_with_damaged_byte_fails_and_leaves_no_file(tmp_path: Path) -> None:
     dcp.save({"w": torch.randn(500_000)}, storage_writer=CheckpointWriter(tmp_path / "c", sync_files=False))
-    (data,) = (tmp_path / "c").glob("data-*")
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
+    flip_in_the_middle(data_file(tmp_path / "c"))
     (tmp_path / "out").mkdir()
     for to in ("torch", "safetensors", "dcp"):
         with pytest.raises(CorruptCheckpointError):
@@ -458,18 +430,18 @@ def test_exported_optimizer_state_has_numbers_as_keys(tmp_path: Path) -> None:
     assert exported["other"] == other
     fresh = torch.optim.AdamW(model.parameters())
     fresh.load_state_dict(exported["one"])
-    assert_same(fresh.state_dict(), optimizers[0].state_dict())
+    assert_same_state(fresh.state_dict(), optimizers[0].state_dict())
 
 
 def test_export_of_key_with_lone_surrogate_is_equal_or_names_the_key(tmp_path: Path) -> None:
     state = {"\ud800k": torch.randn(3)}
     dcp.save(state, storage_writer=CheckpointWriter(tmp_path / "c", sync_files=False))
     export_checkpoint(tmp_path / "c", tmp_path / "out.pt", "torch")
-    assert_same(torch.load(tmp_path / "out.pt", weights_only=True), state)
+    assert_same_state(torch.load(tmp_path / "out.pt", weights_only=True), state)
     export_checkpoint(tmp_path / "c", tmp_path / "dcp", "dcp")
     loaded = {"\ud800k": torch.zeros(3)}
     dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / "dcp"))
-    assert_same(loaded, state)
+    assert_same_state(loaded, state)
     with pytest.raises(UnsupportedObjectError, match=r"cannot hold the key '\\ud800k', which is not valid Unicode: "):
         export_checkpoint(tmp_path / "c", tmp_path / "x", "safetensors")
 
@@ -502,10 +474,10 @@ def test_export_to_and_from_object_store_is_equal(s3, bucket: str, tmp_path: Pat
         size = origin.head(f"{bucket}/{name}").size
         (tmp_path / "file").write_bytes(bytes(memoryview(origin.read(f"{bucket}/{name}", 0, size))))
         loaded = load_file(tmp_path / "file") if "safe" in name else torch.load(tmp_path / "file", weights_only=True)
-        assert_same(loaded["w"], state["w"])
+        assert_same_state(loaded["w"], state["w"])
     back = {"w": torch.zeros(3_000_000), "step": 0}
     dcp.load(back, storage_reader=CheckpointReader(f"s3://{bucket}/dcp", target_options=options))
-    assert_same(back, state)
+    assert_same_state(back, state)
     for name, to in (("out/m.safetensors", "safetensors"), ("m.pt", "torch"), ("dcp", "dcp")):
         with pytest.raises(ObjectExistsError):
             export_checkpoint(url, f"s3://{bucket}/{name}", to, **both)
@@ -529,7 +501,7 @@ def test_export_to_and_from_object_store_is_equal(s3, bucket: str, tmp_path: Pat
     ],
 )
 def test_export_keeps_the_nesting(values: dict, paths: object, state: dict) -> None:
-    assert_same(nested(values, paths), state)
+    assert_same_state(nested(values, paths), state)
 
 
 @pytest.mark.parametrize(

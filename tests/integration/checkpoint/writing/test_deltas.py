@@ -14,9 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tests.integration.checkpoint import test_ranks as ranks_module
 from tests.support import ranks
+from tests.support.checkpoints import data_file
+from tests.support.failures import failure_of
+from tests.support.harms import flip
 from tests.support.runs import name_of
+from tests.support.states import assert_same_state, bits, gathered
 from torch.distributed.checkpoint._extension import StreamTransformExtension
-from torch.distributed.checkpoint.api import CheckpointException
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
 from millrace.checkpoint.codec.chunks import CHUNK_BYTES, Kind
@@ -55,16 +58,6 @@ def load(root, step: int, like: dict, **options) -> dict:
     state = {key: blank(value) for key, value in like.items()}
     dcp.load(state, storage_reader=CheckpointReader(root / name_of(step), **options))
     return state
-
-
-def bits(value):
-    return value.contiguous().view(torch.uint8).numpy().tobytes() if isinstance(value, torch.Tensor) else value
-
-
-def assert_same(left: dict, right: dict) -> None:
-    assert left.keys() == right.keys()
-    for key in left:
-        assert bits(left[key]) == bits(right[key]), key
 
 
 def weights(count: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
@@ -128,8 +121,8 @@ def test_unchanged_chunks_are_not_written_again(tmp_path, base_of):
     # The counters, which are small when they are whole.
     assert full <= 3
     assert other.stats.stored_bytes < 0.6 * writer.stats.stored_bytes
-    assert_same(load(tmp_path, 2, second), second)
-    assert_same(load(tmp_path, 1, first), first)
+    assert_same_state(load(tmp_path, 2, second), second)
+    assert_same_state(load(tmp_path, 1, first), first)
 
 
 def test_unchanged_state_writes_no_data(tmp_path, base_of):
@@ -140,7 +133,7 @@ def test_unchanged_state_writes_no_data(tmp_path, base_of):
     assert other.stats.stored_bytes == 0
     assert sorted(path.name for path in (tmp_path / name_of(2)).iterdir()) == ["manifest.millrace"]
     assert other.stats.restore_bytes == writer.stats.restore_bytes
-    assert_same(load(tmp_path, 2, state), state)
+    assert_same_state(load(tmp_path, 2, state), state)
 
 
 def test_element_types_are_equal_through_a_chain_of_nine(tmp_path, base_of):
@@ -175,7 +168,7 @@ def test_element_types_are_equal_through_a_chain_of_nine(tmp_path, base_of):
     assert chain_costs(chunks).deltas.max() >= 7
     assert sizes[8] == restore_bytes(chunks)
     for step in (0, 4, 8):
-        assert_same(load(tmp_path, step, state(step)), state(step))
+        assert_same_state(load(tmp_path, step, state(step)), state(step))
 
 
 @pytest.mark.parametrize("anchored", [False, True])
@@ -186,7 +179,7 @@ def test_restore_reads_at_most_twice_the_size_of_a_chunk(tmp_path, anchored):
         base = base if anchored and step else writer.written_base(name_of(step))
         full_bytes = full_bytes or writer.stats.stored_bytes
         assert writer.stats.restore_bytes <= 2 * full_bytes
-        assert_same(load(tmp_path, step, state), state)
+        assert_same_state(load(tmp_path, step, state), state)
         state = moved(state, step + 7)
     assert writer.stats.chunks_referenced
 
@@ -213,7 +206,7 @@ def test_chain_stays_within_the_limit_of_readers(tmp_path, monkeypatch):
         writer = save(tmp_path, step, state, base, restore_limit=100.0)
         base = writer.written_base(name_of(step))
         kinds.append(writer.stats.chunks_delta)
-        assert_same(load(tmp_path, step, state), state)
+        assert_same_state(load(tmp_path, step, state), state)
         state = {"w": nudged(state["w"], step)}
     assert kinds == [0, 1, 1, 1, 0, 1, 1, 1]
 
@@ -233,7 +226,7 @@ def test_delta_with_changed_dtype_or_shape_is_saved(tmp_path, base_of):
     }
     writer = save(tmp_path, 1, first)
     other = save(tmp_path, 2, second, base_of(writer, 1))
-    assert_same(load(tmp_path, 2, second), second)
+    assert_same_state(load(tmp_path, 2, second), second)
     # Of another type of the same kind only the name has changed. A tensor that is shorter has other chunks.
     assert counts(other) == (3, 0, 1)
 
@@ -248,7 +241,7 @@ def test_deltas_of_every_compression_are_loaded_equal(tmp_path, compression, bas
     assert referenced >= 4
     # A difference that is not compressed is as long as the values.
     assert (delta == 0) == (compression == "none")
-    assert_same(load(tmp_path, 2, second), second)
+    assert_same_state(load(tmp_path, 2, second), second)
 
 
 def test_noncontiguous_values_are_saved_as_deltas(tmp_path, base_of):
@@ -294,16 +287,14 @@ def test_base_tensor_changed_in_place_is_detected_and_saved_in_full(tmp_path, ev
     other = save(tmp_path, 2, state, base)
     assert events.count("checkpoint.base.unreadable") == 1
     assert counts(other)[1] == 0
-    assert_same(load(tmp_path, 2, state), state)
-    assert_same(load(tmp_path, 1, before), before)
+    assert_same_state(load(tmp_path, 2, state), state)
+    assert_same_state(load(tmp_path, 1, before), before)
 
 
 def damage(root: pathlib.Path, step: int, at: int = 1000) -> str:
     """Flip a bit in the only data file of a save; returns the file's name."""
-    (path,) = (root / name_of(step)).glob("data-*")
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
+    path = data_file(root / name_of(step))
+    flip(path, at)
     return path.name
 
 
@@ -316,21 +307,14 @@ def test_unreadable_stored_base_makes_the_save_full(tmp_path, events):
     other = save(tmp_path, 2, second, base, thread_count=1)
     assert counts(other)[1:] == (0, 0)
     assert events == ["checkpoint.base.unreadable"]
-    assert_same(load(tmp_path, 2, second), second)
-
-
-def failure_of(call, *args, **options) -> BaseException:
-    with pytest.raises(CheckpointException) as caught:
-        call(*args, **options)
-    ((error, _),) = caught.value.failures.values()
-    return error
+    assert_same_state(load(tmp_path, 2, second), second)
 
 
 @pytest.mark.parametrize("how", ["missing", "short"])
 def test_removed_base_fails_the_save_and_leaves_no_files(tmp_path, how):
     first = mixed()
     base = save(tmp_path, 1, first).written_base(name_of(1))
-    (path,) = (tmp_path / name_of(1)).glob("data-*")
+    path = data_file(tmp_path / name_of(1))
     if how == "missing":
         path.unlink()
     else:
@@ -406,7 +390,7 @@ def test_delta_that_would_replace_its_base_is_refused(tmp_path):
     state = mixed()
     base = save(tmp_path, 1, state).written_base(name_of(1))
     assert isinstance(failure_of(save, tmp_path, 1, moved(state, 1), base), UsageError)
-    assert_same(load(tmp_path, 1, state), state)
+    assert_same_state(load(tmp_path, 1, state), state)
 
 
 def test_overwriting_save_keeps_the_files_of_siblings(tmp_path):
@@ -419,7 +403,7 @@ def test_overwriting_save_keeps_the_files_of_siblings(tmp_path):
     writer = CheckpointWriter(tmp_path / name_of(3), base=base)
     dcp.save(first, storage_writer=writer)
     writer.abandon()
-    assert_same(load(tmp_path, 1, first), first)
+    assert_same_state(load(tmp_path, 1, first), first)
 
 
 class Masked(StreamTransformExtension):
@@ -479,7 +463,7 @@ def test_delta_with_stream_extension_uses_only_a_base_with_the_same_one(tmp_path
         assert counts(save(tmp_path, step, second, base, _extensions=extensions)) == (2, 0, 0)
     assert events == ["checkpoint.base.unusable"] * 2
     for step in (2, 3, 4):
-        assert_same(load(tmp_path, step, second, _extension_registry=Registry()), second)
+        assert_same_state(load(tmp_path, step, second, _extension_registry=Registry()), second)
 
 
 def test_base_kept_by_writer_is_used_once(tmp_path):
@@ -538,7 +522,7 @@ def test_chain_is_read_in_few_requests_and_each_byte_once(tmp_path):
         loaded = {key: torch.zeros_like(value) for key, value in state.items()}
         dcp.load(loaded, storage_reader=CheckpointReader(url, target_options=options))
         after = region.stats()
-    assert_same(loaded, state)
+    assert_same_state(loaded, state)
     moved_bytes = after.bytes_down - before.bytes_down
     assert writer.stats.restore_bytes > full_bytes
     # The manifest, and headers of the requests.
@@ -569,7 +553,7 @@ def run_chain(root: pathlib.Path) -> None:
             assert writer.stats.chunks_full < writer.stats.chunks, dist.get_rank()
     loaded = ranks_module.sharded(ranks_module.zeroed(rank_state(3)), turned=True)
     dcp.load(loaded, storage_reader=CheckpointReader(root / name_of(3)))
-    ranks_module.assert_same(ranks_module.gathered(loaded), rank_state(3))
+    assert_same_state(gathered(loaded), rank_state(3))
 
 
 def run_other_ranks(root: pathlib.Path) -> None:
@@ -594,13 +578,13 @@ def test_deltas_of_two_ranks_are_loaded_by_other_numbers_of_ranks(tmp_path):
     for step in range(4):
         loaded = ranks_module.zeroed(rank_state(step))
         dcp.load(loaded, storage_reader=CheckpointReader(tmp_path / name_of(step)))
-        ranks_module.assert_same(loaded, rank_state(step))
+        assert_same_state(loaded, rank_state(step))
     manifest = read_manifest(open_storage(tmp_path / name_of(3))).manifest
     assert len({file.name for file in manifest.files}) == len(manifest.files)
     ranks.run(__file__, "others", 4, tmp_path)
     loaded = ranks_module.zeroed(rank_state(3))
     dcp.load(loaded, storage_reader=CheckpointReader(tmp_path / name_of(4)))
-    ranks_module.assert_same(loaded, rank_state(3))
+    assert_same_state(loaded, rank_state(3))
 
 
 if __name__ == "__main__":

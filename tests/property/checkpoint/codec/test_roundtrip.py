@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.states import assert_same_state
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -151,15 +152,6 @@ class BoxLoader(DefaultLoadPlanner):
         return tensor[tuple(slice(low + more, low + more + length) for low, more, length in corner)]
 
 
-def bits(tensor):
-    plain = tensor.resolve_conj()
-    # As integers: torch cannot copy every dtype.
-    plain = plain.view(torch.uint8).contiguous().view(plain.dtype) if plain.itemsize == 1 else plain.contiguous()
-    # Without strides: torch calls one element contiguous whatever they are.
-    flat = plain.as_strided((plain.numel(),), (1,))
-    return plain.dtype, tuple(plain.shape), bytes(flat.view(torch.uint8).numpy())
-
-
 @st.composite
 def blank(draw, tensor):
     """Somewhere to load the tensor: in one piece, or not."""
@@ -187,4 +179,4 @@ def test_state_saved_in_any_sharding_is_loaded_in_any_other(data):
         writer = CheckpointWriter(place, sync_files=False, thread_count=2)
         dcp.save(state, storage_writer=writer, planner=BoxPlanner(saved))
         dcp.load(loaded, storage_reader=CheckpointReader(place, thread_count=2), planner=BoxLoader(wanted))
-    assert {key: bits(tensor) for key, tensor in loaded.items()} == {key: bits(tensor) for key, tensor in state.items()}
+    assert_same_state(loaded, state)

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.states import assert_same_state
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -61,14 +62,6 @@ def emptied(value):
     return [emptied(member) for member in value] if isinstance(value, list) else None
 
 
-def same(left, right) -> bool:
-    if isinstance(left, torch.Tensor):
-        return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
-    if isinstance(left, dict):
-        return all(same(member, right[key]) for key, member in left.items())
-    return all(map(same, left, right)) if isinstance(left, list) else left == right
-
-
 @pytest.fixture
 def quiet_torch():
     """Torch logs a failed load with several tracebacks, which takes longer than the load."""
@@ -105,7 +98,7 @@ def test_thousand_flipped_bits_are_detected(saved):
         except CheckpointException as error:
             reported += isinstance(error.failures[0][0], CorruptCheckpointError)
         else:
-            assert same(expected, loaded), f"bit {bit} of {file} is silently wrong"
+            assert_same_state(loaded, expected, f"with bit {bit} of {file} flipped, the state")
         finally:
             file.write_bytes(intact)
     # Nothing in either file is outside a checksum.

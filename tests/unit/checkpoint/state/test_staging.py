@@ -16,6 +16,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.memory import resident_bytes
+from tests.support.states import assert_same_state
 
 from millrace.checkpoint.format.manifest import DTYPES
 from millrace.checkpoint.state.staging import StagedState, StateStager
@@ -37,30 +39,6 @@ def addresses(value) -> list[int]:
     return [address for member in value for address in addresses(member)] if isinstance(value, list | tuple) else []
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.numpy().tobytes() if plain.numel() > 1000 else bits_one_by_one(plain)
-
-
-def assert_same(found, expected) -> None:
-    if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype
-        assert found.shape == expected.shape
-        assert bits(found) == bits(expected)
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected)
-        for key in expected:
-            assert_same(found[key], expected[key])
-    elif isinstance(expected, list | tuple):
-        assert type(found) is type(expected)
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert type(found) is type(expected)
-        assert found == expected or found != found
-
-
 def stage(state) -> StagedState:
     return StateStager().stage(state)
 
@@ -78,6 +56,7 @@ def test_change_after_staging_is_not_in_the_copy():
         "note": "first",
     }
     expected = copy.deepcopy(state)
+    expected["model"]["weight"] = expected["model"]["weight"].detach()
     staged = stage(state)
     with torch.no_grad():
         for tensor in (state["model"]["weight"], state["model"]["bias"], state["pair"][0]):
@@ -86,7 +65,7 @@ def test_change_after_staging_is_not_in_the_copy():
     numbers.append(3)
     state["seen"].add(3)
     state["note"] = "second"
-    assert_same(staged.state, expected)
+    assert_same_state(staged.state, expected)
     assert type(staged.state["model"]) is OrderedDict
     assert not staged.state["model"]["weight"].requires_grad
     assert staged.nbytes == 12 * 4 + 4 * 4 + 4 + 5 * 8
@@ -134,7 +113,7 @@ def test_staged_copy_of_odd_tensors_is_equal():
         "needs grad": torch.ones(3, requires_grad=True) * 2,
     }
     staged = stage(state)
-    assert_same(staged.state, {**state, "zeros": torch.zeros(3, 2)})
+    assert_same_state(staged.state, {**state, "zeros": torch.zeros(3, 2)})
     assert all(tensor.is_contiguous() and not tensor.requires_grad for tensor in staged.state.values())
 
 
@@ -151,7 +130,7 @@ def test_shared_tensors_are_copied_once_and_stay_shared():
         "second": base[40:],
     }
     staged = stage(state)
-    assert_same(staged.state, state)
+    assert_same_state(staged.state, state)
     copies = staged.state
     assert copies["embedding"] is copies["head"] is copies["within"][0]
     assert copies["columns"] is copies["columns again"]
@@ -239,14 +218,14 @@ def test_released_buffer_is_reused_and_used_one_is_not():
     first = stager.stage(make(0))
     second = stager.stage(make(1))
     assert not set(addresses(first.state)) & set(addresses(second.state))
-    assert_same(first.state, make(0))
+    assert_same_state(first.state, make(0))
     first_at = addresses(first.state)
     first.release()
     first.release()
     third = stager.stage(make(2))
     assert addresses(third.state) == first_at
-    assert_same(second.state, make(1))
-    assert_same(third.state, make(2))
+    assert_same_state(second.state, make(1))
+    assert_same_state(third.state, make(2))
     fourth = stager.stage(make(3))  # a second release gave nothing back that another uses
     assert not set(addresses(fourth.state)) & {*addresses(second.state), *addresses(third.state)}
 
@@ -256,7 +235,7 @@ def test_staging_of_changed_structure_is_equal():
     for seed, sizes in enumerate([(100, 5), (100, 5, 9), (50, 5), (200_000, 1, 1, 1), (3,), (), (100, 5)]):
         state = make(seed, sizes)
         staged = stager.stage(state)
-        assert_same(staged.state, state)
+        assert_same_state(staged.state, state)
         staged.release()
     mixed = [
         {"x": torch.ones(10)},
@@ -267,13 +246,8 @@ def test_staging_of_changed_structure_is_equal():
     ]
     for state in mixed:
         staged = stager.stage(state)
-        assert_same(staged.state, state)
+        assert_same_state(staged.state, state)
         staged.release()
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_unused_staging_memory_is_released():
@@ -310,7 +284,7 @@ def test_failed_staging_keeps_the_stager_usable():
     with pytest.raises(UnsupportedObjectError):
         stager.stage({"new": torch.ones(5), **make(1), "freed": freed})
     staged = stager.stage(make(2))
-    assert_same(staged.state, make(2))
+    assert_same_state(staged.state, make(2))
 
 
 def test_tensor_moved_to_shared_memory_is_staged():
@@ -320,7 +294,7 @@ def test_tensor_moved_to_shared_memory_is_staged():
         tensor.share_memory_()
     staged.release()
     again = stager.stage(make(1))
-    assert_same(again.state, make(1))
+    assert_same_state(again.state, make(1))
     assert all(tensor.is_shared() for tensor in again.state.values())
 
 
@@ -332,9 +306,9 @@ def test_stager_in_forked_child_is_unused_and_parent_continues():
         # By numpy: torch's own threads are not in the child.
         os._exit(bool(staged.state["t0"].numpy().any()))
     assert os.waitpid(child, 0)[1] == 0
-    assert_same(staged.state, make(0))
+    assert_same_state(staged.state, make(0))
     staged.release()
-    assert_same(stager.stage(make(1)).state, make(1))
+    assert_same_state(stager.stage(make(1)).state, make(1))
 
 
 def test_threads_stage_and_release_at_the_same_time():
@@ -449,7 +423,7 @@ def test_state_for_which_the_system_refuses_memory_raises_and_the_next_one_is_st
     stager = StateStager(shared=shared)
     with pytest.raises(StorageError, match=f"{1 << 60} bytes of host memory .* cannot be allocated"):
         stager.stage({"large": torch.zeros(1).expand(1 << 58)})
-    assert_same(stager.stage({"small": torch.ones(3)}).state, {"small": torch.ones(3)})
+    assert_same_state(stager.stage({"small": torch.ones(3)}).state, {"small": torch.ones(3)})
 
 
 @pytest.mark.slow
@@ -466,4 +440,4 @@ def test_any_staged_state_is_equal(drawn):
         if number % 2:
             held.pop(0)[0].release()
         for one, was in held:
-            assert_same(one.state, was)
+            assert_same_state(one.state, was)
