@@ -20,13 +20,16 @@ from tests.support.azurite import AzuriteServer, find_azurite
 from tests.support.chromium import find_chromium
 from tests.support.etcd import EtcdServer, find_etcd
 from tests.support.patience import patient
+from tests.support.ports import reserved_port
 from tests.support.prometheus import find_prometheus
+from tests.support.seen_events import seen_events
 
 from millrace.cache.node import close_nodes, nodes_are_open
 from millrace.cluster.attach import close_all
 from millrace.errors import MissingDependencyError
-from millrace.events import Event, add_hook
+from millrace.events import Event
 from millrace.filesystem import MillraceFileSystem, filesystem
+from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
 _MANY_OBJECTS = 50_000
@@ -96,10 +99,32 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield server
 
 
+@pytest.fixture
+def region(s3: S3Server) -> Iterator[EmulatedRegion]:
+    """The server `s3` at a distance of 5 ms."""
+    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.005, bytes_per_second=None) as region:
+        yield region
+
+
+@pytest.fixture(scope="module")
+def runs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """An S3 server of the module's own, with the bucket `runs`."""
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        server.create_bucket("runs")
+        yield server
+
+
 @pytest.fixture(scope="session")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     """One etcd for all tests that do not harm it; each uses a cluster's name of its own, and has the mark `etcd`."""
     with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    """An etcd that the test may harm."""
+    with EtcdServer(tmp_path / "etcd") as server:
         yield server
 
 
@@ -165,10 +190,15 @@ def make(tmp_path: Path) -> Callable[..., MillraceFileSystem]:
 @pytest.fixture
 def events() -> Iterator[list[Event]]:
     """Every event of the test, as it comes."""
-    seen: list[Event] = []
-    remove = add_hook(seen.append)
-    yield seen
-    remove()
+    with seen_events() as seen:
+        yield seen
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Only a server of the test listens on it."""
+    with reserved_port() as port:
+        yield port
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import importlib.util
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -24,13 +23,6 @@ from millrace.testing.s3 import S3Server
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is .*:UserWarning")
 
 EXAMPLE = pathlib.Path(__file__).parent.parent.parent / "examples" / "encrypted_checkpoints.py"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with S3Server(tmp_path_factory.mktemp("s3")) as running:
-        running.create_bucket("runs")
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +57,8 @@ class TestS3(CheckpointConformance):
     damaged_bits = 2
 
     @pytest.fixture
-    def place(self, server: S3Server, tmp_path: pathlib.Path) -> CheckpointPlace:
-        return CheckpointPlace(url=f"s3://runs/{tmp_path.name}", target_options=server.target_options)
+    def place(self, runs_server: S3Server, tmp_path: pathlib.Path) -> CheckpointPlace:
+        return CheckpointPlace(url=f"s3://runs/{tmp_path.name}", target_options=runs_server.target_options)
 
 
 class TestReadThroughMemory(CheckpointConformance):

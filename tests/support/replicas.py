@@ -13,7 +13,6 @@ from tests.support.servers import steady_ports
 
 from millrace.cluster.attach import close_all
 from millrace.config import address_text, resolve
-from millrace.events import Event, add_hook
 from millrace.node.process import NodeProcess
 
 TOKEN = "a-token-for-tests-only"
@@ -98,14 +97,3 @@ class ReplicaNodes:
     def holders(self, checkpoint: str) -> list[int]:
         """The nodes with files of a checkpoint."""
         return [number for number, paths in self.replicas().items() if any(p.parent.name == checkpoint for p in paths)]
-
-
-@contextlib.contextmanager
-def seen_events() -> Iterator[list[Event]]:
-    """The events of this process inside the block."""
-    seen: list[Event] = []
-    remove = add_hook(seen.append)
-    try:
-        yield seen
-    finally:
-        remove()

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.support.failures import failure_of
 from tests.support.impatience import impatient
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -37,22 +38,15 @@ DATA = "*/data-*"
 NBYTES = 20 << 20
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with S3Server(tmp_path_factory.mktemp("s3")) as running:
-        running.create_bucket("runs")
+@pytest.fixture
+def region(runs_server):
+    with EmulatedRegion(runs_server.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None) as running:
         yield running
 
 
 @pytest.fixture
-def region(server):
-    with EmulatedRegion(server.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None) as running:
-        yield running
-
-
-@pytest.fixture
-def options(server, region):
-    return {**server.target_options, "endpoint_url": region.endpoint_url}
+def options(runs_server, region):
+    return {**runs_server.target_options, "endpoint_url": region.endpoint_url}
 
 
 def state(seed: int) -> dict:
@@ -67,11 +61,8 @@ def save(seed: int, url: str, options: dict, **more) -> None:
     dcp.save(state(seed), storage_writer=CheckpointWriter(url, target_options=options, **more))
 
 
-def failure_of(call, *args, **more) -> BaseException:
-    with pytest.raises(CheckpointException) as caught:
-        call(*args, **more)
-    (failure, _), *others = caught.value.failures.values()
-    assert not others
+def error_of(call, *args, **more) -> BaseException:
+    failure = failure_of(call, *args, **more)
     assert isinstance(failure, MillraceError), repr(failure)
     assert "\n" not in str(failure)
     assert failure.next_step
@@ -111,34 +102,34 @@ def test_short_failures_are_retried(region, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["every part", "the last part", "completing"])
-def test_permanently_failing_storage_fails_the_save(server, region, options, what):
+def test_permanently_failing_storage_fails_the_save(runs_server, region, options, what):
     url = f"s3://runs/failing-{what.replace(' ', '-')}"
-    save(1, url, server.target_options)
-    before = names(url, server.target_options)
+    save(1, url, runs_server.target_options)
+    before = names(url, runs_server.target_options)
     if what == "completing":
         region.fail("status", method="POST", path=DATA, status=503, count=None, skip=1)
     else:
         region.fail("status", method="PUT", path=DATA, count=None, skip=1 if what == "the last part" else 0)
     with impatient(is_silent=False):
-        assert isinstance(failure_of(save, 2, url, options), OriginUnavailableError)
-    assert names(url, server.target_options) == before
-    assert_holds(1, url, server.target_options)
+        assert isinstance(error_of(save, 2, url, options), OriginUnavailableError)
+    assert names(url, runs_server.target_options) == before
+    assert_holds(1, url, runs_server.target_options)
 
 
 @pytest.mark.slow
-def test_stalling_storage_fails_the_save_in_bounded_time(server, region, options):
+def test_stalling_storage_fails_the_save_in_bounded_time(runs_server, region, options):
     url = "s3://runs/stalling"
-    save(1, url, server.target_options)
+    save(1, url, runs_server.target_options)
     region.fail("stall", method="PUT", path=DATA, seconds=600, count=None)
     began = time.monotonic()
     with impatient():
-        assert isinstance(failure_of(save, 2, url, options), OriginUnavailableError)
+        assert isinstance(error_of(save, 2, url, options), OriginUnavailableError)
     assert time.monotonic() - began < 300
-    assert_holds(1, url, server.target_options)
+    assert_holds(1, url, runs_server.target_options)
 
 
 @pytest.mark.slow
-def test_manifest_with_lost_answer_is_found_afterwards(server, region, options, monkeypatch):
+def test_manifest_with_lost_answer_is_found_afterwards(runs_server, region, options, monkeypatch):
     url = "s3://runs/stalling-manifest"
     region.fail("stall", method="PUT", path=MANIFEST, seconds=600, count=None)
     began, put = time.monotonic(), LimitedOrigin.put
@@ -155,7 +146,7 @@ def test_manifest_with_lost_answer_is_found_afterwards(server, region, options, 
         save(1, url, options)
     assert region.fault_hits()[0] > 0
     assert time.monotonic() - began < 300
-    assert_holds(1, url, server.target_options)
+    assert_holds(1, url, runs_server.target_options)
 
 
 @pytest.mark.slow
@@ -169,7 +160,7 @@ def test_server_killed_during_upload_fails_the_save(tmp_path):
             region.fail("stall", method="POST", path="/runs/dying/data-", seconds=600, count=None, skip=1)
             failures: list[BaseException] = []
             options = {**direct, "endpoint_url": region.endpoint_url}
-            saving = threading.Thread(target=lambda: failures.append(failure_of(save, 2, url, options)))
+            saving = threading.Thread(target=lambda: failures.append(error_of(save, 2, url, options)))
             with impatient():
                 saving.start()
                 while saving.is_alive() and region.stats("/runs/dying/data-").bytes_up < NBYTES // 2:
@@ -185,15 +176,15 @@ def test_server_killed_during_upload_fails_the_save(tmp_path):
 
 
 @pytest.mark.slow
-def test_missing_buckets_and_wrong_secrets_are_named(server, options):
-    failure = failure_of(save, 1, "s3://nobucket/x", options)
+def test_missing_buckets_and_wrong_secrets_are_named(runs_server, options):
+    failure = error_of(save, 1, "s3://nobucket/x", options)
     assert "nobucket" in str(failure)
-    failure = failure_of(save, 1, "s3://runs/x", {**options, "secret": "wrong"})
+    failure = error_of(save, 1, "s3://runs/x", {**options, "secret": "wrong"})
     assert isinstance(failure, DeniedError)
     assert "s3://runs/x" in str(failure)
     assert "wrong" not in str(failure)
     for call in (load, lambda url, options: save(1, url, options)):
-        assert isinstance(failure_of(call, "nope://runs/x", {}), MillraceError)
+        assert isinstance(error_of(call, "nope://runs/x", {}), MillraceError)
 
 
 # --- the answer to the manifest's PUT is lost -----------------------------------------------------
@@ -211,14 +202,14 @@ def test_lost_answer_of_own_manifest_is_a_success(region, options, overwrite):
 
 
 @pytest.mark.slow
-def test_lost_answer_with_foreign_manifest_fails_the_save(server, region, options, monkeypatch):
+def test_lost_answer_with_foreign_manifest_fails_the_save(runs_server, region, options, monkeypatch):
     """Another process saves between the check and the PUT; then the answer to this PUT, a refusal, is lost as well."""
     url = "s3://runs/lost-and-late"
     save(1, url, options)
     before = names(url, options)
     monkeypatch.setattr("millrace.checkpoint.writing.writer.refuse_existing", lambda *_: None)
     region.fail("reset", method="PUT", path=MANIFEST)
-    assert isinstance(failure_of(save, 2, url, options, overwrite=False), ObjectExistsError)
+    assert isinstance(error_of(save, 2, url, options, overwrite=False), ObjectExistsError)
     assert names(url, options) == before, "the loser's data files are gone"
     assert_holds(1, url, options)
 
@@ -250,8 +241,8 @@ def test_unknown_outcome_is_reported_and_keeps_all_files(region, options, monkey
 
 
 @pytest.fixture(scope="module")
-def saved(server):
-    save(7, "s3://runs/read", server.target_options)
+def saved(runs_server):
+    save(7, "s3://runs/read", runs_server.target_options)
     return "s3://runs/read"
 
 
@@ -273,7 +264,7 @@ def test_load_survives_short_failures(region, options, saved, kind, details):
 def test_load_of_bytes_corrupted_in_transit_raises(region, options, saved):
     for path, after in ((DATA, 1000), (MANIFEST, 10), (MANIFEST, 50)):
         region.fail("corrupt", method="GET", path=path, after_bytes=after)
-        assert isinstance(failure_of(load, saved, options), CorruptCheckpointError)
+        assert isinstance(error_of(load, saved, options), CorruptCheckpointError)
         region.clear_faults()
     assert_holds(7, saved, options)
 
@@ -283,5 +274,5 @@ def test_stalling_storage_fails_the_load_in_bounded_time(region, options, saved)
     region.fail("stall", method="GET", path=DATA, seconds=600, after_bytes=1000, count=None)
     began = time.monotonic()
     with impatient():
-        assert isinstance(failure_of(load, saved, options), OriginUnavailableError)
+        assert isinstance(error_of(load, saved, options), OriginUnavailableError)
     assert time.monotonic() - began < 300

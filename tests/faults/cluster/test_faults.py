@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
 from tests.support.etcd import EtcdServer
+from tests.support.harms import flip
 from tests.support.local_cluster import LocalCluster, LocalNode, Reading
 
 from millrace.config import SILENCE_SECONDS
@@ -43,12 +43,6 @@ def data(s3: S3Server) -> dict[str, str]:
 
 
 @pytest.fixture
-def region(s3: S3Server) -> Iterator[EmulatedRegion]:
-    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.005, bytes_per_second=None) as region:
-        yield region
-
-
-@pytest.fixture
 def options(s3: S3Server, region: EmulatedRegion) -> dict[str, str]:
     return {**s3.target_options, "endpoint_url": region.endpoint_url}
 
@@ -57,12 +51,6 @@ def downloaded(region: EmulatedRegion) -> int:
     """Bytes of objects that left the origin."""
     kinds = region.stats("/cluster-faults/").by_kind
     return kinds["GET"].bytes_down if "GET" in kinds else 0
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    with EtcdServer(tmp_path / "etcd") as server:
-        yield server
 
 
 def everywhere(
@@ -164,11 +152,7 @@ def test_read_with_damaged_peer_bytes_is_right(
                 *node.cache_dir.glob("millrace/*/objects/*/*[0-9]"),
                 *node.cache_dir.glob("millrace/*/segments/*.data"),
             ]:
-                with open(path, "r+b") as file:
-                    file.seek(min(1000, path.stat().st_size // 2))
-                    byte = file.read(1)
-                    file.seek(-1, os.SEEK_CUR)
-                    file.write(bytes([byte[0] ^ 0xFF]))
+                flip(path, min(1000, path.stat().st_size // 2))
                 damaged += 1
         assert damaged > 20
         for node in cluster.nodes:
@@ -182,10 +166,10 @@ def test_read_with_damaged_peer_bytes_is_right(
 @pytest.mark.slow
 @pytest.mark.etcd
 def test_leave_and_join_read_nothing_from_the_origin(
-    tmp_path: Path, data: dict[str, str], region: EmulatedRegion, options: dict[str, str], etcd: EtcdServer
+    tmp_path: Path, data: dict[str, str], region: EmulatedRegion, options: dict[str, str], own_etcd: EtcdServer
 ) -> None:
     # Moves of a node that regards another one as silent are not complete, and the origin is read again.
-    with LocalCluster(tmp_path, 3, later=1, target_options=options, members=etcd.members, patient=True) as cluster:
+    with LocalCluster(tmp_path, 3, later=1, target_options=options, members=own_etcd.members, patient=True) as cluster:
         nodes = cluster.nodes[:3]
         assert_all_right(everywhere(cluster, data, nodes))
         assert_downloaded_once(region, cluster)
@@ -203,15 +187,15 @@ def test_leave_and_join_read_nothing_from_the_origin(
 @pytest.mark.slow
 @pytest.mark.etcd
 def test_read_with_a_restarted_etcd_continues(
-    tmp_path: Path, data: dict[str, str], region: EmulatedRegion, options: dict[str, str], etcd: EtcdServer
+    tmp_path: Path, data: dict[str, str], region: EmulatedRegion, options: dict[str, str], own_etcd: EtcdServer
 ) -> None:
-    with LocalCluster(tmp_path, 3, target_options=options, members=etcd.members) as cluster:
+    with LocalCluster(tmp_path, 3, target_options=options, members=own_etcd.members) as cluster:
         readings = everywhere(cluster, data, cluster.nodes, passes=2)
-        etcd.kill()
+        own_etcd.kill()
         for reading in readings:
             assert_all_right([reading], stop=False)
             assert_all_right([reading])
-        etcd.start()
+        own_etcd.start()
         for node in cluster.nodes:
             cluster.wait(node)
         assert_all_right(everywhere(cluster, data, cluster.nodes))

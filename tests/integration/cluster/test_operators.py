@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,6 @@ from millrace.cli import main
 from millrace.testing.s3 import S3Server
 
 BUCKET = "cluster-operators"
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    with EtcdServer(tmp_path / "etcd") as server:
-        yield server
 
 
 @pytest.fixture
@@ -46,11 +40,11 @@ def millrace(
     return run
 
 
-def cluster_of(etcd: EtcdServer, s3: S3Server, directory: Path, count: int, **settings: Any) -> LocalCluster:
+def cluster_of(own_etcd: EtcdServer, s3: S3Server, directory: Path, count: int, **settings: Any) -> LocalCluster:
     return LocalCluster(
         directory,
         count,
-        members=etcd.members,
+        members=own_etcd.members,
         target_options=s3.target_options,
         options=["--min-free", "0"],
         **settings,
@@ -58,10 +52,10 @@ def cluster_of(etcd: EtcdServer, s3: S3Server, directory: Path, count: int, **se
 
 
 def test_node_with_another_token_is_skipped(
-    etcd: EtcdServer, s3: S3Server, tmp_path: Path, millrace: Callable[..., Any]
+    own_etcd: EtcdServer, s3: S3Server, tmp_path: Path, millrace: Callable[..., Any]
 ) -> None:
     other = [str(shutil.which("env")), "MILLRACE_CLUSTER_TOKEN=quite-another-token"]
-    with cluster_of(etcd, s3, tmp_path / "cluster", 1, later=1, prefixes={1: other}) as cluster:
+    with cluster_of(own_etcd, s3, tmp_path / "cluster", 1, later=1, prefixes={1: other}) as cluster:
         first, stranger = cluster.nodes
         stranger.start()
         wait_until(lambda: "another cluster_token than this process" in log_of(stranger))
@@ -72,8 +66,8 @@ def test_node_with_another_token_is_skipped(
         assert "quite-another-token" not in log_of(stranger) + log_of(first) + shown
 
 
-def test_node_with_a_copied_cache_directory_is_reported(etcd: EtcdServer, s3: S3Server, tmp_path: Path) -> None:
-    with cluster_of(etcd, s3, tmp_path / "cluster", 1, later=1) as cluster:
+def test_node_with_a_copied_cache_directory_is_reported(own_etcd: EtcdServer, s3: S3Server, tmp_path: Path) -> None:
+    with cluster_of(own_etcd, s3, tmp_path / "cluster", 1, later=1) as cluster:
         first, copy = cluster.nodes
 
         def is_copied() -> bool:
@@ -92,12 +86,12 @@ def test_node_with_a_copied_cache_directory_is_reported(etcd: EtcdServer, s3: S3
 
 
 def test_load_next_to_an_unnamed_cluster_is_refused(
-    etcd: EtcdServer, s3: S3Server, tmp_path: Path, millrace: Callable[..., Any]
+    own_etcd: EtcdServer, s3: S3Server, tmp_path: Path, millrace: Callable[..., Any]
 ) -> None:
     data = tmp_path / "data"
     data.mkdir()
     (data / "a").write_bytes(b"a")
-    with cluster_of(etcd, s3, tmp_path / "cluster", 1) as cluster:
+    with cluster_of(own_etcd, s3, tmp_path / "cluster", 1) as cluster:
         node = cluster.nodes[0]
         _, output = millrace("load", str(data), "--cache-dir", str(node.cache_dir))
         assert f"only this machine's cache is loaded: set 'members' or --node {node.address}" in output
@@ -106,8 +100,8 @@ def test_load_next_to_an_unnamed_cluster_is_refused(
 
 
 @pytest.mark.slow
-def test_joins_and_leaves_are_logged(etcd: EtcdServer, s3: S3Server, tmp_path: Path) -> None:
-    with cluster_of(etcd, s3, tmp_path / "cluster", 1, later=1) as cluster:
+def test_joins_and_leaves_are_logged(own_etcd: EtcdServer, s3: S3Server, tmp_path: Path) -> None:
+    with cluster_of(own_etcd, s3, tmp_path / "cluster", 1, later=1) as cluster:
         first, other = cluster.nodes
         cluster.start_one(1)
         wait_until(lambda: f"cluster.member.here {other.address}" in log_of(first))
@@ -116,9 +110,9 @@ def test_joins_and_leaves_are_logged(etcd: EtcdServer, s3: S3Server, tmp_path: P
 
 
 def test_nodes_with_different_replicas_are_reported(
-    etcd: EtcdServer, s3: S3Server, tmp_path: Path, millrace: Callable[..., Any]
+    own_etcd: EtcdServer, s3: S3Server, tmp_path: Path, millrace: Callable[..., Any]
 ) -> None:
-    with cluster_of(etcd, s3, tmp_path / "cluster", 1, later=1) as cluster:
+    with cluster_of(own_etcd, s3, tmp_path / "cluster", 1, later=1) as cluster:
         first = ("--cache-dir", str(cluster.nodes[0].cache_dir))
         assert "'replicas'" not in millrace("doctor", *first)[0]
         cluster.start_one(1, "--replicas", "2")
@@ -127,8 +121,8 @@ def test_nodes_with_different_replicas_are_reported(
         assert f"2 on {cluster.nodes[1].address}" in output
 
 
-def test_drained_node_ends(etcd: EtcdServer, s3: S3Server, tmp_path: Path, millrace: Callable[..., Any]) -> None:
-    with cluster_of(etcd, s3, tmp_path / "cluster", 2) as cluster:
+def test_drained_node_ends(own_etcd: EtcdServer, s3: S3Server, tmp_path: Path, millrace: Callable[..., Any]) -> None:
+    with cluster_of(own_etcd, s3, tmp_path / "cluster", 2) as cluster:
         for node in cluster.nodes:
             millrace("node", "drain", node.address)
             with socket.socket() as probe:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from tests.support import patience
+from tests.support.harms import flip, kept_times
 from tests.support.local_cluster import TOKEN, LocalCluster, LocalNode
 
 from millrace.cache.node import close_nodes
@@ -61,12 +62,6 @@ def assert_equal(restored: Mapping[str, torch.Tensor], state: Mapping[str, torch
 @pytest.fixture
 def state() -> dict[str, torch.Tensor]:
     return make_state()
-
-
-@pytest.fixture
-def region(s3: S3Server) -> Iterator[EmulatedRegion]:
-    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.005, bytes_per_second=None) as region:
-        yield region
 
 
 @pytest.fixture
@@ -379,14 +374,9 @@ def test_damaged_cached_bytes_are_read_again_and_not_restored(
             files = [path for path in (node.cache_dir / "millrace" / "local" / "objects").rglob("*") if path.is_file()]
             assert files
             for path in files:
-                stat = path.stat()
-                with open(path, "r+b") as file:
-                    for place in range(5000, stat.st_size // 2, 1 << 20):
-                        file.seek(place)
-                        byte = file.read(1)
-                        file.seek(place)
-                        file.write(bytes([byte[0] ^ 1]))
-                os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as if the disk had changed it
+                with kept_times(path):
+                    for place in range(5000, path.stat().st_size // 2, 1 << 20):
+                        flip(path, place)
             restored = empty(state)
             assert run.restore(restored) == 1
             assert_equal(restored, state)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,12 +48,6 @@ print(json.dumps({name: xxhash.xxh3_64_hexdigest(tensor.numpy()) for name, tenso
 def state() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {f"layer-{number}": torch.randn(500, 1000 + number, generator=generator) for number in range(8)}
-
-
-@pytest.fixture
-def region(s3: S3Server) -> Iterator[EmulatedRegion]:
-    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.005, bytes_per_second=None) as region:
-        yield region
 
 
 @pytest.mark.slow

@@ -22,12 +22,6 @@ from millrace.testing.s3 import S3Server
 SIZES = {"small.bin": 4 * PAGE, "large.bin": (4 << 20) + 4 * PAGE}
 
 
-@pytest.fixture(scope="module")
-def region(s3: S3Server) -> Iterator[EmulatedRegion]:
-    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None) as region:
-        yield region
-
-
 @pytest.fixture
 def origin(s3: S3Server) -> Origin:
     """Writes behind the back of the cache, and is not counted."""

@@ -31,12 +31,6 @@ from millrace.testing.s3 import S3Server
 _IMAGES = 1010
 
 
-@pytest.fixture(scope="module")
-def region(s3: S3Server) -> Iterator[EmulatedRegion]:
-    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None) as region:
-        yield region
-
-
 @pytest.fixture
 def options(s3: S3Server, region: EmulatedRegion, s3_options: dict[str, Any]) -> dict[str, Any]:
     """A file system that sees the server through the region."""

@@ -46,12 +46,6 @@ def cluster() -> Iterator[Raylets]:
 
 
 @pytest.fixture
-def region(s3: S3Server) -> Iterator[EmulatedRegion]:
-    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.001) as started:
-        yield started
-
-
-@pytest.fixture
 def fs(s3: S3Server, region: EmulatedRegion, tmp_path: Path) -> MillraceFileSystem:
     return through_region(s3, region, tmp_path / "cache", capacity="2GB")
 

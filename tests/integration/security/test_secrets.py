@@ -88,13 +88,6 @@ class RunningNode:
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
-    """The node's: starting takes seconds, in which another process would get a port that is only free."""
-    with reserved_port() as port:
-        yield port
-
-
-@pytest.fixture
 def node(planted: Planted, s3: S3Server, bucket: str, port: int, tmp_path: Path) -> Iterator[RunningNode]:
     origin = open_origin("s3", s3.target_options)
     origin.put(f"{bucket}/data/small", b"s" * 1000)

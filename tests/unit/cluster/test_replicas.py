@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support.planes import Plane
-from tests.support.replicas import seen_events
+from tests.support.seen_events import seen_events
 from tests.support.wire_client import TOKEN, WireClient
 
 from millrace.cluster.dataplane import wire

@@ -77,13 +77,6 @@ def _no_earlier_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "_found", {})
 
 
-@pytest.fixture
-def port() -> Iterator[int]:
-    """At which no server listens, but those of the test."""
-    with reserved_port() as port:
-        yield port
-
-
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tls")

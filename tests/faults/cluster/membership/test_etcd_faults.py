@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
-from pathlib import Path
 
 import pytest
 from tests.support.etcd import EtcdServer
@@ -31,13 +30,6 @@ BOTH = View.of([A, B])
 
 Connect = Callable[..., EtcdMembers]
 _clusters = count()
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[EtcdServer]:
-    """An etcd that may be harmed."""
-    with EtcdServer(tmp_path / "etcd") as server:
-        yield server
 
 
 @pytest.fixture
@@ -89,13 +81,13 @@ def all_have_both(*memberships: EtcdMembers) -> bool:
 
 
 @pytest.mark.slow
-def test_restart_of_etcd_with_its_data_changes_no_view(own: EtcdServer, connect: Connect) -> None:
-    everybody = two_and_a_client(connect, own.address, lease=LONG_LEASE)
+def test_restart_of_etcd_with_its_data_changes_no_view(own_etcd: EtcdServer, connect: Connect) -> None:
+    everybody = two_and_a_client(connect, own_etcd.address, lease=LONG_LEASE)
     views = [Views(each) for each in everybody]
     threads = threads_of(*everybody)
     for _ in range(2):
-        own.kill()
-        own.start()
+        own_etcd.kill()
+        own_etcd.start()
         eventually(lambda: all_have_both(*everybody))
     assert [each.view() for each in everybody] == [BOTH] * 3
     assert all(view.seen == [BOTH] for view in views)
@@ -109,15 +101,15 @@ def test_restart_of_etcd_with_its_data_changes_no_view(own: EtcdServer, connect:
 
 
 @pytest.mark.slow
-def test_wiped_etcd_is_filled_again(own: EtcdServer, connect: Connect) -> None:
-    everybody = two_and_a_client(connect, own.address, lease=LONG_LEASE)
+def test_wiped_etcd_is_filled_again(own_etcd: EtcdServer, connect: Connect) -> None:
+    everybody = two_and_a_client(connect, own_etcd.address, lease=LONG_LEASE)
     views = [Views(each) for each in everybody]
-    own.kill()
-    own.wipe()
-    own.start()
+    own_etcd.kill()
+    own_etcd.wipe()
+    own_etcd.start()
     eventually(lambda: all_have_both(*everybody))
     assert all(view.always_had("a", "b") for view in views)
-    late = connect(own.address, lease=LONG_LEASE)
+    late = connect(own_etcd.address, lease=LONG_LEASE)
     wait_for(late, A, B)
     # The new leases are renewed as the old ones were.
     leases = [each._registration._lease for each in everybody[:2]]
@@ -127,21 +119,21 @@ def test_wiped_etcd_is_filled_again(own: EtcdServer, connect: Connect) -> None:
 
 
 @pytest.mark.slow
-def test_member_that_died_with_a_wiped_etcd_is_removed(own: EtcdServer, connect: Connect) -> None:
-    a, b, client = two_and_a_client(connect, own.address)
-    own.kill()
-    own.wipe()
+def test_member_that_died_with_a_wiped_etcd_is_removed(own_etcd: EtcdServer, connect: Connect) -> None:
+    a, b, client = two_and_a_client(connect, own_etcd.address)
+    own_etcd.kill()
+    own_etcd.wipe()
     b.close()
-    own.start()
+    own_etcd.start()
     wait_for(client, A)
     wait_for(a, A)
 
 
 @pytest.mark.slow
-def test_views_without_etcd_stay(own: EtcdServer, connect: Connect) -> None:
-    everybody = two_and_a_client(connect, own.address)
+def test_views_without_etcd_stay(own_etcd: EtcdServer, connect: Connect) -> None:
+    everybody = two_and_a_client(connect, own_etcd.address)
     views = [Views(each) for each in everybody]
-    own.kill()
+    own_etcd.kill()
     before, began = [each.gateway.requests for each in everybody], time.monotonic()
     time.sleep(1.5 * LEASE)
     assert [view.seen for view in views] == [[BOTH]] * 3
@@ -151,19 +143,19 @@ def test_views_without_etcd_stay(own: EtcdServer, connect: Connect) -> None:
     # Changes during the outage are published afterwards.
     changed = Member(id="a", address="127.0.0.1:9", weight=3e9)
     everybody[0].join(changed)
-    own.start()
+    own_etcd.start()
     for each in everybody:
         wait_for(each, changed, B)
 
 
 @pytest.mark.slow
-def test_silence_of_etcd_beyond_the_lease_removes_no_member(own: EtcdServer, connect: Connect) -> None:
-    everybody = two_and_a_client(connect, own.address, lease=LONG_LEASE)
+def test_silence_of_etcd_beyond_the_lease_removes_no_member(own_etcd: EtcdServer, connect: Connect) -> None:
+    everybody = two_and_a_client(connect, own_etcd.address, lease=LONG_LEASE)
     views = [Views(each) for each in everybody]
     threads = threads_of(*everybody)
-    own.pause()
+    own_etcd.pause()
     time.sleep(1.5 * LONG_LEASE)
-    own.go_on()
+    own_etcd.go_on()
     eventually(lambda: all_have_both(*everybody))
     time.sleep(LONG_LEASE)
     assert [each.view() for each in everybody] == [BOTH] * 3
@@ -295,13 +287,13 @@ def test_busy_etcd_and_quiet_cluster_need_few_requests(etcd: EtcdServer, connect
 
 
 @pytest.mark.slow
-def test_leave_without_etcd_returns(own: EtcdServer, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
-    a, _, client = two_and_a_client(connect, own.address)
-    own.kill()
+def test_leave_without_etcd_returns(own_etcd: EtcdServer, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    a, _, client = two_and_a_client(connect, own_etcd.address)
+    own_etcd.kill()
     with caplog.at_level(logging.WARNING, "millrace"):
         a.leave()
     assert "its lease expires" in caplog.text
-    own.start()
+    own_etcd.start()
     wait_for(client, B)
 
 

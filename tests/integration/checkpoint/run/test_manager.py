@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import shutil
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +17,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.support.checkpoints import data_file
+from tests.support.harms import flip_in_the_middle
 from tests.support.savers import no_files_in
+from tests.support.states import assert_same_state
 from tests.support.waiting import wait_until
 
 from millrace.checkpoint import (
@@ -71,22 +72,6 @@ def empty_like(state: dict[str, Any]) -> dict[str, Any]:
     return {"weights": {key: torch.zeros_like(value) for key, value in state["weights"].items()}, "note": ""}
 
 
-def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one["note"] == other["note"]
-    for key, value in one["weights"].items():
-        assert torch.equal(value.view(torch.uint8), other["weights"][key].view(torch.uint8)), key
-
-
-@contextlib.contextmanager
-def events() -> Iterator[list[Event]]:
-    seen: list[Event] = []
-    remove = add_hook(seen.append)
-    try:
-        yield seen
-    finally:
-        remove()
-
-
 # --- saving and restoring -------------------------------------------------------------------------
 
 
@@ -97,7 +82,7 @@ def test_empty_run_has_no_steps(tmp_path: Path) -> None:
         assert run.restore(state) is None
         assert run.latest() is None
         assert run.steps() == []
-        assert_same(state, before)
+        assert_same_state(state, before)
         with pytest.raises(CheckpointNotFoundError, match="no complete checkpoint"):
             run.metadata()
         with pytest.raises(CheckpointNotFoundError, match="step 3"):
@@ -125,7 +110,7 @@ def test_ten_saves_are_deltas_and_each_is_restored_as_it_was(tmp_path: Path) -> 
         for step, expected in saved.items():
             found = empty_like(expected)
             assert run.restore(found, step) == step
-            assert_same(found, expected)
+            assert_same_state(found, expected)
         found = empty_like(state)
         assert run.restore(found) == 110
         assert run.metadata().metrics == {"loss": pytest.approx(1 / 110)}
@@ -159,7 +144,7 @@ def test_delta_after_restart_uses_the_run_on_local_disk(tmp_path: Path) -> None:
         result = run.save(2, state)
         assert result.kind == "delta"
         assert run.restore(found) == 2
-    assert_same(found, state)
+    assert_same_state(found, state)
 
 
 def test_base_without_memory_is_read_from_disk(tmp_path: Path) -> None:
@@ -170,7 +155,7 @@ def test_base_without_memory_is_read_from_disk(tmp_path: Path) -> None:
         assert run.save(2, state).kind == "delta"
         found = empty_like(state)
         run.restore(found)
-    assert_same(found, state)
+    assert_same_state(found, state)
 
 
 def test_change_after_save_async_is_not_saved(tmp_path: Path) -> None:
@@ -187,7 +172,7 @@ def test_change_after_save_async_is_not_saved(tmp_path: Path) -> None:
             assert result.step == step
             found = empty_like(expected)
             assert run.restore(found, step) == step
-            assert_same(found, expected)
+            assert_same_state(found, expected)
 
 
 def test_second_save_during_another_is_skipped_or_waits(tmp_path: Path) -> None:
@@ -410,10 +395,7 @@ def test_save_into_removed_directory_names_the_claim(tmp_path):
 
 
 def damage(run: Path, step: int) -> None:
-    (file,) = (run / f"step-{step:012}").glob("data-*")
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip_in_the_middle(data_file(run / f"step-{step:012}"))
 
 
 def test_damaged_newest_checkpoint_raises_or_is_skipped(tmp_path: Path) -> None:
@@ -429,13 +411,13 @@ def test_damaged_newest_checkpoint_raises_or_is_skipped(tmp_path: Path) -> None:
             run.restore(found)
         with pytest.warns(RuntimeWarning, match="step-000000000002 .* cannot be restored"):
             assert run.restore(found, fallback=True) == 1
-        assert_same(found, expected)
+        assert_same_state(found, expected)
         # Later saves are the newest, although their step existed before.
         run.save(2, found)
         assert run.steps() == [1, 2]
         again = empty_like(state)
         assert run.restore(again) == 2
-        assert_same(again, expected)
+        assert_same_state(again, expected)
         damage(tmp_path / "run", 1)
         with pytest.raises(CorruptCheckpointError):
             run.restore(again, 1, fallback=True)
@@ -456,7 +438,7 @@ def test_newest_checkpoint_that_the_disk_cannot_read_raises_or_is_skipped(tmp_pa
             run.restore(state)
         with pytest.warns(RuntimeWarning, match="step-000000000002 .* cannot be restored"):
             assert run.restore(state, fallback=True) == 1
-        assert_same(state, expected)
+        assert_same_state(state, expected)
         assert run.save(3, state).kind == "full"
 
 
@@ -515,7 +497,7 @@ def test_retention_keeps_the_selected_steps(tmp_path: Path, keep: Any, left: set
         for step in left:
             found = empty_like(state)
             assert run.restore(found, step) == step
-            assert_same(found, saved[step])
+            assert_same_state(found, saved[step])
     # A checkpoint that another one needs keeps its files, and nothing else stays.
     directories = {path.name for path in (tmp_path / "run").iterdir() if path.is_dir()}
     complete = {path.parent.name for path in (tmp_path / "run").glob("step-*/manifest.millrace")}
@@ -572,7 +554,7 @@ def test_error_of_background_save_is_raised_once_by_the_next_call(tmp_path: Path
         assert run.steps() == [1, 3]
         found = empty_like(state)
         run.restore(found)
-    assert_same(found, state)
+    assert_same_state(found, state)
 
 
 CALLS = {
@@ -854,7 +836,7 @@ def test_checkpoint_reader_reads_a_delta_of_a_manager(tmp_path: Path) -> None:
     found = empty_like(state)
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(found, storage_reader=CheckpointReader(tmp_path / "run" / "step-000000000002"))
-    assert_same(found, state)
+    assert_same_state(found, state)
 
 
 def test_save_below_a_file_raises_a_millrace_error(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integration.checkpoint.run.test_manager import assert_same, change, damage, empty_like, events, make_state
+from tests.integration.checkpoint.run.test_manager import change, damage, empty_like, make_state
+from tests.support.seen_events import seen_events
 from tests.support.servers import steady_port
+from tests.support.states import assert_same_state
 
 from millrace.checkpoint import CheckpointManager, SaveProgress
 from millrace.checkpoint.run import uploading
@@ -23,13 +25,6 @@ from millrace.checkpoint.run.run_layout import Run, open_run
 from millrace.checkpoint.run.tiers import Upload, open_tiers
 from millrace.errors import CorruptCheckpointError, MillraceError, OriginUnavailableError
 from millrace.testing.s3 import S3Server
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
-        server.create_bucket("runs")
-        yield server
 
 
 def steps_at(place: Any) -> list[int]:
@@ -52,8 +47,8 @@ def test_process_end_waits_for_the_upload_of_the_last_save_in_silence(tmp_path: 
 
 
 @pytest.mark.slow
-def test_save_is_stored_near_first_and_then_at_the_origin(tmp_path: Path, bucket: S3Server) -> None:
-    url, options = "s3://runs/first", bucket.target_options
+def test_save_is_stored_near_first_and_then_at_the_origin(tmp_path: Path, runs_server: S3Server) -> None:
+    url, options = "s3://runs/first", runs_server.target_options
     state, saved = make_state(), {}
     seen: list[SaveProgress] = []
     with CheckpointManager(url, local=tmp_path, local_keep=2, target_options=options, on_progress=seen.append) as run:
@@ -80,20 +75,20 @@ def test_save_is_stored_near_first_and_then_at_the_origin(tmp_path: Path, bucket
             with CheckpointManager(url, local=tmp_path, target_options=options) as run:
                 found = empty_like(state)
                 assert run.restore(found, step) == step
-                assert_same(found, saved[step])
+                assert_same_state(found, saved[step])
 
 
-def test_restore_reads_near_and_damaged_ranges_from_the_origin(tmp_path: Path, bucket: S3Server) -> None:
-    url, options = "s3://runs/damaged", bucket.target_options
+def test_restore_reads_near_and_damaged_ranges_from_the_origin(tmp_path: Path, runs_server: S3Server) -> None:
+    url, options = "s3://runs/damaged", runs_server.target_options
     state = make_state()
     with CheckpointManager(url, local=tmp_path, target_options=options) as run:
         run.save(1, state)
     (local,) = tmp_path.iterdir()
     damage(local, 1)
-    with events() as seen, CheckpointManager(url, local=tmp_path, target_options=options) as run:
+    with seen_events() as seen, CheckpointManager(url, local=tmp_path, target_options=options) as run:
         found = empty_like(state)
         assert run.restore(found) == 1
-    assert_same(found, state)
+    assert_same_state(found, state)
     assert "checkpoint.tier.damaged" in {event.name for event in seen}
 
 
@@ -124,11 +119,11 @@ def test_near_save_damaged_before_upload_does_not_block_later_ones(tmp_path: Pat
     with CheckpointManager(url) as run:
         found = empty_like(state)
         assert run.restore(found) == 5
-        assert_same(found, state)
+        assert_same_state(found, state)
 
 
-def test_near_save_of_dead_process_is_restored_and_uploaded(tmp_path: Path, bucket: S3Server) -> None:
-    url, options = "s3://runs/left", bucket.target_options
+def test_near_save_of_dead_process_is_restored_and_uploaded(tmp_path: Path, runs_server: S3Server) -> None:
+    url, options = "s3://runs/left", runs_server.target_options
     state, saved = make_state(), {}
     with CheckpointManager(url, local=tmp_path, target_options=options) as run:
         run.save(1, state)
@@ -146,7 +141,7 @@ def test_near_save_of_dead_process_is_restored_and_uploaded(tmp_path: Path, buck
     with CheckpointManager(url, local=tmp_path, target_options=options) as run:
         found = empty_like(state)
         assert run.restore(found) == 3
-        assert_same(found, saved[3])
+        assert_same_state(found, saved[3])
         change(state)
         run.save(4, state)
         saved[4] = copy.deepcopy(state)
@@ -154,11 +149,11 @@ def test_near_save_of_dead_process_is_restored_and_uploaded(tmp_path: Path, buck
     with CheckpointManager(url, target_options=options) as run:
         for step, expected in saved.items():
             assert run.restore(found, step) == step
-            assert_same(found, expected)
+            assert_same_state(found, expected)
 
 
-def test_unwritable_near_disk_is_skipped(tmp_path: Path, bucket: S3Server) -> None:
-    url, options = "s3://runs/full", bucket.target_options
+def test_unwritable_near_disk_is_skipped(tmp_path: Path, runs_server: S3Server) -> None:
+    url, options = "s3://runs/full", runs_server.target_options
     (tmp_path / "file").write_text("where a directory should be")
     state = make_state()
     with CheckpointManager(url, local=tmp_path / "file", target_options=options) as run:
@@ -169,7 +164,7 @@ def test_unwritable_near_disk_is_skipped(tmp_path: Path, bucket: S3Server) -> No
             run.save(2, state)
         found = empty_like(state)
         assert run.restore(found) == 2
-    assert_same(found, state)
+    assert_same_state(found, state)
 
 
 @pytest.mark.slow
@@ -193,9 +188,9 @@ def test_save_during_an_outage_of_the_origin_loses_no_state(tmp_path: Path) -> N
             found = empty_like(state)
             if 2 in again.steps():
                 assert again.restore(found, 2) == 2
-                assert_same(found, expected)
+                assert_same_state(found, expected)
             assert again.restore(found) == 3
-            assert_same(found, state)
+            assert_same_state(found, state)
 
 
 KILLED = """
@@ -214,11 +209,11 @@ for step in range(first + 1, first + 1000):
 
 
 @pytest.mark.slow
-def test_kill_9_between_the_places_loses_nothing(tmp_path: Path, bucket: S3Server) -> None:
+def test_kill_9_between_the_places_loses_nothing(tmp_path: Path, runs_server: S3Server) -> None:
     import json
     import signal
 
-    url, options = "s3://runs/killed", bucket.target_options
+    url, options = "s3://runs/killed", runs_server.target_options
     expected = torch.zeros(1_000_000)
     for number in range(4):
         command = [sys.executable, "-c", textwrap.dedent(KILLED), url, str(tmp_path / "near"), json.dumps(options)]
@@ -261,7 +256,7 @@ def test_first_upload_leaves_later_saves_to_their_own(tmp_path: Path, monkeypatc
     monkeypatch.setattr(uploading, "pending_uploads", after_the_second)
     state = make_state()
     with (
-        events() as seen,
+        seen_events() as seen,
         CheckpointManager(tmp_path / "run", local=tmp_path / "near", independent=False) as run,
     ):
         for step in (1, 2):
@@ -306,10 +301,10 @@ def test_disk_of_a_node_that_was_away_restores_no_outdated_history(tmp_path: Pat
         assert run.restore(empty_like(state)) == 300
         for step in (310, 320):
             run.save(step, state)
-    with events() as seen, CheckpointManager(url, local=tmp_path / "a", full_every=1) as run:
+    with seen_events() as seen, CheckpointManager(url, local=tmp_path / "a", full_every=1) as run:
         found = empty_like(state)
         assert run.restore(found) == 320
-        assert_same(found, state)
+        assert_same_state(found, state)
         assert run.steps() == [300, 310, 320]
         run.save(330, state)
         assert run.steps() == [300, 310, 320, 330]
@@ -332,10 +327,10 @@ def test_disk_of_a_node_that_was_away_restores_no_history_of_equal_steps(tmp_pat
     with CheckpointManager(url, local=tmp_path / "a", local_keep=5) as run:
         found = empty_like(state)
         assert run.restore(found) == 400
-        assert_same(found, state)
+        assert_same_state(found, state)
         change(state)
         run.save(600, state)
     assert steps_at(open_run(url)) == [300, 400, 600]
     with CheckpointManager(url, local=tmp_path / "c") as run:
         assert run.restore(found) == 600
-        assert_same(found, state)
+        assert_same_state(found, state)

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.checkpoint.run.test_manager import assert_same, change, empty_like, make_state
+from tests.integration.checkpoint.run.test_manager import change, empty_like, make_state
 from tests.integration.security.test_plane import Authority
-from tests.support.replicas import TOKEN, ReplicaNodes, seen_events
+from tests.support.harms import flip_in_the_middle
+from tests.support.replicas import TOKEN, ReplicaNodes
 from tests.support.savers import FEW_TRIES, PATIENT_WITH_NODES, pid_of, savers_with
+from tests.support.seen_events import seen_events
+from tests.support.states import assert_same_state
 from tests.support.waiting import wait_until
 
 from millrace.checkpoint import CheckpointManager
@@ -32,16 +35,9 @@ from millrace.testing.s3 import S3Server
 FIRST, SECOND, THIRD = (f"step-{step:012d}" for step in (1, 2, 3))
 
 
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
-        server.create_bucket("runs")
-        yield server
-
-
 @pytest.fixture
-def region(bucket: S3Server) -> Iterator[EmulatedRegion]:
-    with EmulatedRegion(bucket.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None) as region:
+def region(runs_server: S3Server) -> Iterator[EmulatedRegion]:
+    with EmulatedRegion(runs_server.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None) as region:
         yield region
 
 
@@ -76,8 +72,8 @@ def no_uploads(region: EmulatedRegion) -> None:
     region.fail("status", status=500, method="PUT", path="*data-*", count=None)
 
 
-def options_of(bucket: S3Server, region: EmulatedRegion) -> dict[str, Any]:
-    return {**bucket.target_options, "endpoint_url": region.endpoint_url}
+def options_of(runs_server: S3Server, region: EmulatedRegion) -> dict[str, Any]:
+    return {**runs_server.target_options, "endpoint_url": region.endpoint_url}
 
 
 @pytest.fixture(params=["static", "TLS", pytest.param("etcd", marks=pytest.mark.etcd)])
@@ -97,10 +93,10 @@ def any_nodes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Replic
 
 @pytest.mark.slow
 def test_save_survives_the_loss_of_its_node_before_the_upload(
-    tmp_path: Path, bucket: S3Server, region: EmulatedRegion, any_nodes: ReplicaNodes
+    tmp_path: Path, runs_server: S3Server, region: EmulatedRegion, any_nodes: ReplicaNodes
 ) -> None:
     nodes = any_nodes
-    url, options, state = f"s3://runs/{tmp_path.name}", options_of(bucket, region), make_state()
+    url, options, state = f"s3://runs/{tmp_path.name}", options_of(runs_server, region), make_state()
     with seen_events() as seen, nodes.on(0):
         run = CheckpointManager(url, local=tmp_path / "local", replicas=1, target_options=options)
         run.save(1, state)
@@ -127,7 +123,7 @@ def test_save_survives_the_loss_of_its_node_before_the_upload(
         with CheckpointManager(url, local=tmp_path / "other", replicas=1, target_options=options) as again:
             found = empty_like(state)
             assert again.restore(found) == 2
-            assert_same(found, expected)
+            assert_same_state(found, expected)
         assert has(seen, "run.restored", "from other nodes")
 
 
@@ -140,9 +136,9 @@ def order_of(nodes: ReplicaNodes, url: str, options: dict[str, Any], me: int = 0
 
 @pytest.mark.slow
 def test_replicas_of_steps_in_the_store_are_deleted_when_a_newer_one_is_safe(
-    tmp_path: Path, bucket: S3Server, region: EmulatedRegion, nodes: ReplicaNodes
+    tmp_path: Path, runs_server: S3Server, region: EmulatedRegion, nodes: ReplicaNodes
 ) -> None:
-    url, options, state = "s3://runs/obsolete", options_of(bucket, region), make_state()
+    url, options, state = "s3://runs/obsolete", options_of(runs_server, region), make_state()
     with seen_events() as seen, nodes.on(0), savers_with(FEW_TRIES):
         run = CheckpointManager(url, local=tmp_path / "local", replicas=1, target_options=options)
         for name, step in ((FIRST, 1), (SECOND, 2), (THIRD, 3)):
@@ -167,9 +163,9 @@ def test_replicas_of_steps_in_the_store_are_deleted_when_a_newer_one_is_safe(
 
 
 def test_full_node_costs_an_event_and_the_next_one_is_tried(
-    tmp_path: Path, bucket: S3Server, nodes: ReplicaNodes
+    tmp_path: Path, runs_server: S3Server, nodes: ReplicaNodes
 ) -> None:
-    url, options, state = "s3://runs/full", bucket.target_options, make_state()
+    url, options, state = "s3://runs/full", runs_server.target_options, make_state()
     first, second = order_of(nodes, url, options)
     nodes.stop(first)
     nodes.start(first, capacity="2MB")
@@ -188,8 +184,8 @@ def test_full_node_costs_an_event_and_the_next_one_is_tried(
 
 
 @pytest.mark.slow
-def test_silent_node_costs_an_event_and_no_save(tmp_path: Path, bucket: S3Server, nodes: ReplicaNodes) -> None:
-    url, options, state = "s3://runs/silent", bucket.target_options, make_state()
+def test_silent_node_costs_an_event_and_no_save(tmp_path: Path, runs_server: S3Server, nodes: ReplicaNodes) -> None:
+    url, options, state = "s3://runs/silent", runs_server.target_options, make_state()
     first, second = order_of(nodes, url, options)
     host, _, port = nodes.node(first).address.rpartition(":")
     nodes.stop(first)
@@ -205,9 +201,9 @@ def test_silent_node_costs_an_event_and_no_save(tmp_path: Path, bucket: S3Server
 
 
 def test_copy_of_a_save_to_a_node_that_ends_meanwhile_continues_with_the_next_one(
-    tmp_path: Path, bucket: S3Server, nodes: ReplicaNodes
+    tmp_path: Path, runs_server: S3Server, nodes: ReplicaNodes
 ) -> None:
-    url, options, state = "s3://runs/ends", bucket.target_options, make_state()
+    url, options, state = "s3://runs/ends", runs_server.target_options, make_state()
     for number in (1, 2):
         nodes.stop(number)
     with seen_events() as seen, nodes.on(0):
@@ -222,8 +218,8 @@ def test_copy_of_a_save_to_a_node_that_ends_meanwhile_continues_with_the_next_on
         assert nodes.holders(FIRST) == []
 
 
-def test_damaged_replica_is_read_from_the_store(tmp_path: Path, bucket: S3Server, nodes: ReplicaNodes) -> None:
-    url, options, state = "s3://runs/damaged", bucket.target_options, make_state()
+def test_damaged_replica_is_read_from_the_store(tmp_path: Path, runs_server: S3Server, nodes: ReplicaNodes) -> None:
+    url, options, state = "s3://runs/damaged", runs_server.target_options, make_state()
     with seen_events() as seen, nodes.on(0):
         with CheckpointManager(url, local=tmp_path / "local", replicas=2, target_options=options) as run:
             run.save(1, state)
@@ -232,14 +228,12 @@ def test_damaged_replica_is_read_from_the_store(tmp_path: Path, bucket: S3Server
         for paths in nodes.replicas().values():
             for path in paths:
                 if path.name.startswith("data"):
-                    data = bytearray(path.read_bytes())
-                    data[len(data) // 2] ^= 1
-                    path.write_bytes(data)
+                    flip_in_the_middle(path)
         shutil.rmtree(tmp_path / "local")
         with CheckpointManager(url, local=tmp_path / "other", replicas=1, target_options=options) as run:
             found = empty_like(state)
             assert run.restore(found) == 1
-        assert_same(found, state)
+        assert_same_state(found, state)
         assert has(seen, "checkpoint.tier.damaged")
         (line,) = [event.detail for event in seen if event.name == "run.restored"]
         assert "from the store" in line
@@ -247,9 +241,9 @@ def test_damaged_replica_is_read_from_the_store(tmp_path: Path, bucket: S3Server
 
 @pytest.mark.slow
 def test_run_continues_after_a_restore_from_a_replica(
-    tmp_path: Path, bucket: S3Server, region: EmulatedRegion, nodes: ReplicaNodes
+    tmp_path: Path, runs_server: S3Server, region: EmulatedRegion, nodes: ReplicaNodes
 ) -> None:
-    url, options, state = "s3://runs/continues", options_of(bucket, region), make_state()
+    url, options, state = "s3://runs/continues", options_of(runs_server, region), make_state()
     with seen_events() as seen, nodes.on(0), savers_with(FEW_TRIES):
         run = CheckpointManager(url, local=tmp_path / "local", replicas=1, target_options=options)
         no_uploads(region)
@@ -267,7 +261,7 @@ def test_run_continues_after_a_restore_from_a_replica(
         assert run.steps() == [1]
         found = empty_like(state)
         assert run.restore(found) == 1
-        assert_same(found, state)
+        assert_same_state(found, state)
         change(found)
         run.save(2, found)
         wait_until(lambda: has(seen, "checkpoint.replicated", SECOND))
@@ -275,7 +269,7 @@ def test_run_continues_after_a_restore_from_a_replica(
     with CheckpointManager(url, target_options=options) as run:
         again = empty_like(state)
         assert run.restore(again) == 2
-        assert_same(again, found)
+        assert_same_state(again, found)
 
 
 def test_replicas_without_a_cluster_or_a_local_disk_are_refused(

@@ -21,27 +21,19 @@ from millrace.checkpoint.storage.storage import ObjectStorage
 from millrace.errors import ObjectNotFoundError, RunTakenError
 from millrace.origin.object_store import ObjectStoreOrigin
 from millrace.testing.region import EmulatedRegion
-from millrace.testing.s3 import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with S3Server(tmp_path_factory.mktemp("s3")) as running:
-        running.create_bucket("runs")
-        yield running
-
-
-def open_on(server, name: str) -> Run:
-    return open_run(f"s3://runs/{name}", server.target_options)
+def open_on(runs_server, name: str) -> Run:
+    return open_run(f"s3://runs/{name}", runs_server.target_options)
 
 
 class CountingOrigin(ObjectStoreOrigin):
     """Counts the requests to the real server."""
 
-    def __init__(self, server) -> None:
-        super().__init__("s3", server.target_options)
+    def __init__(self, runs_server) -> None:
+        super().__init__("s3", runs_server.target_options)
         self.pages = self.heads = self.reads = 0
 
     def list_pages(self, prefix, **options):
@@ -69,8 +61,8 @@ class CountingOrigin(ObjectStoreOrigin):
 
 
 @pytest.mark.slow
-def test_listing_of_run_needs_the_documented_requests(server):
-    origin = CountingOrigin(server)
+def test_listing_of_run_needs_the_documented_requests(runs_server):
+    origin = CountingOrigin(runs_server)
     url, key = "s3://runs/large", "runs/large"
     run = Run(ObjectStorage(url, origin, key), _ObjectPlace(url, origin, key))
     claim = Claim.take(run)
@@ -97,32 +89,32 @@ def test_listing_of_run_needs_the_documented_requests(server):
     assert_whole(run)
 
 
-def test_missing_run_is_empty_or_raises(server):
-    assert open_on(server, "nothing").scan() == []
+def test_missing_run_is_empty_or_raises(runs_server):
+    assert open_on(runs_server, "nothing").scan() == []
     with pytest.raises(ObjectNotFoundError, match="s3://nowhere/run"):
-        open_run("s3://nowhere/run", server.target_options).scan()
+        open_run("s3://nowhere/run", runs_server.target_options).scan()
 
 
-def test_runs_next_to_each_other_are_separate(server):
+def test_runs_next_to_each_other_are_separate(runs_server):
     """A run whose name begins like another's is another run."""
-    near, other = open_on(server, "near"), open_on(server, "near-2")
+    near, other = open_on(runs_server, "near"), open_on(runs_server, "near-2")
     add_checkpoint(near, 1)
     add_checkpoint(other, 2)
-    add_checkpoint(open_on(server, "near/deep"), 3)
+    add_checkpoint(open_on(runs_server, "near/deep"), 3)
     assert complete(near) == [checkpoint_name(1)]
     assert complete(other) == [checkpoint_name(2)]
     Claim.take(other)
     assert near.files("writer-") == []
 
 
-def test_real_checkpoints_are_pruned_and_the_kept_load(server):
-    run = open_on(server, "real")
+def test_real_checkpoints_are_pruned_and_the_kept_load(runs_server):
+    run = open_on(runs_server, "real")
     states = {step: {"x": torch.randn(50_000), "step": step} for step in (1, 2, 3)}
     for step, state in states.items():
         record = {"step": step, "kind": "full", "full": checkpoint_name(step), "metrics": {"loss": abs(step - 2.0)}}
         writer = CheckpointWriter(
             run.url_of(checkpoint_name(step)),
-            target_options=server.target_options,
+            target_options=runs_server.target_options,
             user_metadata={"run": record, "user": {"step": step}},
         )
         dcp.save(state, storage_writer=writer)
@@ -131,15 +123,15 @@ def test_real_checkpoints_are_pruned_and_the_kept_load(server):
     assert (report.removed, report.kept) == ((checkpoint_name(1),), (checkpoint_name(2), checkpoint_name(3)))
     for step in (2, 3):
         loaded = {"x": torch.zeros(50_000), "step": None}
-        reader = CheckpointReader(run.url_of(checkpoint_name(step)), target_options=server.target_options)
+        reader = CheckpointReader(run.url_of(checkpoint_name(step)), target_options=runs_server.target_options)
         dcp.load(loaded, storage_reader=reader)
         assert loaded["step"] == step
         assert torch.equal(loaded["x"], states[step]["x"])
     assert [found.step for found in run.scan()] == [2, 3, 9]
 
 
-def test_chain_through_siblings_is_pruned(server):
-    run = open_on(server, "chain")
+def test_chain_through_siblings_is_pruned(runs_server):
+    run = open_on(runs_server, "chain")
     first = add_checkpoint(run, 1, files=2)
     second = add_checkpoint(run, 2, siblings=own_paths(first)[:1])
     add_checkpoint(run, 3, siblings=[*own_paths(first)[:1], *own_paths(second)])
@@ -153,13 +145,13 @@ def test_chain_through_siblings_is_pruned(server):
 # --- claims ---------------------------------------------------------------------------------------
 
 
-def test_restores_of_a_run_move_at_most_twice_the_bytes_of_a_full_one(server):
+def test_restores_of_a_run_move_at_most_twice_the_bytes_of_a_full_one(runs_server):
     generator = torch.Generator().manual_seed(1)
     frozen, half, single = (torch.randn(500_000, generator=generator) for _ in range(3))
     state = {"frozen": frozen, "half": half.to(torch.bfloat16), "single": single}
     saved, kinds, moved_bytes = {}, [], {}
-    with EmulatedRegion(server.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None) as region:
-        options = {**server.target_options, "endpoint_url": region.endpoint_url}
+    with EmulatedRegion(runs_server.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None) as region:
+        options = {**runs_server.target_options, "endpoint_url": region.endpoint_url}
         with CheckpointManager("s3://runs/ten", target_options=options) as run:
             for step in range(1, 11):
                 for key in ("half", "single"):
@@ -180,8 +172,8 @@ def test_restores_of_a_run_move_at_most_twice_the_bytes_of_a_full_one(server):
     assert max(moved_bytes.values()) <= 2 * moved_bytes[1], moved_bytes
 
 
-def test_claims_on_server_have_one_owner(server):
-    run = open_on(server, "claims")
+def test_claims_on_server_have_one_owner(runs_server):
+    run = open_on(runs_server, "claims")
     first = Claim.take(run)
     first.check()
     first.announce([checkpoint_name(1)])
@@ -206,9 +198,9 @@ sys.stdin.readline()
 """
 
 
-def test_claim_of_killed_process_on_server_is_replaced(server):
-    run = open_on(server, "killed")
-    arguments = [sys.executable, "-c", _HOLDER, run.url, json.dumps(server.target_options)]
+def test_claim_of_killed_process_on_server_is_replaced(runs_server):
+    run = open_on(runs_server, "killed")
+    arguments = [sys.executable, "-c", _HOLDER, run.url, json.dumps(runs_server.target_options)]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         try:
             assert holder.stdout.readline() == b"1\n"
@@ -224,8 +216,8 @@ def test_claim_of_killed_process_on_server_is_replaced(server):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3", "local"])
-def test_one_of_eight_processes_gets_each_claim(server, tmp_path, place):
-    url, options = ("s3://runs/race", server.target_options) if place == "s3" else (str(tmp_path / "race"), None)
+def test_one_of_eight_processes_gets_each_claim(runs_server, tmp_path, place):
+    url, options = ("s3://runs/race", runs_server.target_options) if place == "s3" else (str(tmp_path / "race"), None)
     open_run(url, options).storage.prepare()
     turns, count = 8, 8
     context = multiprocessing.get_context("forkserver")

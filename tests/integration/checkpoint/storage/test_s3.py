@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import resource
 import threading
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.support.memory import resident_bytes
+from tests.support.states import assert_same_state
 from torch.distributed.checkpoint.api import CheckpointException
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, describe
@@ -21,21 +22,8 @@ from millrace.errors import (
     ObjectExistsError,
 )
 from millrace.origin import open_origin
-from millrace.testing.s3 import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with S3Server(tmp_path_factory.mktemp("s3")) as running:
-        running.create_bucket("runs")
-        yield running
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def weights(seed: int = 0) -> dict:
@@ -44,79 +32,74 @@ def weights(seed: int = 0) -> dict:
     return {"w": torch.randn(3000, 1500, generator=generator), "h": torch.randn(2_000_000).bfloat16(), "step": seed}
 
 
-def save(state, url, server, **options):
-    writer = CheckpointWriter(url, target_options=server.target_options, **options)
+def save(state, url, runs_server, **options):
+    writer = CheckpointWriter(url, target_options=runs_server.target_options, **options)
     dcp.save(state, storage_writer=writer)
     return writer
 
 
-def load(state, url, server, **options):
+def load(state, url, runs_server, **options):
     loaded = {key: torch.zeros_like(value) if hasattr(value, "dtype") else None for key, value in state.items()}
-    dcp.load(loaded, storage_reader=CheckpointReader(url, target_options=server.target_options, **options))
+    dcp.load(loaded, storage_reader=CheckpointReader(url, target_options=runs_server.target_options, **options))
     return loaded
 
 
-def assert_same(left, right):
-    for key, value in right.items():
-        assert torch.equal(left[key], value) if hasattr(value, "dtype") else left[key] == value
-
-
-def names(url, server):
-    return sorted(open_storage(url, server.target_options).names())
+def names(url, runs_server):
+    return sorted(open_storage(url, runs_server.target_options).names())
 
 
 @pytest.mark.slow
-def test_overwritten_checkpoint_on_s3_is_loaded(server):
+def test_overwritten_checkpoint_on_s3_is_loaded(runs_server):
     url, first, second = "s3://runs/a/step-100", weights(), weights(1)
-    writer = save(first, url, server)
-    assert_same(load(first, url, server), first)
-    before = names(url, server)
+    writer = save(first, url, runs_server)
+    assert_same_state(load(first, url, runs_server), first)
+    before = names(url, runs_server)
     dcp.save(second, storage_writer=pickle.loads(pickle.dumps(writer)))
-    assert_same(load(second, url, server), second)
-    after = names(url, server)
+    assert_same_state(load(second, url, runs_server), second)
+    after = names(url, runs_server)
     assert set(before) & set(after) == {"manifest.millrace"}
     assert len(after) == 2
-    summary = describe(url, server.target_options)
-    assert summary == CheckpointReader(url, target_options=server.target_options).summary()
+    summary = describe(url, runs_server.target_options)
+    assert summary == CheckpointReader(url, target_options=runs_server.target_options).summary()
     assert summary.raw_bytes > summary.stored_bytes > 0.6 * summary.raw_bytes
 
 
-def test_checkpoint_is_read_through_another_origin(server):
+def test_checkpoint_is_read_through_another_origin(runs_server):
     url, state = "s3://runs/b", weights()
-    save(state, url, server)
+    save(state, url, runs_server)
     loaded = {key: torch.zeros_like(value) if hasattr(value, "dtype") else None for key, value in state.items()}
-    dcp.load(loaded, storage_reader=CheckpointReader(url, origin=open_origin("s3", server.target_options)))
-    assert_same(loaded, state)
+    dcp.load(loaded, storage_reader=CheckpointReader(url, origin=open_origin("s3", runs_server.target_options)))
+    assert_same_state(loaded, state)
 
 
-def test_concurrent_saves_without_overwrite_have_one_winner(server):
+def test_concurrent_saves_without_overwrite_have_one_winner(runs_server):
     url = "s3://runs/c"
-    save({"x": torch.ones(3)}, url, server, overwrite=False)
+    save({"x": torch.ones(3)}, url, runs_server, overwrite=False)
     with pytest.raises(CheckpointException) as caught:
-        save({"x": torch.zeros(3)}, url, server, overwrite=False)
+        save({"x": torch.zeros(3)}, url, runs_server, overwrite=False)
     assert isinstance(caught.value.failures[0][0], ObjectExistsError)
     # The conditional PUT alone decides, should both look at the same time.
     with pytest.raises(ObjectExistsError):
-        open_storage(url, server.target_options).publish("manifest.millrace", b"other", replace=False)
-    assert_same(load({"x": torch.ones(3)}, url, server), {"x": torch.ones(3)})
+        open_storage(url, runs_server.target_options).publish("manifest.millrace", b"other", replace=False)
+    assert_same_state(load({"x": torch.ones(3)}, url, runs_server), {"x": torch.ones(3)})
 
 
-def test_failed_save_keeps_the_previous_checkpoint(server, monkeypatch):
+def test_failed_save_keeps_the_previous_checkpoint(runs_server, monkeypatch):
     url, state = "s3://runs/d", {"x": torch.randn(4_000_000), "step": 0}
-    save(state, url, server)
-    before = names(url, server)
+    save(state, url, runs_server)
+    before = names(url, runs_server)
     with pytest.raises(CheckpointException):
-        save({"x": torch.randn(9_000_000), "y": torch.empty(3, device="meta")}, url, server)
-    assert names(url, server) == before
-    assert_same(load(state, url, server), state)
+        save({"x": torch.randn(9_000_000), "y": torch.empty(3, device="meta")}, url, runs_server)
+    assert names(url, runs_server) == before
+    assert_same_state(load(state, url, runs_server), state)
 
 
 @pytest.mark.slow
-def test_upload_needs_bounded_memory(server):
+def test_upload_needs_bounded_memory(runs_server):
     """Parts are uploaded while later ones are compressed. A store that is slower than the codec delays the codec."""
     nbytes = 384 << 20
     state = {"w": torch.randint(0, 256, (nbytes,), dtype=torch.uint8)}
-    save({"w": state["w"][: 40 << 20]}, "s3://runs/warm-up", server)
+    save({"w": state["w"][: 40 << 20]}, "s3://runs/warm-up", runs_server)
     began = highest = resident_bytes()
     done = threading.Event()
 
@@ -128,51 +111,51 @@ def test_upload_needs_bounded_memory(server):
     watching = threading.Thread(target=watch)
     watching.start()
     try:
-        save(state, "s3://runs/large", server)
+        save(state, "s3://runs/large", runs_server)
     finally:
         done.set()
         watching.join()
     assert highest - began < nbytes // 2
-    summary = describe("s3://runs/large", server.target_options)
+    summary = describe("s3://runs/large", runs_server.target_options)
     assert summary.stored_bytes >= nbytes
 
 
-def test_missing_denied_or_damaged_checkpoint_raises_its_error(server):
+def test_missing_denied_or_damaged_checkpoint_raises_its_error(runs_server):
     with pytest.raises(CheckpointNotFoundError, match="s3://runs/nothing"):
-        describe("s3://runs/nothing", server.target_options)
+        describe("s3://runs/nothing", runs_server.target_options)
     with pytest.raises(DeniedError):
-        describe("s3://runs/a", {**server.target_options, "secret": "wrong"})
+        describe("s3://runs/a", {**runs_server.target_options, "secret": "wrong"})
     url, state = "s3://runs/e", {"x": torch.randn(1000)}
-    save(state, url, server)
-    storage = open_storage(url, server.target_options)
-    (data,) = [name for name in names(url, server) if name.startswith("data-")]
+    save(state, url, runs_server)
+    storage = open_storage(url, runs_server.target_options)
+    (data,) = [name for name in names(url, runs_server) if name.startswith("data-")]
     file = storage.stat(data)
     content = bytearray(memoryview(storage.read(file, 0, file.size)))
     content[100] ^= 1
     storage.publish(data, content, replace=True)
     with pytest.raises(CheckpointException) as caught:
-        load(state, url, server)
+        load(state, url, runs_server)
     assert isinstance(caught.value.failures[0][0], CorruptCheckpointError)
     storage.delete([data])
     with pytest.raises(CheckpointException) as caught:
-        load(state, url, server)
+        load(state, url, runs_server)
     assert isinstance(caught.value.failures[0][0], MillraceError)
 
 
 @pytest.mark.parametrize("zstd", [False, True])
-def test_stock_checkpoint_on_s3_is_read(server, tmp_path, zstd):
+def test_stock_checkpoint_on_s3_is_read(runs_server, tmp_path, zstd):
     from torch.distributed.checkpoint._extension import ZStandard
 
     state, url = {"x": torch.randn(3000, 7), "step": 4}, f"s3://runs/stock-{zstd}"
     extensions = [ZStandard()] if zstd else None
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock", _extensions=extensions))
-    storage = open_storage(url, server.target_options)
+    storage = open_storage(url, runs_server.target_options)
     for file in (tmp_path / "stock").iterdir():
         storage.publish(file.name, file.read_bytes(), replace=True)
-    assert_same(load(state, url, server), state)
-    summary = describe(url, server.target_options)
+    assert_same_state(load(state, url, runs_server), state)
+    summary = describe(url, runs_server.target_options)
     assert (summary.format_version, summary.tensors, summary.objects) == (0, 1, 1)
     # Saving over it leaves nothing of it.
-    save(state, url, server)
-    assert_same(load(state, url, server), state)
-    assert [name for name in names(url, server) if not name.endswith(".millrace")] == []
+    save(state, url, runs_server)
+    assert_same_state(load(state, url, runs_server), state)
+    assert [name for name in names(url, runs_server) if not name.endswith(".millrace")] == []
