@@ -439,18 +439,6 @@ def spoil(value):
     return "other"
 
 
-def assert_equal(found, expected) -> None:
-    assert type(found) is type(expected)
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key in expected:
-            assert_equal(found[key], expected[key])
-    elif isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected)
-    else:
-        assert found == expected
-
-
 @pytest.fixture(scope="module")
 def one_stager():
     stager = StateStager()
@@ -470,7 +458,7 @@ def test_any_state_is_saved_as_staged(tmp_path_factory, one_stager, state):
     staged.release()
     # The load overwrites every spoilt value.
     dcp.load(state, storage_reader=CheckpointReader(place))
-    assert_equal(state, expected)
+    assert_same_state(state, expected)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import xxhash
 from tests.support import patience
 from tests.support.harms import flip, kept_times
 from tests.support.local_cluster import TOKEN, LocalCluster, LocalNode
+from tests.support.states import assert_same_state
 
 from millrace.cache.node import close_nodes
 from millrace.checkpoint import CheckpointManager, CheckpointReader, CheckpointWriter, load_weights
@@ -52,11 +53,6 @@ def make_state(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def empty(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-
-
-def assert_equal(restored: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in state.items():
-        assert torch.equal(restored[name], tensor), name
 
 
 @pytest.fixture
@@ -185,12 +181,12 @@ def test_every_reader_shares_the_cached_bytes(
         join(monkeypatch, cluster, cluster.nodes[0])
         loaded = empty(state)
         dcp.load(loaded, storage_reader=CheckpointReader(url, target_options=options))
-        assert_equal(loaded, state)
-        assert_equal(load_weights(url, target_options=options), state)
+        assert_same_state(loaded, state)
+        assert_same_state(load_weights(url, target_options=options), state)
         restored = empty(state)
         with CheckpointManager(f"s3://{bucket}/run", target_options=options, read_through="cluster") as run:
             assert run.restore(restored) == 1
-        assert_equal(restored, state)
+        assert_same_state(restored, state)
         assert bytes_down(region, bucket) <= 1.02 * nbytes(s3, bucket)
 
 
@@ -215,7 +211,7 @@ def test_stock_checkpoint_is_read_through_the_cluster(
             loaded = empty(state)
             reader = CheckpointReader(f"s3://{bucket}/run/step-1", target_options=options, read_through="cluster")
             dcp.load(loaded, storage_reader=reader)
-            assert_equal(loaded, state)
+            assert_same_state(loaded, state)
         assert bytes_down(region, bucket) <= 1.02 * nbytes(s3, bucket)
 
 
@@ -255,7 +251,7 @@ def test_overwritten_checkpoint_is_read_in_its_new_version(
             dcp.save(state, storage_writer=CheckpointWriter(url, target_options=s3.target_options, overwrite=True))
             loaded = empty(state)
             dcp.load(loaded, storage_reader=CheckpointReader(url, target_options=options, read_through="cluster"))
-            assert_equal(loaded, state)
+            assert_same_state(loaded, state)
 
 
 @pytest.mark.slow
@@ -273,7 +269,7 @@ def test_step_that_was_rewound_and_saved_again_is_read_in_its_new_version(
             restored = empty(state)
             with CheckpointManager(url, target_options=options, read_through="cluster") as run:
                 assert run.restore(restored) == 7
-            assert_equal(restored, state)
+            assert_same_state(restored, state)
 
 
 # --- pruning ------------------------------------------------------------------------------------------
@@ -328,7 +324,7 @@ def test_restore_continues_from_the_origin_when_all_nodes_are_gone(
         restored = empty(state)
         with CheckpointManager(url, target_options=options, read_through="cluster") as run:
             assert run.restore(restored) == 1
-        assert_equal(restored, state)
+        assert_same_state(restored, state)
 
 
 @pytest.mark.slow
@@ -351,7 +347,7 @@ def test_silent_node_costs_one_deadline(
                 loaded = empty(state)
                 reader = CheckpointReader(url, target_options=options, read_through="cluster", thread_count=1)
                 dcp.load(loaded, storage_reader=reader)
-                assert_equal(loaded, state)
+                assert_same_state(loaded, state)
                 cluster.nodes[1 - node.number].resume()
                 # Of at least four ranges the first one waits. Its blocks are up to two requests at the same time.
                 assert len(failures) <= 2
@@ -379,7 +375,7 @@ def test_damaged_cached_bytes_are_read_again_and_not_restored(
                         flip(path, place)
             restored = empty(state)
             assert run.restore(restored) == 1
-            assert_equal(restored, state)
+            assert_same_state(restored, state)
 
 
 def test_unusable_cache_directory_does_not_stop_a_restore(
@@ -394,7 +390,7 @@ def test_unusable_cache_directory_does_not_stop_a_restore(
         restored = empty(state)
         with CheckpointManager(url, target_options=options) as run:
             assert run.restore(restored) == 1
-        assert_equal(restored, state)
+        assert_same_state(restored, state)
     close_nodes()
 
 
@@ -410,7 +406,7 @@ def test_auto_without_a_cluster_uses_no_cache(
     restored = empty(state)
     with CheckpointManager(url, target_options=s3.target_options) as run:
         assert run.restore(restored) == 1
-    assert_equal(restored, state)
+    assert_same_state(restored, state)
     assert not (tmp_path / "cache" / "millrace" / "local").exists()
 
 
