@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from tests.support.indexes import new_index
 from tests.support.small_disks import fill_disk, small_disk
 
 from millrace.cache.metadata.page_map import PageMap
@@ -27,10 +28,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def index(disk: Path) -> Iterator[Index]:
-    (disk / "index").mkdir()
-    index = Index(disk / "index")
-    yield index
-    index.close()
+    with new_index(disk / "index") as index:
+        yield index
 
 
 def until_full(act: Callable[[int], object]) -> int:

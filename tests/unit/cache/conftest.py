@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cache_events import events
+from tests.support.indexes import new_index
 
 from millrace.store.index import Index
 
@@ -15,7 +16,5 @@ __all__ = ["events"]
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[Index]:
-    (tmp_path / "index").mkdir()
-    index = Index(tmp_path / "index")
-    yield index
-    index.close()
+    with new_index(tmp_path / "index") as index:
+        yield index

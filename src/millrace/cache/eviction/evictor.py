@@ -233,18 +233,18 @@ class Evictor:
             return False
 
     def _count_what_fits(self, place: Place | None, nbytes: int, candidate: Candidate, rules: Rules) -> int:
-        """The bytes by which a quota would be exceeded; if it would not be, they are counted as stored."""
+        """Count `nbytes` for the quota of `place` if they fit. Returns how many bytes do not: at most 0 if all fit."""
         if place is None:
             return 0
         with self._quota_lock:  # or concurrent threads would all fit, and later most would be evicted
             survey = self._surveyor.current(rules)
-            excess = survey.used.get(place, 0) + nbytes - _quota_of(self._store, rules, place)
+            excess = self._excess(survey, rules, place) + nbytes
             if excess <= 0:
                 survey.add(place, candidate.key, nbytes)
         return excess
 
     def _count(self, place: Place | None, nbytes: int, candidate: Candidate) -> bool:
-        """Count what was reserved. A failure is reported only: the next survey counts it."""
+        """Count reserved bytes for the quota of `place`. An error is only reported: the next survey counts them."""
         if place is not None:
             try:
                 with self._quota_lock:
@@ -272,7 +272,7 @@ class Evictor:
         def reserve() -> bool:
             nonlocal is_final, made
             started = time.thread_time()
-            # Again with each attempt: an earlier one may have made room, and other threads may have used it.
+            # Computed for each attempt: an earlier one may have made room, and other threads may have used it.
             excess = self._excess_with(place, nbytes)
             over = place if excess > 0 else None
             shortage = max(excess, self._shortage(nbytes))

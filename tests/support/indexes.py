@@ -1,0 +1,20 @@
+"""Indexes of stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from millrace.store.index import Index
+
+
+@contextmanager
+def new_index(directory: Path) -> Iterator[Index]:
+    """An empty index in a directory that this creates."""
+    directory.mkdir()
+    index = Index(directory)
+    try:
+        yield index
+    finally:
+        index.close()
