@@ -15,9 +15,9 @@ from millrace.cache.disk import Disk
 from millrace.cache.node import CacheNode
 from millrace.cluster.dataplane.server import Call, PlaneServer
 from millrace.cluster.dataplane.wire import ObjectDescription
-from millrace.cluster.membership import MemberState, View, ViewSource
+from millrace.cluster.membership import MemberState, View
 from millrace.cluster.placement import Placement, stripe_span
-from millrace.errors import ObjectNotFoundError, PeerError, UsageError
+from millrace.errors import DamagedError, PeerError, UsageError
 from millrace.store.records import BLOCK_BYTES, Entry, block_count, blocks_of
 
 PAGE_OBJECTS = 2000
@@ -28,6 +28,7 @@ _MOST_RUNS = 20_000
 _MOST_CACHED = 1 << 20
 _INDEX_PAGE = 1000
 _ID_BYTES = 16
+_SAME_VERSION = "use the same version on all nodes"
 
 
 # --- pure: holders and givers ---------------------------------------------------------------------------
@@ -192,32 +193,33 @@ class CachedPlacement(Placement):
 
 
 class Inventory:
-    """Serves pages to other members. Thread-safe."""
+    """Serves pages to other members. Thread-safe.
 
-    def __init__(self, node: CacheNode, views: ViewSource, *, replicas: int) -> None:
+    The request has the view by which the future holder determined its share: this node's own may be older, and would omit
+    the share of a member of which this node does not know yet that it leaves.
+    """
+
+    def __init__(self, node: CacheNode, *, replicas: int) -> None:
         self._node = node
-        self._views = views
         self._replicas = replicas
         self._placement = CachedPlacement(View(()))
 
     def add_routes(self, server: PlaneServer) -> None:
-        """Register `GET /v1/inventory/<member id>` at `server`."""
-        server.route("GET", "/v1/inventory", self.page)
+        """Register `POST /v1/inventory/<member id>` at `server`."""
+        server.route("POST", "/v1/inventory", self.page)
 
     def page(self, call: Call) -> Any:
-        """The page after `after` (hexadecimal); `without` names a member that counts as leaving."""
-        view = self._views.view()
-        if view.member(call.path_rest) is None:
-            raise ObjectNotFoundError(
-                f"{call.path_rest} is not a member in this node's view yet", next_step="try again in a moment"
-            )
-        after = call.query.get("after", "")
-        without = [call.query["without"]] if "without" in call.query else []
-        seen = as_seen(view, call.path_rest, without)
+        """The page after `after` (hexadecimal) of what the member holds by `view`. Raises `UsageError`."""
+        body = call.body if isinstance(call.body, Mapping) else {}
+        try:
+            view = View.from_json(body.get("view", {}))
+        except DamagedError as error:
+            raise UsageError("inventory: the request lacks a view", next_step=_SAME_VERSION) from error
         placement = self._placement
-        if placement.view.version != seen.version:
-            placement = self._placement = CachedPlacement(seen, replicas=self._replicas)
-        start = _id_of(after, UsageError) if after else b""
+        if placement.view.version != view.version:
+            placement = self._placement = CachedPlacement(view, replicas=self._replicas)
+        after = body.get("after")
+        start = b"" if after is None else _id_of(after, UsageError)
         return inventory_page(self._node, placement, call.path_rest, start).to_json()
 
 
@@ -225,7 +227,7 @@ def _id_of(text: Any, error_class: type[PeerError | UsageError]) -> bytes:
     try:
         value = bytes.fromhex(text)
     except (TypeError, ValueError) as error:
-        raise error_class("not the id of an object", next_step="use the same version on all nodes") from error
+        raise error_class("not the id of an object", next_step=_SAME_VERSION) from error
     if len(value) != _ID_BYTES:
-        raise error_class("not the id of an object", next_step="use the same version on all nodes")
+        raise error_class("not the id of an object", next_step=_SAME_VERSION)
     return value

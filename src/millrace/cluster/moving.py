@@ -45,11 +45,11 @@ BYTES_PER_SECOND = 64e6
 _PARALLEL = 4
 _PASSES = 3  # each copies what was new, or not offered, in the one before
 _PAGE_SECONDS = 3.0  # of silence
-_PAGE_ATTEMPTS = 8
+_PAGE_ATTEMPTS = 2
 _PAGE_PAUSE_SECONDS = 0.25
 _READ_SECONDS = 2.0
 _FULL_SECONDS = 1.0
-_NOT_YET = 404
+_NOT_CACHED = 404
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,24 +252,19 @@ class _Move:
             after = page.after
 
     def _page(self, member: Member, after: bytes) -> InventoryPage | None:
-        query = {"after": after.hex()} if after else {}
-        if self._leaver is not None:
-            query["without"] = self._leaver.id
+        body = {"view": self._placement.view.to_json(), "after": after.hex() if after else None}
         for attempt in range(_PAGE_ATTEMPTS):
             if attempt and self._stopped.wait(_PAGE_PAUSE_SECONDS):
                 return None
             try:
                 path = f"/v1/inventory/{self._me}"
-                answer = self._cluster.client.call(member, "GET", path, query=query, deadline=_PAGE_SECONDS)
+                answer = self._cluster.client.call(member, "POST", path, body, deadline=_PAGE_SECONDS)
                 return InventoryPage.from_json(answer)
             except PeerSilentError:
                 self._cluster.breakers.failed(member.id)
-                if attempt:
-                    return None
             except PeerRefusedError as error:
                 self._cluster.record_refusal(member, error)
-                if error.status != _NOT_YET:  # its view is older than this node's for a moment
-                    return None
+                return None
             except PeerError:
                 return None
         return None
@@ -343,7 +338,7 @@ class _Move:
                 self._report(name, what, error)
             except PeerRefusedError as error:
                 cluster.breakers.worked(name)
-                if error.status != _NOT_YET:  # evicted in the meantime
+                if error.status != _NOT_CACHED:  # evicted in the meantime
                     self._report(name, what, error)
             except (PeerError, ChangedError, MissingError) as error:
                 self._report(name, what, error)

@@ -193,7 +193,7 @@ class NodeProcess:
         opened.callback(self._recent_events.close)
         self._metadata_owner = MetadataOwner(self._node, self._origins, Invalidations(self._cluster))
         self._metadata_owner.add_routes(server)
-        Inventory(self._node, self._membership, replicas=options.replicas).add_routes(server)
+        Inventory(self._node, replicas=options.replicas).add_routes(server)
         add_commands(server, self)
         self.measures = NodeMeasures(self, server)
         opened.callback(self.measures.close)

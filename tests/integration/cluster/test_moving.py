@@ -75,7 +75,7 @@ class Node:
             self.store, views=views, member_id=name, replicas=replicas, origins=Origins([origin], environment=False)
         )
         self.server = PlaneServer(service, host="127.0.0.1", token=TOKEN)
-        Inventory(self.store, views, replicas=replicas).add_routes(self.server)
+        Inventory(self.store, replicas=replicas).add_routes(self.server)
         self.server.start()
 
     def read(self, key: str) -> None:

@@ -262,13 +262,27 @@ def test_static_node_leaves_and_returns(nodes: Nodes, region: EmulatedRegion, ev
     wait_until(lambda: {member.id: member.state for member in first.view().members}[again.address] is MemberState.HERE)
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["", "which the leaver learns last"])
 def test_drain_waits_for_the_shares_of_a_member_that_leaves_meanwhile(
-    nodes: Nodes, region: EmulatedRegion, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, region: EmulatedRegion, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
     first, second, third = (nodes.start(number) for number in range(3))
     nodes.load()
     mover = second._moves._mover
     monkeypatch.setattr(mover, "take_over", lambda leaver: mover.stopped.wait(300))  # however small its new share is
+    if is_late:
+        learn, taken_over, reports = first.set_member_state, first.drains.taken_over, threading.Semaphore(0)
+
+        def learn_late(member_id: str, state: MemberState) -> None:
+            assert [reports.acquire(timeout=300) for _ in range(2)] == [True] * 2  # by the third, before and after
+            learn(member_id, state)
+
+        def report(member_id: str, owners: Iterable[str]) -> None:
+            taken_over(member_id, owners)
+            reports.release()
+
+        monkeypatch.setattr(first, "set_member_state", learn_late)
+        monkeypatch.setattr(first.drains, "taken_over", report)
     with ThreadPoolExecutor(2) as pool:
         drains = [pool.submit(first.drain, 60)]
         wait_until(lambda: [member.id for member in first.drains.remaining()] == [second.member_id])

@@ -143,8 +143,11 @@ def test_node_and_commands_show_no_secret(node: RunningNode, planted: Planted, s
 
     client = PeerClient(token=node.token, tls=node.tls)
     me = Member(id=node.address, address=node.address)
-    for path in ("/v1/status", "/v1/counters", "/v1/view", f"/v1/inventory/{node.address}", "/status.json"):
+    for path in ("/v1/status", "/v1/counters", "/v1/view", "/status.json"):
         planted.saw(f"the answer of {path}", json.dumps(client.call(me, "GET", path, deadline=120)))
+    body = {"view": client.call(me, "GET", "/v1/view", deadline=120)}
+    inventory = client.call(me, "POST", f"/v1/inventory/{node.address}", body, deadline=120)
+    planted.saw("the inventory", json.dumps(inventory))
     planted.saw_object("the client", client)
     client.close()
     stranger = PeerClient(token="another-token-that-is-wrong", tls=node.tls)

@@ -15,7 +15,7 @@ from millrace.cluster.inventory import Inventory, InventoryPage, Offer, as_seen,
 from millrace.cluster.membership import Member, MemberState, View
 from millrace.cluster.placement import WHOLE_BYTES, Placement, stripe_span
 from millrace.config import resolve
-from millrace.errors import ObjectNotFoundError, PeerError, UsageError
+from millrace.errors import PeerError, UsageError
 from millrace.store.records import BLOCK_BYTES, PAGE_BYTES
 
 A, B = Member(id="a", address="a:1"), Member(id="b", address="b:1")
@@ -126,61 +126,45 @@ def test_page_ends_after_a_limit_of_scanned_objects(make_node: MakeNode, monkeyp
 # --- the command ----------------------------------------------------------------------------------------
 
 
-class Views:
-    def __init__(self, *members: Member) -> None:
-        self.members = members
-
-    def view(self) -> View:
-        return View.of(self.members)
-
-
-def ask(inventory: Inventory, name: str, **query: str) -> InventoryPage:
-    answer = inventory.page(Call(path_rest=name, query=query, body=None))
+def ask(inventory: Inventory, name: str, view: View, **more: str) -> InventoryPage:
+    answer = inventory.page(Call(path_rest=name, query={}, body={"view": view.to_json(), **more}))
     return InventoryPage.from_json(json.loads(json.dumps(answer)))
 
 
-def test_page_for_a_joining_member_lists_its_future_share(make_node: MakeNode) -> None:
+def test_page_lists_the_share_by_the_view_in_the_request(make_node: MakeNode) -> None:
     origin = ComputedOrigin({f"b/{n}": 500 for n in range(200)})
     node = make_node()
     for n in range(200):
         read(node, origin, f"b/{n}")
-    views = Views(A, B, JOINING)
-    page = ask(Inventory(node, views, replicas=1), "new")
-    placement = Placement(View.of([A, B, Member(id="new", address="n:1")]))
-    assert ids(page)
-    assert set(ids(page)) == {e.object_id for e in node.entries() if placement.is_holder("new", e.object_id)}
-
-
-def test_page_without_a_leaving_member_lists_the_new_share(make_node: MakeNode) -> None:
-    origin = ComputedOrigin({f"b/{n}": 500 for n in range(100)})
-    node = make_node()
-    for n in range(100):
-        read(node, origin, f"b/{n}")
-    inventory = Inventory(node, Views(A, B), replicas=1)
-    kept, all_of_it = ask(inventory, "b"), ask(inventory, "b", without="a")
-    assert len(kept.offers) < 100
-    assert len(all_of_it.offers) == 100
+    inventory = Inventory(node, replicas=1)
+    for view in (View.of([A, B]), View.of([A, B, JOINING]), as_seen(View.of([A, B, JOINING]), "new", ["b"])):
+        placement = Placement(view)
+        for name in ("a", "b", "new"):
+            expected = {e.object_id for e in node.entries() if placement.is_holder(name, e.object_id)}
+            assert set(ids(ask(inventory, name, view))) == expected
+    assert len(ask(inventory, "b", as_seen(View.of([A, B]), "b", ["a"])).offers) == 200
 
 
 def test_page_lists_objects_added_between_requests(make_node: MakeNode) -> None:
     origin = ComputedOrigin({f"b/{n}": 500 for n in range(20)})
     node = make_node()
-    views = Views(A, B)
-    inventory = Inventory(node, views, replicas=1)
+    inventory = Inventory(node, replicas=1)
+    both = View.of([A, B])
     for n in range(20):
         read(node, origin, f"b/{n}")
-        assert {one for name in "ab" for one in ids(ask(inventory, name))} == {e.object_id for e in node.entries()}
-    views.members = (A,)
-    assert len(ask(inventory, "a").offers) == 20
+        listed = {one for name in "ab" for one in ids(ask(inventory, name, both))}
+        assert listed == {e.object_id for e in node.entries()}
+    assert len(ask(inventory, "a", View.of([A])).offers) == 20
 
 
-def test_page_for_an_unknown_member_or_position_is_refused(make_node: MakeNode) -> None:
-    inventory = Inventory(make_node(), Views(A), replicas=1)
-    with pytest.raises(ObjectNotFoundError, match="b is not a member"):
-        ask(inventory, "b")
-    for after in ("zz", "00", "0" * 33):
+def test_request_without_a_view_or_with_an_unknown_position_is_refused(make_node: MakeNode) -> None:
+    inventory = Inventory(make_node(), replicas=1)
+    for body in (None, [], {}, {"view": None}, {"view": {"members": [{"id": "a"}]}}):
+        with pytest.raises(UsageError, match="lacks a view"):
+            inventory.page(Call(path_rest="a", query={}, body=body))
+    for after in ("zz", "00", "0" * 33, ""):
         with pytest.raises(UsageError, match="not the id"):
-            ask(inventory, "a", after=after)
+            ask(inventory, "a", View.of([A]), after=after)
 
 
 OBJECT = {"origin": "o", "key": "k", "version": "1", "size": 10, "blocks": [[0, 1]]}
