@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -512,10 +512,18 @@ def _check_names(names: Iterable[str], *, source: str = "") -> None:
     """Raise `ConfigurationError` for a name that is not an option. `source` comes first in the message."""
     unknown = sorted(set(names) - set(OPTION_NAMES))
     if unknown:
-        raise ConfigurationError(
-            f"{source}unknown option {', '.join(map(repr, unknown))}",
-            next_step=f"known ones are {', '.join(OPTION_NAMES)}",
-        )
+        raise unknown_names(f"{source}unknown option", unknown, OPTION_NAMES)
+
+
+def unknown_names(problem: str, unknown: Sequence[str], known: Sequence[str], *, hint: str = "") -> ConfigurationError:
+    """The error for names that are not among the `known`: it offers the nearest one, then lists all, then the `hint`."""
+    from difflib import get_close_matches  # rarely needed
+
+    near = [match for name in unknown for match in get_close_matches(name, known, 1)]
+    meant = f"is {printable(near[0])!r} meant? " if near else ""
+    return ConfigurationError(
+        f"{problem} {', '.join(map(repr, unknown))}", next_step=f"{meant}known ones are {', '.join(known)}{hint}"
+    )
 
 
 def _warn_of_variables(environ: Mapping[str, str]) -> None:

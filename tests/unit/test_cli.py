@@ -61,7 +61,7 @@ def test_status_prints_the_cache(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert status["disks"][0]["used_bytes"] == 5
     assert status["counters"]["origin_bytes"] == 5
     code, out, _ = run(capsys, "status", "--cache-dir", str(tmp_path / "cache"))
-    assert "1 object, 1 of them complete" in out
+    assert "1 object, all complete" in out
 
 
 def test_status_creates_no_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

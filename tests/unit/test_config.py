@@ -97,7 +97,7 @@ def test_cache_directory_without_home_is_required(monkeypatch: pytest.MonkeyPatc
 
 
 def test_unknown_configuration_option_raises_with_the_known_ones() -> None:
-    with pytest.raises(ConfigurationError, match=r"capacty.*known ones are.*capacity"):
+    with pytest.raises(ConfigurationError, match=r"'capacty': is 'capacity' meant\? known ones are.*capacity"):
         resolve({"capacty": "1GB"}, environ={}, file={})
 
 

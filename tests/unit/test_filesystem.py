@@ -60,9 +60,10 @@ def test_file_system_without_target_raises() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target_options": {"sekret": "x"}}, "'sekret'.*known ones are.*secret"),
+        ({"target_options": {"sekret": "x"}}, "'sekret': is 'secret' meant.*known ones are.*secret"),
         ({"target_options": {"key": "x"}}, "belong together"),
-        ({"capcity": 3}, "'capcity'.*known ones are.*capacity"),
+        ({"capcity": 3}, "'capcity': is 'capacity' meant.*known ones are.*capacity"),
+        ({"key": "x", "secret": "y"}, "'key', 'secret': known ones.*those of the storage.*go into target_options"),
     ],
 )
 def test_invalid_options_raise(options: dict[str, object], message: str) -> None:

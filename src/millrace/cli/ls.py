@@ -47,6 +47,8 @@ def ls(url: str | None, long: bool, cache_dir: tuple[str, ...], endpoint_url: st
     if url is not None and not found:
         print_note(f"{printable(url)}: nothing is in the cache")
     now = time.time()
+    if long and found:
+        click.echo(f"{'size':>8s}  {'here':>4s}  {'pin':6s}  {'last use':>12s}  url")
     for item in found:
         if not long:
             click.echo(printable(item.url))

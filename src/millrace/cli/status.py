@@ -24,6 +24,7 @@ from millrace.cli.watch import interval_option, repeat, watch_option
 from millrace.figures import hit_ratio, size_text
 
 if TYPE_CHECKING:
+    from millrace.cache.disk import Disk
     from millrace.config import CacheOptions
     from millrace.filesystem.cluster_access import ClusterAccess
 
@@ -184,21 +185,25 @@ def _this_node(cache_dir: Sequence[str]) -> dict[str, Any]:
         complete += item.complete
     counters = node.counters()
     return {
-        "disks": [
-            {
-                "directory": str(disk.store.directory),
-                "used_bytes": disk.store.index.used_bytes(),
-                "capacity_bytes": disk.store.space.capacity_bytes(),
-                "resized": disk.rules.current().capacity is not None,
-            }
-            for disk in node.open_disks
-        ],
+        "disks": [_disk(disk) for disk in node.open_disks],
         "missing": missing,
         "objects": objects,
         "complete_objects": complete,
         "hit_ratio": hit_ratio(counters),
         "rules": [{"url": rule.url, **rule._asdict()} for rule in catalog.placed_rules(node)],
         "counters": counters,
+    }
+
+
+def _disk(disk: Disk) -> dict[str, Any]:
+    space, used = disk.store.space, disk.store.index.used_bytes()
+    capacity, free = space.capacity_bytes(), space.free_bytes() - space.min_free_bytes()
+    return {
+        "directory": str(disk.store.directory),
+        "used_bytes": used,
+        "capacity_bytes": capacity,
+        "room_bytes": max(0, min(free, capacity - used)),
+        "resized": disk.rules.current().capacity is not None,
     }
 
 
@@ -216,9 +221,14 @@ def _machine_lines(summary: Mapping[str, Any]) -> list[str]:
     for row in summary["disks"]:
         resized = ", set by resize" if row["resized"] else ""
         full = f" ({100 * row['used_bytes'] // row['capacity_bytes']}%{resized})" if row["capacity_bytes"] else ""
-        lines.append(f"{row['directory']}: {size_text(row['used_bytes'])} of {size_text(row['capacity_bytes'])}{full}")
+        used, capacity = size_text(row["used_bytes"]), size_text(row["capacity_bytes"])
+        is_short = row["room_bytes"] < row["capacity_bytes"] - row["used_bytes"]
+        room = f", the disk has room for {size_text(row['room_bytes'])} more" if is_short else ""
+        lines.append(f"{row['directory']}: {used} of {capacity}{full}{room}")
     lines += [f"{name}: no cache" for name in summary["missing"]]
-    lines.append(f"{counted(summary['objects'], 'object')}, {summary['complete_objects']} of them complete")
+    objects, complete = summary["objects"], summary["complete_objects"]
+    share = f", {'all' if complete == objects else complete} complete" if objects else ""
+    lines.append(f"{counted(objects, 'object')}{share}")
     for rule in summary["rules"]:
         text = rule_text(rule["quota_bytes"], rule["ttl_seconds"], pinned=rule["pinned"], used_bytes=rule["used_bytes"])
         lines.append(printable(f"{rule['url']}: {text}"))

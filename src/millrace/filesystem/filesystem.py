@@ -20,7 +20,7 @@ from millrace.cache.eviction.usage import AccessRecord
 from millrace.cache.node import CacheNode
 from millrace.cache.reading.reader import CachedReader, ObjectReader
 from millrace.cluster.attach import Attached
-from millrace.config import LIMIT_NAMES, OPTION_NAMES, resolve
+from millrace.config import LIMIT_NAMES, OPTION_NAMES, resolve, unknown_names
 from millrace.errors import ConfigurationError, MillraceError, ObjectChangedError, ObjectNotFoundError
 from millrace.filesystem.files import (
     BufferedFile,
@@ -441,8 +441,6 @@ def _fsspec_options(options: dict[str, Any]) -> dict[str, Any]:
     """The options of fsspec's base class. Raises `ConfigurationError` for unknown ones."""
     unknown = sorted(set(options) - set(FileSystemOptions.__annotations__))
     if unknown:
-        raise ConfigurationError(
-            f"unknown option {', '.join(map(repr, unknown))}",
-            next_step=f"known ones are {', '.join((*OPTION_NAMES, 'target_protocol', 'target_options'))}",
-        )
+        hint = "; those of the storage, such as 'key' or 'endpoint_url', go into target_options={...}"
+        raise unknown_names("unknown option", unknown, (*OPTION_NAMES, "target_protocol", "target_options"), hint=hint)
     return options

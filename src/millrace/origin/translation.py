@@ -66,6 +66,8 @@ _NO_BUCKET = frozenset(
     {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "InvalidBucketName", "InvalidResourceName"}
 )
 
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
 # Error codes that obstore does not always distinguish from other failures.
 _REFUSALS = frozenset(
     {
@@ -142,7 +144,8 @@ def translate(
             next_step=f"check {bucket} and the endpoint",
         )
     if isinstance(error, FileNotFoundError):
-        return ObjectNotFoundError(f"{url} does not exist", next_step="check the name and the endpoint")
+        check = "check the name" if url.startswith("file:") else "check the bucket, the name and the endpoint"
+        return ObjectNotFoundError(f"{url} does not exist", next_step=check)
     if isinstance(error, library.PreconditionError):
         return ObjectChangedError(f"{url} was overwritten while it was read", next_step="open it again")
     if isinstance(error, library.AlreadyExistsError):
@@ -162,6 +165,10 @@ def translate(
         return DeniedError(
             f"{url}: the origin refuses the request (status 400), without a reason",
             next_step="check that the credentials have not expired, and the name",
+        )
+    if url.startswith("file:") and any(f"(os error {number})" in str(error) for number in _DENIED):
+        return DeniedError(
+            f"access to {url} was denied", next_step="check the owner, the mode and the mount of its directory"
         )
     refused = isinstance(error, library.PermissionDeniedError | library.UnauthenticatedError | PermissionError)
     if refused or code in _REFUSALS or http_status(error) in (401, 403):

@@ -498,8 +498,10 @@ def test_command_with_run_on_object_store_works_as_with_local_run(
     assert call("verify", f"s3://{copy}", "--all", *there)[0] == 0
     code, out, err = call("ls", "s3://checkpoints-command/nothing", *there)
     assert (code, out, err.count("\n")) == (1, "", 1)
-    code, out, err = call("verify", "s3://no-such-bucket/run", *there)
-    assert (code, out, err.count("\n")) == (1, "", 1)
+    for command in (["ls"], ["verify"], ["prune", "--keep", "all"]):
+        code, out, err = call(*command, "s3://no-such-bucket/run", *there)
+        assert (code, out) == (1, "")
+        assert err.startswith("millrace: the bucket of s3://no-such-bucket/run does not exist: ")
 
 
 def test_command_with_wrong_credentials_prints_one_line(

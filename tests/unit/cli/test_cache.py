@@ -108,7 +108,9 @@ def test_ls_of_uncached_url_and_resize_beyond_the_disk_print_a_remark(
 def test_pin_of_a_prefix_keeps_its_objects_until_unpinned(millrace: Any, data: Path) -> None:
     millrace("load", data)
     assert millrace("pin", data / "train", "--json") == {"pinned": [f"file://{data}/train"], "origin": "file"}
-    assert "pinned" in millrace("ls", "--long", data / "train/a.bin")
+    header, row, total = millrace("ls", "--long", data / "train/a.bin").splitlines()
+    assert header.split() == ["size", "here", "pin", "last", "use", "url"]
+    assert (row.split()[3], total.split(",")[0]) == ("pinned", "1 object")
     assert ", 1 object\n" in millrace("free", "--all", "--yes")
     assert millrace("free", data / "train") == "2 pinned objects stay: 'millrace unpin' them first\n"
     assert "a prefix above it has" in millrace("unpin", data / "train/a.bin", code=1)

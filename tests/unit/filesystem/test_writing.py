@@ -104,6 +104,11 @@ def test_write_with_exception_in_the_block_publishes_nothing(
     assert list(data.iterdir()) == []
 
 
+def test_write_without_permission_is_denied(fs: millrace.MillraceFileSystem) -> None:
+    with pytest.raises(DeniedError, match="access to file:///sys/x was denied: check the owner"):  # also for root
+        fs.pipe_file("/sys/x", b"1")
+
+
 def test_failed_parquet_writer_publishes_nothing(fs: millrace.MillraceFileSystem, data: Path) -> None:
     table = pa.table({"a": [1, 2, 3]})
     with pq.ParquetWriter(f"{data}/whole.parquet", table.schema, filesystem=fs) as writer:

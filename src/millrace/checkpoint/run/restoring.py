@@ -72,9 +72,10 @@ class Restorer:
         if not found and step is None:
             raise CheckpointNotFoundError(f"no complete checkpoint in {url}", next_step="save one first")
         if not found:
-            last = ", ".join(str(each.step) for each in timeline(complete)[-5:]) or "none"
+            last = ", ".join(str(each.step) for each in timeline(complete)[-5:])
             raise CheckpointNotFoundError(
-                f"no complete checkpoint of step {step} in {url}", next_step=f"the last steps there: {last}"
+                f"no complete checkpoint of step {step} in {url}",
+                next_step=f"the last steps there: {last}" if last else "there is none of any step",
             )
         return found
 

@@ -37,7 +37,6 @@ from millrace.errors import (
     DiskFullError,
     MillraceError,
     MissingError,
-    ObjectNotFoundError,
     StorageError,
     UnsupportedFormatError,
 )
@@ -319,17 +318,14 @@ class _ObjectPlace:
 
     def walk(self, prefix: str) -> Iterator[Entry]:
         base = f"{self._key}/"
-        try:
-            for page in self._origin.list_pages(self._key, after=base + prefix if prefix else ""):
-                for info in page.objects:
-                    path = info.key.removeprefix(base)
-                    if not path.startswith(prefix):
-                        return
-                    directory, _, file = path.rpartition("/")
-                    if file and (not directory or parse_name(directory)):
-                        yield Entry(directory, StoredFile(file, info.size, info.version, info.modified), info.modified)
-        except ObjectNotFoundError as error:
-            raise ObjectNotFoundError(f"{self._url}: {error.message}", next_step=error.next_step) from error
+        for page in self._origin.list_pages(self._key, after=base + prefix if prefix else ""):
+            for info in page.objects:
+                path = info.key.removeprefix(base)
+                if not path.startswith(prefix):
+                    return
+                directory, _, file = path.rpartition("/")
+                if file and (not directory or parse_name(directory)):
+                    yield Entry(directory, StoredFile(file, info.size, info.version, info.modified), info.modified)
 
     def open(self, directory: str) -> CheckpointStorage:
         # Each has its own, because it keeps files open, also those that the cache has evicted.

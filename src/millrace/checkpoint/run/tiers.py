@@ -105,19 +105,21 @@ class Tiers:
         """The complete checkpoints of all places, each once, by step and revision; of copies the one in the farthest place.
 
         Those of an outdated history (`outdated`) are left out, with an event. A place that does not respond is skipped with
-        an event (`checkpoint.tier.unreachable`) if another place has any checkpoint. Otherwise its error is raised.
+        an event (`checkpoint.tier.unreachable`). If no place has any checkpoint, the error of the last one is raised.
         """
         self.look()
         found: dict[str, Placed] = {}
-        errors: list[MillraceError] = []
+        errors: dict[str, MillraceError] = {}
         for run in self.places:
             try:
                 found.update({each.name: Placed(each, run) for each in run.scan() if each.complete})
             except MillraceError as error:
-                errors.append(error)
-                emit(Event(name="checkpoint.tier.unreachable", subject=run.url, detail=str(error)))
-        if errors and not found:
-            raise errors[-1]
+                errors[run.url] = error
+        raised = errors.popitem()[1] if errors and not found else None
+        for url, skipped in errors.items():
+            emit(Event(name="checkpoint.tier.unreachable", subject=url, detail=str(skipped)))
+        if raised is not None:
+            raise raised
         for name in self.outdated(found.values()):
             emit(Event(name="checkpoint.tier.outdated", subject=found.pop(name).run.url_of(name)))
         last = last_revisions(found.values())

@@ -124,7 +124,7 @@ def checkpoint_url(url: str, step: int | None, endpoint_url: str | None) -> str:
     from millrace.checkpoint.run.run_layout import open_run
     from millrace.checkpoint.run.timeline import newest_first
     from millrace.checkpoint.storage.storage import open_storage
-    from millrace.errors import CheckpointNotFoundError, MissingError, UsageError
+    from millrace.errors import CheckpointNotFoundError, UsageError
 
     options = options_of(url, endpoint_url)
     if is_checkpoint(url, options):
@@ -132,10 +132,7 @@ def checkpoint_url(url: str, step: int | None, endpoint_url: str | None) -> str:
             raise UsageError(f"{url} is one checkpoint, not a run", next_step="omit --step, or give the URL of the run")
         return url
     run = open_run(url, options)
-    try:
-        found = [each for each in run.scan() if each.complete]
-    except MissingError:
-        found = []
+    found = [each for each in run.scan() if each.complete]
     if not found:
         if step is None and _has_file(open_storage(url, options), INDEX_NAME, SINGLE_NAME):
             return url

@@ -92,13 +92,10 @@ def _single(url: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
 def _run(url: str, options: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     from millrace.checkpoint.run.run_layout import open_run
     from millrace.checkpoint.run.timeline import timeline
-    from millrace.errors import CheckpointNotFoundError, MillraceError, MissingError
+    from millrace.errors import CheckpointNotFoundError, MillraceError
 
     run = open_run(url, options)
-    try:
-        found = run.scan()
-    except MissingError:
-        found = []
+    found = run.scan()
     if not found:
         raise CheckpointNotFoundError(
             f"{run.url}: no checkpoint found", next_step="give the directory of a run, or of one checkpoint"

@@ -93,12 +93,9 @@ def prune(
 
 def _infos(run: Run) -> Sequence[CheckpointInfo]:
     """The readable checkpoints of the run. Raises `CheckpointNotFoundError` if the run has none."""
-    from millrace.errors import CheckpointNotFoundError, MillraceError, MissingError
+    from millrace.errors import CheckpointNotFoundError, MillraceError
 
-    try:
-        found = run.scan()
-    except MissingError:
-        found = []
+    found = run.scan()
     if not found:
         raise CheckpointNotFoundError(f"{run.url}: no checkpoint found", next_step="give the directory of a run")
     return [info for info in run.describe_all(found).values() if not isinstance(info, MillraceError)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from millrace.config import unknown_names
 from millrace.errors import ConfigurationError
 
 _NETLOC = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]+)?")
@@ -55,9 +56,7 @@ def reject_unknown(given: Mapping[str, Any], known: Sequence[str], what: str) ->
     """Raise `ConfigurationError` for options that are not in `known`, except for those with the value None."""
     unknown = sorted(name for name in set(given) - set(known) if given[name] is not None)
     if unknown:
-        raise ConfigurationError(
-            f"unknown {what} {', '.join(map(repr, unknown))}", next_step=f"known ones are {', '.join(known)}"
-        )
+        raise unknown_names(f"unknown {what}", unknown, known)
 
 
 def boolean(value: Any, what: str, *, default: bool = False) -> bool:
