@@ -38,6 +38,7 @@ _IMPORTANT = (
     "cache.store.discarded",
     "cache.rules.unreadable",
 )
+_ACCEPT_SECONDS = 30.0
 _LOOK_SECONDS = 0.2
 _GRACE_SECONDS = 30.0
 _END_SECONDS = 10.0
@@ -363,7 +364,7 @@ def drain(address: str | None, seconds: float, cache_dir: tuple[str, ...], as_js
         address = _node_here(options)
     started = time.monotonic()
     with access_through(address, options) as cluster:
-        cluster.client.call_address(address, "POST", "/v1/drain", {"seconds": seconds}, deadline=5.0)
+        cluster.client.call_address(address, "POST", "/v1/drain", {"seconds": seconds}, deadline=_ACCEPT_SECONDS)
         try:
             ended = _wait_until_left(
                 lambda: cluster.client.call_address(address, "GET", "/v1/status", deadline=5.0),

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing_extensions import Buffer
 
 from millrace.cache.node import CacheNode
+from millrace.cluster.breakers import FIRST_PAUSE_SECONDS
 from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.wire import Ask, ObjectDescription
 from millrace.cluster.inventory import InventoryPage, Offer, as_seen, givers
@@ -43,7 +44,7 @@ _log = logging.getLogger("millrace.cluster")
 BYTES_PER_SECOND = 64e6
 
 _PARALLEL = 4
-_PASSES = 3  # each copies what was new, or not offered, in the one before
+_PASSES = 3  # each copies what was new, not offered or not returned in the one before
 _PAGE_SECONDS = 3.0  # of silence
 _PAGE_ATTEMPTS = 2
 _PAGE_PAUSE_SECONDS = 0.25
@@ -124,10 +125,16 @@ class Mover:
     def _pull(self, me: str, leaver: Member | None = None) -> MoveReport:
         started = time.monotonic()
         move = _Move(self, me, leaver)
+        is_incomplete = False
         for _ in range(_PASSES):
+            # A member that was silent for a moment is skipped for so long.
+            if is_incomplete and self.stopped.wait(FIRST_PAUSE_SECONDS):
+                break
             before = move.report.moved_bytes
             move.run(self.cluster.link.views.view())
-            if self.stopped.is_set() or (move.report.moved_bytes == before and not move.report.failed_bytes):
+            # A node that joins does not wait for others that may not have started yet.
+            is_incomplete = bool(move.report.failed_bytes or (leaver is not None and move.report.unread))
+            if self.stopped.is_set() or (move.report.moved_bytes == before and not is_incomplete):
                 break
         report = replace(move.report, stopped=self.stopped.is_set(), seconds=time.monotonic() - started)
         emit(Event(name="cluster.moved", subject=me, nbytes=report.moved_bytes, detail=_text(report)))

@@ -25,6 +25,7 @@ from millrace.cluster.placement import Placement
 from millrace.cluster.serving import BlockService
 from millrace.cluster.source import ClusterSources
 from millrace.config import Amount, resolve
+from millrace.errors import PeerSilentError
 from millrace.events import Event, add_hook
 from millrace.store.records import BLOCK_BYTES, Entry, object_id
 
@@ -340,6 +341,28 @@ def test_leave_ends_when_the_only_giver_dies(nodes: Nodes) -> None:
     for key in had:
         others[0].read(key)  # lost blocks are fetched from the origin once
     assert nodes.origin.bytes_read <= sum(SIZES.values()) + nbytes(had) - report.moved_bytes
+
+
+@pytest.mark.parametrize(("method", "times"), [("call", 2), ("read", 1)], ids=["listing", "reading"])
+def test_leave_copies_everything_after_the_leaver_was_silent_for_a_moment(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, method: str, times: int
+) -> None:
+    leaver, other = (nodes.add(name, HERE) for name in "ab")
+    nodes.fill()
+    nodes.views.publish(leaver, LEAVING)
+    client, silent = other.cluster.client, list(range(times))
+    request = getattr(client, method)
+
+    def silent_at_first(*args: Any, **options: Any) -> Any:
+        if silent:
+            silent.pop()
+            raise PeerSilentError("a is silent", next_step="try again")
+        return request(*args, **options)
+
+    monkeypatch.setattr(client, method, silent_at_first)
+    assert other.mover().take_over(nodes.views.members["a"]).complete
+    assert other.complete() == set(SIZES)
+    assert nodes.origin.bytes_read == sum(SIZES.values())
 
 
 def test_move_without_space_skips_and_evicts_nothing(nodes: Nodes) -> None:

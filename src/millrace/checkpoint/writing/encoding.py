@@ -220,11 +220,6 @@ class ChunkEncoder:
             except CorruptCheckpointError as error:
                 self.give_up(base, error.message)
 
-    @property
-    def has_base(self) -> bool:
-        """Whether there is a base whose bytes could be read so far."""
-        return self._base is not None
-
     def encode(self, raw: Array, kind: Kind, key: ChunkKey | None = None) -> Encoded:
         """Encode a chunk of bytes. `key` describes its content; without it the base is not used."""
         found = None if key is None else self.find(key, kind, raw.size)
