@@ -102,9 +102,12 @@ rm -f "$stamp"
 find_pip
 echo "bootstrap: installing into .venv, a few minutes the first time (log: $log)"
 "${pip_command[@]}" install --quiet "pip==$pip_version" >>"$log" 2>&1 || diagnose "cannot install pip"
-.venv/bin/python -m pip install --constraint constraints.txt --editable '.[dev]' >>"$log" 2>&1 ||
+# pip would compile everything on one core.
+.venv/bin/python -m pip install --no-compile --constraint constraints.txt --editable '.[dev]' >>"$log" 2>&1 ||
   diagnose "cannot install the packages"
 # torchtitan 0.3.0 requires an older datasets, and with it an older fsspec than the tests use. Its checkpointer needs neither.
-.venv/bin/python -m pip install --constraint constraints.txt --no-deps torchtitan spmd_types torchdata >>"$log" 2>&1 ||
+.venv/bin/python -m pip install --no-compile --constraint constraints.txt --no-deps torchtitan spmd_types torchdata >>"$log" 2>&1 ||
   diagnose "cannot install torchtitan"
+# Some packages contain files for other versions of Python, which cannot be compiled.
+.venv/bin/python -m compileall -q -j 0 "$PWD/.venv/lib" >>"$log" 2>&1 || true
 echo "$wanted" >"$stamp"
