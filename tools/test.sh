@@ -4,20 +4,19 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-# Without it the tests that need it are skipped, which the last line says.
-command -v etcd >/dev/null || tools/debian-packages.sh etcd-server >/dev/null || echo "test: there is no etcd" >&2
-command -v prometheus >/dev/null || tools/debian-packages.sh prometheus >/dev/null || echo "test: there is no Prometheus" >&2
-[[ $(command -v chromium-headless-shell chromium google-chrome) ]] || tools/debian-packages.sh chromium-headless-shell fonts-dejavu-core >/dev/null ||
-  echo "test: there is no Chromium" >&2
-tools/azurite.sh || echo "test: there is no Azurite" >&2
-
+# Without one of these, the tests that need it are skipped, which the last line says.
+tools/azurite.sh &
+azurite=$!
+needs=(etcd:etcd-server prometheus:prometheus chromium-headless-shell:chromium-headless-shell chromium-headless-shell:fonts-dejavu-core)
 # Root's tests make machines of namespaces, with links between them that are cut, and logins by SSH.
-if ((EUID == 0)); then
-  for need in ip:iproute2 sshd:openssh-server ssh:openssh-client ssh-keygen:openssh-client rsync:rsync; do
-    command -v "${need%:*}" >/dev/null || tools/debian-packages.sh "${need#*:}" >/dev/null ||
-      echo "test: there is no ${need%:*}" >&2
-  done
-fi
+((EUID)) || needs+=(ip:iproute2 sshd:openssh-server ssh:openssh-client ssh-keygen:openssh-client rsync:rsync)
+missing=()
+for need in "${needs[@]}"; do
+  command -v "${need%:*}" >/dev/null || missing+=("${need#*:}")
+done
+((${#missing[@]} == 0)) || tools/debian-packages.sh "${missing[@]}" >/dev/null ||
+  echo "test: not all of these could be downloaded: ${missing[*]}" >&2
+wait "$azurite" || echo "test: there is no Azurite" >&2
 
 # Tests and the servers that they start leave nothing behind. Not in the clone: Unix sockets of Ray lie below it, and their
 # paths must be short.
