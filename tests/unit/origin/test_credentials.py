@@ -218,6 +218,16 @@ def test_half_a_pair_of_variables_is_an_error_that_names_both(monkeypatch: pytes
         open_origin("s3", {"endpoint_url": "http://127.0.0.1:1"}).head("bucket/key")
 
 
+def test_empty_profile_variable_is_named_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_PROFILE", "")
+    with pytest.raises(
+        ConfigurationError, match="there is no AWS profile '': correct 'profile' or AWS_PROFILE, or unset"
+    ):
+        open_origin("s3", {"endpoint_url": "http://127.0.0.1:1"}).head("bucket/key")
+
+
 @pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"])
 def test_variable_with_a_space_inside_a_credential_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for each in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):

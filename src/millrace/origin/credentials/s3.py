@@ -84,7 +84,7 @@ def _by_botocore(profile: str | None) -> Answer:
         credentials = session_module.Session(profile=profile).get_credentials()
     except errors.ProfileNotFound as error:
         raise ConfigurationError(
-            f"there is no AWS profile {profile!r}", next_step="correct 'profile' or AWS_PROFILE"
+            f"there is no AWS profile {profile or ''!r}", next_step="correct 'profile' or AWS_PROFILE, or unset it"
         ) from error
     except Exception as error:  # profiles, programs and services raise any error
         raise _failed(errors, error) from error
