@@ -1,7 +1,7 @@
 """`fs.load` in a cluster: every node loads its share to its disks, and the client adds up the progress.
 
 The client only needs connections to the nodes. When members join or leave, it starts a new round with the present members:
-cached blocks are skipped, and the share of a lost node belongs to others.
+cached blocks are skipped, and the share of a lost node belongs to others. It does the same after the nodes gave up its job.
 """
 
 from __future__ import annotations
@@ -202,7 +202,8 @@ class _ClusterLoad:
             state = self._progress()
             self._report(reported_as or state)
             self._raise_errors(state)
-            if self._members_changed():
+            # Nodes cancel a job without polls: this process, or `report`, may have been stopped for longer.
+            if self._members_changed() or any(share.state == "cancelled" for share in self._shares):
                 self._begin(order)
             elif all(share.state != "running" for share in self._shares):
                 return state

@@ -164,6 +164,13 @@ class NodeProcess:
         opened.callback(self._cluster.close)
         self.drains = DrainCoordinator(self._cluster, me=self.member_id)
         self._node.connect(source=ClusterSources(self._cluster, serving=True))
+        # Loads list through the metadata owner. The server's own node reads the origin on behalf of the others.
+        listings = ClusterListings(self._cluster, options.max_age_seconds)
+        loading = CacheNode(options, source=ClusterSources(self._cluster, serving=True), metadata_source=listings)
+        opened.callback(loading.close)
+        # They end after the server, so that their clients count this node as lost, and not its share as loaded or failed.
+        self.jobs = LoadJobs(loading, self._origins.find, member_id=self.member_id)
+        opened.callback(self.jobs.close)
         service = BlockService(
             self._node,
             views=self._membership,
@@ -177,12 +184,6 @@ class NodeProcess:
         replicas = ReplicaFiles(self._node)
         opened.callback(replicas.close)
         replicas.add_routes(server)
-        # Loads list through the metadata owner. The server's own node reads the origin on behalf of the others.
-        listings = ClusterListings(self._cluster, options.max_age_seconds)
-        loading = CacheNode(options, source=ClusterSources(self._cluster, serving=True), metadata_source=listings)
-        opened.callback(loading.close)
-        self.jobs = LoadJobs(loading, self._origins.find, member_id=self.member_id)
-        opened.callback(self.jobs.close)
         self._moves = Moves(self._node, self._cluster, me=self.member_id)
         opened.callback(self._moves.close)
         self._figures = NodeFigures(self._node)

@@ -204,6 +204,56 @@ def test_load_without_a_client_ends(nodes: Nodes, region: EmulatedRegion, monkey
     assert (node.jobs.state("job") or {})["state"] == "cancelled"
 
 
+def test_load_continues_after_its_client_was_stopped(
+    nodes: Nodes, region: EmulatedRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2):
+        nodes.start(number)
+    region.reshape(round_trip_seconds=0.0, bytes_per_second=3e5)
+    stopped: list[LoadProgress] = []
+
+    def stop_once(state: LoadProgress) -> None:
+        if fetched(region) and not stopped:
+            stopped.append(state)
+            monkeypatch.setattr(load_jobs, "_ABANDONED_SECONDS", 0.0)
+            wait_until(lambda: not any(node.status()["loads"] for node in nodes.running.values()))
+            monkeypatch.setattr(load_jobs, "_ABANDONED_SECONDS", 600.0)
+            region.reshape(round_trip_seconds=0.0, bytes_per_second=None)
+
+    done = nodes.load(progress=stop_once)
+    assert stopped[0].done_objects < OBJECTS
+    assert (done.objects, done.done_objects, done.done_bytes) == (OBJECTS, OBJECTS, TOTAL)
+
+
+def test_load_continues_when_a_node_closes(
+    nodes: Nodes, region: EmulatedRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing, loaded = threading.Event(), threading.Event()
+    close = load_jobs.LoadJobs.close
+
+    def close_slowly(jobs: load_jobs.LoadJobs) -> None:
+        close(jobs)
+        closing.set()
+        assert loaded.wait(300)
+
+    monkeypatch.setattr(load_jobs.LoadJobs, "close", close_slowly)
+    *_, last = [nodes.start(number) for number in range(3)]
+    region.reshape(round_trip_seconds=0.0, bytes_per_second=3e5)
+    with ThreadPoolExecutor(2) as pool:
+        loading = pool.submit(nodes.load)
+        try:
+            wait_until(lambda: last.status()["loads"] == 1 and fetched(region) > 0)
+            ending = pool.submit(last.close)
+            assert closing.wait(300)
+            region.reshape(round_trip_seconds=0.0, bytes_per_second=None)
+            done = loading.result(300)
+        finally:
+            region.reshape(round_trip_seconds=0.0, bytes_per_second=None)
+            loaded.set()
+        ending.result(300)
+    assert (done.nodes, done.objects, done.done_objects, done.done_bytes) == (2, OBJECTS, OBJECTS, TOTAL)
+
+
 def test_load_of_a_large_object_is_divided_by_stripes(
     nodes: Nodes, region: EmulatedRegion, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
