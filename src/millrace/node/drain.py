@@ -68,8 +68,12 @@ class DrainCoordinator:
 
     def remaining(self) -> list[Member]:
         """The members that have not taken over their shares yet, without those that do not respond."""
+        return [member for member in self._not_done() if member.id not in self._gone]
+
+    def _not_done(self) -> list[Member]:
+        """The members that have not taken over their shares yet."""
         here = [member for member in self._others() if member.state is MemberState.HERE]
-        done = self._took_over({member.id for member in here}) | self._gone
+        done = self._took_over({member.id for member in here})
         return [member for member in here if member.id not in done]
 
     def _took_over(self, here: Set[str]) -> set[str]:
@@ -79,11 +83,12 @@ class DrainCoordinator:
     def wait(self, deadline: float, ended: threading.Event) -> DrainReport:
         """Wait for all members that respond, until `deadline` (monotonic) or `ended`."""
         started = time.monotonic()
-        while (remaining := self.remaining()) and not ended.is_set() and time.monotonic() < deadline:
+        while self.remaining() and not ended.is_set() and time.monotonic() < deadline:
             with self._change:
                 notified = self._change.wait(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
             if not notified:
-                self._request(remaining, "GET", "/v1/view")
+                # Also from silent members: this node waits for one that responds again.
+                self._request(self._not_done(), "GET", "/v1/view")
         here = {member.id for member in self._others() if member.state is MemberState.HERE}
         return DrainReport(
             took_over=tuple(sorted(self._took_over(here))),
@@ -99,14 +104,14 @@ class DrainCoordinator:
     ) -> set[str]:
         """Send a request to all of `others` at once; returns the ids of those that failed. Records silent members.
 
-        Emits an event for each failure, unless the request is `repeated`.
+        Emits an event for each failure, unless the request is `repeated` or the member was silent before.
         """
 
         def request(member: Member) -> bool:
             try:
                 self._cluster.client.call(member, method, path, body, deadline=_REQUEST_SECONDS)
             except MillraceError as error:
-                if not repeated:
+                if not repeated and member.id not in self._gone:
                     emit(Event(name="cluster.member.no_response", subject=member.address, detail=str(error)))
                 if isinstance(error, PeerSilentError):
                     self._gone.add(member.id)

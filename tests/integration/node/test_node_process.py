@@ -25,7 +25,14 @@ from millrace.cluster.membership import Member, MemberState, View
 from millrace.cluster.membership.protocol import Watchers
 from millrace.cluster.moving import Mover
 from millrace.config import CacheOptions, resolve
-from millrace.errors import ConfigurationError, DeniedError, DiskFullError, OriginUnavailableError, UsageError
+from millrace.errors import (
+    ConfigurationError,
+    DeniedError,
+    DiskFullError,
+    OriginUnavailableError,
+    PeerSilentError,
+    UsageError,
+)
 from millrace.events import Event
 from millrace.filesystem.cluster_access import access_from_here, access_through, statuses
 from millrace.filesystem.cluster_loading import load_on_cluster
@@ -404,6 +411,39 @@ def test_drain_is_not_delayed_by_the_restoring_of_copies(
         report = nodes[0].drain(120)
         assert {nodes[1].member_id, nodes[2].member_id} <= set(report.took_over)
         assert report.did_not == ()
+
+
+def test_drain_waits_for_a_member_that_was_silent_for_a_moment(
+    tmp_path: Path, origin: ObjectStoreOrigin, monkeypatch: pytest.MonkeyPatch, events: list[Event]
+) -> None:
+    everyone: dict[_Members, Member | None] = {}
+    options = resolve({"cache_dir": str(tmp_path), "min_free": 0, "members": "none", "cluster_token": TOKEN})
+    copied, silent = threading.Event(), [True]
+    monkeypatch.setattr(Mover, "take_over", lambda *_: copied.wait(300))
+    with ExitStack() as stack:
+        first, second, third = (
+            stack.enter_context(NodeProcess(options, membership=_Members(everyone), origins=[origin])) for _ in range(3)
+        )
+        stack.callback(copied.set)
+        wait_until(lambda: [member.state for member in first.view().members] == [MemberState.HERE] * 3)
+        request = first.client.call
+
+        def silent_at_first(member: Member, *args: Any, **more: Any) -> Any:
+            if silent and member.id == third.member_id:
+                raise PeerSilentError("the third is silent")
+            return request(member, *args, **more)
+
+        monkeypatch.setattr(first.client, "call", silent_at_first)
+        with ThreadPoolExecutor(1) as pool:
+            drain = pool.submit(first.drain, 300)
+            wait_until(lambda: [member.id for member in first.drains.remaining()] == [second.member_id])
+            silent.clear()
+            wait_until(
+                lambda: {member.id for member in first.drains.remaining()} == {second.member_id, third.member_id}
+            )
+            copied.set()
+            assert set(drain.result().took_over) == {second.member_id, third.member_id}
+    assert [event.subject for event in events if event.name == "cluster.member.no_response"] == [third.address]
 
 
 def test_static_node_repeats_its_state_to_unreached_members(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
