@@ -43,6 +43,7 @@ from millrace.errors import (
     ObjectExistsError,
     OutcomeUnknownError,
     RunTakenError,
+    SaverDiedError,
     UsageError,
 )
 from millrace.events import Event, emit
@@ -584,10 +585,12 @@ class RunSaver:
         try:
             stored = self.join(storage, order.save_id)
         except BaseException as error:
-            # Another rank than the first leaves its files until it knows that the first one has failed for certain.
+            # Another rank than the first leaves its files until it knows that the first one has failed for certain. A store
+            # may still carry out the last request of a saver that died, which publishes the manifest.
             is_over = self.member.is_first and not isinstance(error, OutcomeUnknownError)
             if isinstance(error, SaveFailedElsewhere):
-                is_over = self.member.is_first or not isinstance(error.error, OutcomeUnknownError)
+                is_uncertain = isinstance(error.error, OutcomeUnknownError | SaverDiedError)
+                is_over = self.member.is_first or not is_uncertain
             if is_over:
                 remove(storage, [*writer.own_files, part_name(self.member.rank, order.save_id)])
             raise

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tests.support.harms import flip_in_the_middle
 from tests.support.waiting import wait_until
 
 from millrace.checkpoint import CheckpointManager, load_weights
-from millrace.checkpoint.run import parts
+from millrace.checkpoint.run import parts, run_saver
 from millrace.checkpoint.run.driving import plan_save, save_staged
 from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest
 from millrace.checkpoint.run.parts import part_name, publish_failure
@@ -35,6 +36,7 @@ from millrace.errors import (
     OriginUnavailableError,
     OutcomeUnknownError,
     RunTakenError,
+    SaverDiedError,
 )
 from millrace.events import Event
 
@@ -293,6 +295,39 @@ def test_files_of_all_ranks_stay_where_the_manifest_may_appear_later(
     order = job.engines[0].order(1)
     results = together(lambda rank: job.noting(rank, order, lambda: job.write(rank, order, weights(rank, 1))))
     assert kinds(results) == ["OutcomeUnknownError", "OutcomeUnknownError"]
+    publish_manifest(*late[0])
+    assert job.complete() == [1]
+
+
+def test_files_of_other_ranks_stay_where_a_dead_saver_may_have_sent_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, late = Job(tmp_path, is_near=False), []
+
+    class Killed(BaseException):
+        """Ends a saver, which removes nothing."""
+
+    def send(storage: CheckpointStorage, manifest: StoredManifest) -> None:
+        late.append((storage, manifest))
+        raise Killed
+
+    remove = run_saver.remove
+
+    def remove_unless_killed(storage: CheckpointStorage, names: Sequence[str]) -> None:
+        if not isinstance(sys.exc_info()[1], Killed):
+            remove(storage, names)
+
+    def write(rank: int) -> Any:
+        try:
+            return job.write(rank, order, weights(rank, 1))
+        except Killed as error:
+            raise SaverDiedError("the saver was killed", next_step="save again") from error
+
+    monkeypatch.setattr(parts, "publish_manifest", send)
+    monkeypatch.setattr(run_saver, "remove", remove_unless_killed)
+    order = job.engines[0].order(1)
+    results = together(lambda rank: job.noting(rank, order, lambda: write(rank)))
+    assert kinds(results) == ["SaverDiedError", "SaverDiedError"]
     publish_manifest(*late[0])
     assert job.complete() == [1]
 
