@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
 from millrace.checkpoint.run.claims import dead_saves
+from millrace.checkpoint.run.parts import rank_of_part
 from millrace.checkpoint.run.prune_plan import NOTE_PREFIX, Note, PruneWork, is_note, note_of, plan_work
 from millrace.checkpoint.run.retention import (
     KeepAll,
@@ -224,6 +225,8 @@ def _carry_out(
         if is_there is False:
             return False
         if is_there:
+            # Without the manifest, a restore would join parts that a crash or a restore has left next to it.
+            run.remove(name, [file.name for file in founds[name].files if rank_of_part(file.name) is not None])
             run.remove(name, [MANIFEST_NAME])
             done(name, [MANIFEST_NAME])
     for directory, names in work.delete.items():

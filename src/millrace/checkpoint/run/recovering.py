@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from millrace.checkpoint.format.manifest import Manifest
-from millrace.checkpoint.run.parts import PartRecord, join_parts, part_name, rank_of_part, remove, stored
+from millrace.checkpoint.run.parts import PartRecord, join_parts, rank_of_part, stored
 from millrace.checkpoint.run.ranks import Ranks
 from millrace.checkpoint.run.run_layout import Run, parse_name
 from millrace.checkpoint.run.tiers import Tiers, pending_uploads
@@ -86,7 +86,10 @@ class Recovery:
         return list(itertools.chain(*self.ranks.gather(sent)))
 
     def _publish_on_all(self, known: Collection[tuple[str, StoredManifest]]) -> None:
-        """Publish the manifests of checkpoints on all nodes' disks, in place of the parts there."""
+        """Publish the manifests of checkpoints on all nodes' disks, next to the parts there.
+
+        A part stays: the process that wrote it may still run, and then it uploads the part later.
+        """
 
         def publish_all() -> None:
             for name, manifest in known:
@@ -94,7 +97,6 @@ class Recovery:
                 try:
                     storage.prepare()
                     publish_manifest(storage, manifest)
-                    remove(storage, [part_name(self.uploader.member.rank, manifest.manifest.save_id)])
                 except ObjectExistsError as error:
                     emit(Event(name="checkpoint.tier.left", subject=storage.url, detail=str(error)))
 

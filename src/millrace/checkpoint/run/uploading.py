@@ -152,8 +152,7 @@ class Uploader:
             if not isinstance(cause, RetryableError):
                 self.give_up(written.name)
                 if self.member.count > 1:
-                    own = part_name(self.member.rank, written.save_id)
-                    remove(self.local.checkpoint(written.name), [*written.own_files, own])
+                    self._discard_near(written)
             if isinstance(error, SaveFailedElsewhere):
                 raise error.error from None
             raise
@@ -220,6 +219,15 @@ class Uploader:
             emit(Event(name="run.prune.failed", subject=self.local.url, detail=str(error)))
 
     # --- of several ranks -------------------------------------------------------------------------
+
+    def _discard_near(self, written: Written) -> None:
+        """Remove this rank's files of a save from the node's disk, unless a restore has joined its parts there."""
+        near = self.local.checkpoint(written.name)
+        try:
+            if MANIFEST_NAME not in near.names():
+                remove(near, [*written.own_files, part_name(self.member.rank, written.save_id)])
+        except MillraceError as error:
+            emit(Event(name="checkpoint.discard.failed", subject=near.url, detail=str(error)))
 
     def _upload_part(self, written: Written, progress: ProgressMeter) -> SaveResult:
         """Upload this rank's part, and complete the checkpoint with the other ranks."""

@@ -21,8 +21,10 @@ from millrace.checkpoint.run.driving import plan_save, save_staged
 from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest
 from millrace.checkpoint.run.parts import part_name, publish_failure
 from millrace.checkpoint.run.pruning import prune
+from millrace.checkpoint.run.recovering import Recovery
 from millrace.checkpoint.run.retention import KeepAll, KeepLast
 from millrace.checkpoint.run.run_layout import checkpoint_name
+from millrace.checkpoint.run.run_saver import RunSaver
 from millrace.checkpoint.run.save_values import Member, SaveOrder
 from millrace.checkpoint.run.uploading import Uploader
 from millrace.checkpoint.state.staging import StateStager
@@ -52,21 +54,27 @@ def weights(rank: int, step: int) -> dict[str, Any]:
 
 
 class Job:
-    """The engines of two ranks that save to a directory, each with a disk of its own."""
+    """The engines of two ranks that save to a directory, each with a disk of its own, or both on `one_node`."""
 
     def __init__(
-        self, root: Path, *, is_near: bool = True, state: MakeState = weights, independent: bool = False
+        self,
+        root: Path,
+        *,
+        is_near: bool = True,
+        state: MakeState = weights,
+        independent: bool = False,
+        one_node: bool = False,
     ) -> None:
         self.root = root
-        self._is_near, self._state, self._independent = is_near, state, independent
+        self._is_near, self._state, self._independent, self._one_node = is_near, state, independent, one_node
         self._stagers = [StateStager() for _ in range(RANKS)]
         self.engines = [self._engine(rank) for rank in range(RANKS)]
 
     def _engine(self, rank: int) -> SaveEngine:
         options = EngineOptions(
             url=str(self.root / "origin"),
-            member=Member(rank, RANKS, True),
-            local=str(self.root / f"node{rank}") if self._is_near else None,
+            member=Member(rank, RANKS, not (self._one_node and rank)),
+            local=str(self.root / f"node{0 if self._one_node else rank}") if self._is_near else None,
             replicas=0,
             access=None,
             target_options=None,
@@ -401,6 +409,53 @@ def test_rank_that_lost_the_run_leaves_the_part_of_its_successor(tmp_path: Path)
         job.write(0, order, weights(0, 1))
         assert saved.exception() is None
     assert job.complete() == [1]
+
+
+def restore_next_to(job: Job) -> int | None:
+    """Restore in another process of the node, while the job has not uploaded yet."""
+    found = {f"w{rank}": torch.zeros(300_000) for rank in range(RANKS)}
+    with CheckpointManager(job.root / "origin", local=job.root / "node0") as run:
+        return run.restore(found)
+
+
+def test_restore_of_another_process_of_the_node_leaves_the_parts_to_the_upload(tmp_path: Path) -> None:
+    job = Job(tmp_path, one_node=True)
+    order, written = job.near(1)
+    assert restore_next_to(job) == 1
+    assert kinds(job.upload(order, written)) == ["SaveResult", "SaveResult"]
+    assert kinds(job.save(2)) == ["SaveResult", "SaveResult"]
+    assert job.complete() == [1, 2]
+
+
+def test_save_that_another_job_has_joined_on_the_disk_outlasts_its_failed_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def outage(recovery: Recovery) -> None:
+        raise OriginUnavailableError("an outage", next_step="wait")
+
+    def taken(self: RunSaver) -> None:
+        raise RunTakenError("taken", next_step="end")
+
+    job = Job(tmp_path, one_node=True)
+    order, written = job.near(1)
+    monkeypatch.setattr(Recovery, "recover", outage)
+    assert restore_next_to(job) == 1
+    monkeypatch.setattr(RunSaver, "check_claim", taken)
+    assert kinds(job.upload(order, written)) == ["RunTakenError", "RunTakenError"]
+    shutil.rmtree(tmp_path / "origin")
+    assert restore_next_to(job) == 1
+
+
+def test_pruned_checkpoint_does_not_return_from_its_parts(tmp_path: Path) -> None:
+    job = Job(tmp_path, one_node=True)
+    job.near(1)
+    assert restore_next_to(job) == 1
+    job.restart()
+    job.save(2)
+    local = job.engines[0].tiers.local
+    assert local is not None
+    assert prune(local, KeepLast(1), independent=False).removed == (checkpoint_name(1),)
+    assert not list((tmp_path / "node0").glob(f"*/{checkpoint_name(1)}/*"))
 
 
 def test_joined_manifest_requires_sparse_when_any_part_does(tmp_path: Path) -> None:
