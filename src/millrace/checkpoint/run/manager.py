@@ -358,8 +358,8 @@ class CheckpointManager:
         Every rank calls it, with the same `step`. Tensors are loaded in place, plain values replaced, objects loaded through
         their `load_state_dict`. `keys` are patterns such as `"model.*"`: values that match none of them stay unchanged. With
         `fallback` a damaged checkpoint is skipped with a warning, and the one before it is loaded. Without, it is a
-        `CorruptCheckpointError`. One that is removed while it is read is always skipped. After an error while reading, the
-        state is a mix of old and new values.
+        `CorruptCheckpointError`. One that is removed while it is read is always skipped, for a newer one if there is one by
+        then. After an error while reading, the state is a mix of old and new values.
         """
         self._open()
         step, fallback, chosen = self._ranks.run_on_all(lambda: _checked_restore(state, step, keys, fallback))

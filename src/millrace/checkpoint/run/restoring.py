@@ -47,6 +47,8 @@ from millrace.events import Event, emit
 from millrace.figures import size_text
 
 _NAMED = 3
+# How often a restore lists the candidates again because the one that it read was removed.
+_LOOKS = 5
 _MAX_LIST_INDEX = 1 << 20
 
 
@@ -135,11 +137,16 @@ class Restorer:
         """Load the first of the `candidates` that can be loaded; returns its step, or None if there are none.
 
         A damaged checkpoint, or one that a local disk cannot read, is skipped with a warning if `fallback` is set, and one
-        that was removed meanwhile in any case, but not with `one_step`, where the caller gave a step. Raises as
+        that was removed meanwhile in any case, but not with `one_step`, where the caller gave a step. After a removal the
+        candidates are listed again: a running job removes a checkpoint because it has saved newer ones. Raises as
         `restore_into`.
         """
         failure: MillraceError | None = None
-        for name, step in candidates:
+        tried: set[str] = set()
+        left, looks = list(candidates), 0
+        while left:
+            name, step = left.pop(0)
+            tried.add(name)
             try:
                 self._load(name, state, keys)
                 return step
@@ -157,7 +164,11 @@ class Restorer:
                 failure = error
                 self.damaged.add(name)
                 url = self.tiers.origin.url
-                self._warn(f"{name} of {url} cannot be restored ({error.message}); trying the one before it")
+                if gone and looks < _LOOKS:
+                    looks += 1
+                    left = [each for each in self.choose(None) if each[0] not in tried]
+                following = f"; trying step {left[0][1]}" if left else ""
+                self._warn(f"{name} of {url} cannot be restored ({error.message}){following}")
         if failure is not None:
             raise failure
         return None

@@ -16,6 +16,8 @@ import torch
 from tests.support.interrupts import interrupted_inside
 
 from millrace.checkpoint import CheckpointManager
+from millrace.checkpoint.run.restoring import Restorer
+from millrace.checkpoint.run.run_layout import checkpoint_name
 from millrace.checkpoint.run.saving import SaveProgress, wait_for
 from millrace.checkpoint.run.tiers import run_directory
 from millrace.errors import MissingKeyError, StateMismatchError, UnsupportedObjectError, UsageError
@@ -34,6 +36,30 @@ def restored(url: Path, step: int | None = None) -> float:
         assert run.restore(state, step) is not None
     assert torch.equal(state["w"], torch.full_like(state["w"], state["note"]))
     return float(state["note"])
+
+
+def test_restore_next_to_a_job_that_prunes_loads_a_newer_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All checkpoints that the restore has found are removed before it reads the first one."""
+    load, names = Restorer._load, []
+
+    def load_late(self: Restorer, name: str, *arguments: Any) -> None:
+        if not names:
+            for step in range(3, 9):
+                job.save(step, weights(step))
+        names.append(name)
+        load(self, name, *arguments)
+
+    monkeypatch.setattr(Restorer, "_load", load_late)
+    state = weights(0)
+    with CheckpointManager(tmp_path, keep=1, full_every=2) as job, CheckpointManager(tmp_path) as run:
+        for step in (1, 2):
+            job.save(step, weights(step))
+        with pytest.warns(RuntimeWarning, match="trying step 8"):
+            assert run.restore(state) == 8
+    assert state["note"] == 8
+    assert names == [checkpoint_name(2), checkpoint_name(8)]
 
 
 # --- preemption -----------------------------------------------------------------------------------
