@@ -454,7 +454,9 @@ class RunSaver:
         if self._complete is None:
             found = self.scan()
             self._complete = [Point(each.step, each.revision) for each in found if each.complete]
-            self._taken = {(each.step, each.revision) for each in found}
+            # A pruning may remove what is in the directories of dead saves at any time, also if they are empty now.
+            dead = [point for name in self._claim.state.record.left if (point := parse_name(name)) is not None]
+            self._taken = {(each.step, each.revision) for each in found}.union(dead)
         return self._complete, self._taken
 
     def _announce(self, name: str) -> None:

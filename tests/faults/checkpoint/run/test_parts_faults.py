@@ -17,6 +17,7 @@ from tests.support.waiting import wait_until
 
 from millrace.checkpoint import CheckpointManager, load_weights
 from millrace.checkpoint.run import parts, run_saver
+from millrace.checkpoint.run.claims import Claim
 from millrace.checkpoint.run.driving import plan_save, save_staged
 from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest
 from millrace.checkpoint.run.parts import part_name, publish_failure
@@ -408,6 +409,25 @@ def test_rank_that_lost_the_run_leaves_the_part_of_its_successor(tmp_path: Path)
         assert part_name(1, order.save_id) in storage.names()
         job.write(0, order, weights(0, 1))
         assert saved.exception() is None
+    assert job.complete() == [1]
+
+
+def test_pruning_during_an_upload_leaves_a_step_that_a_dead_job_had_begun(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    run = job.engines[0].tiers.origin
+    dead = Claim.take(run)
+    dead.announce([checkpoint_name(1)])
+    dead.abandon_saves()
+    dead.announce([])
+    dead.release()
+    order, written = job.near(1)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(job.engines[1].upload, written[1], lambda progress: None)
+        wait_until(lambda: part_name(1, order.save_id) in run.checkpoint(order.name).names())
+        job.engines[0].retention.prune_after_save()
+        assert part_name(1, order.save_id) in run.checkpoint(order.name).names()
+        job.engines[0].upload(written[0], lambda progress: None)
+        assert late.exception() is None
     assert job.complete() == [1]
 
 
