@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from millrace.cache.node import CacheNode
 from millrace.cluster.cluster import Cluster
@@ -16,6 +17,8 @@ from millrace.errors import MillraceError
 from millrace.events import Event, emit
 
 _log = logging.getLogger("millrace.node")
+
+_T = TypeVar("_T")
 
 _DEADLINE_SECONDS = 5.0
 
@@ -116,14 +119,17 @@ class Moves:
             self._try("restoring copies", lambda: self._mover.restore(self._me))
 
     def _take_over(self, leaver: Member) -> None:
-        """Copy this node's new share from a leaving member, then report that it need not wait, complete or not."""
+        """Copy this node's new share from a leaving member, then report that it need not wait, complete or not.
+
+        What the member did not return is copied from the other holders.
+        """
         with self._lock:
             copying = self._copying.setdefault(leaver.id, threading.Lock())
         with copying:  # two threads would copy the same blocks
             # Before the copies: these may already be placed by a newer view.
             members = self._cluster.link.views.view().members
             owners = [member.id for member in members if member.state is MemberState.HERE]
-            self._try(f"taking over from {leaver.address}", lambda: self._mover.take_over(leaver))
+            moved = self._try(f"taking over from {leaver.address}", lambda: self._mover.take_over(leaver))
             if not self._stopped.is_set():
                 report = {"member": self._me, "owners": owners}
                 self._try(
@@ -132,11 +138,16 @@ class Moves:
                         leaver, "POST", "/v1/drained", report, deadline=_DEADLINE_SECONDS
                     ),
                 )
+        # A member that fails while it leaves is not lost in any later view.
+        if self._cluster.link.replicas > 1 and moved is not None and (moved.failed_bytes or moved.unread):
+            self._restore()
 
-    def _try(self, what: str, act: Callable[[], object]) -> None:
+    def _try(self, what: str, act: Callable[[], _T]) -> _T | None:
+        """The result of `act`; None after an error, which is reported."""
         try:
-            act()
+            return act()
         except Exception as error:  # noqa: BLE001 - missing blocks are fetched again; the node must continue
             if not isinstance(error, MillraceError):
                 _log.exception("a defect: %s", what)
             emit(Event(name="cluster.move.failed", subject=self._me, detail=f"{what}: {error}"))
+            return None

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from tests.support.computed import ComputedOrigin
 from tests.support.harms import flip
+from tests.support.waiting import wait_until
 
 from millrace.cache.node import CacheNode, close_nodes
+from millrace.cluster import moving
 from millrace.cluster.breakers import Breakers
 from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.server import PlaneServer
@@ -27,6 +29,7 @@ from millrace.cluster.source import ClusterSources
 from millrace.config import Amount, resolve
 from millrace.errors import PeerSilentError
 from millrace.events import Event, add_hook
+from millrace.node.moves import Moves
 from millrace.store.records import BLOCK_BYTES, Entry, object_id
 
 pytestmark = pytest.mark.usefixtures("patient_peers")
@@ -262,6 +265,27 @@ def test_crash_with_replicas_restores_copies_from_holders(nodes: Nodes) -> None:
     assert sum(report.moved_bytes for report in reports) == nbytes(had)
     for node in others:
         assert node.complete() == nodes.share(node.name, 2)
+    assert nodes.origin.bytes_read == sum(SIZES.values())
+
+
+def test_copies_of_a_member_that_dies_while_it_leaves_are_restored(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "FIRST_PAUSE_SECONDS", 0.0)
+    leaver, *others = (nodes.add(name, HERE, replicas=2) for name in "abcd")
+    nodes.fill(replicas=2)
+    with contextlib.ExitStack() as stack:
+        moves = [Moves(node.store, node.cluster, me=node.name) for node in others]
+        for each in moves:
+            stack.callback(each.close)
+            each.view_changed(nodes.views.view())
+        leaver.server.close()
+        for state in (LEAVING, None):
+            nodes.views.publish(leaver, state)
+            for each in moves:
+                each.view_changed(nodes.views.view())
+        for node in others:
+            wait_until(lambda node=node: nodes.share(node.name, 2) <= node.complete())  # type: ignore[misc]
     assert nodes.origin.bytes_read == sum(SIZES.values())
 
 
