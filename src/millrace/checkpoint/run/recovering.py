@@ -130,7 +130,8 @@ class Recovery:
                 point = parse_name(name)
                 if point is not None and age_of(point) > max(newest, joined):
                     self._report_missing(name, parts)
-        return found
+        # Of several saves of one name the last counts. The first that is published stays.
+        return sorted(found, key=lambda each: each[1].manifest.created, reverse=True)
 
     def _parts_elsewhere(self) -> list[tuple[str, Manifest]]:
         """The parts that other nodes have."""

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -476,6 +477,23 @@ def test_pruned_checkpoint_does_not_return_from_its_parts(tmp_path: Path) -> Non
     assert local is not None
     assert prune(local, KeepLast(1), independent=False).removed == (checkpoint_name(1),)
     assert not list((tmp_path / "node0").glob(f"*/{checkpoint_name(1)}/*"))
+
+
+def test_last_of_two_saves_of_one_name_in_parts_is_restored(tmp_path: Path) -> None:
+    """The second job began without the disks of the first one, which are there again."""
+    disks = []
+    for number, save_id in enumerate(("0" * 32, "f" * 32), 1):
+        job = Job(tmp_path, one_node=True, state=lambda rank, _, number=number: {f"w{rank}": torch.full((9,), number)})
+        order = replace(job.engines[0].order(1), save_id=save_id)
+        together(lambda rank, job=job, order=order: job.write(rank, order, job._state(rank, 1)))
+        job.restart()
+        disks.append((tmp_path / "node0").rename(tmp_path / f"disk{number}"))
+    for disk in disks:
+        shutil.copytree(disk, tmp_path / "node0", dirs_exist_ok=True)
+    found = {f"w{rank}": torch.zeros(9, dtype=torch.int64) for rank in range(RANKS)}
+    with CheckpointManager(tmp_path / "origin", local=tmp_path / "node0") as run:
+        assert run.restore(found) == 1
+    assert [int(each[0]) for each in found.values()] == [2, 2]
 
 
 def test_joined_manifest_requires_sparse_when_any_part_does(tmp_path: Path) -> None:
