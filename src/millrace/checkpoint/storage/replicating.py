@@ -20,6 +20,7 @@ from millrace.checkpoint.storage.storage import CheckpointStorage, LocalStorage
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    MillraceError,
     MissingError,
     ObjectExistsError,
     ObjectNotFoundError,
@@ -257,7 +258,11 @@ def _holds_manifest(target: CheckpointStorage, stored: StoredManifest) -> bool:
 
 
 def publish_manifest(target: CheckpointStorage, stored: StoredManifest) -> None:
-    """Publish a manifest at the target in one step. Raises `ObjectExistsError` when the target contains another save."""
+    """Publish a manifest at the target in one step.
+
+    Raises `ObjectExistsError` when the target contains another save, and `OutcomeUnknownError` when the manifest may be
+    there in spite of a failure.
+    """
     try:
         target.publish(MANIFEST_NAME, stored.data, replace=False)
     except ObjectExistsError:
@@ -266,9 +271,19 @@ def publish_manifest(target: CheckpointStorage, stored: StoredManifest) -> None:
             raise
     except StorageError as error:
         # A disk may fail after the rename: other ranks may have seen the manifest.
-        if _holds_manifest(target, stored):
+        if _may_hold_manifest(target, stored):
             raise OutcomeUnknownError(
                 f"{target.url}: the manifest may not survive a power failure ({error.message})",
                 next_step="check the disk, and save again",
             ) from error
         raise
+
+
+def _may_hold_manifest(target: CheckpointStorage, stored: StoredManifest) -> bool:
+    """As `_holds_manifest`, and True where that cannot be read."""
+    try:
+        return _holds_manifest(target, stored)
+    except ObjectExistsError:
+        raise
+    except MillraceError:
+        return True

@@ -33,7 +33,7 @@ from millrace.checkpoint.state.staging import StateStager
 from millrace.checkpoint.storage import storage as storages
 from millrace.checkpoint.storage.layered import StoredManifest
 from millrace.checkpoint.storage.replicating import publish_manifest
-from millrace.checkpoint.storage.storage import CheckpointStorage
+from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile
 from millrace.errors import (
     BaseGoneError,
     CorruptCheckpointError,
@@ -41,6 +41,7 @@ from millrace.errors import (
     OutcomeUnknownError,
     RunTakenError,
     SaverDiedError,
+    StorageError,
 )
 from millrace.events import Event
 
@@ -266,8 +267,9 @@ def test_pruned_checkpoint_does_not_return_after_an_outage(tmp_path: Path, monke
     assert job.complete() == [4, 5, 6]
 
 
+@pytest.mark.parametrize("is_readable", [True, False])
 def test_disk_that_fails_after_the_manifest_is_visible_costs_no_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_readable: bool
 ) -> None:
     job = Job(tmp_path, is_near=False)
     job.near(1)
@@ -284,9 +286,17 @@ def test_disk_that_fails_after_the_manifest_is_visible_costs_no_data(
             raise OSError(5, "Input/output error", path)
         real(path)
 
-    monkeypatch.setattr(parts, "publish_manifest", noted)
-    monkeypatch.setattr(storages, "_sync_directory", sync)
-    _, written = job.near(2)
+    def stat(storage: storages.LocalStorage, name: str) -> StoredFile:
+        if failed and not is_readable and hasattr(first, "publishes"):
+            raise StorageError(f"{name} failed (Input/output error)", next_step="check the disk")
+        return real_stat(storage, name)
+
+    real_stat = storages.LocalStorage.stat
+    with monkeypatch.context() as patch:
+        patch.setattr(parts, "publish_manifest", noted)
+        patch.setattr(storages, "_sync_directory", sync)
+        patch.setattr(storages.LocalStorage, "stat", stat)
+        _, written = job.near(2)
     assert failed
     assert isinstance(written[0], OutcomeUnknownError)
     assert job.complete() == [1, 2]
