@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import builtins
 import json
-import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from millrace import errors
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, Manifest, encode_manifest
+from millrace.checkpoint.run.run_layout import part_name
 from millrace.checkpoint.run.save_values import Member
 from millrace.checkpoint.storage.layered import StoredManifest, files_exist
 from millrace.checkpoint.storage.manifests import load_manifest
@@ -40,7 +40,6 @@ DEFAULT_LIMIT_SECONDS = 1800.0
 """The time for which a rank waits for the others if the manager has no `timeout`."""
 _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.02, 1.0
 _MAX_NOTICE_BYTES, _MAX_TEXT = 64 << 10, 2000
-_PART = re.compile(r"part-(\d+)-[0-9a-f]{32}\.millrace", re.ASCII)
 
 
 class SaveFailedElsewhere(Exception):  # noqa: N818 - a wrapper: its cause is raised to the user
@@ -49,17 +48,6 @@ class SaveFailedElsewhere(Exception):  # noqa: N818 - a wrapper: its cause is ra
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-def part_name(rank: int, save_id: str) -> str:
-    """The file with the part of a rank in a save."""
-    return f"part-{rank}-{save_id}.millrace"
-
-
-def rank_of_part(name: str) -> int | None:
-    """The rank of a part; None for other files."""
-    found = _PART.fullmatch(name)
-    return int(found[1]) if found else None
 
 
 def _notice_name(rank: int, save_id: str) -> str:

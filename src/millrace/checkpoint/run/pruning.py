@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
 from millrace.checkpoint.run.claims import dead_saves
-from millrace.checkpoint.run.parts import rank_of_part
 from millrace.checkpoint.run.prune_plan import NOTE_PREFIX, Note, PruneWork, is_note, note_of, plan_work
 from millrace.checkpoint.run.retention import (
     KeepAll,
@@ -26,7 +25,7 @@ from millrace.checkpoint.run.retention import (
     policy_warnings,
     refuse_what_matches_nothing,
 )
-from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, RunListing, parse_name
+from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, RunListing, parse_name, rank_of_part
 from millrace.checkpoint.run.tiers import pending_uploads
 from millrace.checkpoint.storage.storage import StoredFile
 from millrace.errors import ChangedError, DiskFullError, MillraceError, MissingError, UsageError

@@ -12,9 +12,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from millrace.checkpoint.format.manifest import Manifest
-from millrace.checkpoint.run.parts import PartRecord, join_parts, rank_of_part, stored
+from millrace.checkpoint.run.parts import PartRecord, join_parts, stored
 from millrace.checkpoint.run.ranks import Ranks
-from millrace.checkpoint.run.run_layout import Run, parse_name
+from millrace.checkpoint.run.run_layout import Run, parse_name, rank_of_part
 from millrace.checkpoint.run.tiers import Tiers, pending_uploads
 from millrace.checkpoint.run.timeline import age_of
 from millrace.checkpoint.run.uploading import Uploader

@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
-from millrace.checkpoint.run.parts import PartRecord, join_parts, part_name, part_of, rank_of_part
+from millrace.checkpoint.run.parts import PartRecord, join_parts, part_of
 from millrace.checkpoint.run.parts import stored as joined
 from millrace.checkpoint.run.peers import CopyEndedError, Peers, absent_files, is_too_slow, obsolete_replicas
 from millrace.checkpoint.run.run_info import SIBLING, directory_of
-from millrace.checkpoint.run.run_layout import Run, parse_name
+from millrace.checkpoint.run.run_layout import Run, parse_name, part_name, rank_of_part
 from millrace.checkpoint.run.timeline import Point, age_of
 from millrace.checkpoint.storage.layered import StoredManifest, files_exist
 from millrace.checkpoint.storage.peer_files import Peer, PeerStorage

@@ -47,6 +47,7 @@ from millrace.runtime.pipeline import run_in_order
 MAX_STEP = 10**12 - 1
 """Steps have twelve digits, so that names sort in the order of the steps."""
 _NAME = re.compile(r"step-(\d{12})(?:-r([1-9]\d{0,8}))?", re.ASCII)
+_PART = re.compile(r"part-(\d+)-[0-9a-f]{32}\.millrace", re.ASCII)
 # Reading manifests over a network is mostly waiting.
 _THREADS = 8
 
@@ -68,6 +69,17 @@ def parse_name(directory: str) -> Point | None:
     """Step and revision of a checkpoint's directory; None for any other name."""
     match = _NAME.fullmatch(directory)
     return Point(int(match[1]), int(match[2] or 0)) if match else None
+
+
+def part_name(rank: int, save_id: str) -> str:
+    """The file with the part of a rank in a save."""
+    return f"part-{rank}-{save_id}.millrace"
+
+
+def rank_of_part(name: str) -> int | None:
+    """The rank of a part; None for other files."""
+    found = _PART.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

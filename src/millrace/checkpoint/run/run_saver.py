@@ -16,16 +16,9 @@ from typing import Any, Literal
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, DataFile, Manifest
 from millrace.checkpoint.run.claims import Claim, ClaimState
-from millrace.checkpoint.run.parts import (
-    PartRecord,
-    SaveFailedElsewhere,
-    complete,
-    part_name,
-    publish_part,
-    remove,
-)
+from millrace.checkpoint.run.parts import PartRecord, SaveFailedElsewhere, complete, publish_part, remove
 from millrace.checkpoint.run.run_info import CheckpointInfo, info_of_manifest, paths_of
-from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, checkpoint_name, parse_name
+from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, checkpoint_name, parse_name, part_name
 from millrace.checkpoint.run.save_values import LastSave, Member, RunState, SaveOrder, Staged, Written
 from millrace.checkpoint.run.saving import ProgressMeter, SaveResult
 from millrace.checkpoint.run.tiers import is_local_failure, report_local_failure

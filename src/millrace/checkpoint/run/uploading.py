@@ -12,20 +12,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, Manifest
-from millrace.checkpoint.run.parts import (
-    SaveFailedElsewhere,
-    join_parts,
-    part_name,
-    rank_of_part,
-    remove,
-    require_files,
-    stored,
-)
+from millrace.checkpoint.run.parts import SaveFailedElsewhere, join_parts, remove, require_files, stored
 from millrace.checkpoint.run.pruning import prune
 from millrace.checkpoint.run.replicator import Replicator
 from millrace.checkpoint.run.retention import KeepLast
 from millrace.checkpoint.run.run_info import info_of_manifest
-from millrace.checkpoint.run.run_layout import Run
+from millrace.checkpoint.run.run_layout import Run, part_name, rank_of_part
 from millrace.checkpoint.run.save_values import Member, Written
 from millrace.checkpoint.run.saving import PendingSave, ProgressMeter, Report, SaveResult
 from millrace.checkpoint.run.tiers import Tiers, Upload, pending_uploads

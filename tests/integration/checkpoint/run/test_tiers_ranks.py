@@ -14,8 +14,7 @@ from tests.support import ranks
 
 from millrace.checkpoint.run import uploading
 from millrace.checkpoint.run.manager import CheckpointManager
-from millrace.checkpoint.run.parts import rank_of_part
-from millrace.checkpoint.run.run_layout import checkpoint_name
+from millrace.checkpoint.run.run_layout import checkpoint_name, rank_of_part
 from millrace.checkpoint.run.tiers import Tiers, open_tiers
 from millrace.checkpoint.storage.layered import missing_files
 from millrace.checkpoint.storage.manifests import read_manifest
