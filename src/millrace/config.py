@@ -520,7 +520,7 @@ def unknown_names(problem: str, unknown: Sequence[str], known: Sequence[str], *,
     from difflib import get_close_matches  # rarely needed
 
     near = [match for name in unknown for match in get_close_matches(name, known, 1)]
-    meant = f"is {printable(near[0])!r} meant? " if near else ""
+    meant = f"is {near[0]!r} meant? " if near else ""
     return ConfigurationError(
         f"{problem} {', '.join(map(repr, unknown))}", next_step=f"{meant}known ones are {', '.join(known)}{hint}"
     )

@@ -58,7 +58,9 @@ def test_status_prints_the_cache(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert code == 0
     status = json.loads(out)
     assert (status["objects"], status["complete_objects"]) == (1, 1)
-    assert status["disks"][0]["used_bytes"] == 5
+    [disk] = status["disks"]
+    assert disk["used_bytes"] == 5
+    assert 0 < disk["room_bytes"] <= disk["capacity_bytes"] - 5
     assert status["counters"]["origin_bytes"] == 5
     code, out, _ = run(capsys, "status", "--cache-dir", str(tmp_path / "cache"))
     assert "1 object, all complete" in out

@@ -1,7 +1,7 @@
 """`fs.load` in a cluster: every node loads its share to its disks, and the client adds up the progress.
 
 The client only needs connections to the nodes. When members join or leave, it starts a new round with the present members:
-cached blocks are skipped, and the share of a lost node belongs to others. It does the same after the nodes gave up its job.
+cached blocks are skipped, and the share of a lost node belongs to others. It does the same after nodes cancelled its job.
 """
 
 from __future__ import annotations

@@ -144,8 +144,9 @@ def translate(
             next_step=f"check {bucket} and the endpoint",
         )
     if isinstance(error, FileNotFoundError):
-        check = "check the name" if url.startswith("file:") else "check the bucket, the name and the endpoint"
-        return ObjectNotFoundError(f"{url} does not exist", next_step=check)
+        scheme = url.partition(":")[0]
+        check = "name" if scheme == "file" else f"{bucket_word(scheme)}, the name and the endpoint"
+        return ObjectNotFoundError(f"{url} does not exist", next_step=f"check the {check}")
     if isinstance(error, library.PreconditionError):
         return ObjectChangedError(f"{url} was overwritten while it was read", next_step="open it again")
     if isinstance(error, library.AlreadyExistsError):

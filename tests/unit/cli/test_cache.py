@@ -101,6 +101,8 @@ def test_ls_of_uncached_url_and_resize_beyond_the_disk_print_a_remark(
     assert "of 900 TB" in reported.out
     assert "is on a disk of " in reported.err
     assert reported.err.count("\n") == 1
+    assert main(["status"]) == 0
+    assert ", the disk has room for " in capsys.readouterr().out
     assert main(["resize", "3GB"]) == 0
     assert capsys.readouterr().err == ""
 
