@@ -23,15 +23,21 @@ _log = logging.getLogger("millrace.cluster")
 CHANGED_LATELY_SECONDS = 600.0
 """For this long after a change of members, reads also send requests to former holders."""
 
+_MOST_EARLIER = 8  # nodes that start together change the placement once each
+
 _WRONG_VERSION, _UNAUTHORIZED = 0, 401
 
 
 class _Current(NamedTuple):
-    """The newest view, its placement, and the time (monotonic) of the last change of members or states."""
+    """The newest view, its placement, and the time (monotonic) of the last change of members or states.
+
+    `earlier` are the placements with other shares before it, the newest first, each with the time (monotonic) of its end.
+    """
 
     view: View
     placement: Placement
     since: float
+    earlier: tuple[tuple[Placement, float], ...]
 
 
 class Cluster:
@@ -53,16 +59,26 @@ class Cluster:
             return current.placement
         # Concurrent threads may compute the same twice.
         now = time.monotonic()
-        same_places = current is not None and current.view.version == view.version
-        since = current.since if current is not None and same_places else now
         placement = Placement(view, replicas=self.link.replicas)
-        self._current = _Current(view, placement, since)
+        if current is None:
+            self._current = _Current(view, placement, now, ())
+            return placement
+        earlier = current.earlier
+        if placement.shares != current.placement.shares:
+            earlier = ((current.placement, now), *earlier)[:_MOST_EARLIER]
+        since = current.since if current.view.version == view.version else now
+        self._current = _Current(view, placement, since, earlier)
         return placement
 
     def changed_lately(self) -> bool:
         """Whether the members or their states changed, or were first read, in the last ten minutes."""
         current = self._current
         return current is None or time.monotonic() - current.since < CHANGED_LATELY_SECONDS
+
+    def earlier_placements(self) -> list[Placement]:
+        """The placements with other shares that this process saw in the last ten minutes, the newest first."""
+        current, since = self._current, time.monotonic() - CHANGED_LATELY_SECONDS
+        return [] if current is None else [placement for placement, until in current.earlier if until > since]
 
     def is_skipped(self, member: Member) -> bool:
         """Whether a member's breaker is open. Unlike `breakers.is_open`, this never lets a request through."""

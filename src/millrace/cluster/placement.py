@@ -63,6 +63,7 @@ class Placement:
         here = [member for member in view.members if member.state is MemberState.HERE]
         owning = here or [member for member in view.members if member.state is MemberState.JOINING]
         known = [member for member in view.members if member.state is not MemberState.JOINING]
+        self.shares = frozenset((member.id, member.weight) for member in owning)
         self._order = _cached(_Ranking(owning, max(ORDER_LENGTH, replicas)))
         # While no member leaves, both rankings are equal.
         self._former = self._order if known == owning else _cached(_Ranking(known, FORMER_LENGTH))

@@ -7,7 +7,7 @@ the next peer is tried, three at most, and then the origin. Only the origin dete
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,12 +55,20 @@ class Step(NamedTuple):
 
 
 def route(
-    placement: Placement, me: str | None, object_id: bytes, stripe: int, *, changed_lately: bool, serving: bool = False
+    placement: Placement,
+    me: str | None,
+    object_id: bytes,
+    stripe: int,
+    *,
+    changed_lately: bool,
+    earlier: Sequence[Placement] = (),
+    serving: bool = False,
 ) -> list[Step]:
     """The requests of the node `me` (None: a client) for a missing stripe, in order, before it reads the origin. Pure.
 
     First, fetch requests to the members before `me` in the placement order. Then `me` acts as the owner, and requests only
-    cached blocks: from the other holders and, with `changed_lately`, from the former owner and the first other member.
+    cached blocks: from the other holders, from the owners by the `earlier` placements that this process saw, and, with
+    `changed_lately`, from two members that may have been the owner before: it may not have seen every placement.
     A node that is `serving` others sends no fetch requests, so nodes cannot wait for each other in a circle.
     """
     order = placement.order(object_id, stripe)
@@ -71,6 +79,9 @@ def route(
         return steps
     # From here on this node acts as the owner, because no member before it responded.
     candidates = list(order[: placement.replicas]) if placement.replicas > 1 else []
+    owned_before = [member.id for old in earlier for member in old.order(object_id, stripe)[:1]]
+    # Their addresses may have changed.
+    candidates += [member for name in owned_before if (member := placement.view.member(name)) is not None]
     if changed_lately:
         candidates += placement.former(object_id, stripe)[:1]
         candidates += [member for member in order if member.id != me][:1]
@@ -134,6 +145,7 @@ class ClusterSource:
             self._what.object_id(),
             stripe,
             changed_lately=self._cluster.changed_lately(),
+            earlier=self._cluster.earlier_placements(),
             serving=self._serving,
         )
 

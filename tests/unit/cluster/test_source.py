@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,28 @@ def test_route_returns_the_requests_in_order(
     own = next((member_id for member_id, name in letters.items() if name == me), me)
     steps = route(placement, own, NAME, 0, changed_lately=lately, serving=serving)
     assert " ".join(f"{letters[step.member.id]}:{step.ask}:{step.rank}" for step in steps) == expected
+
+
+@pytest.mark.parametrize(
+    ("earlier", "lately", "expected"),
+    [
+        ([], True, "b:cached"),
+        # the owners of earlier placements, the newest first, and each once
+        (["d", "cd"], True, "d:cached c:cached b:cached"),
+        (["bd", "d", "cd"], False, "b:cached d:cached c:cached"),
+        # one that owned it while all members joined, this node, and one that is gone
+        (["ac", "e", "c"], False, "c:cached"),
+    ],
+)
+def test_route_of_an_owner_asks_the_owners_of_earlier_placements(
+    earlier: list[str], lately: bool, expected: str
+) -> None:
+    order = _placement(**ALL, e=HERE).order(NAME)
+    members = dict(zip("abcde", order, strict=True))
+    now, *before = [Placement(View.of(members[name] for name in names)) for names in ["abcd", *earlier]]
+    steps = route(now, members["a"].id, NAME, 0, changed_lately=lately, earlier=before)
+    letters = {member.id: name for name, member in members.items()}
+    assert " ".join(f"{letters[step.member.id]}:{step.ask}" for step in steps) == expected
 
 
 def test_route_of_a_serving_node_has_no_fetch_requests() -> None:
@@ -531,6 +554,41 @@ def test_read_after_a_change_uses_former_holders(place: Place, serving: bool) ->
     assert fetched.keep is Keep.OWNED
     assert asks == ["cached"]
     assert place.origin.requests == []
+
+
+@pytest.mark.parametrize("state", [HERE, JOINING])
+def test_read_after_several_nodes_joined_uses_what_one_of_them_fetched_between(
+    place: Place, state: MemberState
+) -> None:
+    """The third node owned the object for a moment, before the first and the second joined."""
+    empty = answers(404)
+    cluster = place.start(dead, empty, honest, empty, me=0)
+    everyone = place.views.now
+    place.views.now = View.of([*place.members[3:], replace(place.members[2], state=HERE)])
+    cluster.placement()
+    if state is JOINING:  # all started at once, and the first that was `here` owned everything for a moment
+        place.views.now = View.of(replace(member, state=JOINING) for member in place.members[2:])
+        cluster.placement()
+        place.views.now = View.of([place.members[1], *(replace(each, state=JOINING) for each in place.members[2:])])
+        cluster.placement()
+    place.views.now = everyone
+    assert data_of(place.read()) == DATA
+    assert place.origin.requests == []
+
+
+def test_earlier_placements_end_after_a_while(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = place.start(dead, honest, me=0)
+    assert cluster.earlier_placements() == []
+    first = cluster.placement()
+    place.views.now = View.of([place.members[0], replace(place.members[1], state=JOINING)])
+    second = cluster.placement()
+    place.views.now = View.of([replace(each, address="127.0.0.1:2") for each in place.views.now.members])
+    cluster.placement()  # the same shares
+    place.views.now = View.of(place.members)
+    cluster.placement()
+    assert [each.shares for each in cluster.earlier_placements()] == [second.shares, first.shares]
+    monkeypatch.setattr(cluster_module, "CHANGED_LATELY_SECONDS", 0.0)
+    assert cluster.earlier_placements() == []
 
 
 def test_read_long_after_a_change_uses_the_origin(place: Place, settled: None) -> None:
