@@ -1,9 +1,11 @@
 """Invalidations: every write makes all members drop their cached metadata of the written or removed keys.
 
 A write returns when every reachable member has dropped the keys. A bucket's metadata owners come first: a member that is
-invalidated later and then sends them a request must not receive the old metadata again. Members that cannot be reached
-receive the invalidation later, from a thread of this process and from one of this machine's node (or of another member),
-since this process may end before. Both try for ten minutes at most. Until then their readers see what `consistency` allows.
+invalidated later and then sends them a request must not receive the old metadata again. While the cluster changes, a member
+may know members, or name owners, that the writer does not: its response contains its view, and the invalidation is sent
+again to the members of both. Members that cannot be reached receive the invalidation later, from a thread of this process
+and from one of this machine's node (or of another member), since this process may end before. Both try for ten minutes at
+most. Until then their readers see what `consistency` allows.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.wire import MAX_BODY_BYTES
-from millrace.cluster.membership import Member
+from millrace.cluster.membership import Member, View
+from millrace.cluster.placement import Placement
 from millrace.config import SILENCE_SECONDS
-from millrace.errors import PeerError, PeerSilentError
+from millrace.errors import DamagedError, MillraceError, PeerError, PeerSilentError
 from millrace.events import Event, emit
 from millrace.origin.side_by_side import side_by_side
 from millrace.runtime import forks
@@ -49,7 +52,9 @@ class Invalidations:
         """By member, origin and key: the time (monotonic) at which it is dropped. The oldest come first."""
         self._thread: threading.Thread | None = None
 
-    def send(self, identity: str, keys: Sequence[str], first: Sequence[Member]) -> set[str]:
+    def send(
+        self, identity: str, keys: Sequence[str], first: Callable[[Placement], Sequence[Member]] = lambda _: ()
+    ) -> set[str]:
         """Invalidate `keys` of an origin on every member: on those of `first` one after the other, then on all the rest.
 
         Includes this machine's node: its readers may have requested metadata, since this process dropped the keys, from a
@@ -57,18 +62,25 @@ class Invalidations:
         """
         if not self._owner.is_this_process:
             self._begin()
-        done = {member.id for member in first}
-        rest = [member for member in self._cluster.placement().view.members if member.id not in done]
-        missed = {member.id for member in first if not self._send(member, identity, keys)}
-        results = self._send_all(rest, identity, keys)
-        missed |= {member.id for member, reached in zip(rest, results, strict=True) if not reached}
+        placement = self._cluster.placement()
+        members, views = placement.view.members, self._send_in_order(placement, identity, keys, first)
+        missed = {name for name, view in views.items() if view is None}
+        others = [view for view in views.values() if view is not None and view.version != placement.view.version]
+        if others:
+            members = View.of(member for view in (placement.view, *others) for member in view.members).members
+            views = self._send_in_order(Placement(View.of(members)), identity, keys, first)
+            missed |= {name for name, view in views.items() if view is None}
         if missed:
             self.send_later(missed, identity, keys)
             me = self._cluster.link.member_id
-            reached = [member for member in (*first, *rest) if member.id not in missed]
+            reached = [member for member in members if member.id not in missed]
             for member in sorted(reached, key=lambda member: member.id != me)[:1]:
                 self._send(member, identity, keys, missed)
         return missed
+
+    def view(self) -> View:
+        """The view by which this process sends invalidations."""
+        return self._cluster.placement().view
 
     def pending(self) -> int:
         """How many keys are pending, over all members."""
@@ -77,23 +89,37 @@ class Invalidations:
 
     # --- now --------------------------------------------------------------------------------------
 
-    def _send_all(self, members: Sequence[Member], identity: str, keys: Sequence[str]) -> Iterable[bool]:
+    def _send_in_order(
+        self, placement: Placement, identity: str, keys: Sequence[str], first: Callable[[Placement], Sequence[Member]]
+    ) -> dict[str, View | None]:
+        """Invalidate keys on all members of a placement; returns what `_send` does, by member."""
+        views = {member.id: self._send(member, identity, keys) for member in first(placement)}
+        rest = [member for member in placement.view.members if member.id not in views]
+        results = self._send_all(rest, identity, keys)
+        return views | {member.id: view for member, view in zip(rest, results, strict=True)}
+
+    def _send_all(self, members: Sequence[Member], identity: str, keys: Sequence[str]) -> Iterable[View | None]:
         return side_by_side(lambda member: self._send(member, identity, keys), members, _THREADS, "millrace-invalidate")
 
-    def _send(self, member: Member, identity: str, keys: Sequence[str], missed: Iterable[str] = ()) -> bool:
-        """Invalidate keys on a member, which also sends them later to `missed` members; returns whether it succeeded."""
+    def _send(self, member: Member, identity: str, keys: Sequence[str], missed: Iterable[str] = ()) -> View | None:
+        """Invalidate keys on a member, which also sends them later to `missed` members.
+
+        Returns the member's view, or None if it was not reached.
+        """
         if not self._cluster.is_available(member):
-            return False
+            return None
+        mine = view = self.view()
         try:
             for batch in batches(keys):
-                body = {"origin": identity, "keys": batch, "missed": [*missed]}
+                body = {"origin": identity, "keys": batch, "missed": [*missed], "view": mine.version}
                 deadline = SILENCE_SECONDS + len(batch) * _KEY_SECONDS
-                self._cluster.client.call(member, "POST", FORGET, body, deadline=deadline)
-        except PeerError as error:
+                response = self._cluster.client.call(member, "POST", FORGET, body, deadline=deadline)
+                view = View.from_json(response) if response else mine
+        except (PeerError, DamagedError) as error:
             record_failure(self._cluster, member, error)
-            return False
+            return None
         self._cluster.breakers.worked(member.id)
-        return True
+        return view
 
     # --- later ------------------------------------------------------------------------------------
 
@@ -147,7 +173,7 @@ class Invalidations:
         keys = list(pending)
         members = self._cluster.placement().view.members
         member = next((each for each in members if each.id == member_id), None)
-        if member is None or not self._send(member, identity, keys):
+        if member is None or self._send(member, identity, keys) is None:
             return
         with self._lock:
             for key, until in pending.items():
@@ -159,7 +185,7 @@ class Invalidations:
         emit(Event(name="peer.invalidation_late", subject=member_id, detail=f"{len(keys)} keys of {identity}"))
 
 
-def record_failure(cluster: Cluster, member: Member, error: PeerError) -> None:
+def record_failure(cluster: Cluster, member: Member, error: MillraceError) -> None:
     """Record a failed request: opens the breaker of a silent member, and emits an event."""
     if isinstance(error, PeerSilentError):
         cluster.breakers.failed(member.id)

@@ -25,6 +25,7 @@ from millrace.cluster.dataplane.server import Call, PlaneServer
 from millrace.cluster.invalidation import FORGET, Invalidations, record_failure
 from millrace.cluster.membership import Member
 from millrace.cluster.origins import NamedOrigin, Origins
+from millrace.cluster.placement import Placement
 from millrace.config import SILENCE_SECONDS
 from millrace.errors import OriginUnavailableError, PeerError, PeerSilentError, UsageError
 from millrace.events import Event, emit
@@ -46,6 +47,11 @@ def metadata_id(identity: str, key: str) -> bytes:
     bucket = key.lstrip("/").partition("/")[0]
     text = f"metadata\0{identity}\0{bucket}"
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _owners(placement: Placement, identity: str, key: str) -> Sequence[Member]:
+    """The metadata owners of a key's bucket, in the order of requests."""
+    return placement.order(metadata_id(identity, key))[:_OWNERS]
 
 
 class ClusterListings:
@@ -92,10 +98,15 @@ class ClusterListings:
         if origin.head_is_local or not keys:
             return False
         by_bucket = {key.lstrip("/").partition("/")[0]: key for key in keys}
-        orders = [self._owners(origin.identity, key) for key in by_bucket.values()]
-        # First owners before second ones, because second owners send requests to first ones.
-        first = {member.id: member for rank in itertools.zip_longest(*orders) for member in rank if member is not None}
-        missed = self._invalidations.send(origin.identity, keys, list(first.values()))
+
+        def owners(placement: Placement) -> list[Member]:
+            orders = [_owners(placement, origin.identity, key) for key in by_bucket.values()]
+            # First owners before second ones, because second owners send requests to first ones.
+            ranks = itertools.zip_longest(*orders)
+            return list({member.id: member for rank in ranks for member in rank if member is not None}.values())
+
+        first = [member.id for member in owners(self._cluster.placement())]
+        missed = self._invalidations.send(origin.identity, keys, owners)
         if self._uses_peers and not missed.isdisjoint(first):
             # An owner may return with old metadata: this process reads the metadata of its own writes from the origin.
             for key in keys:
@@ -108,9 +119,6 @@ class ClusterListings:
         """How many keys unreachable members must still drop."""
         return self._invalidations.pending()
 
-    def _owners(self, identity: str, key: str) -> Sequence[Member]:
-        return self._cluster.placement().order(metadata_id(identity, key))[:_OWNERS]
-
     def _request(
         self, origin: Origin, key: str, path: str, query: Mapping[str, str], read: Callable[[Any], _T]
     ) -> _T | None:
@@ -121,7 +129,7 @@ class ClusterListings:
         if self._stale and self._is_stale(origin.identity, key):
             return None
         arguments = {"origin": origin.identity, "age": self._limit, **query}
-        for member in self._owners(origin.identity, key):
+        for member in _owners(self._cluster.placement(), origin.identity, key):
             if member.id == me:
                 return None
             if not self._cluster.is_available(member):
@@ -251,7 +259,8 @@ class MetadataOwner:
         # Also without access now: metadata cached with access would be served when there is access again.
         self._node.metadata.invalidate(self._origins.find(identity) or NamedOrigin(identity), *keys)
         self._node.drop_checkpoint_files(identity, keys)
-        return {}
+        view = self._invalidations.view()
+        return {} if body.get("view") == view.version else view.to_json()
 
     def _arguments(self, call: Call) -> tuple[Origin, float]:
         origin = self._origins.find(_text(call.query, "origin"))

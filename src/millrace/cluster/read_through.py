@@ -85,7 +85,7 @@ class ReadThrough:
             with importing():
                 from millrace.cluster.invalidation import Invalidations
 
-            Invalidations(cluster).send(self._origin.identity, keys, ())
+            Invalidations(cluster).send(self._origin.identity, keys)
         except (MillraceError, OSError) as error:
             # Checkpoint files are the first that eviction removes.
             _log.warning("removed checkpoint files stay in the cache until their space is needed: %s", error)

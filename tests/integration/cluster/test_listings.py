@@ -6,9 +6,9 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,13 @@ from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.server import Call, PlaneServer
 from millrace.cluster.invalidation import Invalidations, batches
 from millrace.cluster.listings import ClusterListings, MetadataOwner, metadata_id
-from millrace.cluster.membership import Member, NodeLink, View
+from millrace.cluster.membership import Member, MemberState, NodeLink, View
 from millrace.cluster.origins import Origins
 from millrace.cluster.serving import BlockService
 from millrace.config import SILENCE_SECONDS, resolve
 from millrace.errors import ObjectNotFoundError, PeerRefusedError
 from millrace.origin import ListingPage
+from millrace.testing.conformance.members import eventually
 
 pytestmark = pytest.mark.usefixtures("patient_peers")
 
@@ -453,6 +454,54 @@ def test_invalidation_of_an_unreachable_member_is_sent_later(make_nodes: MakeNod
     assert reader.serving.metadata.stat(origin, "b/one").size == 2
 
 
+def test_write_invalidates_a_member_that_the_writer_does_not_know_yet(
+    make_nodes: MakeNodes, origin: MemoryOrigin
+) -> None:
+    origin.put("b/one", b"1")
+    writer, _, newcomer = make_nodes(3, "immutable")
+    _change_view(writer, lambda members: [member for member in members if member != newcomer.member])
+    assert newcomer.serving.metadata.stat(origin, "b/one").size == 1
+    origin.put("b/one", b"22")
+    writer.reading.metadata.invalidate(origin, "b/one")
+    assert newcomer.serving.metadata.known(origin, "b/one") is None
+
+
+def test_write_by_a_writer_that_does_not_know_the_new_owner_yet_is_seen(
+    make_nodes: MakeNodes, origin: MemoryOrigin
+) -> None:
+    """A reader that is invalidated before the owner that only it knows receives the old metadata once more."""
+    origin.put("b/one", b"1")
+    nodes = make_nodes(3, "immutable")
+    owner, writer, reader = in_order(nodes)
+    state = MemberState.JOINING
+    _change_view(
+        writer, lambda members: [replace(each, state=state) if each == owner.member else each for each in members]
+    )
+    reader.serving.connect(source=reader.serving.source, metadata_source=reader.reading.metadata_source)
+    reader.server.route("POST", "/v1/forget", _forgets(reader, origin))
+    forget, received = _forgets(owner, origin), list[int]()
+
+    def forget_late(call: Call) -> object:
+        if not received:
+            eventually(lambda: reader.serving.metadata.known(origin, "b/one") is None)
+            received.append(reader.serving.metadata.stat(origin, "b/one").size)
+        return forget(call)
+
+    owner.server.route("POST", "/v1/forget", forget_late)
+    assert [node.serving.metadata.stat(origin, "b/one").size for node in (owner, reader)] == [1, 1]
+    origin.put("b/one", b"22")
+    writer.reading.metadata.invalidate(origin, "b/one")
+    assert received == [1]
+    assert reader.serving.metadata.stat(origin, "b/one").size == 2
+
+
+def _change_view(node: Node, change: Callable[[Sequence[Member]], Iterable[Member]]) -> None:
+    """Give a node a view of its own."""
+    views = Views()
+    views.now = View.of(change(node.cluster.link.views.view().members))
+    node.cluster.link = replace(node.cluster.link, views=views)
+
+
 @pytest.mark.slow
 def test_invalidated_member_never_receives_old_metadata_from_an_owner(
     make_nodes: MakeNodes, origin: MemoryOrigin
@@ -491,7 +540,7 @@ def _forgets(node: Node, origin: MemoryOrigin) -> Callable[[Call], object]:
             index = cache.open_disks[0].store.index
             for key in call.body.get("keys", [call.body.get("key")]):
                 PageMap(index).change(origin.identity, key)
-        return {}
+        return node.cluster.placement().view.to_json()
 
     return forget
 

@@ -10,7 +10,8 @@ import pytest
 
 from millrace.cluster import invalidation
 from millrace.cluster.invalidation import Invalidations
-from millrace.cluster.membership import Member
+from millrace.cluster.membership import Member, View
+from millrace.cluster.placement import Placement
 from millrace.errors import PeerSilentError
 from millrace.testing.conformance.members import eventually
 
@@ -30,18 +31,18 @@ def test_invalidation_during_a_late_one_is_sent_too(monkeypatch: pytest.MonkeyPa
         reported.append(body)
 
     cluster: Any = SimpleNamespace(
-        placement=lambda: SimpleNamespace(view=SimpleNamespace(members=[member])),
+        placement=lambda: Placement(View.of([member])),
         is_available=lambda _: not is_away.is_set(),
         client=SimpleNamespace(call=call),
         link=SimpleNamespace(member_id=None),
         breakers=SimpleNamespace(failed=lambda _: None, worked=lambda _: None),
     )
     invalidations = Invalidations(cluster)
-    assert invalidations.send("origin", ["bucket/key"], []) == {"m"}
+    assert invalidations.send("origin", ["bucket/key"], lambda _: []) == {"m"}
     answers.set()
     assert is_asked.wait(120)  # the first invalidation is being sent
     is_away.set()
-    assert invalidations.send("origin", ["bucket/key"], []) == {"m"}
+    assert invalidations.send("origin", ["bucket/key"], lambda _: []) == {"m"}
     may_answer.set()
     eventually(lambda: len(reported) == 1)
     is_away.clear()
