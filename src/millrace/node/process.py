@@ -373,8 +373,9 @@ class NodeProcess:
     def _announce_static(self, *, again: bool = False) -> None:
         """Send this node's state to the other nodes. Only for static members, which have no service for it."""
         if self._is_static and isinstance(self._membership, StaticMembers):
-            state = MemberState.LEAVING if self._state is MemberState.LEAVING else MemberState.HERE
-            self.drains.announce_again(state) if again else self.drains.announce(state)
+            with self._publishing:  # in order: the last announced state must be the newest
+                state = MemberState.LEAVING if self._state is MemberState.LEAVING else MemberState.HERE
+                self.drains.announce_again(state) if again else self.drains.announce(state)
 
     def set_member_state(self, member_id: str, state: MemberState) -> None:
         """Set the state that a static member reported."""

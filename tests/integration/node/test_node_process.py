@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from millrace.filesystem.cluster_loading import load_on_cluster
 from millrace.filesystem.loading import LoadProgress
 from millrace.node import load_jobs
 from millrace.node import process as node_process
+from millrace.node.drain import DrainReport
 from millrace.node.process import NodeProcess
 from millrace.origin import open_origin
 from millrace.origin.object_store import ObjectStoreOrigin
@@ -462,6 +463,34 @@ def test_static_node_repeats_its_state_to_unreached_members(nodes: Nodes, monkey
         again = nodes.start(1)
         wait_until(lambda: bool(refused))
     wait_until(lambda: {member.id: member.state for member in first.view().members}[again.address] is MemberState.HERE)
+
+
+def test_static_node_that_leaves_while_it_repeats_its_state_is_seen_as_leaving(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_process, "_ANNOUNCE_SECONDS", 0.0)
+    first, second = (nodes.start(number) for number in range(2))
+    request, repeats, may_send = second.drains._request, threading.Event(), threading.Event()
+
+    def request_late(*arguments: Any, repeated: bool = False) -> set[str]:
+        if repeated and arguments[0]:
+            repeats.set()
+            assert may_send.wait(120)
+        return request(*arguments, repeated=repeated)
+
+    monkeypatch.setattr(second.drains, "_request", request_late)
+    second.drains._missed = {first.address}
+    monkeypatch.setattr(second.drains, "wait", lambda *_: DrainReport())
+    assert repeats.wait(120)
+    with ThreadPoolExecutor(1) as pool:
+        leaves = pool.submit(second.drain, 30)
+        wait_until(lambda: second._state is MemberState.LEAVING)
+        with suppress(TimeoutError):  # it waits for the repeated state, or has announced the new one
+            leaves.result(0.5)
+        may_send.set()
+        leaves.result(120)
+    second.close()
+    assert {member.id: member.state for member in first.view().members}[second.address] is MemberState.LEAVING
 
 
 def test_published_view_is_the_newest(nodes: Nodes, events: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
