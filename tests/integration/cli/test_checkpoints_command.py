@@ -143,6 +143,22 @@ def test_ls_of_a_run_lists_every_checkpoint(call, run: Path) -> None:
     assert max(map(len, lines)) <= 100
 
 
+def test_command_with_run_without_checkpoints_succeeds(call, tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    with CheckpointManager(tmp_path / "saved") as manager:
+        manager.save(1, {"step": 1})
+    shutil.rmtree(tmp_path / "saved" / name_of(1))
+    for run in ("new", "saved"):
+        assert call("ls", tmp_path / run) == (0, "no checkpoints\n", "")
+        assert call("ls", tmp_path / run, "--json") == (0, "[]\n", "")
+        code, out, err = call("prune", tmp_path / run, "--keep", "last=1,every=100", "--yes")
+        assert (code, out.splitlines()[-1], err) == (0, "0 checkpoints stay: there is nothing to remove", "")
+    # A directory of runs, and one with other files: probably a wrong path.
+    (tmp_path / "new" / "notes").write_text("x")
+    for place in (tmp_path, tmp_path / "new", tmp_path / "new" / "notes"):
+        assert call("ls", place)[0] == 1
+
+
 def test_ls_of_damaged_run_marks_incomplete_and_unreadable_checkpoints(call, run: Path) -> None:
     shutil.copytree(run / name_of(20), run / f"{name_of(20)}-r1")
     (run / name_of(40)).mkdir()
@@ -498,6 +514,8 @@ def test_command_with_run_on_object_store_works_as_with_local_run(
     assert call("verify", f"s3://{copy}", "--all", *there)[0] == 0
     code, out, err = call("ls", "s3://checkpoints-command/nothing", *there)
     assert (code, out, err.count("\n")) == (1, "", 1)
+    origin.put("checkpoints-command/begun/writer-000000000001.json", b"{}")  # what the first save of a run writes first
+    assert call("ls", "s3://checkpoints-command/begun", *there) == (0, "no checkpoints\n", "")
     for command in (["ls"], ["verify"], ["prune", "--keep", "all"]):
         code, out, err = call(*command, "s3://no-such-bucket/run", *there)
         assert (code, out) == (1, "")

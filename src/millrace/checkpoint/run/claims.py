@@ -48,6 +48,11 @@ _MAX_TAKE_ATTEMPTS = 100
 _MAX_LEFT = 32
 
 
+def is_claim(name: str) -> bool:
+    """Whether a file of a run is a claim. A run has at least one from its first save on."""
+    return _NAME.fullmatch(name) is not None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimRecord:
     """The content of a claim: its process, the time (for people), and the checkpoints that are being saved.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +17,7 @@ from millrace.errors import printable
 from millrace.figures import size_text
 
 if TYPE_CHECKING:
-    from millrace.checkpoint.run.run_layout import ListedCheckpoint
+    from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run
     from millrace.checkpoint.storage.storage import CheckpointStorage
     from millrace.checkpoint.tools import WorkProgress
 
@@ -113,6 +114,33 @@ def _has_file(storage: CheckpointStorage, *names: str) -> bool:
             storage.stat(name)
             return True
     return False
+
+
+def checkpoints_in(run: Run) -> Sequence[ListedCheckpoint]:
+    """The checkpoints of a run, complete or not. None in a run without a save, and in an empty directory.
+
+    Raises `CheckpointNotFoundError` if nothing is there, or only other files: the URL is probably misspelt.
+    """
+    from millrace.checkpoint.run.claims import is_claim
+    from millrace.checkpoint.storage.storage import LocalStorage
+    from millrace.errors import CheckpointNotFoundError
+
+    listing = run.look()
+    if listing.checkpoints or listing.empty or any(is_claim(file.name) for file in listing.files):
+        return listing.checkpoints
+    if isinstance(run.storage, LocalStorage) and _is_empty_directory(run.url):
+        return ()
+    raise CheckpointNotFoundError(
+        f"{run.url}: no checkpoint found", next_step="give the directory of a run, or of one checkpoint"
+    )
+
+
+def _is_empty_directory(path: str) -> bool:
+    try:
+        with os.scandir(path) as entries:
+            return next(entries, None) is None
+    except OSError:  # missing, or not a directory
+        return False
 
 
 def checkpoint_url(url: str, step: int | None, endpoint_url: str | None) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from millrace.cli.checkpoints.common import (
+    checkpoints_in,
     date_text,
     is_checkpoint,
     iso_text,
@@ -92,14 +93,10 @@ def _single(url: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
 def _run(url: str, options: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     from millrace.checkpoint.run.run_layout import open_run
     from millrace.checkpoint.run.timeline import timeline
-    from millrace.errors import CheckpointNotFoundError, MillraceError
+    from millrace.errors import MillraceError
 
     run = open_run(url, options)
-    found = run.scan()
-    if not found:
-        raise CheckpointNotFoundError(
-            f"{run.url}: no checkpoint found", next_step="give the directory of a run, or of one checkpoint"
-        )
+    found = checkpoints_in(run)
     described = run.describe_all(found)
     needed: dict[str, list[str]] = {}
     for known in described.values():
@@ -173,6 +170,8 @@ def _iso(seconds: float | None) -> str | None:
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not rows:
+        return ["no checkpoints"]
     metrics = sorted({name for row in rows for name in row["metrics"]})
     columns = ["step", "time", "size", "raw", "ratio", "restore", "base", *metrics, "state"]
     lines = [

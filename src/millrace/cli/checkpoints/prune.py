@@ -13,6 +13,7 @@ import click
 from millrace.cli.checkpoints.common import (
     Display,
     all_option,
+    checkpoints_in,
     cut,
     date_text,
     is_checkpoint,
@@ -76,7 +77,7 @@ def prune(
         raise UsageError(f"{url} is one checkpoint, not a run", next_step="give the URL of the run")
     run = open_run(url, options, read_through="auto")
     infos = _infos(run)
-    plan = prune_run(run, policy, dry_run=True, independent=not no_independent, strict=True)
+    plan = prune_run(run, policy, dry_run=True, independent=not no_independent, strict=bool(infos))
     if not as_json:
         _show(plan, infos, policy, everything=everything)
     if not dry_run and plan.deleted_files:
@@ -92,12 +93,10 @@ def prune(
 
 
 def _infos(run: Run) -> Sequence[CheckpointInfo]:
-    """The readable checkpoints of the run. Raises `CheckpointNotFoundError` if the run has none."""
-    from millrace.errors import CheckpointNotFoundError, MillraceError
+    """The readable checkpoints of the run. Raises `CheckpointNotFoundError` if there is no run."""
+    from millrace.errors import MillraceError
 
-    found = run.scan()
-    if not found:
-        raise CheckpointNotFoundError(f"{run.url}: no checkpoint found", next_step="give the directory of a run")
+    found = checkpoints_in(run)
     return [info for info in run.describe_all(found).values() if not isinstance(info, MillraceError)]
 
 
