@@ -84,6 +84,7 @@ EVENTS = {
     "cluster.node.failed": Declared(_WARNING, "the Millrace node of a Ray node did not start"),
     "origin.gate.closed": Declared(_WARNING, "the origin requests a pause; no requests are sent"),
     "origin.gate.opened": Declared(_INFO, "the origin accepts requests again"),
+    "origin.limits.default": Declared(_INFO, "the default request limits hold for this process only"),
     "origin.limits.private": Declared(_WARNING, "the request limits hold for this process only"),
     "origin.netrc.unusable": Declared(_WARNING, "the netrc file cannot be used"),
     "origin.request.failed": Declared(_INFO, "a request failed"),

@@ -109,7 +109,8 @@ class CacheNode:
         """The error of a call that needs a disk, when none can be used."""
         if isinstance(self._failure, DiskFullError):
             return DiskFullError(self._failure.message, next_step=self._failure.next_step)
-        return StorageError("no cache directory can be used", next_step="run 'millrace doctor'")
+        why = f" ({self._failure.message})" if self._failure is not None else ""
+        return StorageError(f"no cache directory can be used{why}", next_step="run 'millrace doctor'")
 
     def connect(
         self,

@@ -360,6 +360,7 @@ class OriginLimiter:
         self._directory = found.directory.joinpath(*_FOLDER) if found.directory is not None else None
         self._most = found.max_requests or (DEFAULT_MAX_WEB_REQUESTS if self._is_web else DEFAULT_MAX_REQUESTS)
         self._per_second = found.requests_per_second
+        self._is_default = not found.max_requests and not found.requests_per_second
         self._timeout = found.timeout_seconds
         self.request_seconds = math.inf if self._timeout is None else request_seconds(self._timeout)
         self._limiters: dict[str, NodeLimiter] = {}
@@ -397,7 +398,9 @@ class OriginLimiter:
             file = hashlib.blake2b(identity.encode(errors="surrogateescape"), digest_size=16).hexdigest()
             path = self._directory / file if self._directory is not None else None
             node_limiter = imported("millrace.origin.limits.slots").node_limiter
-            made: NodeLimiter = node_limiter(identity, path, most=self._most, per_second=self._per_second)
+            made: NodeLimiter = node_limiter(
+                identity, path, most=self._most, per_second=self._per_second, is_default=self._is_default
+            )
             limiter = self._limiters.setdefault(name, made)
             self._drop_idle()
         return limiter

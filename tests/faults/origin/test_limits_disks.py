@@ -37,7 +37,12 @@ def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 @pytest.mark.parametrize("options", ["size=4k", "ro"])
-def test_limits_on_a_full_or_read_only_disk_are_private(mount: Callable[[str], Path], options: str) -> None:
+@pytest.mark.parametrize(
+    ("limits", "name"), [({"max_requests": 2}, "origin.limits.private"), ({}, "origin.limits.default")]
+)
+def test_limits_on_a_full_or_read_only_disk_are_private(
+    mount: Callable[[str], Path], options: str, limits: dict[str, int], name: str
+) -> None:
     place = mount(options)
     if options == "size=4k":
         (place / "filler").write_bytes(b"x" * 4096)
@@ -45,11 +50,13 @@ def test_limits_on_a_full_or_read_only_disk_are_private(mount: Callable[[str], P
     remove = add_hook(seen.append)
     inner = MemoryOrigin(identity=f"on {options}")
     inner.put("b/k", b"content")
-    origin = LimitedOrigin(inner, Limits.of("s3", {"cache_dir": str(place), "max_requests": 2}))
+    origin = LimitedOrigin(inner, Limits.of("s3", {"cache_dir": str(place), **limits}))
     try:
         assert [bytes(origin.read("b/k", 0, 7)) for _ in range(5)] == [b"content"] * 5
     finally:
         remove()
-    (reported,) = [event for event in seen if event.name == "origin.limits.private"]
+    (reported,) = [event for event in seen if event.name.startswith("origin.limits.")]
+    assert reported.name == name
+    assert str(place) in reported.detail
     assert reported.subject == f"on {options}"
     assert ("No space" in reported.detail) if options == "size=4k" else ("Read-only" in reported.detail)

@@ -230,7 +230,7 @@ def test_command_with_unusable_cache_fails(millrace: Any, tmp_path: Path, data: 
     close_nodes()
     os.link(locks, tmp_path / "other name")
     for command in (["status"], ["ls"], ["free", str(data)]):
-        assert "no cache directory can be used" in millrace(*command, code=1)
+        assert f"no cache directory can be used ({locks}" in millrace(*command, code=1)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

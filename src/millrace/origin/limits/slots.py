@@ -89,14 +89,18 @@ class NodeLimiter:
 
     `most` and `per_second` (None: no limit) are for this process. The state is common to all processes that use the file
     `path`. If the file cannot be used, the state is private to this process, and an event (`origin.limits.private`) has the
-    reason.
+    reason. Where the user has set no limit (`is_default`), the event is another one (`origin.limits.default`) that is not a
+    warning: the cache in the same directory warns already.
 
     Thread-safe. Safe across fork: the child has none of the parent's requests in flight and uses the same file. Signals
     interrupt a wait, as any sleep.
     """
 
-    def __init__(self, identity: str, path: Path | None, *, most: int, per_second: float | None) -> None:
+    def __init__(
+        self, identity: str, path: Path | None, *, most: int, per_second: float | None, is_default: bool = False
+    ) -> None:
         self._identity = identity
+        self._is_default = is_default
         self.path = path
         self.most = most
         self.per_second = per_second
@@ -405,7 +409,9 @@ class NodeLimiter:
             return NodeState(None)
 
     def _report_private(self, reason: str) -> None:
-        emit(Event(name="origin.limits.private", subject=self._identity, detail=reason))
+        name = "origin.limits.default" if self._is_default else "origin.limits.private"
+        detail = reason if self.path is None else f"{self.path}: {reason}"
+        emit(Event(name=name, subject=self._identity, detail=detail))
 
 
 # --- one limiter for each origin in a process ---------------------------------------------------------
@@ -414,13 +420,17 @@ _limiters: weakref.WeakValueDictionary[Hashable, NodeLimiter] = weakref.WeakValu
 _limiters_lock = threading.Lock()
 
 
-def node_limiter(identity: str, path: Path | None, *, most: int, per_second: float | None) -> NodeLimiter:
+def node_limiter(
+    identity: str, path: Path | None, *, most: int, per_second: float | None, is_default: bool = False
+) -> NodeLimiter:
     """This process's limiter with these limits, which exists as long as it is used. Opens no file."""
-    key = (identity, path, most, per_second)
+    key = (identity, path, most, per_second, is_default)
     with _limiters_lock:
         limiter = _limiters.get(key)
         if limiter is None:
-            limiter = _limiters[key] = NodeLimiter(identity, path, most=most, per_second=per_second)
+            limiter = _limiters[key] = NodeLimiter(
+                identity, path, most=most, per_second=per_second, is_default=is_default
+            )
         return limiter
 
 
