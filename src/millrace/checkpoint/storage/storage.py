@@ -45,6 +45,7 @@ from millrace.origin import ObjectInfo, ObjectWriter, Origin, Readable, origin_f
 _WRITEBACK_BYTES = 32 << 20
 # Attempts of a conditional PUT without a response while the object is missing. The client retries each attempt as well.
 _PUBLISH_ATTEMPTS = 3
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Errors of file systems without hard links: FAT, and some in user space.
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK})
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
@@ -294,7 +295,12 @@ class LocalStorage:
     def prepare(self) -> None:
         with _translated(self._path):
             new = list(_missing_directories(self._path))
-            os.makedirs(self._path, exist_ok=True)
+            try:
+                os.makedirs(self._path, exist_ok=True)
+            except OSError as error:
+                if error.errno in _DISK_FULL:
+                    raise
+                raise _not_created(self._path, error) from error
             if self._sync:
                 # The checkpoint is durable only if the entries of its parent directories are.
                 for directory in new:
@@ -551,11 +557,23 @@ def _rename_new(temporary: str, path: str) -> None:
         raise OSError(number, os.strerror(number), path)
 
 
+def _not_created(path: str, error: OSError) -> MillraceError:
+    """The error for a directory that cannot be created. `FileExistsError`: it has the name of a file."""
+    kind = DeniedError if isinstance(error, PermissionError) else StorageError
+    reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
+    return kind(
+        f"the directory {path} cannot be created ({reason})",
+        next_step="choose a directory in which this user can create files",
+    )
+
+
 @contextlib.contextmanager
 def _translated(path: str) -> Iterator[None]:
     """Convert errors of the operating system to `millrace.errors`, with the path."""
     try:
         yield
+    except MillraceError:
+        raise
     except FileNotFoundError as error:
         raise ObjectNotFoundError(f"{path} does not exist", next_step="check the name") from error
     except FileExistsError as error:
@@ -563,9 +581,7 @@ def _translated(path: str) -> Iterator[None]:
     except PermissionError as error:
         raise DeniedError(f"access to {path} was denied", next_step="check its owner and mode") from error
     except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in _DISK_FULL:
             raise DiskFullError(
                 f"no room to write {path}", next_step="free space, or raise the quota or file size limit"
             ) from error

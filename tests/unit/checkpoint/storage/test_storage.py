@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -130,9 +131,16 @@ def test_storage_over_readable_origin_reads(tmp_path):
 def test_system_errors_are_translated(tmp_path, monkeypatch):
     storage = LocalStorage(str(tmp_path / "file" / "below"))
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises((StorageError, ObjectExistsError)):
-        storage.prepare()
+    for place in (storage.url, os.path.dirname(storage.url)):
+        with pytest.raises(StorageError, match=f"the directory {place} cannot be created .Not a directory.: choose a dir"):
+            LocalStorage(place).prepare()
     assert list(storage.names()) == []
+    # `mkdir` in /proc fails as if a parent were missing.
+    for number, kind in ((errno.ENOENT, StorageError), (errno.EACCES, DeniedError), (errno.ENOSPC, DiskFullError)):
+        with monkeypatch.context() as patched, pytest.raises(kind) as raised:
+            patched.setattr(os, "makedirs", Mock(side_effect=OSError(number, os.strerror(number))))
+            storage.prepare()
+        assert kind is DiskFullError or "cannot be created" in str(raised.value)
     storage = LocalStorage(str(tmp_path))
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError(13, "no")))
     with pytest.raises(DeniedError):
