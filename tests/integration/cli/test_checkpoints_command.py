@@ -243,6 +243,11 @@ def test_show_prints_metrics_metadata_and_every_value(call, run: Path) -> None:
     assert frozen.split()[1:5] == ["float32", "300000", "1", "0"]
     assert frozen.endswith("unchanged")
     assert any(line.startswith("step ") for line in lines)
+    header = next(line for line in lines if line.startswith("tensors "))
+    # The last lines explain the columns that are not clear from their names.
+    for name in ("rank", "stored", "ratio", "stored as"):
+        assert name in header
+        assert f"{name}: " in "\n".join(lines[-2:])
 
 
 def test_show_of_many_values_cuts_the_list_unless_all_are_requested(call, tmp_path: Path) -> None:

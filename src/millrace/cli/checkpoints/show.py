@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 _KEY_CHARACTERS = 48
 _TEXT_CHARACTERS = 100
+_LEGEND = (
+    "rank: the ranks that wrote it; stored: its share of the compressed chunks; ratio: stored to size",
+    "stored as: full, delta (changes to an earlier checkpoint), unchanged (in an earlier checkpoint)",
+)
 
 
 @click.command(cls=LibraryCommand)
@@ -46,8 +50,9 @@ def show(
 ) -> None:
     """Show the tensors and objects of a checkpoint: size before and after compression, and the ranks that wrote them.
 
-    'stored' is a value's share of the chunks that contain it. 'how' is 'full' for chunks that are stored whole, 'delta'
-    for deltas to an earlier checkpoint, and 'unchanged' for chunks of an earlier checkpoint.
+    'stored' is a value's share of the chunks that contain it, and 'ratio' this share divided by the size. 'stored as' is
+    'full' for chunks that are stored whole, 'delta' for deltas to an earlier checkpoint, and 'unchanged' for chunks of an
+    earlier checkpoint; with several of them, the number of chunks of each.
     """
     from millrace.checkpoint.format.inventory import natural_order, select_keys
     from millrace.checkpoint.reading.opening import stored_values
@@ -79,8 +84,7 @@ def show(
         if rows:
             click.echo("")
             _show(title, rows, everything=everything)
-    if not chosen:
-        click.echo("the checkpoint is empty")
+    click.echo("\n" + "\n".join(_LEGEND) if chosen else "the checkpoint is empty")
 
 
 def _head(summary: CheckpointSummary, record: Mapping[str, Any]) -> str:
@@ -112,7 +116,7 @@ def _show(title: str, values: Sequence[StoredValue], *, everything: bool) -> Non
     stored = sum(value.stored_bytes for value in values)
     raw = sum(value.raw_bytes for value in values)
     described = ("dtype", "shape", "shards") if title == "tensors" else ()
-    columns = (title, *described, "rank", "size", "stored", "ratio", "how")
+    columns = (title, *described, "rank", "size", "stored", "ratio", "stored as")
     lines = [
         (
             _key_text(value.key),
