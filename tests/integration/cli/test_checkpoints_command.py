@@ -25,6 +25,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from millrace.checkpoint import CheckpointManager, CheckpointWriter
 from millrace.checkpoint.tools import verifying
 from millrace.cli import main
+from millrace.figures import size_text
 from millrace.origin import open_origin
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
@@ -175,8 +176,15 @@ def test_ls_of_damaged_run_marks_incomplete_and_unreadable_checkpoints(call, run
     assert states["30"].endswith("given up")
     assert states["40"].endswith("incomplete")
     assert states["50"].endswith("given up")
-    assert out.splitlines()[-1].startswith("3 complete checkpoints, 3 others: ")
     rows = {row["name"]: row for row in json.loads(call("ls", run, "--json")[1])}
+    complete = [row for row in rows.values() if row["complete"] and not row["error"]]
+    stored, raw = (sum(row[name] for row in complete) for name in ("stored_bytes", "raw_bytes"))
+    rest = sum(row["stored_bytes"] for row in rows.values()) - stored
+    # The sizes and the ratio are of the same checkpoints.
+    assert out.splitlines()[-1] == (
+        f"3 complete checkpoints: {size_text(stored)} for {size_text(raw)} of values ({stored / raw:.2f}); "
+        f"3 others: {size_text(rest)}"
+    )
     assert rows[name_of(40)]["complete"] is False
     assert rows[name_of(40)]["stored_bytes"] == 1000
     assert rows[name_of(20)]["error"]

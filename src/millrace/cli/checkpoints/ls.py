@@ -187,12 +187,13 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         for row in rows
     ]
     complete = [row for row in rows if row["complete"] and row["error"] is None]
-    others = counted(len(rows) - len(complete), "other")
     stored, raw = (sum(row[name] for row in complete) for name in ("stored_bytes", "raw_bytes"))
+    rest = sum(row["stored_bytes"] for row in rows) - stored
+    others = f"; {counted(len(rows) - len(complete), 'other')}: {size_text(rest)}"
     return [
         *table(columns, lines, right=("step", "size", "raw", "ratio", "restore", *metrics)),
-        f"{counted(len(complete), 'complete checkpoint')}{f', {others}' if len(rows) > len(complete) else ''}: "
-        f"{size_text(sum(row['stored_bytes'] for row in rows))} for {size_text(raw)} of values ({ratio_text(stored, raw)})",
+        f"{counted(len(complete), 'complete checkpoint')}: {size_text(stored)} for {size_text(raw)} of values "
+        f"({ratio_text(stored, raw)}){others if len(rows) > len(complete) else ''}",
     ]
 
 
