@@ -137,9 +137,10 @@ def test_system_errors_are_translated(tmp_path, monkeypatch):
     assert list(storage.names()) == []
     # `mkdir` in /proc fails as if a parent were missing.
     for number, kind in ((errno.ENOENT, StorageError), (errno.EACCES, DeniedError), (errno.ENOSPC, DiskFullError)):
-        with monkeypatch.context() as patched, pytest.raises(kind) as raised:
+        with monkeypatch.context() as patched:
             patched.setattr(os, "makedirs", Mock(side_effect=OSError(number, os.strerror(number))))
-            storage.prepare()
+            with pytest.raises(kind) as raised:
+                storage.prepare()
         assert kind is DiskFullError or "cannot be created" in str(raised.value)
     storage = LocalStorage(str(tmp_path))
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError(13, "no")))
