@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., object])
 
+_WEB = ("http", "https")
 _LINE_SECONDS = 10.0
 _BAR_SECONDS = 0.1
 
@@ -68,20 +69,30 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def require_host(endpoint_url: str | None) -> None:
-    """Raise `ConfigurationError` if the host of an endpoint has no address: requests to it would be retried for long."""
+    """Raise `ConfigurationError` for an endpoint that is no web address.
+
+    Also if its host has no address: requests to it would be retried for long.
+    """
     from urllib.request import getproxies  # it loads 30 modules, which `millrace --help` does not need
 
-    if not endpoint_url or getproxies():  # a proxy resolves hosts that this machine cannot
+    if not endpoint_url:
         return
+    subject = f"--endpoint-url {printable(endpoint_url.rpartition('@')[2])}"
     try:
         parts = urlsplit(endpoint_url if "://" in endpoint_url else f"https://{endpoint_url}")
-        if parts.hostname:  # a missing host is reported with the other options
-            socket.getaddrinfo(parts.hostname, parts.port or 443)
-    except (OSError, ValueError) as error:  # also a port that is not a number, an invalid host
+        port = parts.port
+    except ValueError as error:
+        raise ConfigurationError(f"{subject}: not a web address ({error})", next_step="correct the address") from error
+    if parts.scheme not in _WEB or parts.netloc.removesuffix(":") in _WEB:  # the second for one slash, as in http:/host
+        raise ConfigurationError(f"{subject}: not a web address", next_step="write http://host:port or https://host")
+    if not parts.hostname or getproxies():
+        return  # a missing host is reported with the other options; a proxy resolves hosts that this machine cannot
+    try:
+        socket.getaddrinfo(parts.hostname, port or 443)
+    except (OSError, ValueError) as error:  # also an invalid host
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigurationError(
-            f"--endpoint-url {printable(endpoint_url.rpartition('@')[2])}: the host name has no address ({reason})",
-            next_step="correct the address",
+            f"{subject}: the host name has no address ({reason})", next_step="correct the address"
         ) from error
 
 

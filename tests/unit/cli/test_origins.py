@@ -163,10 +163,20 @@ def test_read_of_missing_web_address_hides_its_query(tmp_path: Path) -> None:
             assert "SEKRET" not in f"{caught.value}{caught.value!r}"
 
 
-@pytest.mark.parametrize("endpoint", ["http://no-such-host.invalid:9", "no-such-host.invalid", "http://h:port"])
+@pytest.mark.parametrize(
+    ("endpoint", "problem"),
+    [
+        ("http://no-such-host.invalid:9", "the host name has no address ("),
+        ("no-such-host.invalid", "the host name has no address ("),
+        ("http://h:port", "not a web address (Port could not be cast to integer value as 'port'): correct"),
+        ("http://h:99999", "not a web address (Port out of range 0-65535): correct"),
+        ("http:/h:9", "not a web address: write http://host:port or https://host"),
+        ("s3://bucket", "not a web address: write http://host:port or https://host"),
+    ],
+)
 @pytest.mark.parametrize("command", [["load", "s3://b/x"], ["checkpoints", "ls", "s3://b/runs"]])
-def test_command_with_endpoint_of_unknown_host_prints_one_line(
-    millrace: Any, monkeypatch: pytest.MonkeyPatch, command: list[str], endpoint: str
+def test_command_with_unusable_endpoint_prints_one_line(
+    millrace: Any, monkeypatch: pytest.MonkeyPatch, command: list[str], endpoint: str, problem: str
 ) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -174,7 +184,7 @@ def test_command_with_endpoint_of_unknown_host_prints_one_line(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     text = millrace(*command, "--endpoint-url", endpoint, code=1)
-    assert f"--endpoint-url {endpoint}: the host name has no address (" in text
+    assert f"--endpoint-url {endpoint}: {problem}" in text
     assert text.count("\n") == 1
 
 
