@@ -62,6 +62,9 @@ def service_of(scheme: str) -> Service:
     found = _BY_ALIAS.get(scheme) or _of_fsspec(scheme)
     if found is None and scheme.lower() in _BY_ALIAS:
         raise ConfigurationError(f"no origin serves {scheme!r}", next_step=f"write {scheme.lower()}, in lower case")
+    if found is None and (alone := scheme.strip().partition(":")[0]) in _BY_ALIAS:
+        given = f"{alone}://..." if "/" in scheme else scheme  # a URL may contain a secret
+        raise ConfigurationError(f"{given!r} is not a scheme", next_step=f"write {alone!r}")
     if found is None:
         raise ConfigurationError(
             f"no origin serves {scheme!r}",

@@ -42,6 +42,13 @@ def test_unknown_scheme_or_cache_is_an_error(scheme: str) -> None:
         open_origin(scheme)
 
 
+@pytest.mark.parametrize(("text", "shown"), [("s3://bucket?secret", "s3://..."), ("s3:", "s3:"), (" s3", " s3")])
+def test_scheme_with_more_than_its_name_is_an_error_with_the_name(text: str, shown: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        open_origin(text)
+    assert str(raised.value) == f"{shown!r} is not a scheme: write 's3'"
+
+
 def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from fsspec.registry import known_implementations
 
