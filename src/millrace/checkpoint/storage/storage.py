@@ -389,7 +389,13 @@ class LocalWriter:
         self._replace = replace
         self._finished = False
         with _translated(self._path):
-            self._file = open(self._temporary, "xb", buffering=0)  # noqa: SIM115 - closed by close or abort
+            try:
+                self._file = open(self._temporary, "xb", buffering=0)  # noqa: SIM115 - closed by close or abort
+            except FileNotFoundError as error:  # the directory was removed, or files cannot be created in it (/proc)
+                raise ObjectNotFoundError(
+                    f"{self._path} cannot be created ({error.strerror})",
+                    next_step="check that its directory exists, and that files can be created there",
+                ) from error
         self._writeback = _Writeback(self._file.fileno()) if sync else None
 
     def write(self, data: Buffer, /) -> int:

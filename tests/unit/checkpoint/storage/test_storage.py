@@ -132,7 +132,9 @@ def test_system_errors_are_translated(tmp_path, monkeypatch):
     storage = LocalStorage(str(tmp_path / "file" / "below"))
     (tmp_path / "file").write_bytes(b"")
     for place in (storage.url, os.path.dirname(storage.url)):
-        with pytest.raises(StorageError, match=f"the directory {place} cannot be created .Not a directory.: choose a dir"):
+        with pytest.raises(
+            StorageError, match=f"the directory {place} cannot be created .Not a directory.: choose a dir"
+        ):
             LocalStorage(place).prepare()
     assert list(storage.names()) == []
     # `mkdir` in /proc fails as if a parent were missing.
@@ -142,6 +144,10 @@ def test_system_errors_are_translated(tmp_path, monkeypatch):
             with pytest.raises(kind) as raised:
                 storage.prepare()
         assert kind is DiskFullError or "cannot be created" in str(raised.value)
+    with pytest.raises(
+        ObjectNotFoundError, match=r"gone/x cannot be created \(No such file or directory\): check that"
+    ):
+        LocalStorage(str(tmp_path / "gone")).publish("x", b"1", replace=True)
     storage = LocalStorage(str(tmp_path))
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError(13, "no")))
     with pytest.raises(DeniedError):
