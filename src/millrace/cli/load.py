@@ -74,8 +74,9 @@ def load(
         return 0
     speed = f" ({size_text(done.fetched_bytes / done.seconds)}/s)" if done.fetched_bytes and done.seconds else ""
     before = size_text(done.done_bytes - done.fetched_bytes)
+    verb = "is" if done.done_objects == 1 else "are"
     click.echo(
-        f"{counted(done.done_objects, 'object')}, {size_text(done.done_bytes)}, are in the cache: "
+        f"{counted(done.done_objects, 'object')}, {size_text(done.done_bytes)}, {verb} in the cache: "
         f"{size_text(done.fetched_bytes)} fetched in {time_text(done.seconds)}{speed}, {before} were cached before"
         + (f"; on {done.nodes} nodes" if done.nodes > 1 else "")
     )

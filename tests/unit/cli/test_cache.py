@@ -57,6 +57,7 @@ def test_load_and_ls_of_local_files_report_the_cached_objects(millrace: Any, dat
     text = millrace("load", data / "train")
     assert text.startswith("2 objects, 2.00 MB, are in the cache: 2.00 MB fetched in ")
     assert text.endswith("0 B were cached before\n")
+    assert millrace("load", data / "train" / "a.bin").startswith("1 object, 2.00 MB, is in the cache: 0 B fetched in ")
     again = millrace("load", data, "--verify", "--json")
     assert (again["done_objects"], again["fetched_bytes"], again["bad_blocks"]) == (3, 10, 0)
     assert "every block was checked: none had to be" in millrace("load", data, "--verify")
