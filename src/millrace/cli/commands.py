@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from millrace.cli.common import repeats_noted
 from millrace.cli.interrupts import ended_at_once
 
 MAX_WIDTH = 110
@@ -20,7 +21,10 @@ class LibraryCommand(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         with ended_at_once():
             import millrace.filesystem  # noqa: F401
-        return super().invoke(ctx)
+        if not any(parameter.name == "endpoint_url" for parameter in self.params):
+            return super().invoke(ctx)
+        with repeats_noted():  # the commands that send requests to a storage
+            return super().invoke(ctx)
 
 
 class GroupedCommands(click.Group):

@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from urllib.parse import urlsplit
@@ -197,6 +197,30 @@ def print_note(line: str) -> None:
     """Write a remark besides the result in one line to stderr. `millrace --quiet` suppresses it."""
     if not is_quiet():
         print_message(line)
+
+
+@contextlib.contextmanager
+def repeats_noted() -> Iterator[None]:
+    """Report once that a request to the storage failed and is repeated, which can take a minute without other output.
+
+    Not in the first seconds: most failures are over by then, or have become the error of the command.
+    """
+    from millrace.events import Event, add_hook
+
+    began = time.monotonic()
+
+    def note(event: Event) -> None:
+        if event.name == "origin.request.failed" and time.monotonic() - began >= _LINE_SECONDS:
+            remove()
+            print_message(
+                f"{event.subject}: a request failed, and is repeated for a while; 'millrace -v' shows the reason"
+            )
+
+    remove = (lambda: None) if is_quiet() else add_hook(note)
+    try:
+        yield
+    finally:
+        remove()
 
 
 def is_quiet() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.support.hub_server import HubServer
 from tests.support.web_server import WebServer
 
 from millrace.cache.catalog import url_of
-from millrace.cli import main
+from millrace.cli import common, main
 from millrace.errors import ConfigurationError, ObjectNotFoundError
 from millrace.filesystem import filesystem
 from millrace.origin import open_origin
@@ -186,6 +187,20 @@ def test_command_with_unusable_endpoint_prints_one_line(
     text = millrace(*command, "--endpoint-url", endpoint, code=1)
     assert f"--endpoint-url {endpoint}: {problem}" in text
     assert text.count("\n") == 1
+
+
+def test_command_with_repeated_request_reports_it_once(
+    millrace: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(common, "_LINE_SECONDS", 0.0)
+    with WebServer() as web:
+        web.put("/d/x.bin", b"z" * 1000)
+        for options, notes in ([], 1), (["--quiet"], 0):
+            web.service.interfere(lambda request, reply: replace(reply, status=500), count=2)
+            assert main([*options, "load", f"{web.url}/d/x.bin", "--verify"]) == 0
+            err = capsys.readouterr().err
+            assert err.count("/d/x.bin: a request failed, and is repeated for a while") == notes
+            millrace("free", "--all", "--yes")
 
 
 def test_ls_of_an_uncached_address_hides_its_query(millrace: Any, capsys: pytest.CaptureFixture[str]) -> None:
