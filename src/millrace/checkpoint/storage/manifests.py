@@ -189,6 +189,8 @@ def _not_found(storage: CheckpointStorage, rank: int | None) -> CheckpointNotFou
         next_step = "torch's own writer saved it: load it with CheckpointReader"
     elif any(name.startswith("data-") for name in names):
         next_step = "its save did not finish, or it was removed: load another checkpoint"
+    elif any(name.startswith("writer-") and name.endswith(".json") for name in names):  # see run/claims.py
+        next_step = "this is a run: give one of its checkpoints, such as step-000000000100 in it"
     else:
         next_step = "check the name, or load another checkpoint (this one may have been removed)"
     return CheckpointNotFoundError(f"no complete checkpoint at {storage.url}", next_step=next_step)

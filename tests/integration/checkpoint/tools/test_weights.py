@@ -13,7 +13,14 @@ from tests.support import wrappers
 from tests.support.states import assert_same_state, in_order
 from torch.distributed.checkpoint import FileSystemWriter
 
-from millrace.checkpoint import CheckpointReader, CheckpointWriter, describe, export_checkpoint, load_weights
+from millrace.checkpoint import (
+    CheckpointManager,
+    CheckpointReader,
+    CheckpointWriter,
+    describe,
+    export_checkpoint,
+    load_weights,
+)
 from millrace.checkpoint.format.manifest import DTYPES, is_convertible
 from millrace.cli import main
 from millrace.errors import (
@@ -119,6 +126,10 @@ def test_load_without_weights_raises(tmp_path: Path) -> None:
         load_weights(tmp_path / "c", device="pizza")
     with pytest.raises(CheckpointNotFoundError, match="no complete checkpoint"):
         load_weights(tmp_path / "missing")
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save(1, {"x": torch.ones(1)})
+    with pytest.raises(CheckpointNotFoundError, match="this is a run: give one of its checkpoints, such as step-"):
+        load_weights(tmp_path / "run")
 
 
 # --- Hugging Face directories ---------------------------------------------------------------------
