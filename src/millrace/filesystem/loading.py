@@ -376,9 +376,10 @@ def complete(state: LoadProgress, *, first_missing: str) -> LoadProgress:
     """Returns the state of a load that has ended. Raises if not everything is in the cache."""
     if state.left_objects:
         raise DiskFullError(
-            f"the cache is full: {state.done_objects} of {state.objects} objects, {size_text(state.done_bytes)} of "
-            f"{size_text(state.nbytes)}, were loaded",
-            next_step="enlarge it with 'millrace resize', free something with 'millrace free', or load less",
+            f"the cache or a quota in it is full: {state.done_objects} of {state.objects} objects, "
+            f"{size_text(state.done_bytes)} of {size_text(state.nbytes)}, were loaded",
+            next_step="enlarge it with 'millrace resize' or 'millrace limit', free something with 'millrace free', "
+            "or load less",
         )
     if state.missing_objects:
         raise ObjectNotFoundError(

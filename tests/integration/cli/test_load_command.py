@@ -126,5 +126,5 @@ def test_load_into_too_small_cache_exits_with_3(start: Callable[..., subprocess.
     process = start("s3://loads/train", MILLRACE_CAPACITY="20MB")
     out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (3, "")
-    assert "millrace: the cache is full: " in err
+    assert "millrace: the cache or a quota in it is full: " in err
     assert f" of {OBJECTS} objects, " in err

@@ -548,7 +548,7 @@ def test_load_beyond_the_disks_raises(nodes: Nodes) -> None:
     for number in range(2):
         nodes.start(number, capacity="2MB")
     seen: list[LoadProgress] = []
-    with pytest.raises(DiskFullError, match=r"the cache is full: \d+ of 30 objects, .* of 9\.00 MB, were loaded"):
+    with pytest.raises(DiskFullError, match=r"is full: \d+ of 30 objects, .* of 9\.00 MB, were loaded"):
         nodes.load(progress=seen.append)
     # The objects that fit are cached. The others were tried on both nodes.
     assert seen[-1].done_objects + seen[-1].left_objects == OBJECTS

@@ -207,11 +207,18 @@ def test_load_into_full_cache_raises_with_the_stored_bytes(
     make_fs: Callable[..., millrace.MillraceFileSystem], data: Path
 ) -> None:
     fs = make_fs(capacity=10 * MB)
-    with pytest.raises(
-        DiskFullError, match=r"the cache is full: \d of 4 objects, [0-9.]+ MB of 23\.0 MB, were loaded: enlarge"
-    ):
+    with pytest.raises(DiskFullError, match=r"is full: \d of 4 objects, [0-9.]+ MB of 23\.0 MB, were loaded: enlarge"):
         fs.load(f"{data}/train")
     assert 0 < fs.node.disks()[0][1] <= 10 * MB
+
+
+def test_load_into_full_quota_raises_an_error_that_names_quotas(
+    make_fs: Callable[..., millrace.MillraceFileSystem], data: Path
+) -> None:
+    fs = make_fs(capacity=100 * MB)
+    fs.limit(f"{data}/train", quota=10 * MB)
+    with pytest.raises(DiskFullError, match=r"^the cache or a quota in it is full: .* or 'millrace limit', "):
+        fs.load(f"{data}/train")
 
 
 def test_load_into_enlarged_cache_continues(
