@@ -135,7 +135,15 @@ def limit(
     fs = file_system([url], cache_dir, endpoint_url)
     fs.limit(url, quota=quota, ttl=ttl)
     content = {"url": _url(fs.unstrip_protocol(url)), "origin": fs.origin_identity, "quota": quota, "ttl": ttl}
-    _done(as_json, content, f"{content['url']}: quota {quota or 'none'}, time to live {ttl or 'none'}")
+    limits = f"quota {_with_unit(quota, 'B')}, time to live {_with_unit(ttl, 's')}"
+    _done(as_json, content, f"{content['url']}: {limits}")
+
+
+def _with_unit(value: str | None, unit: str) -> str:
+    """A limit as it was written, with the unit of a bare number: the user may have meant another one."""
+    if not value:
+        return "none"
+    return f"{value} {unit}" if value.strip().isdecimal() else value
 
 
 @click.command(cls=LibraryCommand)
