@@ -216,7 +216,10 @@ def repeats_noted() -> Iterator[None]:
                 f"{event.subject}: a request failed, and is repeated for a while; 'millrace -v' shows the reason"
             )
 
-    remove = (lambda: None) if is_quiet() else add_hook(note)
+    if is_quiet():
+        yield
+        return
+    remove: Callable[[], None] = add_hook(note)
     try:
         yield
     finally:
