@@ -311,9 +311,13 @@ def test_manifest_that_the_disk_cannot_read_is_reported_with_the_others(call, ru
     manifest.symlink_to(manifest.name)
     code, out, _ = call("verify", run, "--all")
     assert (code, out.splitlines()[-1]) == (3, "3 checkpoints: 1 damaged")
+    assert ": 1 problem, its tensors and objects cannot be read\n" in out
     code, out, _ = call("ls", run)
     assert code == 0
     assert "unreadable: " in out
+    # The manifest is lost, the data still takes space.
+    rows = {row["name"]: row for row in json.loads(call("ls", run, "--json")[1])}
+    assert rows[name_of(10)]["stored_bytes"] >= data_file(run / name_of(10)).stat().st_size
     code, out, _ = call("prune", run, "--keep", 1, "--yes")
     assert code == 0
     assert f"{name_of(10)} cannot be read: it stays" in out

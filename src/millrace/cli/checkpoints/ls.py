@@ -24,6 +24,7 @@ from millrace.figures import size_text
 
 if TYPE_CHECKING:
     from millrace.checkpoint.run.run_info import CheckpointInfo
+    from millrace.checkpoint.run.run_layout import ListedCheckpoint
     from millrace.errors import MillraceError
 
 
@@ -110,7 +111,7 @@ def _run(url: str, options: Mapping[str, Any] | None) -> list[dict[str, Any]]:
         if info is None:  # removed after it was listed
             continue
         if isinstance(info, MillraceError):
-            rows.append(_unreadable(each.name, run.url_of(each.name), each.step, each.revision, info))
+            rows.append(_unreadable(each, run.url_of(each.name), info))
         else:
             rows.append({**_of_info(info, live), "needed_by": sorted(needed.get(info.name, ()))})
     return rows
@@ -136,8 +137,15 @@ def _of_info(info: CheckpointInfo, live: Iterable[str]) -> dict[str, Any]:
     )
 
 
-def _unreadable(name: str, url: str, step: int, revision: int, error: MillraceError) -> dict[str, Any]:
-    return _row(name=name, url=url, step=step, revision=revision, error=str(error))
+def _unreadable(found: ListedCheckpoint, url: str, error: MillraceError) -> dict[str, Any]:
+    return _row(
+        name=found.name,
+        url=url,
+        step=found.step,
+        revision=found.revision,
+        stored_bytes=sum(file.size for file in found.files),
+        error=str(error),
+    )
 
 
 def _row(**content: Any) -> dict[str, Any]:

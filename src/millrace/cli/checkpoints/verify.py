@@ -95,11 +95,9 @@ def _show(report: VerifyReport) -> None:
         what = damage.file if damage.chunk is None else f"chunk {damage.chunk} in {damage.file}"
         click.echo(printable(f"{what}: {damage.problem}{_touched(damage.keys)}"))
     speed = f" ({size_text(report.stored_bytes / report.seconds)}/s)" if report.seconds else ""
-    verdict = (
-        "all good"
-        if report.ok
-        else f"{counted(len(report.damages), 'problem')}, {_lost(len(report.damaged_keys))} cannot be read"
-    )
+    # Without a manifest the keys are unknown.
+    lost = _lost(len(report.damaged_keys)) if report.damaged_keys or report.files else "its tensors and objects"
+    verdict = "all good" if report.ok else f"{counted(len(report.damages), 'problem')}, {lost} cannot be read"
     click.echo(
         f"{report.url}: {counted(report.chunks, 'chunk')} in {counted(report.files, 'file')} checked, "
         f"{size_text(report.stored_bytes)} in {duration_text(report.seconds)}{speed}: {verdict}"
