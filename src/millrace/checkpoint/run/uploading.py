@@ -17,7 +17,7 @@ from millrace.checkpoint.run.pruning import prune
 from millrace.checkpoint.run.replicator import Replicator
 from millrace.checkpoint.run.retention import KeepLast
 from millrace.checkpoint.run.run_info import info_of_manifest
-from millrace.checkpoint.run.run_layout import Run, part_name, rank_of_part
+from millrace.checkpoint.run.run_layout import Run, parse_name, part_name, rank_of_part
 from millrace.checkpoint.run.save_values import Member, Written
 from millrace.checkpoint.run.saving import PendingSave, ProgressMeter, Report, SaveResult
 from millrace.checkpoint.run.tiers import Tiers, Upload, pending_uploads
@@ -279,25 +279,30 @@ class Uploader:
         far.publish(part_name(self.member.rank, part.manifest.save_id), part.data, replace=True)
 
     def _copy_earlier_parts(self, newest: str) -> list[str]:
-        """Upload own parts of checkpoints that have no manifest yet; returns these. Later saves may be deltas to them."""
+        """Upload own parts of checkpoints before `newest` that have no manifest yet; returns these.
+
+        Later saves may be deltas to them. A later step is of a dead job, from before a restore to an earlier one: with a
+        manifest it would be the newest checkpoint again.
+        """
         if not self._is_behind:
             return []
         # An earlier save that was complete at the origin, and was pruned there, does not return.
         done = max((age_of(each) for each in self.tiers.origin.scan() if each.complete), default=(-1, -1))
+        point = parse_name(newest)
         found = {
             each.name: own
-            for each in self.local.scan()
-            if not each.complete and age_of(each) > done
+            for each in sorted(self.local.scan(), key=age_of)
+            if not each.complete and point is not None and done < age_of(each) < age_of(point)
             if (own := [file.name for file in each.files if rank_of_part(file.name) == self.member.rank])
         }
-        for name in itertools.takewhile(lambda name: name != newest, found):
+        for name, parts in found.items():
             near, far = self.local.checkpoint(name), self.tiers.origin.checkpoint(name)
-            for part in found[name]:
+            for part in parts:
                 try:
                     self._copy_earlier_part(near, far, part)
                 except (DamagedError, MissingError) as error:  # it must not block later checkpoints
                     emit(Event(name="checkpoint.tier.left", subject=near.url, detail=str(error)))
-        return [name for name in found if name != newest]
+        return list(found)
 
     def _copy_earlier_part(self, near: CheckpointStorage, far: CheckpointStorage, name: str) -> None:
         part = StoredManifest.read(near, name)

@@ -267,6 +267,23 @@ def test_pruned_checkpoint_does_not_return_after_an_outage(tmp_path: Path, monke
     assert job.complete() == [4, 5, 6]
 
 
+def test_later_step_that_a_dead_job_has_uploaded_does_not_return_with_an_earlier_one(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.save(1)
+    order, _ = job.near(3)
+    for rank, engine in enumerate(job.engines):
+        # Rank 0 dies before the manifest.
+        assert engine.uploader is not None
+        near = engine.uploader.local.checkpoint(order.name)
+        part = StoredManifest.read(near, part_name(rank, order.save_id))
+        own = [file.name for file in part.manifest.files if not file.name.startswith("../")]
+        engine.uploader._copy_part(near, engine.tiers.origin.checkpoint(order.name), part, own)
+    shutil.rmtree(tmp_path / "node1")  # so step 1 is restored
+    job.restart()
+    assert kinds(job.save(2)) == ["SaveResult", "SaveResult"]
+    assert job.complete() == [1, 2]
+
+
 @pytest.mark.parametrize("is_readable", [True, False])
 def test_disk_that_fails_after_the_manifest_is_visible_costs_no_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_readable: bool
