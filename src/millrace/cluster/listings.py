@@ -170,10 +170,13 @@ class MetadataOwner:
 
     Drops the keys that other members invalidate, and invalidates them later on members that were not reachable.
     It serves no metadata from before its creation, or the last `expire_all`: it may have missed invalidations. If
-    `record_alive` is called every second, that includes pauses of the process, during which writers skip it.
+    `record_alive` is called every second, that includes pauses of the process, during which writers skip it. When the
+    number of `absences` has changed (`Membership.absences`), writers may not have known it.
     """
 
-    def __init__(self, node: CacheNode, origins: Origins, invalidations: Invalidations) -> None:
+    def __init__(
+        self, node: CacheNode, origins: Origins, invalidations: Invalidations, absences: Callable[[], int] = lambda: 0
+    ) -> None:
         self._node = node
         self._origins = origins
         self._invalidations = invalidations
@@ -182,6 +185,8 @@ class MetadataOwner:
         self._invalidated = 0  # number of invalidations
         self._since = time.time()
         self._alive_at = math.inf  # seconds of the machine's clock
+        self._absences = absences
+        self._known_absences = 0
         self._lock = threading.Lock()
 
     def add_routes(self, server: PlaneServer) -> None:
@@ -200,12 +205,14 @@ class MetadataOwner:
 
     def record_alive(self) -> None:
         """Record that this process runs."""
-        self._expire_after_pause()
+        self._expire_after_absence()
         self._alive_at = _machine_seconds()
 
-    def _expire_after_pause(self) -> None:
-        if _machine_seconds() - self._alive_at >= SILENCE_SECONDS:
+    def _expire_after_absence(self) -> None:
+        absences = self._absences()
+        if absences != self._known_absences or _machine_seconds() - self._alive_at >= SILENCE_SECONDS:
             self.expire_all()
+            self._known_absences = absences
 
     def _listing(self, call: Call) -> Any:
         origin, age = self._arguments(call)
@@ -272,7 +279,7 @@ class MetadataOwner:
             raise UsageError("the query lacks an age") from error
         if not age > 0:
             raise UsageError("an age is above 0")
-        self._expire_after_pause()
+        self._expire_after_absence()
         return origin, age
 
 

@@ -192,7 +192,9 @@ class NodeProcess:
         opened.callback(self._history.close)
         self._recent_events = RecentEvents()
         opened.callback(self._recent_events.close)
-        self._metadata_owner = MetadataOwner(self._node, self._origins, Invalidations(self._cluster))
+        self._metadata_owner = MetadataOwner(
+            self._node, self._origins, Invalidations(self._cluster), self._membership.absences
+        )
         self._metadata_owner.add_routes(server)
         Inventory(self._node, replicas=options.replicas).add_routes(server)
         add_commands(server, self)

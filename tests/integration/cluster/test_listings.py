@@ -267,6 +267,21 @@ def test_owner_serves_no_metadata_from_before_a_pause_of_its_process(
     assert others[1].reading.metadata.stat(origin, keys[1]) == origin.head(keys[1])
 
 
+def test_owner_serves_no_metadata_from_before_its_absence_from_the_members(
+    make_nodes: MakeNodes, origin: MemoryOrigin
+) -> None:
+    keys, absences = filled(origin, 3), [5]
+    owner, *others = in_order(make_nodes(3, "immutable"))
+    origins = Origins([origin], environment=False)
+    absent = MetadataOwner(owner.serving, origins, Invalidations(owner.cluster), lambda: absences[0])
+    owner.server._routes.clear()
+    absent.add_routes(owner.server)
+    assert names(others[0], origin, "b/train") == keys
+    origin.put(keys[1], b"written while nobody knew the owner")
+    absences[0] += 1
+    assert others[1].reading.metadata.stat(origin, keys[1]) == origin.head(keys[1])
+
+
 def test_origin_error_is_raised_unchanged(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:
     nodes = make_nodes(2, "immutable")
     _, other = in_order(nodes)

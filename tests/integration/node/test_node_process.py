@@ -372,6 +372,9 @@ class _Members:
     def leave(self) -> None:
         self._publish(None)
 
+    def absences(self) -> int:
+        return 0
+
     def _publish(self, me: Member | None) -> None:
         with _publishing:
             self._everyone[self] = me
@@ -412,6 +415,30 @@ def test_drain_is_not_delayed_by_the_restoring_of_copies(
         report = nodes[0].drain(120)
         assert {nodes[1].member_id, nodes[2].member_id} <= set(report.took_over)
         assert report.did_not == ()
+
+
+def test_node_that_others_missed_serves_no_metadata_from_before(
+    tmp_path: Path, origin: ObjectStoreOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everyone: dict[_Members, Member | None] = {}
+    absences = [0]
+    monkeypatch.setattr(_Members, "absences", lambda _: absences[0])
+    given = {"cache_dir": str(tmp_path), "min_free": 0, "members": "none", "cluster_token": TOKEN}
+    with NodeProcess(resolve(given), membership=_Members(everyone), origins=[origin]) as node:
+        wait_until(lambda: [member.state for member in node.view().members] == [MemberState.HERE])
+        [me] = node.view().members
+        key = "nodes/missed/1.bin"
+
+        def size() -> int:
+            query = {"origin": origin.identity, "age": "inf", "key": key}
+            return int(node.client.call(me, "GET", "/v1/head", query=query, deadline=60.0)[1])
+
+        origin.put(key, b"before")
+        assert size() == 6
+        origin.put(key, b"meanwhile")
+        assert size() == 6
+        absences[0] += 1
+        assert size() == 9
 
 
 def test_drain_waits_for_a_member_that_was_silent_for_a_moment(

@@ -105,6 +105,10 @@ class EtcdMembers:
         """Remove the member now; its lease expires if etcd does not respond."""
         self._registration.end()
 
+    def absences(self) -> int:
+        """See `Membership.absences`."""
+        return self._registration.absences
+
     def close(self) -> None:
         """Stop both threads. Idempotent."""
         self._closed.set()
@@ -273,6 +277,7 @@ class _Registration:
         self._published: Member | None = None
         self._published_at = 0  # etcd's revision
         self._lease: str | None = None
+        self.absences = 0
         self._woken = threading.Event()
 
     def set(self, me: Member) -> None:
@@ -349,7 +354,7 @@ class _Registration:
         if self._lease is not None:
             response = self._call("/v3/lease/keepalive", {"ID": self._lease})
             if _number(response.get("result", {}).get("TTL")) <= 0:
-                self._lease = None
+                self._lease = self._published = None
 
     def _publish(self) -> None:
         """Write the member if it is missing or differs, with a valid lease."""
@@ -362,7 +367,7 @@ class _Registration:
             except EtcdRefusedError as error:
                 if error.status != NOT_FOUND:
                     raise
-        self._lease = None
+        self._lease = self._published = None
         response = self._call("/v3/lease/grant", {"TTL": str(round(self._members._lease_seconds))})
         lease = str(response.get("ID", ""))
         self._put(self._me, lease)
@@ -371,7 +376,11 @@ class _Registration:
     def _put(self, member: Member, lease: str) -> None:
         key = f"{self._members._prefix}{member.id}"
         body = {"key": encode(key), "value": encode(json.dumps(member.to_json())), "lease": lease}
+        # In an outage, or after a pause of this process, the roster never shows that the key was missing.
+        is_missing = self._published is None
+        self.absences += is_missing
         response = self._call("/v3/kv/put", body)
+        self.absences += is_missing
         self._published_at = _revision(response)
         self._published = member
 

@@ -141,6 +141,13 @@ class Membership(ViewSource, Protocol):
         """Remove the member now. Never raises: a member that does not respond is removed later anyway."""
         ...
 
+    def absences(self) -> int:
+        """A number that grows when others may have missed this member: its lease expired, although it runs. Never raises.
+
+        It grows before the others list the member again, and once more when they do. Its own view may never show this.
+        """
+        ...
+
     def close(self) -> None:
         """End threads and connections; a member that has not left stays until its lease ends."""
         ...

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from millrace.cluster.membership.protocol import Member, View, Watchers
 from millrace.cluster.membership.ray_control import ControlPlane
-from millrace.cluster.membership.ray_records import Beats, MemberRecord, pause
+from millrace.cluster.membership.ray_records import Beats, MemberRecord, pause, shortest_lease
 from millrace.errors import DamagedError, OriginUnavailableError
 
 _log = logging.getLogger("millrace.cluster")
@@ -41,6 +41,8 @@ class RayMembers:
         self._every = seconds
         self._boot = uuid.uuid4().hex
         self._count = 0
+        self._absences = 0
+        self._kept_until = 0.0
         self._me: Member | None = None
         self._view = View(())
         self._watchers = Watchers()
@@ -81,6 +83,9 @@ class RayMembers:
         self._read()
         self._wake.set()
 
+    def absences(self) -> int:
+        return self._absences
+
     def close(self) -> None:
         self._closed.set()
         self._wake.set()
@@ -119,8 +124,14 @@ class RayMembers:
 
     def _write(self, me: Member) -> None:
         self._count += 1
+        now = time.monotonic()
         record = MemberRecord(member=me, ray_node=self._ray_node, beat=f"{self._boot}-{self._count}", every=self._every)
+        # Others count the beats without this process's outages and pauses, in which it did not read that it was gone.
+        is_missing = time.monotonic() > self._kept_until
+        self._absences += is_missing
         self._control.put(self._prefix + me.id, record.to_bytes())
+        self._absences += is_missing
+        self._kept_until = now + shortest_lease(record)
 
     def _read(self) -> None:
         with self._reading:

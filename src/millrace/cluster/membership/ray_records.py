@@ -111,6 +111,11 @@ def pause(members: int, *, shortest: float) -> float:
     return max(shortest, members / _MEMBERS_A_SECOND)
 
 
+def shortest_lease(record: MemberRecord) -> float:
+    """The seconds after a beat in which no other process regards the member as gone."""
+    return _LEASE_BEATS * record.every
+
+
 @dataclass
 class _Silence:
     beat: str

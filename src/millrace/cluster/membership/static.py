@@ -72,5 +72,9 @@ class StaticMembers:
     def leave(self) -> None:
         """Does nothing: breakers of the other members skip this one."""
 
+    def absences(self) -> int:
+        """0: the list does not change."""
+        return 0
+
     def close(self) -> None:
         """Does nothing."""

@@ -180,6 +180,28 @@ def test_member_that_was_disconnected_returns(etcd: EtcdServer, connect: Connect
 
 
 @pytest.mark.slow
+def test_member_whose_lease_expired_counts_an_absence_that_its_own_view_never_shows(
+    etcd: EtcdServer, connect: Connect
+) -> None:
+    with Forward(etcd.address) as forward:
+        cut, client = connect(forward.address), connect(etcd.address)
+        cut.join(A)
+        wait_for(client, A)
+        wait_for(cut, A)
+        views, before = Views(cut), cut.absences()
+        client.join(B)  # the last member would stay
+        wait_for(client, A, B)
+        time.sleep(1.5 * LEASE)
+        assert cut.absences() == before
+        forward.cut()
+        wait_for(client, B)
+        forward.mend()
+        wait_for(client, A, B)
+        assert cut.absences() > before
+        assert views.always_had("a")
+
+
+@pytest.mark.slow
 def test_silent_connections_are_replaced(etcd: EtcdServer, connect: Connect) -> None:
     """The connection is neither reset nor closed, as with a pulled cable."""
     with Forward(etcd.address) as forward:

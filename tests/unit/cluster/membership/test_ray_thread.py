@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from millrace.cluster.membership import Member, ray_actor
+from millrace.cluster.membership import Member, ray_actor, ray_members
 from millrace.cluster.membership.ray_members import RayMembers
 from millrace.config import resolve
 from millrace.errors import OriginUnavailableError
@@ -57,6 +58,25 @@ def test_members_after_an_unexpected_error_still_beat(caplog: pytest.LogCaptureF
     finally:
         members.close()
     assert len([record for record in caplog.records if record.exc_info and record.name == "millrace.cluster"]) == 1
+
+
+def test_member_without_beats_for_a_lease_counts_an_absence(monkeypatch: pytest.MonkeyPatch) -> None:
+    control, ahead = Control(), 0.0
+    real = time.monotonic
+    monkeypatch.setattr(ray_members.time, "monotonic", lambda: real() + ahead)
+    members = RayMembers(control, cluster="c", ray_node="r1", seconds=600.0)  # type: ignore[arg-type]
+    try:
+        members.join(Member(id="a", address="127.0.0.1:1"))
+        before = members.absences()
+        ahead = 4 * 600.0
+        members._beat()
+        assert members.absences() == before
+        ahead += 6 * 600.0
+        members._beat()
+        assert members.absences() > before
+        assert members.view().member("a") is not None
+    finally:
+        members.close()
 
 
 class RayNodes:
