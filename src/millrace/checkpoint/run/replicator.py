@@ -88,7 +88,7 @@ class Replicator:
     def may_begin(self) -> bool:
         """Whether the next save may be copied: unless one already waits for the copy of an earlier save, which is needed.
 
-        The first rank's decides for all, so that all copy the same saves.
+        Of several ranks the first one's decides for all, in its order, so that all copy the same saves.
         """
         current = self._running()
         return current is None or not (current.is_needed and current.is_waiting)
@@ -96,10 +96,8 @@ class Replicator:
     def begin(self, name: str, files: Collection[str], stored: StoredManifest, *, is_first_rank: bool) -> None:
         """Copy a save, `files` of which are this rank's, in the background; `stored` is the manifest, or this rank's part.
 
-        Ends the copy of an earlier save, or waits for it while it is needed. Does nothing without `may_begin`.
+        Ends the copy of an earlier save, or waits for it while it is needed.
         """
-        if not self.may_begin:
-            return
         earlier = self._running()
         copy = self._current = _Copy(name, files, stored, is_first_rank, is_waiting=earlier is not None)
         copy.thread = threading.Thread(

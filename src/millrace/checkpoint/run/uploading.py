@@ -165,7 +165,11 @@ class Uploader:
 
     def _replicate(self, written: Written, stored: StoredManifest) -> None:
         """Begin the copy of this rank's files, which `stored` describes, to other nodes."""
-        if self.replicator is not None and written.is_copied:
+        if self.replicator is None or not written.is_copied:
+            return
+        # Another rank may still have a copy to wait for that the first one has not. It follows the order nevertheless: the
+        # first one waits for its part.
+        if self.member.count > 1 or self.replicator.may_begin:
             self.replicator.begin(written.name, written.own_files, stored, is_first_rank=self.member.is_first)
 
     def copy_leftovers(self, newest: str) -> list[str]:
