@@ -345,7 +345,8 @@ class RunSaver:
         if not (self.rewind or self.may_go_back):
             self._refuse_to_go_back(step)
         complete, taken = self._known_names()
-        revision = next_revision(step, complete)
+        # A save of another job that has not certainly died may become complete at any time, and must not be the newest then.
+        revision = next_revision(step, [*complete, *map(Point._make, taken - set(self._dead()))])
         while (step, revision) in taken:  # by a dead save, whose files a later pruning removes
             revision += 1
         self._taken.add((step, revision))
@@ -448,9 +449,13 @@ class RunSaver:
             found = self.scan()
             self._complete = [Point(each.step, each.revision) for each in found if each.complete]
             # A pruning may remove what is in the directories of dead saves at any time, also if they are empty now.
-            dead = [point for name in self._claim.state.record.left if (point := parse_name(name)) is not None]
-            self._taken = {(each.step, each.revision) for each in found}.union(dead)
+            self._taken = {(each.step, each.revision) for each in found}.union(self._dead())
         return self._complete, self._taken
+
+    def _dead(self) -> list[Point]:
+        """The unfinished saves of writers that have certainly died."""
+        left = () if self._claim is None else self._claim.state.record.left
+        return [point for name in left if (point := parse_name(name)) is not None]
 
     def _announce(self, name: str) -> None:
         """Record the save in the claim. If this process dies, a pruning may then remove its files at once.

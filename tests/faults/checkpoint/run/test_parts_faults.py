@@ -25,9 +25,10 @@ from millrace.checkpoint.run.parts import publish_failure
 from millrace.checkpoint.run.pruning import prune
 from millrace.checkpoint.run.recovering import Recovery
 from millrace.checkpoint.run.retention import KeepAll, KeepLast
-from millrace.checkpoint.run.run_layout import checkpoint_name, part_name
+from millrace.checkpoint.run.run_layout import ListedCheckpoint, checkpoint_name, part_name
 from millrace.checkpoint.run.run_saver import RunSaver
 from millrace.checkpoint.run.save_values import Member, SaveOrder
+from millrace.checkpoint.run.timeline import timeline
 from millrace.checkpoint.run.uploading import Uploader
 from millrace.checkpoint.state.staging import StateStager
 from millrace.checkpoint.storage import storage as storages
@@ -142,6 +143,17 @@ class Job:
         for name in names:
             load_weights(self.root / "origin" / name)
         return [int(name.split("-")[1]) for name in names]
+
+    def steps(self) -> list[int]:
+        """The steps at the origin that led to the newest one."""
+        return [each.step for each in self._timeline()]
+
+    def latest(self) -> dict[str, Any]:
+        """The state of the newest step at the origin."""
+        return load_weights(self.root / "origin" / self._timeline()[-1].name)
+
+    def _timeline(self) -> list[ListedCheckpoint]:
+        return timeline(each for each in self.engines[0].tiers.origin.scan() if each.complete)
 
     def data_file(self, rank: int, step: int) -> Path:
         """The data file of a step on the disk of a rank."""
@@ -281,7 +293,38 @@ def test_later_step_that_a_dead_job_has_uploaded_does_not_return_with_an_earlier
     shutil.rmtree(tmp_path / "node1")  # so step 1 is restored
     job.restart()
     assert kinds(job.save(2)) == ["SaveResult", "SaveResult"]
-    assert job.complete() == [1, 2]
+    assert job.steps() == [1, 2]
+
+
+def test_manifest_that_appears_after_the_run_was_taken_is_not_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = Job(tmp_path, is_near=False)
+    lost.near(1)
+    order = lost.engines[0].order(3)
+    held, go_on = threading.Event(), threading.Event()
+    real = publish_manifest
+
+    def publish(target: CheckpointStorage, stored: StoredManifest) -> None:
+        if stored.manifest.save_id == order.save_id:  # its claim was checked just before
+            held.set()
+            assert go_on.wait(300)
+        real(target, stored)
+
+    monkeypatch.setattr(parts, "publish_manifest", publish)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(together, lambda rank: lost.write(rank, order, weights(rank, 3)))
+        assert held.wait(300)
+        job = Job(tmp_path, is_near=False)
+        for engine in job.engines:
+            engine.start_over()
+        assert kinds(job.near(2)[1]) == ["Written", "Written"]
+        go_on.set()
+        assert kinds(late.result()) == ["Written", "Written"]
+    assert job.steps() == [1, 2]
+    assert kinds(job.near(3)[1]) == ["Written", "Written"]
+    assert job.steps() == [1, 2, 3]
+    assert torch.equal(job.latest()["w0"], weights(0, 3)["w0"])
 
 
 @pytest.mark.parametrize("is_readable", [True, False])
