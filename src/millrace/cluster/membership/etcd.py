@@ -302,13 +302,13 @@ class _Registration:
     def end(self) -> None:
         """See `Membership.leave`."""
         with self._requesting:
-            me, lease = self._me, self._lease
+            me, lease, published = self._me, self._lease, self._published
             self._me = self._published = self._lease = None
             if me is None or lease is None:
                 return
             try:
-                if me.state is not MemberState.LEAVING:
-                    # Without this state, a leave looks like lost data.
+                if published is None or published.state is not MemberState.LEAVING:
+                    # Without this state, a leave looks like lost data. An outage may have kept it from etcd.
                     self._put(replace(me, state=MemberState.LEAVING), lease)
                 self._call("/v3/lease/revoke", {"ID": lease})
             except MillraceError as error:

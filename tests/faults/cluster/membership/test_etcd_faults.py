@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -317,6 +318,20 @@ def test_leave_without_etcd_returns(own_etcd: EtcdServer, connect: Connect, capl
     assert "its lease expires" in caplog.text
     own_etcd.start()
     wait_for(client, B)
+
+
+def test_leave_after_a_short_outage_is_seen_as_one(etcd: EtcdServer, connect: Connect) -> None:
+    """Otherwise the last member would stay for a lease."""
+    with Forward(etcd.address) as forward:
+        a, client = connect(forward.address, lease=120.0), connect(etcd.address, lease=120.0)
+        a.join(A)
+        wait_for(client, A)
+        forward.cut()
+        a.join(replace(A, state=MemberState.LEAVING))
+        with a._registration._requesting:  # it does not publish this later
+            forward.mend()
+            a.leave()
+        eventually(lambda: client.view() == View(()), seconds=60.0)
 
 
 MEMBER = """
