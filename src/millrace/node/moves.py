@@ -78,6 +78,10 @@ class Moves:
         """Copy this node's share from the members that have it cached. Missing blocks are fetched when they are read."""
         self._try("filling", lambda: self._mover.fill(self._me))
 
+    def refill(self) -> None:
+        """As `fill`, in a thread of its own."""
+        threading.Thread(target=self._restore, name="millrace-refill", daemon=True).start()
+
     def view_changed(self, view: View) -> None:
         """Start the moves that follow from a new view. Returns at once."""
         with self._lock:
