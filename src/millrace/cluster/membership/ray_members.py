@@ -165,7 +165,10 @@ class RayMembers:
         self._known_nodes = living & {record.ray_node for record in records.values()}
         dead = {name for name in doubtful if records[name].ray_node not in living}
         for name in dead:
-            self._control.delete(name)
+            # A node with the same disks may have begun on another Ray node since the records were read.
+            data = self._control.get(name)
+            if data is not None and parse_members({name: data}).get(name) == records[name]:
+                self._control.delete(name)
         return silent | dead
 
     def _report_outage(self, error: OriginUnavailableError) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from millrace.cluster.membership import Member, ray_actor, ray_members
 from millrace.cluster.membership.ray_members import RayMembers
+from millrace.cluster.membership.ray_records import MemberRecord
 from millrace.config import resolve
 from millrace.errors import OriginUnavailableError
 from millrace.testing.conformance.members import eventually
@@ -32,6 +34,10 @@ class Control:
     def put(self, key: str, value: bytes) -> None:
         self._fail()
         self.kept[key] = value
+
+    def get(self, key: str) -> bytes | None:
+        self._fail()
+        return self.kept.get(key)
 
     def scan(self, prefix: str) -> dict[str, bytes]:
         self._fail()
@@ -75,6 +81,26 @@ def test_member_without_beats_for_a_lease_counts_an_absence(monkeypatch: pytest.
         members._beat()
         assert members.absences() > before
         assert members.view().member("a") is not None
+    finally:
+        members.close()
+
+
+def test_record_of_a_member_that_began_again_meanwhile_is_not_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    control = Control()
+    old = MemberRecord(member=Member(id="a", address="127.0.0.1:1"), ray_node="r0", beat="1", every=600.0)
+    new = replace(old, ray_node="r1")
+    control.put("c/member/a", old.to_bytes())
+
+    def living_nodes() -> set[str]:
+        control.put("c/member/a", new.to_bytes())  # this process was stopped for a moment
+        return {"r1"}
+
+    monkeypatch.setattr(control, "living_nodes", living_nodes)
+    members = RayMembers(control, cluster="c", ray_node="r1", seconds=600.0)  # type: ignore[arg-type]
+    try:
+        assert control.get("c/member/a") == new.to_bytes()
+        members._read()
+        assert members.view().member("a") == new.member
     finally:
         members.close()
 
