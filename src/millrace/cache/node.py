@@ -33,12 +33,13 @@ from millrace.cache.reading.locations import (
     open_entry,
 )
 from millrace.cache.reading.reader import CachedReader, ObjectReader, OriginReader
-from millrace.cache.reading.threads import Pools, Threads, limit_arenas
+from millrace.cache.reading.threads import Pools, Threads
 from millrace.config import LOCAL_FOLDER, CacheOptions, resolve
 from millrace.errors import DiskFullError, StorageError
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
 from millrace.runtime import forks
+from millrace.runtime.allocator import limit_arenas
 from millrace.runtime.failures import LostDataError, disk_errors
 from millrace.runtime.maintenance import Pool
 from millrace.runtime.private_files import make_folder

@@ -1,6 +1,4 @@
-"""Memory at an address, and glibc's handling of freed memory.
-
-Copies between bytes and memory at an address take half a microsecond each, where a numpy view of a tensor takes four.
+"""Copies between bytes and memory at an address: half a microsecond each, where a numpy view of a tensor takes four.
 
 Tens of thousands of small tensors need one copy each. The copies keep the interpreter's lock: a release for a few hundred
 bytes makes threads wait for one another. The caller keeps the owner of an address alive, and passes the right length. Does
@@ -13,8 +11,6 @@ import ctypes
 from typing import Any, NamedTuple
 
 import numpy as np
-
-_KEPT_BYTES = 31 << 20  # glibc does not raise its limit for blocks of 32 MiB and more
 
 _copy = ctypes.PyDLL(None).memmove
 _copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -43,12 +39,3 @@ class Memory(NamedTuple):
     def tobytes(self) -> bytes:
         """A copy."""
         return ctypes.string_at(self.address, self.nbytes)
-
-
-def keep_freed_memory() -> None:
-    """Let glibc reuse freed blocks below 32 MiB, which it otherwise returns to the kernel, and receives zeroed page by page.
-
-    glibc raises its limit by itself when a larger block than before is freed, as this function does; it takes 10 us. It
-    respects the limits that the environment sets (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`).
-    """
-    np.empty(_KEPT_BYTES, dtype=np.uint8)
