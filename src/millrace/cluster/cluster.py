@@ -10,7 +10,6 @@ from typing import NamedTuple
 from millrace.cache.node import CacheNode
 from millrace.cluster.breakers import Breakers
 from millrace.cluster.dataplane.client import PeerClient
-from millrace.cluster.dataplane.wire import ObjectDescription
 from millrace.cluster.handover import Handover
 from millrace.cluster.membership import Member, NodeLink, View
 from millrace.cluster.placement import Placement
@@ -84,25 +83,22 @@ class Cluster:
         """Whether a member's breaker is open. Unlike `breakers.is_open`, this never lets a request through."""
         return self.breakers.is_known_open(member.id)
 
-    def is_available(self, member: Member, what: ObjectDescription | None = None) -> bool:
-        """Whether to send a member a request, about `what`. A member with an open breaker is probed in the background."""
+    def is_available(self, member: Member) -> bool:
+        """Whether to send a member a request. A member with an open breaker is probed in the background."""
         if not self.is_skipped(member):
             return True
         if not self.breakers.is_open(member.id):
             try:
-                threading.Thread(target=self._probe, args=(member, what), name="millrace-probe", daemon=True).start()
+                threading.Thread(target=self._probe, args=(member,), name="millrace-probe", daemon=True).start()
             except RuntimeError:  # the interpreter is ending
                 return True
         return False
 
-    def _probe(self, member: Member, what: ObjectDescription | None) -> None:
+    def _probe(self, member: Member) -> None:
         """Check whether a member responds again."""
         try:
-            if what is None:
-                self.client.require_version(member)
-                self.client.call(member, "GET", "/v1/view", deadline=SILENCE_SECONDS)
-            else:
-                self.client.has(member, what)
+            self.client.require_version(member)
+            self.client.call(member, "GET", "/v1/view", deadline=SILENCE_SECONDS)
         except PeerRefusedError as error:
             self.record_refusal(member, error)
             if error.status in (_WRONG_VERSION, _UNAUTHORIZED):

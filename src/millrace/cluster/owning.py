@@ -128,7 +128,7 @@ class OwnedBlocks:
                 self._leases.end(what.object_id(), block)
         finally:
             reader.close()
-        return Done(status=204) if kept else Refusal(status=507, message="no space for the blocks", code="disk-full")
+        return Done() if kept else Refusal(status=507, message="no space for the blocks", code="disk-full")
 
     @staticmethod
     def _keep(reader: CachedReader, block: int) -> bool:

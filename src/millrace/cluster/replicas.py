@@ -233,7 +233,7 @@ class ReplicaFiles:
                 with self._lock:
                     _unlink(place, part)
             raise
-        return Done(status=204)
+        return Done()
 
     # --- inside, under the lock -----------------------------------------------------------------------
 
@@ -258,11 +258,11 @@ class ReplicaFiles:
             is_whole = (put.start, put.stop) == (0, put.size)
             same = path.read_bytes() == part.read_bytes() if is_whole else _size(path) == put.size
             _unlink(place, part)
-            return Done(status=204) if same else Refusal(status=409, message=f"{path.name} exists with other bytes")
+            return Done() if same else Refusal(status=409, message=f"{path.name} exists with other bytes")
         if _size(part) != put.size:
             return Refusal(status=409, message=f"{path.name} has another size")
         os.rename(part, path)
-        return Done(status=204)
+        return Done()
 
     def _place_for(self, name: ReplicaName) -> _Place:
         """The place that has files of this checkpoint, else the one with the most space. Raises `StorageError`."""

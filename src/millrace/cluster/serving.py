@@ -16,7 +16,7 @@ from typing_extensions import Buffer
 from millrace.cache.counters import Counters
 from millrace.cache.node import CacheNode
 from millrace.cluster.dataplane import wire
-from millrace.cluster.dataplane.answers import Answer, BrokenAnswerError, Content, Done, Exchange, Part, Refusal
+from millrace.cluster.dataplane.answers import Answer, BrokenAnswerError, Content, Exchange, Part, Refusal
 from millrace.cluster.dataplane.stored import StoredObject, StoredObjects
 from millrace.cluster.dataplane.wire import Ask, Get, ObjectDescription, Put, Span
 from millrace.cluster.membership import ViewSource
@@ -25,7 +25,7 @@ from millrace.cluster.owning import OwnedBlocks
 from millrace.errors import StorageError, WireError
 from millrace.runtime.failures import LostDataError
 from millrace.runtime.locks import BlockKey
-from millrace.store.records import BLOCK_BYTES, blocks_of
+from millrace.store.records import BLOCK_BYTES
 
 _ATTEMPTS = 3  # a wrong block is fetched again, and may be evicted before it is read
 
@@ -94,21 +94,6 @@ class BlockService:
         if stop - start > wire.MAX_FRAMED_BYTES:
             return Refusal(status=416, message=f"more than {wire.MAX_FRAMED_BYTES} bytes at a time")
         return self._framed(get, stored, size, exchange)
-
-    def head(self, object_id: bytes) -> Answer:
-        """The size of an object, and its cached blocks."""
-        stored = self._objects.find(object_id)
-        if stored is None:
-            return Refusal(status=404)
-        size = stored.entry.size
-        try:
-            cached = stored.cached(blocks_of(0, size, BLOCK_BYTES))
-        except StorageError as error:
-            stored.disk.report(error)
-            cached = []
-        if not cached and size:
-            return Refusal(status=404)
-        return Done(status=200, fields=(("Millrace-Blocks", wire.format_blocks(cached)),), length=size)
 
     def put(self, put: Put, exchange: Exchange) -> Answer:
         """Store blocks that another member fetched, each verified before it is stored."""

@@ -231,7 +231,7 @@ class _Visit:
         for step in steps:
             if self._failures == MOST_PEERS or (step.ask is Ask.FETCH and fetches == MOST_PEERS):
                 return None
-            if not self._cluster.is_available(step.member, self._what):
+            if not self._cluster.is_available(step.member):
                 continue
             fetches += step.ask is Ask.FETCH
             try:

@@ -68,7 +68,6 @@ def questions(what: ObjectDescription, token: str) -> list[bytes]:
         for ask in (Ask.FETCH, Ask.CACHED)
     ]
     for each in (what, nothing):
-        found.append(wire.build_head(each, host="h", token=token))
         found.append(wire.build_put(each, 0, 5, host="h", token=token) + b"12345" + bytes(8))
     for method, path in (
         ("GET", "/v1/status"),

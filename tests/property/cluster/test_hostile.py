@@ -49,7 +49,7 @@ def test_parser_of_any_bytes_returns_or_raises_wire_error(data: bytes) -> None:
 
 @given(st.text(max_size=300))
 def test_parser_of_any_text_returns_or_raises_wire_error(text: str) -> None:
-    for parse in (wire.parse_range, wire.parse_blocks, wire.parse_object_path, ObjectDescription.from_header):
+    for parse in (wire.parse_range, wire.parse_object_path, ObjectDescription.from_header):
         with contextlib.suppress(WireError):
             parse(text)
     with contextlib.suppress(WireError):
@@ -90,12 +90,6 @@ def test_framed_bytes_is_the_length_of_the_pieces(start: int, nbytes: int) -> No
     assert wire.framed_bytes(span) == sum(stop - start + wire.SUM_BYTES for start, stop in pieces)
     assert all(start // BLOCK_BYTES == (stop - 1) // BLOCK_BYTES for start, stop in pieces)
     assert wire.parse_response_head(wire.build_framed_head(span, 10**12)).length == wire.framed_bytes(span)
-
-
-@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 50)), max_size=30))
-def test_blocks_header_round_trip_is_equal(parts: list[tuple[int, int]]) -> None:
-    runs = [range(start, start + count) for start, count in parts]
-    assert wire.parse_blocks(wire.format_blocks(runs)) == runs
 
 
 @given(described, spans(), spans(), st.data())
@@ -224,7 +218,6 @@ def test_server_survives_thousands_of_malformed_requests(plane: Plane, seed: int
     heads = [
         wire.build_get(what, (0, 100), host="h", token=TOKEN),
         wire.build_get(what, (200, 300), host="h", token=TOKEN, ask=Ask.CACHED),
-        wire.build_head(what, host="h", token=TOKEN),
         wire.build_put(what, 0, BLOCK_BYTES, host="h", token=TOKEN),
         wire.build_command("POST", "/v1/load", host="h", token=TOKEN, body=b"{}") + b"{}",
         wire.build_command("GET", "/v1/view", host="h", token=TOKEN),

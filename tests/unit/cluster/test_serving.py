@@ -88,20 +88,6 @@ def test_part_of_a_missing_block_is_fetched_without_the_rest(plane: Plane) -> No
     assert plane.origin.bytes_read() == LARGE
 
 
-def test_head_returns_the_cached_blocks(plane: Plane) -> None:
-    what = plane.put("b/x", random(LARGE))
-    path = wire.OBJECTS_PATH + what.object_id().hex()
-    with plane.client() as client:
-        assert client.plain("HEAD", path)[0].status == 404
-        plane.fill("b/x", range(1))
-        plane.fill("b/x", range(2, 4))
-        head, _ = client.plain("HEAD", path)
-        assert head.headers["millrace-blocks"] == "0,2-3"
-        assert head.headers["content-length"] == str(LARGE)
-        plane.fill("b/x")
-        assert client.plain("HEAD", path)[0].headers["millrace-blocks"] == "0-3"
-
-
 def test_block_requested_by_many_is_fetched_once(plane: Plane) -> None:
     data = random(LARGE)
     what = plane.put("b/x", data)

@@ -49,11 +49,7 @@ class Refusal(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A response without a body; `length` is the object's size in a response to `HEAD`."""
-
-    status: int
-    fields: tuple[tuple[str, str], ...] = ()
-    length: int | None = None
+    """The response 204, without a body."""
 
 
 Answer = Content | Refusal | Done

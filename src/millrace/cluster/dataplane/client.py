@@ -23,14 +23,12 @@ from millrace.cluster.dataplane.wire import (
     Span,
     build_command,
     build_get,
-    build_head,
     build_put,
     build_replica_get,
     build_replica_put,
     error_message,
     format_range,
     framed_bytes,
-    parse_blocks,
     pieces,
     sum_of,
 )
@@ -107,22 +105,6 @@ class PeerClient:
                 return PeerBytes(data, hot)
             _report_wrong(member, what, wrong)
         raise PeerError(f"{member.address}: sent wrong bytes of {shown_key(what.key)} twice")
-
-    def has(self, member: Member, what: ObjectDescription, *, deadline: float = SILENCE_SECONDS) -> list[range]:
-        """The runs of blocks of an object that a peer has cached."""
-        self.require_version(member)
-        request = build_head(what, host=member.address, token=self._token)
-        exchange = _Exchange(self._pool, member.address, [request], deadline)
-        head = exchange.head()
-        exchange.done()  # a response to HEAD has no body, despite its length
-        if head.status == 404:
-            return []
-        if head.status != 200:
-            raise _refusal(member.address, head.status, b"")
-        try:
-            return parse_blocks(head.headers.get("millrace-blocks", ""))
-        except WireError as error:
-            raise PeerError(f"{member.address}: not the response of a node: {error.message}") from error
 
     def put(self, member: Member, what: ObjectDescription, start: int, data: Buffer, *, deadline: float = 5.0) -> bool:
         """Send whole blocks, `data` from the byte `start` on, to a holder; returns whether it had space for them."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qsl, unquote
 
 from millrace.cluster.dataplane import wire as protocol
-from millrace.cluster.dataplane.answers import Answer, BrokenAnswerError, Content, Done, Exchange, Refusal
+from millrace.cluster.dataplane.answers import Answer, BrokenAnswerError, Content, Exchange, Refusal
 from millrace.cluster.dataplane.transport import PlainTransport, Transport
 from millrace.errors import (
     ChangedError,
@@ -54,8 +54,6 @@ class Blocks(Protocol):
     """Responds to requests for blocks, see `serving.BlockService`. Thread-safe; raises `WireError` for a malformed one."""
 
     def get(self, get: protocol.Get, exchange: Exchange) -> Answer: ...
-
-    def head(self, object_id: bytes) -> Answer: ...
 
     def put(self, put: protocol.Put, exchange: Exchange) -> Answer: ...
 
@@ -286,12 +284,10 @@ class Connection:
             get = protocol.parse_get(request)
             self._server.repeated.keep(head, request, get)
             answer = service.get(get, self)
-        elif request.method == "HEAD":
-            answer = service.head(protocol.parse_object_path(request.path))
         elif request.method == "PUT":
             answer = service.put(protocol.parse_put(request), self)
         else:
-            raise WireError("objects support GET, HEAD and PUT", status=405)
+            raise WireError("objects support GET and PUT", status=405)
         self._send_answer(answer, request)
 
     def _answer_for_replica(self, request: protocol.Request) -> None:
@@ -327,11 +323,7 @@ class Connection:
         elif isinstance(answer, Refusal):
             self._send_refusal(answer, request)
         else:
-            self._send_done(answer)
-
-    def _send_done(self, done: Done) -> None:
-        length = 0 if done.length is None and done.status != 204 else done.length
-        self.transport.send((protocol.build_response(done.status, done.fields, length=length),))
+            self.transport.send((protocol.build_response(204),))
 
     def _send_refusal(self, refusal: Refusal, request: protocol.Request | None) -> None:
         body = b""

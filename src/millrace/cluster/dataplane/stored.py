@@ -144,20 +144,6 @@ class StoredObject:
             self._sums = {0: self.entry.checksum} if self.entry.place else {}
         self._sums[part] = checksum
 
-    def cached(self, blocks: range) -> list[range]:
-        """The cached ones of `blocks`, as runs. Raises `StorageError`."""
-        if self.entry.complete:
-            return [blocks] if blocks else []
-        runs: list[range] = []
-        for block, value in zip(blocks, self.disk.store.index.checksums(self.entry, blocks), strict=True):
-            if value is None:
-                continue
-            if runs and runs[-1].stop == block:
-                runs[-1] = range(runs[-1].start, block + 1)
-            else:
-                runs.append(range(block, block + 1))
-        return runs
-
     def file(self) -> OpenFile:
         """The open data file. Raises `LostDataError` if it is gone or truncated, `StorageError` if the disk fails."""
         file = self._file

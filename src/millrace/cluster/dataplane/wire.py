@@ -372,11 +372,6 @@ def build_get(
     return _build_head(f"GET {OBJECTS_PATH}{what.object_id().hex()} HTTP/1.1", fields)
 
 
-def build_head(what: ObjectDescription, *, host: str, token: str) -> bytes:
-    """The request for the cached blocks of an object. Raises `WireError`."""
-    return _build_head(f"HEAD {OBJECTS_PATH}{what.object_id().hex()} HTTP/1.1", _who(host, token))
-
-
 class Put(NamedTuple):
     """A `PUT` of blocks: the range `[start, stop)` of an object, framed, in `length` bytes."""
 
@@ -606,29 +601,3 @@ def format_range(span: Span) -> str:
     if not 0 <= start < stop:
         raise WireError("invalid range")
     return f"bytes={start}-{stop - 1}"
-
-
-def format_blocks(blocks: Iterable[range], *, most_bytes: int = MAX_HEAD_BYTES // 2) -> str:
-    """Runs of blocks as the header `Millrace-Blocks`, `0-3,7`; truncated if too long for a head."""
-    texts: list[str] = []
-    nbytes = 0
-    for run in blocks:
-        text = f"{run.start}-{run.stop - 1}" if len(run) > 1 else str(run.start)
-        nbytes += len(text) + 1
-        if nbytes > most_bytes:
-            break
-        texts.append(text)
-    return ",".join(texts)
-
-
-def parse_blocks(value: str) -> list[range]:
-    """The reverse of `format_blocks`. Raises `WireError`."""
-    runs = []
-    for part in value.split(",") if value else ():
-        first, dash, last = part.partition("-")
-        start = parse_number(first, "Millrace-Blocks")
-        stop = parse_number(last, "Millrace-Blocks") + 1 if dash else start + 1
-        if stop <= start:
-            raise WireError("a run in Millrace-Blocks ends before it begins")
-        runs.append(range(start, stop))
-    return runs

@@ -445,26 +445,10 @@ def test_read_from_a_peer_of_another_wire_version_is_refused(client: PeerClient,
     one = peer(honest)
     with pytest.raises(PeerRefusedError, match="wire version 3"):
         client.read(one.member(3), WHAT, (0, 1), ask=Ask.CACHED)
-    with pytest.raises(PeerRefusedError, match="wire version 3"):
-        client.has(one.member(3), WHAT)
     assert not one.visits
 
 
 # --- other requests -------------------------------------------------------------------------------
-
-
-def test_has_returns_the_cached_runs(client: PeerClient, peer: Callable[..., Peer]) -> None:
-    def handle(visit: Visit) -> None:
-        while request := visit.request():
-            assert request.startswith("HEAD /v1/objects/")
-            visit.send(build_response(200, [("Millrace-Blocks", "0-3,7")], length=SIZE))
-
-    one = peer(handle)
-    for _ in range(2):
-        assert client.has(one.member(), WHAT, deadline=60.0) == [range(4), range(7, 8)]
-    assert len(one.visits) == 1
-    absent = peer(lambda visit: visit.request() and visit.send(build_response(404, length=0)))
-    assert client.has(absent.member(), WHAT, deadline=60.0) == []
 
 
 @pytest.mark.parametrize(("status", "kept"), [(204, True), (507, False)])

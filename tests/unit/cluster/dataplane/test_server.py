@@ -54,11 +54,8 @@ class NoBlocks:
     def get(self, get: wire.Get, exchange: Exchange) -> Answer:
         return Refusal(status=404, message="nothing is here", code="missing")
 
-    def head(self, get: wire.Get) -> Answer:
-        return Done(status=404)
-
     def put(self, put: wire.Put, exchange: Exchange) -> Answer:
-        return Done(status=204)
+        return Done()
 
     def close(self) -> None:
         pass

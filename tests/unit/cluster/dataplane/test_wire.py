@@ -68,20 +68,6 @@ def test_pieces_end_at_the_boundaries_of_blocks() -> None:
         assert wire.framed_bytes(span) == sum(stop - start + wire.SUM_BYTES for start, stop in pieces)
 
 
-def test_blocks_header_round_trip_is_equal() -> None:
-    runs = [range(4), range(7, 8), range(100, 102)]
-    assert wire.format_blocks(runs) == "0-3,7,100-101"
-    assert wire.parse_blocks("0-3,7,100-101") == runs
-    assert wire.parse_blocks("") == []
-    many = [range(number, number + 1) for number in range(0, 100_000, 2)]
-    text = wire.format_blocks(many)
-    assert len(text) < wire.MAX_HEAD_BYTES
-    assert wire.parse_blocks(text) == many[: len(wire.parse_blocks(text))]
-    for wrong in ("3-1", "-1", "a", "1,,2", "1-2-3", "9" * 30):
-        with pytest.raises(WireError):
-            wire.parse_blocks(wrong)
-
-
 def test_range_is_parsed() -> None:
     assert wire.parse_range("bytes=0-0") == (0, 1)
     assert wire.parse_range("bytes=4-9") == (4, 10)
