@@ -337,7 +337,6 @@ class _Move:
                     what,
                     (start, stop),
                     ask=Ask.CACHED,
-                    view_version=self._placement.view.version,
                     deadline=_READ_SECONDS,
                 )
             except PeerSilentError as error:

@@ -54,6 +54,8 @@ _PUT_ORDER = 3
 _LEASE_SECONDS = 5.0
 _MAX_LEASES = 1 << 15
 
+_NOT_MINE = Refusal(status=421, message="another node owns these blocks")
+
 
 class OwnedBlocks:
     """Fetches the blocks that a node owns in its own view, and stores uploads. Thread-safe; not usable after a fork."""
@@ -95,7 +97,7 @@ class OwnedBlocks:
         for stripe in {stripe_of(block * BLOCK_BYTES, what.size) for block in missing}:
             order = placed.order(what.object_id(), stripe)[: rank + 1]
             if all(member.id != self._member_id for member in order):
-                return self._not_mine()
+                return _NOT_MINE
         exchange.processing()
         nbytes = sum(stop - start for start, stop in missing.values())
         while not self._budget.reserve(nbytes, _WAIT_SECONDS):
@@ -110,7 +112,7 @@ class OwnedBlocks:
         what = put.what
         members = self._placed().order(what.object_id(), stripe_of(put.start, what.size))
         if all(member.id != self._member_id for member in members[: max(_PUT_ORDER, self._replicas)]):
-            return self._not_mine()
+            return _NOT_MINE
         received = ReceivedBytes()
         reader = self._open_reader(
             self._origins.find(what.origin) or NamedOrigin(what.origin), what, lambda *_: received
@@ -217,10 +219,6 @@ class OwnedBlocks:
         if view.version != placement.view.version:
             placement = self._placement = Placement(view, replicas=self._replicas)
         return placement
-
-    def _not_mine(self) -> Refusal:
-        version = self._placement.view.version
-        return Refusal(status=421, message="another node owns these blocks", fields=(("Millrace-View", version),))
 
 
 class UploadLeases:

@@ -257,7 +257,6 @@ class _Visit:
                 self._range,
                 ask=step.ask,
                 rank=step.rank,
-                view_version=self._placement.view.version,
                 deadline=SILENCE_SECONDS,
             )
         except WireError:  # the request cannot be built: not a failure of the peer

@@ -64,7 +64,7 @@ def test_parser_of_any_text_returns_or_raises_wire_error(text: str) -> None:
 def test_get_round_trip_is_equal(
     what: ObjectDescription, span: tuple[int, int], token: str, ask: Ask, rank: int, verify: bool
 ) -> None:
-    head = wire.build_get(what, span, host="h:1", token=token, ask=ask, rank=rank, view_version="v", verify=verify)
+    head = wire.build_get(what, span, host="h:1", token=token, ask=ask, rank=rank, verify=verify)
     assert wire.head_bytes(head + b"more") == len(head)
     request = wire.parse_request(head)
     get = wire.parse_get(request)

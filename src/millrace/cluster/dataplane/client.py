@@ -83,7 +83,6 @@ class PeerClient:
         *,
         ask: Ask,
         rank: int = 0,
-        view_version: str = "",
         verify: bool = False,
         deadline: float = SILENCE_SECONDS,
     ) -> PeerBytes:
@@ -96,7 +95,7 @@ class PeerClient:
         self.require_version(member)
 
         def exchange(verified: bool) -> _Exchange:
-            request = self._get(what, span, member.address, ask, rank, view_version, verified)
+            request = self._get(what, span, member.address, ask, rank, verified)
             return _Exchange(self._pool, member.address, [request], deadline)
 
         for verified in (True,) if verify else (False, True):
@@ -184,11 +183,10 @@ class PeerClient:
         address: str,
         ask: Ask,
         rank: int,
-        view_version: str,
         verify: bool,
     ) -> bytes:
         """The request for a range. Only the range is built again in repeated requests for one object."""
-        key = (what.object_id(), address, ask, rank, view_version, verify)
+        key = (what.object_id(), address, ask, rank, verify)
         cut = self._requests.get(key)
         if cut is None:
             request = build_get(
@@ -198,7 +196,6 @@ class PeerClient:
                 token=self._token,
                 ask=ask,
                 rank=rank,
-                view_version=view_version,
                 verify=verify,
             )
             before, _, after = request.partition(_FIRST_BYTE)

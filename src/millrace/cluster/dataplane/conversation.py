@@ -468,7 +468,7 @@ class RepeatedRequests:
         start, stop = int(match[1]), int(match[2]) + 1
         if stop <= start:
             return None
-        return protocol.Get(get[0], (start, stop), get[2], get[3], get[4], get[5], get[6])
+        return protocol.Get(get[0], (start, stop), get[2], get[3], get[4], get[5])
 
     def keep(self, head: bytes, request: protocol.Request, get: protocol.Get) -> None:
         """Keep a parsed request, if it is for a framed range and nothing else."""

@@ -307,7 +307,6 @@ class Get(NamedTuple):
     span: Span
     ask: Ask
     rank: int
-    view: str
     verify: bool
     described: str
 
@@ -334,7 +333,6 @@ def parse_get(request: Request) -> Get:
         span=parse_range(headers.get("range", "")),
         ask=ask,
         rank=parse_number(headers.get("millrace-rank", "0"), "Millrace-Rank"),
-        view=headers.get("millrace-view", ""),
         verify=headers.get("millrace-verify") == "1",
         described=headers.get("millrace-object", ""),
     )
@@ -355,7 +353,6 @@ def build_get(
     token: str,
     ask: Ask = Ask.FETCH,
     rank: int = 0,
-    view_version: str = "",
     verify: bool = False,
 ) -> bytes:
     """The framed request for a half-open range that is not empty. Raises `WireError`."""
@@ -365,8 +362,6 @@ def build_get(
         fields.append(("Millrace-Object", what.to_header()))
     if rank:
         fields.append(("Millrace-Rank", str(rank)))
-    if view_version:
-        fields.append(("Millrace-View", view_version))
     if verify:
         fields.append(("Millrace-Verify", "1"))
     return _build_head(f"GET {OBJECTS_PATH}{what.object_id().hex()} HTTP/1.1", fields)

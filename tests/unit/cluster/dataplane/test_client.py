@@ -108,9 +108,9 @@ def test_request_contains_its_headers(client: PeerClient, peer: Callable[..., Pe
             visit.send(head_of(body, ("Millrace-Hot", "1")), body)
 
     one = peer(handle)
-    got = client.read(one.member(), WHAT, (0, 5), ask=Ask.FETCH, rank=2, view_version="abc", verify=True, deadline=60.0)
+    got = client.read(one.member(), WHAT, (0, 5), ask=Ask.FETCH, rank=2, verify=True, deadline=60.0)
     assert got.hot
-    for line in ("Millrace-Rank: 2", "Millrace-View: abc", "Millrace-Verify: 1", "Millrace-Ask: fetch"):
+    for line in ("Millrace-Rank: 2", "Millrace-Verify: 1", "Millrace-Ask: fetch"):
         assert f"\r\n{line}\r\n" in seen[0]
     assert f"Authorization: Bearer {TOKEN}" in seen[0]
     assert WHAT.to_header() in seen[0]

@@ -16,14 +16,14 @@ def request(*lines: str, first: str = f"GET /v1/objects/{ID} HTTP/1.1") -> bytes
 
 
 def test_framed_request_round_trip_is_equal() -> None:
-    head = wire.build_get(WHAT, (5, 9), host="h:1", token="secret", rank=3, view_version="v1", verify=True)
+    head = wire.build_get(WHAT, (5, 9), host="h:1", token="secret", rank=3, verify=True)
     parsed = wire.parse_request(head)
     assert (parsed.method, parsed.path, parsed.query) == ("GET", f"/v1/objects/{ID}", "")
     assert parsed.headers["authorization"] == "Bearer secret"
     get = wire.parse_get(parsed)
     assert get.object_id == WHAT.object_id() == object_id(WHAT.origin, WHAT.key, WHAT.version, WHAT.size)
     assert get.span == (5, 9)
-    assert (get.ask, get.rank, get.view, get.verify) == (Ask.FETCH, 3, "v1", True)
+    assert (get.ask, get.rank, get.verify) == (Ask.FETCH, 3, True)
     assert ObjectDescription.from_header(get.described) == WHAT
     assert wire.head_bytes(head) == len(head)
 
