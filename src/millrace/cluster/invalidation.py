@@ -82,11 +82,6 @@ class Invalidations:
         """The view by which this process sends invalidations."""
         return self._cluster.placement().view
 
-    def pending(self) -> int:
-        """How many keys are pending, over all members."""
-        with self._lock:
-            return len(self._pending)
-
     # --- now --------------------------------------------------------------------------------------
 
     def _send_in_order(

@@ -115,10 +115,6 @@ class ClusterListings:
         me = self._cluster.link.member_id
         return bool(first) and (me is None or me in missed)
 
-    def pending(self) -> int:
-        """How many keys unreachable members must still drop."""
-        return self._invalidations.pending()
-
     def _request(
         self, origin: Origin, key: str, path: str, query: Mapping[str, str], read: Callable[[Any], _T]
     ) -> _T | None:

@@ -47,4 +47,4 @@ def test_invalidation_during_a_late_one_is_sent_too(monkeypatch: pytest.MonkeyPa
     eventually(lambda: len(reported) == 1)
     is_away.clear()
     eventually(lambda: len(reported) == 2)
-    eventually(lambda: invalidations.pending() == 0)
+    eventually(lambda: not invalidations._pending)

@@ -619,10 +619,6 @@ class Evictor:
             self._records.gone(gone)
         return freed
 
-    def expire_survey(self) -> None:
-        """Check every unit again before the next decision. For tests."""
-        self._surveyor.expire()
-
     # --- one at a time ------------------------------------------------------------------------------
 
     def _exclusively(self, work: Callable[[], bool], seconds: float) -> bool:

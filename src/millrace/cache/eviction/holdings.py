@@ -128,10 +128,6 @@ class Surveyor:
             self._due = ended + max(_LEAST_PAUSE_SECONDS, _SHARE * (ended - started))
         return self._survey
 
-    def expire(self) -> None:
-        """Repeat the survey at its next use."""
-        self._due = 0.0
-
     def some_of(self, survey: Survey, place: Place, count: int) -> list[bytes]:
         """The keys of up to `count` units that count to the quota of `place`, at random."""
         keys = survey.units.get(place, [])

@@ -212,10 +212,6 @@ class PeerClient:
                 next_step="use the same version on all nodes",
             )
 
-    def idle_connections(self) -> int:
-        """The number of idle connections."""
-        return self._pool.idle_connections()
-
     def close(self) -> None:
         """Close all connections; requests in progress fail."""
         self._pool.close()

@@ -261,11 +261,6 @@ class ConnectionPool:
             self._open.discard(connection)
         connection.close()
 
-    def idle_connections(self) -> int:
-        """The number of idle connections."""
-        with self._lock:
-            return sum(map(len, self._idle.values()))
-
     def close(self) -> None:
         """Close all connections; requests in progress fail. The pool can be used again."""
         with self._lock:

@@ -245,7 +245,7 @@ def test_object_beyond_its_ttl_is_removed(make_node: Callable[..., CacheNode], m
     read(node, origin, "b/logs/0001")
     node.open_disks[0].write_down_uses()
     monkeypatch.setattr("millrace.cache.eviction.holdings.time.time", lambda: now + 4000)
-    node.open_disks[0].evictor.expire_survey()
+    node.open_disks[0].evictor._surveyor._due = 0.0
     node.open_disks[0].enforce_limits()
     assert [is_here(node, origin, key) for key in objects(3, "logs")] == [False, True, False]
     assert not any(is_here(node, origin, key) for key in objects(3, "logs/small"))

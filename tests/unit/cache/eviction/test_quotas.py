@@ -88,7 +88,7 @@ def test_quota_fills_with_whole_objects_and_stays_full(make_node: MakeNode, size
         for number in range(count):
             read(node, origin, f"b/logs/{number}")
         disk.write_down_uses()
-        disk.evictor.expire_survey()
+        disk.evictor._surveyor._due = 0.0
         disk.enforce_limits()
         assert disk.store.index.used_bytes() <= quota
         assert whole_bytes(node) >= quota * size // appended_bytes(size) - 2 * size  # small ones are aligned
@@ -119,7 +119,7 @@ def test_lower_quota_evicts_small_objects_in_steps(make_node: MakeNode) -> None:
         for number in range(200):
             read(node, origin, f"b/logs/{number}")
         node.open_disks[0].write_down_uses()
-        node.open_disks[0].evictor.expire_survey()
+        node.open_disks[0].evictor._surveyor._due = 0.0
         node.open_disks[0].enforce_limits()
         assert quota * 3 // 4 <= whole_bytes(node) <= quota
 
@@ -153,7 +153,7 @@ def test_concurrent_readers_fill_a_quota(make_node: MakeNode) -> None:
         list(readers.map(lambda number: read(node, origin, f"b/logs/{number}"), range(40)))
     disk = node.open_disks[0]
     disk.write_down_uses()
-    disk.evictor.expire_survey()
+    disk.evictor._surveyor._due = 0.0
     disk.enforce_limits()
     assert quota - 2 * size <= disk.store.index.used_bytes() <= quota
 
