@@ -368,47 +368,54 @@ def build_get(
 
 
 class Put(NamedTuple):
-    """A `PUT` of blocks: the range `[start, stop)` of an object, framed, in `length` bytes."""
+    """A `PUT` of blocks: the range `[start, stop)` of an object, framed."""
 
     what: ObjectDescription
     start: int
     stop: int
-    length: int
 
 
 def parse_put(request: Request) -> Put:
     """Parse a `PUT` of whole blocks, at most `MAX_FRAMED_BYTES`. Raises `WireError`."""
-    headers = request.headers
-    what = ObjectDescription.from_header(headers.get("millrace-object", ""))
+    what = ObjectDescription.from_header(request.headers.get("millrace-object", ""))
     if what.object_id() != parse_object_path(request.path):
         raise WireError("the object's id differs from that of its description")
-    match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
-    if match is None:
-        raise WireError("a PUT needs a Content-Range")
-    start, stop, size = int(match[1]), int(match[2]) + 1, int(match[3])
+    (start, stop), size = _parse_framed_put(request)
     whole = start % BLOCK_BYTES == 0 and (stop % BLOCK_BYTES == 0 or stop == size)
-    if size != what.size or not start < stop <= size or not whole:
+    if size != what.size or not whole:
         raise WireError("a PUT must contain whole blocks of its object")
-    if stop - start > MAX_FRAMED_BYTES:
-        raise WireError("a PUT with too many bytes", status=413)
-    length = parse_number(headers.get("content-length"), "Content-Length", status=411)
-    if length != framed_bytes((start, stop)):
-        raise WireError("Content-Length differs from that of the framed blocks")
-    return Put(what, start, stop, length)
+    return Put(what, start, stop)
 
 
 def build_put(what: ObjectDescription, start: int, stop: int, *, host: str, token: str) -> bytes:
     """The head of a `PUT` of whole blocks; the framed body follows. Raises `WireError`."""
-    return _build_head(
-        f"PUT {OBJECTS_PATH}{what.object_id().hex()} HTTP/1.1",
-        [
-            *_who(host, token),
-            ("Content-Range", f"bytes {start}-{stop - 1}/{what.size}"),
-            ("Content-Length", str(framed_bytes((start, stop)))),
-            _VERSION_FIELD,
-            ("Millrace-Object", what.to_header()),
-        ],
-    )
+    fields = [*_who(host, token), *_framed_put_fields((start, stop), what.size), ("Millrace-Object", what.to_header())]
+    return _build_head(f"PUT {OBJECTS_PATH}{what.object_id().hex()} HTTP/1.1", fields)
+
+
+def _parse_framed_put(request: Request) -> tuple[Span, int]:
+    """The range that a framed `PUT` contains, at most `MAX_FRAMED_BYTES`, and the size of the whole. Raises `WireError`."""
+    match = _CONTENT_RANGE.fullmatch(request.headers.get("content-range", ""))
+    if match is None:
+        raise WireError("a PUT needs a Content-Range")
+    start, stop, size = int(match[1]), int(match[2]) + 1, int(match[3])
+    if not start < stop <= size:
+        raise WireError("the Content-Range of a PUT must be a range of its object or file")
+    if stop - start > MAX_FRAMED_BYTES:
+        raise WireError("a PUT with too many bytes", status=413)
+    length = parse_number(request.headers.get("content-length"), "Content-Length", status=411)
+    if length != framed_bytes((start, stop)):
+        raise WireError("Content-Length differs from that of the framed bytes")
+    return (start, stop), size
+
+
+def _framed_put_fields(span: Span, size: int) -> list[tuple[str, str]]:
+    start, stop = span
+    return [
+        ("Content-Range", f"bytes {start}-{stop - 1}/{size}"),
+        ("Content-Length", str(framed_bytes(span))),
+        _VERSION_FIELD,
+    ]
 
 
 # --- files of replicas of checkpoints -------------------------------------------------------------
@@ -459,34 +466,16 @@ def build_replica_get(name: ReplicaName, span: Span, *, host: str, token: str) -
 
 def parse_replica_put(request: Request) -> ReplicaPut:
     """Parse a `PUT` into a replica's file, at most `MAX_FRAMED_BYTES`. Raises `WireError`."""
-    headers = request.headers
     require_version(request)
     name = parse_replica_name(request.path.removeprefix(REPLICA_FILES_PATH), 3)
-    match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
-    if match is None:
-        raise WireError("a PUT needs a Content-Range")
-    start, stop, size = int(match[1]), int(match[2]) + 1, int(match[3])
-    if not start < stop <= size:
-        raise WireError("a PUT must contain bytes of its file")
-    if stop - start > MAX_FRAMED_BYTES:
-        raise WireError("a PUT with too many bytes", status=413)
-    length = parse_number(headers.get("content-length"), "Content-Length", status=411)
-    if length != framed_bytes((start, stop)):
-        raise WireError("Content-Length differs from that of the framed bytes")
+    (start, stop), size = _parse_framed_put(request)
     return ReplicaPut(name, start, stop, size)
 
 
 def build_replica_put(put: ReplicaPut, *, host: str, token: str) -> bytes:
     """The head of a `PUT` into a replica's file; the framed body follows. Raises `WireError`."""
-    return _build_head(
-        f"PUT {put.name.path} HTTP/1.1",
-        [
-            *_who(host, token),
-            ("Content-Range", f"bytes {put.start}-{put.stop - 1}/{put.size}"),
-            ("Content-Length", str(framed_bytes((put.start, put.stop)))),
-            _VERSION_FIELD,
-        ],
-    )
+    fields = [*_who(host, token), *_framed_put_fields((put.start, put.stop), put.size)]
+    return _build_head(f"PUT {put.name.path} HTTP/1.1", fields)
 
 
 # --- commands -------------------------------------------------------------------------------------
