@@ -97,7 +97,7 @@ class Breakers:
     """
 
     def __init__(self, path: Path | None, *, clock: Callable[[], float] | None = None) -> None:
-        self._clock = clock or _boot_seconds
+        self._clock = clock or boot_seconds
         self._own: dict[str, OpenBreaker] = {}
         self._lock = threading.Lock()
         self._descriptor = -1 if path is None else _open(path)
@@ -226,7 +226,7 @@ def _packed(key: int, state: OpenBreaker) -> bytes:
     return xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest
 
 
-def _boot_seconds() -> float:
+def boot_seconds() -> float:
     """A clock that all processes of the machine share, and that also runs while it sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 

@@ -20,6 +20,7 @@ from typing import Any, TypeGuard, TypeVar
 from millrace.cache.metadata.pages import Space
 from millrace.cache.metadata.sources import ORIGIN_METADATA, Answer, base_of, end_of
 from millrace.cache.node import CacheNode
+from millrace.cluster.breakers import boot_seconds
 from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.server import Call, PlaneServer
 from millrace.cluster.invalidation import FORGET, Invalidations, record_failure
@@ -202,11 +203,11 @@ class MetadataOwner:
     def record_alive(self) -> None:
         """Record that this process runs."""
         self._expire_after_absence()
-        self._alive_at = _machine_seconds()
+        self._alive_at = boot_seconds()
 
     def _expire_after_absence(self) -> None:
         absences = self._absences()
-        if absences != self._known_absences or _machine_seconds() - self._alive_at >= SILENCE_SECONDS:
+        if absences != self._known_absences or boot_seconds() - self._alive_at >= SILENCE_SECONDS:
             self.expire_all()
             self._known_absences = absences
 
@@ -277,11 +278,6 @@ class MetadataOwner:
             raise UsageError("an age is above 0")
         self._expire_after_absence()
         return origin, age
-
-
-def _machine_seconds() -> float:
-    """A clock that also runs while the machine sleeps."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _text(query: Mapping[str, str], name: str) -> str:

@@ -165,8 +165,8 @@ class Connection:
             return  # see `_send_by_tls`
         # The kernel's timeout: one call waits and receives. With Python's timeout there is a poll before each call.
         self._socket.setblocking(True)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(deadline / _CHECKS))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(deadline))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(deadline / _CHECKS))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(deadline))
 
     def _receive(self, buffers: list[memoryview], until: float) -> int:
         """Receive the next bytes into `buffers`; raises `PeerSilentError` if none arrive before `until` (monotonic)."""
@@ -203,7 +203,7 @@ class ConnectionPool:
     """Connections to all peers, kept open while they are idle. Thread-safe; a forked child opens its own."""
 
     def __init__(self, tls: Tls | None) -> None:
-        self._context = None if tls is None else _context(tls)
+        self._context = None if tls is None else tls_context(tls, ssl.PROTOCOL_TLS_CLIENT)
         self._lock = threading.Lock()
         self._idle: defaultdict[str, list[Connection]] = defaultdict(list)
         self._next_sweep = 0.0
@@ -294,14 +294,18 @@ def _no_address(address: str) -> PeerError:
     return PeerError(f"{address!r} is not the address of a node", next_step="write host:port")
 
 
-def _timeval(seconds: float) -> bytes:
+def timeval(seconds: float) -> bytes:
+    """A time limit above 0 as the kernel expects it, `SO_RCVTIMEO` and `SO_SNDTIMEO`."""
     microseconds = max(1, int(seconds * 1e6))
     return struct.pack("@ll", microseconds // 1_000_000, microseconds % 1_000_000)
 
 
-def _context(tls: Tls) -> ssl.SSLContext:
-    """Both sides present a certificate of the cluster's authority. Names are not compared, because addresses change."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+def tls_context(tls: Tls, protocol: int) -> ssl.SSLContext:
+    """The context of a client or a server, by `protocol`. Raises `ConfigurationError` if the files cannot be used.
+
+    Both sides present a certificate of the cluster's authority. Names are not compared, because addresses change.
+    """
+    context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED

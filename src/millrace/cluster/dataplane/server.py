@@ -17,6 +17,7 @@ import time
 from collections import deque
 
 from millrace.cluster.dataplane import wire as protocol
+from millrace.cluster.dataplane.connections import tls_context
 from millrace.cluster.dataplane.conversation import (
     Blocks,
     Call,
@@ -76,7 +77,7 @@ class PlaneServer:
         self.send_seconds = send_seconds
         self.head_seconds = head_seconds
         self._authorization = f"Bearer {token}".encode("latin-1")
-        self._tls = None if tls is None else _server_context(tls)
+        self._tls = None if tls is None else tls_context(tls, ssl.PROTOCOL_TLS_SERVER)
         self._max_connections = max_connections
         self.repeated = RepeatedRequests()
         self._routes: dict[tuple[str, str], Handle] = {}
@@ -272,20 +273,6 @@ def _listen(host: str, port: int) -> socket.socket:
             else "name an address of this machine",
         ) from error
     return listener
-
-
-def _server_context(tls: Tls) -> ssl.SSLContext:
-    try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(tls.cert, tls.key)
-        context.load_verify_locations(tls.ca)
-        context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigurationError(
-            f"{tls.cert.parent}: invalid certificates: {error}", next_step="correct the option 'tls'"
-        ) from error
-    return context
 
 
 _servers = forks.objects_reset_in_child(PlaneServer.abandon)

@@ -10,7 +10,6 @@ import contextlib
 import os
 import socket
 import ssl
-import struct
 import time
 from collections.abc import Iterable
 from typing import Protocol
@@ -18,8 +17,8 @@ from typing import Protocol
 from typing_extensions import Buffer
 
 from millrace.cluster.dataplane.answers import BrokenAnswerError, FilePart, Part
+from millrace.cluster.dataplane.connections import timeval
 
-_TIMEVAL = struct.Struct("ll")
 _RECEIVE_BYTES = 64 << 10
 _HEAD_BYTES = 8 << 10  # enough for one head; a larger buffer costs time
 _HELD_BYTES, _HELD_PARTS = 256 << 10, 256  # buffered until more can be sent with it
@@ -69,12 +68,12 @@ class PlainTransport:
         self._limit = 0.0
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_seconds))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(send_seconds))
 
     def wait_at_most(self, seconds: float) -> None:
         if seconds != self._limit:
             self._limit = seconds
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(seconds))
 
     def receive(self) -> bytes:
         try:
@@ -221,8 +220,3 @@ def _drain(transport: Transport) -> None:
         if not data:
             return
         nbytes += len(data)
-
-
-def _timeval(seconds: float) -> bytes:
-    whole = int(seconds)
-    return _TIMEVAL.pack(whole, max(1, int((seconds - whole) * 1e6)))

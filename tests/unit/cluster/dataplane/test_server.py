@@ -533,7 +533,7 @@ def test_tls_requires_certificates_of_both_sides(tmp_path: Path) -> None:
 def test_tls_with_invalid_certificates_raises(tmp_path: Path) -> None:
     mine, _ = make_certificates(tmp_path, "a")
     mine.key.write_text("no key")
-    with pytest.raises(ConfigurationError, match="certificates"):
+    with pytest.raises(ConfigurationError, match="cannot be used"):
         PlaneServer(NoBlocks(), host="127.0.0.1", token=TOKEN, tls=mine)
 
 
