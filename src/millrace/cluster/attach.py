@@ -40,24 +40,12 @@ SEARCHING = "millrace-attach"
 """The name of the threads that search for a cluster."""
 
 
-def node_for(options: CacheOptions, origin: Origin | None = None) -> CacheNode:
+class Attached:
     """The cache of this process for `options`, attached to the cluster if `members` names one.
 
-    Thread-safe, and usable after a fork. After the first call it costs a dictionary lookup. `origin` is the origin that the
-    caller reads: in Ray, the cluster's other nodes get access to it. Raises `ConfigurationError`, `MissingDependencyError`.
+    Thread-safe, and usable after a fork. `origin` is the origin that the caller reads: in Ray, the cluster's other nodes get
+    access to it.
     """
-    attachment = _process.attachments.get(options)
-    if attachment is None or attachment.node.closed:
-        attachment = _process.attach(options, origin)
-    if origin is not None and origin.identity not in attachment.origins:
-        attachment.introduce(origin)
-    if time.monotonic() >= attachment.next_look:
-        attachment.look()
-    return attachment.node
-
-
-class Attached:
-    """`node_for` for frequent callers: keeps the attachment and needs no lookup. Thread-safe, and usable after a fork."""
 
     def __init__(self, options: CacheOptions, origin: Origin | None = None) -> None:
         """Attaches at the first use. Raises `ConfigurationError` if `members` names an unknown backend."""
@@ -72,12 +60,13 @@ class Attached:
 
     @property
     def node(self) -> CacheNode:
-        """See `node_for`."""
+        """The node; later calls cost little. Raises `ConfigurationError`, `MissingDependencyError`."""
         attachment = self._attachment
         if attachment is None or attachment.process is not _process or attachment.node.closed:
-            node_for(self._options, self._origin)
             attachment = self._attachment = _process.attach(self._options, self._origin)
-        elif time.monotonic() >= attachment.next_look:
+            if self._origin is not None:
+                attachment.introduce(self._origin)
+        if time.monotonic() >= attachment.next_look:
             attachment.look()
         return attachment.node
 
@@ -224,9 +213,13 @@ class _Attachment:
 
     def _use(self, link: NodeLink | None) -> None:
         """Read through `link` from now on."""
+
+        def reopen() -> CacheNode:
+            return Attached(self.options).node
+
         if link is None:
             node = cache_node(self.options)
-            node.connect(source=direct, reopen=lambda: node_for(self.options))
+            node.connect(source=direct, reopen=reopen)
         else:
             with importing():
                 from millrace.cluster.listings import ClusterListings
@@ -237,9 +230,7 @@ class _Attachment:
             capacity, min_free = link.capacity or self.options.capacity, link.min_free or self.options.min_free
             node = cache_node(replace(self.options, folder=link.folder, capacity=capacity, min_free=min_free))
             listings = ClusterListings(cluster, self.options.max_age_seconds)
-            node.connect(
-                source=ClusterSources(cluster), metadata_source=listings, reopen=lambda: node_for(self.options)
-            )
+            node.connect(source=ClusterSources(cluster), metadata_source=listings, reopen=reopen)
             cluster.distinguish_copies(node)
         self._link = link
         self.views = _folder_views(link)

@@ -14,10 +14,10 @@ from tests.support.etcd import EtcdServer
 from tests.support.origins import MemoryOrigin
 
 from millrace.cache.metadata.sources import ORIGIN_METADATA
-from millrace.cache.node import cache_node, close_nodes
+from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.cache.reading.fetching import direct
 from millrace.cluster import attach
-from millrace.cluster.attach import Attached, close_all, link_for, node_for
+from millrace.cluster.attach import Attached, close_all, link_for
 from millrace.cluster.cluster import Cluster
 from millrace.cluster.folder import FolderViews, NodeFacts, NodeFolder
 from millrace.cluster.listings import ClusterListings
@@ -27,6 +27,7 @@ from millrace.cluster.membership.etcd import EtcdMembers
 from millrace.cluster.source import ClusterSources
 from millrace.config import Amount, CacheOptions, resolve
 from millrace.errors import ConfigurationError
+from millrace.origin import Origin
 from millrace.testing.conformance.members import eventually, wait_for
 
 STATIC = "static://127.0.0.1:7001,127.0.0.1:7002"
@@ -36,6 +37,10 @@ OTHER = View.of([Member(id="127.0.0.1:7002", address="127.0.0.1:7002")])
 
 Options = Callable[..., CacheOptions]
 Node = Callable[..., NodeFolder]
+
+
+def node_for(options: CacheOptions, origin: Origin | None = None) -> CacheNode:
+    return Attached(options, origin).node
 
 
 @pytest.fixture
@@ -145,7 +150,7 @@ def test_node_with_members_ray_outside_of_ray_raises(options: Options) -> None:
         node_for(options(members="ray"))
 
 
-def test_attached_returns_the_same_node_as_node_for(
+def test_attached_returns_the_same_node_as_another(
     options: Options, node: Node, passing: Callable[[float], None]
 ) -> None:
     folder = node()
