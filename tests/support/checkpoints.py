@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from millrace.checkpoint.format.slices import box_runs
 from millrace.checkpoint.format.tables import NO_BASE, chunk_table, item_table
 from millrace.checkpoint.storage.fetching import ChunkFetcher, ItemRequest
 from millrace.checkpoint.storage.manifests import read_manifest
+from millrace.checkpoint.storage.replicating import Progress, copy_files, publish_checkpoint
 from millrace.checkpoint.storage.storage import CheckpointStorage
 
 KIND = Kind(1, False)
@@ -98,6 +99,31 @@ def make_checkpoint(
     if publish:
         storage.publish("manifest.millrace", encode_manifest(manifest), replace=False)
     return manifest
+
+
+def own_files(storage: CheckpointStorage) -> list[str]:
+    """The names of its own data files."""
+    return [file.name for file in read_manifest(storage).manifest.files if not file.name.startswith("../")]
+
+
+def copy_checkpoint(
+    source: CheckpointStorage,
+    target: CheckpointStorage,
+    *,
+    progress: Progress | None = None,
+    check: Callable[[], object] = lambda: None,
+) -> int:
+    """Copy the own data files, then publish the manifest. Returns the bytes that the target did not have."""
+    seen: list[int] = []
+
+    def record(done: int, total: int) -> None:
+        seen.append(done)
+        if progress is not None:
+            progress(done, total)
+
+    copy_files(source, target, own_files(source), progress=record)
+    publish_checkpoint(source, target, check)
+    return seen[-1] - seen[0]
 
 
 def load_all(storage: CheckpointStorage) -> list[np.ndarray]:

@@ -22,7 +22,7 @@ from millrace.checkpoint.run.run_layout import Entry, Run, parse_name
 from millrace.checkpoint.run.timeline import Point, age_of
 from millrace.checkpoint.storage.layered import StoredManifest
 from millrace.checkpoint.storage.peer_files import Peer, PeerStorage
-from millrace.checkpoint.storage.replicating import copy_checkpoint, publish_manifest
+from millrace.checkpoint.storage.replicating import copy_files, publish_manifest
 from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.config import CacheOptions, resolve
 from millrace.errors import (
@@ -228,7 +228,7 @@ class Peers:
 
             try:
                 place = PeerStorage(peer, directory, sizes)
-                copy_checkpoint(source, place, list(sizes), manifest=False, progress=progress, stored=stored)
+                copy_files(source, place, list(sizes), progress=progress, stored=stored)
                 if is_part:
                     _publish_part(place, stored)
                 elif with_manifest:

@@ -292,10 +292,7 @@ def outdated(near: Iterable[CheckpointInfo], origin: Iterable[ListedCheckpoint])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """The files to copy from one directory: these data files, then with `manifest` the manifest.
-
-    `copy_checkpoint(local.checkpoint(name), origin.checkpoint(name), files, manifest=manifest)` does it.
-    """
+    """The files to copy from one directory: these data files by `copy_files`, then with `manifest` `publish_checkpoint`."""
 
     name: str
     files: tuple[str, ...]

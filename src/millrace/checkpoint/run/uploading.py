@@ -24,7 +24,7 @@ from millrace.checkpoint.run.tiers import Tiers, Upload, pending_uploads
 from millrace.checkpoint.run.timeline import age_of
 from millrace.checkpoint.storage.layered import StoredManifest
 from millrace.checkpoint.storage.manifests import load_manifest
-from millrace.checkpoint.storage.replicating import copy_checkpoint, publish_manifest
+from millrace.checkpoint.storage.replicating import copy_files, publish_checkpoint, publish_manifest
 from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.errors import (
     BaseGoneError,
@@ -132,8 +132,8 @@ class Uploader:
                     self._replicate(written, StoredManifest.read(source))
                 self.publish(self.copy_leftovers(written.name))
                 self._is_behind = False
-                copy_checkpoint(source, target, written.own_files, manifest=False, progress=progress.reach)
-                copy_checkpoint(source, target, (), check=self.check)
+                copy_files(source, target, written.own_files, progress=progress.reach)
+                publish_checkpoint(source, target, self.check)
             else:
                 result = self._upload_part(written, progress)
             if self.replicator is not None:
@@ -185,7 +185,7 @@ class Uploader:
         for upload in before:
             source, target = self.local.checkpoint(upload.name), self.tiers.origin.checkpoint(upload.name)
             try:
-                copy_checkpoint(source, target, upload.files, manifest=False)
+                copy_files(source, target, upload.files)
             except DamagedError as error:
                 # It stays on this disk, and must not block later checkpoints.
                 emit(Event(name="checkpoint.tier.left", subject=source.url, detail=str(error)))
@@ -199,7 +199,7 @@ class Uploader:
         for name in names:
             source, target = self.local.checkpoint(name), self.tiers.origin.checkpoint(name)
             try:
-                copy_checkpoint(source, target, (), check=self.check)
+                publish_checkpoint(source, target, self.check)
             except (RunTakenError, RetryableError):
                 raise
             except MillraceError as error:
@@ -278,7 +278,7 @@ class Uploader:
         progress: ProgressMeter | None = None,
     ) -> None:
         reach = None if progress is None else progress.reach
-        copy_checkpoint(near, far, files, manifest=False, progress=reach, stored=part)
+        copy_files(near, far, files, progress=reach, stored=part)
         # An earlier attempt may have published it.
         far.publish(part_name(self.member.rank, part.manifest.save_id), part.data, replace=True)
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from millrace.checkpoint.arguments import whole_number
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, DataFile, Manifest
 from millrace.checkpoint.storage.layered import StoredChunks, StoredManifest, files_exist
 from millrace.checkpoint.storage.manifests import stat_data_file
-from millrace.checkpoint.storage.storage import CheckpointStorage, LocalStorage
+from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -33,7 +27,7 @@ from millrace.runtime.pipeline import run_in_order
 # Files are read, checked and written in pieces of this size, rounded up to the end of a chunk.
 _PIECE_BYTES = 8 << 20
 # Concurrent files. An upload to an object store may need 130 MB for each: parts of 16 MiB, four of them in flight.
-_DEFAULT_THREADS = 2
+_THREADS = 2
 
 Progress = Callable[[int, int], None]
 """Called with the copied bytes and the bytes of all files. Any thread may call it, one at a time. An exception ends the
@@ -41,89 +35,60 @@ copy.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyReport:
-    """The result of a copy. `skipped` files existed at the target. Sizes in bytes, with the manifest. `seconds`: total time.
-
-    `manifest`: "published" now, "present" before, or "none" if not requested.
-    """
-
-    copied: tuple[str, ...]
-    skipped: tuple[str, ...]
-    copied_bytes: int
-    skipped_bytes: int
-    manifest: Literal["published", "present", "none"]
-    seconds: float
-
-
-def copy_checkpoint(
+def copy_files(
     source: CheckpointStorage,
     target: CheckpointStorage,
-    files: Collection[str] | None = None,
+    files: Collection[str],
     *,
-    manifest: bool = True,
     progress: Progress | None = None,
-    threads: int = _DEFAULT_THREADS,
-    check: Callable[[], None] | None = None,
     stored: StoredManifest | None = None,
-) -> CopyReport:
-    """Copy the data files `files` (all of the checkpoint's own by default), then its manifest when `manifest` is True.
+) -> None:
+    """Copy these of the checkpoint's own data files. It needs no claim: without a manifest they are no checkpoint.
 
     A file of the same length at the target is skipped: storages show only complete files, and file names are unique to a
     save. So copying again after a crash copies only the missing files. Every chunk is checked against the checksum in the
-    manifest of the source. Before the manifest is published, every data file in it must exist at the target, including
-    those of other ranks and siblings. Then `check` is called, and may raise. After an error there is no manifest and no
-    partial file, but complete files remain.
+    manifest of the source. After an error there is no partial file, but complete files remain. `stored` is the manifest if
+    the source has it under another name: the part of one rank, for example.
 
-    A rank that copies only its own files passes their names and `manifest=False`. The coordinator copies after all ranks.
-    `stored` is the manifest if the source has it under another name: the part of one rank, for example.
-
-    Raises `CheckpointNotFoundError` when the source has no manifest, `CorruptCheckpointError` when it is damaged,
-    `ObjectNotFoundError` when the target lacks files that others must copy, `ObjectExistsError` when the target contains
-    another save, and the errors of the storages. Files of siblings (`../`) are not copied: copy those checkpoints first,
-    in the order of `tiers.pending_uploads`. Thread-safe. `threads` limits the memory.
+    Raises `CheckpointNotFoundError` when the source has no manifest, `CorruptCheckpointError` when it is damaged, and the
+    errors of the storages. Files of siblings (`../`) are not copied: copy those checkpoints first, in the order of
+    `tiers.pending_uploads`. Thread-safe.
     """
-    whole_number("threads", threads, least=1)
-    began = time.monotonic()
+    manifest = (stored or _read_manifest(source)).manifest
+    wanted = _chosen(source, manifest, files)
+    target.prepare()
+    found = files_exist(target, wanted)
+    missing = [file for file, exists in zip(wanted, found, strict=True) if not exists]
+    total = sum(file.size for file in wanted)
+    meter = _Meter(progress, done=total - sum(file.size for file in missing), total=total)
+    _copy_all(source, target, manifest, missing, meter)
+
+
+def publish_checkpoint(source: CheckpointStorage, target: CheckpointStorage, check: Callable[[], None]) -> None:
+    """Publish the manifest of the source at the target, after all ranks have copied their files.
+
+    Every data file in it must exist at the target, including those of other ranks and siblings. Then `check` is called, and
+    may raise. A target that has the manifest is left as it is.
+
+    Raises `CheckpointNotFoundError` when the source has no manifest, `ObjectNotFoundError` when the target lacks files,
+    `ObjectExistsError` when it contains another save, and the errors of the storages. Thread-safe.
+    """
+    stored = _read_manifest(source)
+    target.prepare()
+    # A manifest at the target implies that all files are there.
+    if not _holds_manifest(target, stored):
+        _require(target, list(dict.fromkeys(stored.manifest.files)))
+        check()
+        publish_manifest(target, stored)
+
+
+def _read_manifest(source: CheckpointStorage) -> StoredManifest:
     try:
-        stored = stored or StoredManifest.read(source)
+        return StoredManifest.read(source)
     except MissingError as error:
         raise CheckpointNotFoundError(
             f"{source.url}: no complete checkpoint to copy", next_step="check the name"
         ) from error
-    wanted = _chosen(source, stored.manifest, files)
-    target.prepare()
-    # A manifest at the target implies that all files are there.
-    complete = manifest and _holds_manifest(target, stored)
-    found = [True] * len(wanted) if complete else files_exist(target, wanted)
-    skipped = [file for file, exists in zip(wanted, found, strict=True) if exists]
-    missing = [file for file, exists in zip(wanted, found, strict=True) if not exists]
-    manifest_bytes = len(stored.data) if manifest else 0
-    skipped_bytes = sum(file.size for file in skipped) + (manifest_bytes if complete else 0)
-    copied_bytes = sum(file.size for file in missing) + (0 if complete else manifest_bytes)
-    meter = _Meter(progress, done=skipped_bytes, total=skipped_bytes + copied_bytes)
-    try:
-        _copy_all(source, target, stored.manifest, missing, meter, threads)
-    except BaseException:
-        if manifest and isinstance(target, LocalStorage):  # else other ranks may be about to write there
-            with contextlib.suppress(OSError):  # it has files
-                os.rmdir(target.url)
-        raise
-    if manifest and not complete:
-        own = set(wanted)
-        _require(target, [file for file in dict.fromkeys(stored.manifest.files) if file not in own])
-        if check is not None:
-            check()
-        publish_manifest(target, stored)
-        meter.add(manifest_bytes)
-    return CopyReport(
-        copied=tuple(file.name for file in missing),
-        skipped=tuple(file.name for file in skipped),
-        copied_bytes=copied_bytes,
-        skipped_bytes=skipped_bytes,
-        manifest="none" if not manifest else "present" if complete else "published",
-        seconds=time.monotonic() - began,
-    )
 
 
 class _Meter:
@@ -144,10 +109,8 @@ class _Meter:
 # --- selection of files ---------------------------------------------------------------------------
 
 
-def _chosen(source: CheckpointStorage, manifest: Manifest, files: Collection[str] | None) -> list[DataFile]:
+def _chosen(source: CheckpointStorage, manifest: Manifest, files: Collection[str]) -> list[DataFile]:
     own = [file for file in dict.fromkeys(manifest.files) if not file.name.startswith("../")]
-    if files is None:
-        return own
     strange = sorted(set(files) - {file.name for file in own})
     if strange:
         raise UsageError(
@@ -158,7 +121,7 @@ def _chosen(source: CheckpointStorage, manifest: Manifest, files: Collection[str
 
 
 def _require(target: CheckpointStorage, files: Sequence[DataFile]) -> None:
-    """Raises `ObjectNotFoundError` when files that others must copy are missing."""
+    """Raises `ObjectNotFoundError` when files are missing."""
     lacking = [file.name for file, exists in zip(files, files_exist(target, files), strict=True) if not exists]
     if lacking:
         raise ObjectNotFoundError(
@@ -176,7 +139,6 @@ def _copy_all(
     manifest: Manifest,
     files: Sequence[DataFile],
     meter: _Meter,
-    threads: int,
 ) -> None:
     failed = threading.Event()
 
@@ -189,7 +151,7 @@ def _copy_all(
             failed.set()
             raise
 
-    for _ in run_in_order(files, copy, min(threads, max(1, len(files)))):
+    for _ in run_in_order(files, copy, min(_THREADS, max(1, len(files)))):
         pass
 
 

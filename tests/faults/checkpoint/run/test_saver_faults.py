@@ -369,12 +369,12 @@ def test_interrupted_move_of_the_run_leaves_no_state_and_no_claim(tmp_path: Path
 FAIL_FIRST_UPLOAD = """
 from millrace.checkpoint.run import uploading
 from millrace.errors import CorruptCheckpointError
-copy = uploading.copy_checkpoint
+copy = uploading.copy_files
 def fail_first(source, *arguments, **options):
     if source.url.endswith("step-000000000001"):
         raise CorruptCheckpointError("damaged on this disk", next_step="save again")
     return copy(source, *arguments, **options)
-uploading.copy_checkpoint = fail_first
+uploading.copy_files = fail_first
 """
 
 
@@ -385,7 +385,7 @@ def test_save_that_never_reached_the_url_counts_for_nothing_also_in_another_proc
     with savers_with(FAIL_FIRST_UPLOAD), CheckpointManager(tmp_path / "run", local=tmp_path / "near") as run:
         if where == "in the training process":
             with monkeypatch.context() as patch:
-                patch.setattr(uploading, "copy_checkpoint", uploading.copy_checkpoint)  # restored at the end
+                patch.setattr(uploading, "copy_files", uploading.copy_files)  # restored at the end
                 exec(FAIL_FIRST_UPLOAD, {})
                 with pytest.raises(CorruptCheckpointError):
                     run.save(1, state(1.0))

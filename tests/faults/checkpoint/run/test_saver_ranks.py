@@ -250,7 +250,7 @@ def die_before_the_upload(root: Path) -> None:
     def die(*arguments: object, **options: object) -> None:
         os._exit(9)
 
-    uploading.copy_checkpoint = die  # type: ignore[assignment]
+    uploading.copy_files = die  # type: ignore[assignment]
     CheckpointManager(root / "run", local=root / "node").save(1, state(3))
 
 

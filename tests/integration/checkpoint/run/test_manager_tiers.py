@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import shutil
 import subprocess
 import sys
@@ -270,16 +271,16 @@ def test_leftover_whose_manifest_fails_for_a_passing_reason_is_published_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The failures are injected: no server fails exactly these two requests."""
-    copy_it, failures = uploading.copy_checkpoint, ["all", "manifest"]
+    failures = ["copy_files", "publish_checkpoint"]
 
-    def failing(source: Any, target: Any, files: Any, **options: Any) -> Any:
-        is_manifest = options.get("manifest", True)
-        if target.url.endswith("2") and failures and (is_manifest or failures[0] == "all"):
+    def failing(name: str, call: Any, source: Any, target: Any, *arguments: Any, **options: Any) -> None:
+        if target.url.endswith("2") and failures[:1] == [name]:
             failures.pop(0)
             raise OriginUnavailableError(f"{target.url}: no answer", next_step="try again")
-        return copy_it(source, target, files, **options)
+        call(source, target, *arguments, **options)
 
-    monkeypatch.setattr(uploading, "copy_checkpoint", failing)
+    for name in failures:
+        monkeypatch.setattr(uploading, name, functools.partial(failing, name, getattr(uploading, name)))
     with CheckpointManager(tmp_path / "run", local=tmp_path / "near", local_keep=2, full_every=1) as run:
         run.save(1, make_state())
         for step in (2, 3):

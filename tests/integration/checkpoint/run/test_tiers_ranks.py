@@ -67,7 +67,7 @@ def die_before_the_upload(root: Path) -> None:
     def die(*args: object, **options: object) -> None:
         os._exit(9)
 
-    uploading.copy_checkpoint = die  # type: ignore[assignment]
+    uploading.copy_files = die  # type: ignore[assignment]
     manager(root).save(STEPS + 1, state(STEPS + 1))
 
 
@@ -164,7 +164,7 @@ def test_checkpoint_that_only_the_disk_of_the_second_rank_has_is_restored(
 
     with CheckpointManager(tmp_path / "origin", local=tmp_path / "node1") as run:
         run.save(1, {"weights": torch.full((1000,), 1.0)})
-        monkeypatch.setattr(uploading, "copy_checkpoint", refuse)
+        monkeypatch.setattr(uploading, "copy_files", refuse)
         with pytest.raises(OriginUnavailableError):
             run.save(2, {"weights": torch.full((1000,), 2.0)})
     ranks.run(__file__, "restore_of_one_process", 2, tmp_path)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.support.checkpoints import assert_same_arrays, load_all, make_checkpoint, random_state
+from tests.support.checkpoints import assert_same_arrays, copy_checkpoint, load_all, make_checkpoint, random_state
 from tests.support.harms import flip
 from tests.support.impatience import impatient
 from tests.support.servers import steady_port
@@ -19,9 +19,10 @@ from tests.support.servers import steady_port
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
 from millrace.checkpoint.run.run_layout import checkpoint_name
 from millrace.checkpoint.run.tiers import Tiers, open_tiers, pending_uploads
+from millrace.checkpoint.storage import replicating
 from millrace.checkpoint.storage.layered import missing_files
 from millrace.checkpoint.storage.manifests import read_manifest
-from millrace.checkpoint.storage.replicating import CopyReport, copy_checkpoint
+from millrace.checkpoint.storage.replicating import copy_files, publish_checkpoint
 from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.errors import (
     CheckpointNotFoundError,
@@ -40,7 +41,8 @@ SIZES = (3 << 20, 20 << 20, 100_000)
 # A process that copies, and kills itself at so many bytes; below 0 when only the manifest is left.
 COPY = """
 import ast, os, signal, sys
-from millrace.checkpoint.storage.replicating import copy_checkpoint
+from millrace.checkpoint.storage import replicating
+from millrace.checkpoint.storage.manifests import read_manifest
 from millrace.checkpoint.run.tiers import open_tiers
 
 url, near, name, options, last = sys.argv[1:]
@@ -54,10 +56,10 @@ def progress(done, total):
     if 0 < last <= done:
         die()
 
-copy_checkpoint(
-    tiers.local.checkpoint(name), tiers.origin.checkpoint(name), progress=progress, threads=1,
-    check=die if last < 0 else None,
-)
+replicating._THREADS = 1  # one file after the other
+source, target = tiers.local.checkpoint(name), tiers.origin.checkpoint(name)
+replicating.copy_files(source, target, [file.name for file in read_manifest(source).manifest.files], progress=progress)
+replicating.publish_checkpoint(source, target, die)
 """
 
 
@@ -84,27 +86,25 @@ def make(tiers: Tiers, state, **options):
     return make_checkpoint(near(tiers), state, chunk_bytes=1 << 20, **options)
 
 
-def upload(tiers: Tiers, **options) -> CopyReport:
+def upload(tiers: Tiers, **options) -> int:
     return copy_checkpoint(near(tiers), far(tiers), **options)
 
 
 def test_near_checkpoint_is_uploaded_unchanged(tiers, state):
     manifest = make(tiers, state)
-    report = upload(tiers)
-    assert report.manifest == "published"
+    upload(tiers)
     for name in near(tiers).names():
         file = far(tiers).stat(name)
         assert bytes(far(tiers).read(file, 0, file.size)) == (Path(near(tiers).url) / name).read_bytes()
     assert_same_arrays(load_all(far(tiers)), state)
-    again = upload(tiers)
-    assert (again.manifest, again.copied, again.copied_bytes) == ("present", (), 0)
+    assert upload(tiers) == 0
     assert missing_files(manifest, far(tiers)) == []
     assert pending_uploads(tiers.local, tiers.origin) == ()
 
 
 def test_bit_rot_near_reaches_neither_the_store_nor_a_restore(tiers, state):
     manifest = make(tiers, state)
-    upload(tiers, files=[manifest.files[0].name], manifest=False)
+    copy_files(near(tiers), far(tiers), [manifest.files[0].name])
     rotten = Path(near(tiers).url) / manifest.files[1].name
     flip(rotten, manifest.files[1].size - 10)
     with pytest.raises(CorruptCheckpointError, match="does not match its checksum"):
@@ -146,7 +146,8 @@ def test_restore_after_loss_of_disk_or_store_reads_the_other(tmp_path, state):
 
 
 @pytest.mark.slow
-def test_interrupted_upload_is_completed_when_the_store_returns(tmp_path, state):
+def test_interrupted_upload_is_completed_when_the_store_returns(tmp_path, state, monkeypatch):
+    monkeypatch.setattr(replicating, "_THREADS", 1)
     # A run at another endpoint is another run.
     server = S3Server(tmp_path / "s3", port=steady_port()).start()
     try:
@@ -166,15 +167,13 @@ def test_interrupted_upload_is_completed_when_the_store_returns(tmp_path, state)
                 "s3://runs/run", local=tmp_path / "near", target_options=server.target_options, sync=False
             )
             with pytest.raises(OriginUnavailableError):
-                upload(tiers, progress=progress, threads=1)
+                upload(tiers, progress=progress)
         server.start()
         tiers = open_tiers("s3://runs/run", local=tmp_path / "near", target_options=server.target_options, sync=False)
         assert list(far(tiers).names()) == [manifest.files[0].name]
         with pytest.raises(CheckpointNotFoundError):
             read_manifest(far(tiers))
-        report = upload(tiers)
-        assert report.skipped == (manifest.files[0].name,)
-        assert report.manifest == "published"
+        assert upload(tiers) == sum(file.size for file in manifest.files[1:])
         assert_same_arrays(load_all(far(tiers)), state)
     finally:
         server.stop()
@@ -202,9 +201,8 @@ def test_upload_of_killed_process_is_completed_by_the_next(tiers, s3, bucket, st
     assert [(each.name, len(each.files), each.manifest) for each in pending] == [
         (NAME, len(manifest.files) - there, True)
     ]
-    report = copy_checkpoint(near(tiers), far(tiers), pending[0].files)
-    assert len(report.copied) == len(manifest.files) - there
-    assert report.manifest == "published"
+    copy_files(near(tiers), far(tiers), pending[0].files)
+    publish_checkpoint(near(tiers), far(tiers), lambda: None)
     assert_same_arrays(load_all(far(tiers)), state)
 
 

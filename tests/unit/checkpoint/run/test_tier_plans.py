@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.support.checkpoints import assert_same_arrays, load_all, make_checkpoint, random_state
+from tests.support.checkpoints import assert_same_arrays, copy_checkpoint, load_all, make_checkpoint, random_state
 
 from millrace.checkpoint.run.run_info import CheckpointInfo
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, checkpoint_name, open_run
@@ -23,7 +23,7 @@ from millrace.checkpoint.run.tiers import (
 )
 from millrace.checkpoint.run.timeline import timeline
 from millrace.checkpoint.storage.manifests import read_manifest
-from millrace.checkpoint.storage.replicating import copy_checkpoint
+from millrace.checkpoint.storage.replicating import copy_files, publish_checkpoint
 from millrace.checkpoint.storage.storage import LocalStorage, StoredFile
 from millrace.errors import (
     CheckpointNotFoundError,
@@ -350,12 +350,10 @@ def test_uploads_after_crashes_complete_the_origin(tiers):
     with pytest.raises(ObjectNotFoundError):
         copy(tiers.local, tiers.origin, 20)  # not in this order
     for upload in pending:
-        copy_checkpoint(
-            tiers.local.checkpoint(upload.name),
-            tiers.origin.checkpoint(upload.name),
-            upload.files,
-            manifest=upload.manifest,
-        )
+        source, target = tiers.local.checkpoint(upload.name), tiers.origin.checkpoint(upload.name)
+        copy_files(source, target, upload.files)
+        if upload.manifest:
+            publish_checkpoint(source, target, lambda: None)
     assert_same_arrays(load_all(tiers.origin.checkpoint(checkpoint_name(20))), state)
     assert pending_uploads(tiers.local, tiers.origin) == ()
     assert pending_uploads(open_run(Path(tiers.local.url) / "none"), tiers.origin) == ()

@@ -10,17 +10,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.checkpoints import assert_same_arrays, load_all, make_checkpoint, random_state
+from tests.support.checkpoints import (
+    assert_same_arrays,
+    copy_checkpoint,
+    load_all,
+    make_checkpoint,
+    own_files,
+    random_state,
+)
 from tests.support.harms import flip
 
 from millrace.checkpoint.storage import replicating
 from millrace.checkpoint.storage.layered import LayeredStorage, StoredChunks, StoredManifest, missing_files
 from millrace.checkpoint.storage.manifests import read_manifest
-from millrace.checkpoint.storage.replicating import copy_checkpoint, publish_manifest
+from millrace.checkpoint.storage.replicating import copy_files, publish_checkpoint, publish_manifest
 from millrace.checkpoint.storage.storage import LocalStorage, ObjectStorage, StoredFile
 from millrace.errors import (
     CheckpointNotFoundError,
-    ConfigurationError,
     CorruptCheckpointError,
     DiskFullError,
     MillraceError,
@@ -323,14 +329,13 @@ def target(request, tmp_path):
 def test_replicated_checkpoint_is_equal_byte_for_byte(near, target, state):
     manifest = make_checkpoint(near, state)
     seen: list[tuple[int, int]] = []
-    report = copy_checkpoint(near, target, progress=lambda done, total: seen.append((done, total)), threads=3)
+    copied_bytes = copy_checkpoint(near, target, progress=lambda done, total: seen.append((done, total)))
     for name in near.names():
         file = target.stat(name)
         assert bytes(target.read(file, 0, file.size)) == path_of(near, name).read_bytes()
     assert sorted(target.names()) == sorted(near.names())
-    total = sum(os.path.getsize(path_of(near, name)) for name in near.names())
-    assert (report.copied_bytes, report.skipped_bytes, report.manifest) == (total, 0, "published")
-    assert set(report.copied) == {file.name for file in manifest.files}
+    total = sum(file.size for file in manifest.files)
+    assert copied_bytes == total
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert (seen[0], seen[-1]) == ((0, total), (total, total))
     assert_same_arrays(load_all(target), state)
@@ -338,26 +343,24 @@ def test_replicated_checkpoint_is_equal_byte_for_byte(near, target, state):
 
 def test_second_replication_transfers_no_data(near, target, state):
     make_checkpoint(near, state)
-    first = copy_checkpoint(near, target)
-    watched = Watched(near)
+    copy_checkpoint(near, target)
+    watched, written = Watched(near), Watched(target)
     seen: list[tuple[int, int]] = []
-    again = copy_checkpoint(watched, target, progress=lambda *figures: seen.append(figures))
-    assert again.manifest == "present"
-    assert (again.copied, set(again.skipped)) == ((), set(first.copied))
-    assert (again.copied_bytes, again.skipped_bytes) == (0, first.copied_bytes)
+    assert copy_checkpoint(watched, written, progress=lambda *figures: seen.append(figures)) == 0
     assert {name for call, name in watched.calls if call == "read"} == {MANIFEST}
+    assert not {"open_writer", "publish"} & {call for call, _ in written.calls}
     assert seen[-1][0] == seen[-1][1]
 
 
 def test_replication_copies_only_missing_files(near, target, state):
     manifest = make_checkpoint(near, state)
-    copy_checkpoint(near, target, [manifest.files[0].name], manifest=False)
+    copy_files(near, target, [manifest.files[0].name])
     # Of another length: from another save, or truncated by a failing disk.
     with target.open_writer(manifest.files[1].name) as writer:
         writer.write(b"cut")
-    report = copy_checkpoint(near, target)
-    assert report.skipped == (manifest.files[0].name,)
-    assert report.copied == (manifest.files[1].name, manifest.files[2].name)
+    watched = Watched(target)
+    copy_checkpoint(near, watched)
+    assert {name for call, name in watched.calls if call == "open_writer"} == {file.name for file in manifest.files[1:]}
     assert_same_arrays(load_all(target), state)
 
 
@@ -388,7 +391,9 @@ def test_replication_from_incomplete_source_raises(near, target, state, change):
 def test_replication_without_manifest_raises(near, target, state):
     make_checkpoint(near, state, publish=False)
     with pytest.raises(CheckpointNotFoundError):
-        copy_checkpoint(near, target)
+        copy_files(near, target, [])
+    with pytest.raises(CheckpointNotFoundError):
+        publish_checkpoint(near, target, lambda: None)
 
 
 def test_replication_checks_the_claim_before_the_manifest(near, target, state):
@@ -403,9 +408,6 @@ def test_replication_checks_the_claim_before_the_manifest(near, target, state):
         copy_checkpoint(near, target, check=check)
     assert seen == [sorted(file.name for file in manifest.files)]
     assert MANIFEST not in target.names()
-    # A rank's data needs no claim: without a manifest it is nothing yet.
-    copy_checkpoint(near, target, manifest=False, check=check)
-    assert len(seen) == 1
 
 
 def test_replication_over_another_save_raises(near, target, state):
@@ -426,22 +428,21 @@ def test_replication_that_loses_the_manifest_raises(near, target, state):
     assert_same_arrays(load_all(target), other)
     # Two concurrent copies of the same save do not conflict.
     second = LocalStorage(near.url + "-second", sync=False)
-    report = copy_checkpoint(near, second, check=lambda: copy_checkpoint(near, second))
-    assert report.manifest == "published"
+    copy_checkpoint(near, second, check=lambda: copy_checkpoint(near, second))
     assert read_manifest(second).manifest.save_id == manifest.save_id
 
 
 def test_ranks_copy_their_own_files_and_the_coordinator_the_manifest(near, target, state):
     manifest = make_checkpoint(near, state)
     names = [file.name for file in manifest.files]
-    copy_checkpoint(near, target, names[:1], manifest=False)
+    copy_files(near, target, names[:1])
     with pytest.raises(ObjectNotFoundError, match=names[1]):
-        copy_checkpoint(near, target, names[:1])
+        publish_checkpoint(near, target, lambda: None)
     assert MANIFEST not in target.names()
     # The other node has only its own files, and a copy of the manifest.
     path_of(near, names[0]).unlink()
-    copy_checkpoint(near, target, names[1:], manifest=False)
-    assert copy_checkpoint(near, target, ()).copied == ()
+    copy_files(near, target, names[1:])
+    publish_checkpoint(near, target, lambda: None)
     assert_same_arrays(load_all(target), state)
 
 
@@ -463,12 +464,11 @@ def test_replication_of_delta_without_base_raises(tmp_path, state):
     far = [local(tmp_path / "far", step) for step in (1, 2)]
     base = make_checkpoint(near[0], state)
     make_checkpoint(near[1], state, shared={0: base, 1: base}, directory="step-1")
-    with pytest.raises(ObjectNotFoundError, match=r"2 of 2 data files"):
+    with pytest.raises(ObjectNotFoundError, match=r"2 of 3 data files"):
         copy_checkpoint(near[1], far[1])
     assert MANIFEST not in far[1].names()
-    copy_checkpoint(near[0], far[0], manifest=False)
-    report = copy_checkpoint(near[1], far[1])
-    assert (report.manifest, len(report.skipped)) == ("published", 1)
+    copy_files(near[0], far[0], own_files(near[0]))
+    assert copy_checkpoint(near[1], far[1]) == 0
     assert_same_arrays(load_all(far[1]), state)
 
 
@@ -476,20 +476,19 @@ def test_replication_refuses_foreign_file_names(near, target, state):
     make_checkpoint(near, state)
     for name in ("data-x.millrace", "../step-0/data-x.millrace", MANIFEST):
         with pytest.raises(UsageError, match="own"):
-            copy_checkpoint(near, target, [name])
-    with pytest.raises(ConfigurationError):
-        copy_checkpoint(near, target, threads=0)
+            copy_files(near, target, [name])
 
 
 def test_replication_error_ends_the_other_copies(near, tmp_path, monkeypatch):
     """And leaves no part of them."""
     monkeypatch.setattr(replicating, "_PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(replicating, "_THREADS", 3)
     manifest = make_checkpoint(near, random_state(4 << 20, 4 << 20, 4 << 20))
     target = local(tmp_path / "target")
     flip(path_of(near, manifest.files[0].name), 100)
     with pytest.raises(CorruptCheckpointError):
-        copy_checkpoint(near, target, threads=3)
-    left = os.listdir(target.url) if os.path.isdir(target.url) else []  # an empty directory is removed
+        copy_checkpoint(near, target)
+    left = os.listdir(target.url)
     assert MANIFEST not in left
     assert not [name for name in left if name.endswith(".tmp")]
     sizes = {file.name: file.size for file in manifest.files}
