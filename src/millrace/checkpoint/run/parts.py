@@ -31,7 +31,6 @@ from millrace.errors import (
     ObjectExistsError,
     OutcomeUnknownError,
     RetryableError,
-    StorageError,
     UsageError,
 )
 from millrace.events import Event, emit
@@ -52,33 +51,6 @@ class SaveFailedElsewhere(Exception):  # noqa: N818 - a wrapper: its cause is ra
 
 def _notice_name(rank: int, save_id: str) -> str:
     return f"failed-{rank}-{save_id}.json"
-
-
-def publish_part(storage: CheckpointStorage, name: str, data: bytes) -> None:
-    """Publish the part of a rank.
-
-    Raises `OutcomeUnknownError` if other ranks may have seen it in spite of a failure.
-    """
-    try:
-        storage.publish(name, data, replace=True)
-    except StorageError as error:
-        # A disk may fail after the rename, and the first rank may publish a manifest of this part.
-        if _may_hold(storage, name, data):
-            raise OutcomeUnknownError(
-                f"{storage.url}: {name} may not survive a power failure ({error.message})",
-                next_step="check the disk, and save again",
-            ) from error
-        raise
-
-
-def _may_hold(storage: CheckpointStorage, name: str, data: bytes) -> bool:
-    try:
-        file = storage.stat(name)
-        return file.size == len(data) and bytes(memoryview(storage.read(file, 0, file.size))) == data
-    except MissingError:
-        return False
-    except MillraceError:
-        return True
 
 
 class PartRecord(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, DataFile, Manifest
 from millrace.checkpoint.run.claims import Claim, ClaimState
-from millrace.checkpoint.run.parts import PartRecord, SaveFailedElsewhere, complete, publish_part, remove
+from millrace.checkpoint.run.parts import PartRecord, SaveFailedElsewhere, complete, remove
 from millrace.checkpoint.run.run_info import CheckpointInfo, info_of_manifest, paths_of
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, checkpoint_name, parse_name, part_name
 from millrace.checkpoint.run.save_values import LastSave, Member, RunState, SaveOrder, Staged, Written
@@ -96,7 +96,7 @@ class _RunWriter(RankWriter):
         if self._claim is not None and not self._is_part:
             self._claim.check()
         if self._is_part:
-            publish_part(storage, name, data)
+            storage.publish(name, data, replace=True)
         else:
             super()._publish(storage, name, data, manifest)
         self.manifest, self.info = manifest, describe(storage.url, manifest, len(data))

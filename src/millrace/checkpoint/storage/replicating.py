@@ -14,12 +14,9 @@ from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    MillraceError,
     MissingError,
     ObjectExistsError,
     ObjectNotFoundError,
-    OutcomeUnknownError,
-    StorageError,
     UsageError,
 )
 from millrace.runtime.pipeline import run_in_order
@@ -231,21 +228,3 @@ def publish_manifest(target: CheckpointStorage, stored: StoredManifest) -> None:
         # Another process published it first. The same bytes are a success.
         if not _holds_manifest(target, stored):
             raise
-    except StorageError as error:
-        # A disk may fail after the rename: other ranks may have seen the manifest.
-        if _may_hold_manifest(target, stored):
-            raise OutcomeUnknownError(
-                f"{target.url}: the manifest may not survive a power failure ({error.message})",
-                next_step="check the disk, and save again",
-            ) from error
-        raise
-
-
-def _may_hold_manifest(target: CheckpointStorage, stored: StoredManifest) -> bool:
-    """As `_holds_manifest`, and True where that cannot be read."""
-    try:
-        return _holds_manifest(target, stored)
-    except ObjectExistsError:
-        raise
-    except MillraceError:
-        return True

@@ -113,6 +113,14 @@ class CheckpointStorage(Protocol):
         ...
 
 
+def _contains(storage: CheckpointStorage, name: str, data: Buffer) -> bool:
+    """Whether the file `name` contains exactly `data`."""
+    file = storage.stat(name)
+    if file.size != memoryview(data).nbytes:
+        return False
+    return memoryview(storage.read(file, 0, file.size)).cast("B") == memoryview(data).cast("B")
+
+
 def can_open_storage(location: str | os.PathLike[str]) -> bool:
     """Whether `open_storage` accepts this URL or path. Does not check whether it exists."""
     try:
@@ -248,10 +256,7 @@ class ObjectStorage:
     def _holds(self, name: str, data: Buffer, lost: RetryableError | None = None) -> bool:
         """Whether the file `name` contains exactly `data`. `lost` is the error of a PUT without response."""
         try:
-            file = self.stat(name)
-            if file.size != memoryview(data).nbytes:
-                return False
-            return memoryview(self.read(file, 0, file.size)).cast("B") == memoryview(data).cast("B")
+            return _contains(self, name, data)
         except (MissingError, ChangedError):
             return False
         except RetryableError as error:
@@ -310,8 +315,25 @@ class LocalStorage:
         return LocalWriter(self._path, name, sync=self._sync)
 
     def publish(self, name: str, data: Buffer, *, replace: bool) -> None:
-        with LocalWriter(self._path, name, sync=self._sync, replace=replace) as writer:
-            writer.write(data)
+        try:
+            with LocalWriter(self._path, name, sync=self._sync, replace=replace) as writer:
+                writer.write(data)
+        except StorageError as error:
+            # A disk may fail after the rename, when others may have seen the file.
+            if self._may_contain(name, data):
+                raise OutcomeUnknownError(
+                    f"{self.url}: {name} may not survive a power failure ({error.message})",
+                    next_step="check the disk, and save again",
+                ) from error
+            raise
+
+    def _may_contain(self, name: str, data: Buffer) -> bool:
+        try:
+            return _contains(self, name, data)
+        except MissingError:
+            return False
+        except MillraceError:
+            return True
 
     def stat(self, name: str) -> StoredFile:
         path = self._file(name)

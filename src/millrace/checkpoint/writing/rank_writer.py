@@ -39,7 +39,6 @@ from millrace.errors import (
     MillraceError,
     MissingError,
     OutcomeUnknownError,
-    StorageError,
     UsageError,
 )
 from millrace.events import Event, emit
@@ -242,16 +241,7 @@ class RankWriter:
 
     def _publish(self, storage: CheckpointStorage, name: str, data: bytes, manifest: Manifest) -> None:
         """Publish the manifest. Raises `OutcomeUnknownError` if it may exist in spite of a failure."""
-        try:
-            storage.publish(name, data, replace=self._overwrite)
-        except StorageError as error:
-            # A disk may fail after the rename. Then the checkpoint exists, but may not survive a power failure.
-            if _is_absent(storage, self._manifest_rank, manifest):
-                raise
-            raise OutcomeUnknownError(
-                f"the manifest of {storage.url} may not survive a power failure ({error.message})",
-                next_step="check the disk, and save again",
-            ) from error
+        storage.publish(name, data, replace=self._overwrite)
 
     @contextlib.contextmanager
     def _discarding(self, places: Places) -> Iterator[None]:
@@ -291,13 +281,3 @@ def _by_item(
         else:
             found.append(StoredWrapper(parts.recipe, place, tuple((*leaf, next(places)) for leaf in parts.leaves)))
     return found
-
-
-def _is_absent(storage: CheckpointStorage, rank: int | None, manifest: Manifest) -> bool:
-    """Whether there is certainly another manifest, or none."""
-    try:
-        return read_manifest(storage, rank).manifest.save_id != manifest.save_id
-    except MissingError:
-        return True
-    except MillraceError:
-        return False
