@@ -207,7 +207,7 @@ class CheckpointManager:
         )
         if access is not None:
             self._tiers = options.open()
-        self._runner, self._upload_runner = SaveRunner(on_busy=on_busy), SaveRunner()
+        self._runner, self._upload_runner = SaveRunner(), SaveRunner()
         self._damaged: set[str] = set()
         self._engine = SaveEngine(
             options=options,

@@ -18,11 +18,10 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from millrace.errors import ConfigurationError, UsageError
+from millrace.errors import UsageError
 from millrace.events import Event, emit
 from millrace.runtime import forks
 
-OnBusy = Literal["wait", "skip"]
 Phase = Literal["staging", "writing", "uploading", "done"]
 
 _MAX_LINE = 500
@@ -199,14 +198,10 @@ class PendingSave:
 class SaveRunner:
     """Runs saves in a background thread, one at a time. Thread-safe.
 
-    `on_busy` applies to a save while another is in flight: "wait" for that one, or "skip" the new one. In a forked
-    process there is no save in flight, and a new one is a `UsageError`.
+    In a forked process there is no save in flight, and a new one is a `UsageError`.
     """
 
-    def __init__(self, *, on_busy: OnBusy = "wait") -> None:
-        if on_busy not in ("wait", "skip"):
-            raise ConfigurationError(f"on_busy={on_busy!r}", next_step="choose 'wait' or 'skip'")
-        self._on_busy = on_busy
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._current: PendingSave | None = None
         self._failed: deque[PendingSave] = deque()
@@ -222,14 +217,13 @@ class SaveRunner:
     def submit(
         self, step: int, work: Callable[[Report], SaveResult], *, on_progress: Report | None = None
     ) -> PendingSave:
-        """Run `work` in a background thread, after any save in flight; or skip it.
+        """Run `work` in a background thread, after any save in flight.
 
         `work` is called with a function that passes its argument to `on_progress`, in the same thread. Raises `UsageError`
         after `close`, and in a forked process. Errors of `work` are raised by the returned object or by `check`. An error of
         `on_progress`, of any kind, is an event and does not end the save.
 
-        Call `drain` before staging a state for this (or check `busy`, to skip): then no more than one state is in flight,
-        and none is staged without need.
+        Call `drain` before staging a state for this: then no more than one state is in flight.
         """
         if not self._owner.is_this_process:
             raise UsageError(
@@ -239,8 +233,6 @@ class SaveRunner:
         with self._lock:
             if self._closed:
                 raise UsageError(f"step {step} comes after the end of saving", next_step="save before closing")
-            if self.busy and self._on_busy == "skip":
-                return PendingSave(step, skipped=True)
             self.drain()
             pending = PendingSave(step)
             # Not a daemon: if waiting at exit is impossible, Python itself waits.

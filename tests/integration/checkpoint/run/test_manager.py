@@ -190,6 +190,8 @@ def test_second_save_during_another_is_skipped_or_waits(tmp_path: Path) -> None:
         assert second.skipped
         assert second.done()
         assert second.result() is None
+        assert second.exception() is None
+        assert "skipped" in repr(second)
         gate.set()
         assert first.result() is not None
         assert run.steps() == [1]

@@ -12,7 +12,7 @@ import pytest
 
 from millrace import events
 from millrace.checkpoint.run.saving import PendingSave, SaveProgress, SaveResult, SaveRunner
-from millrace.errors import ConfigurationError, DiskFullError, MillraceError, UsageError
+from millrace.errors import DiskFullError, MillraceError, UsageError
 from millrace.runtime.pipeline import default_threads, run_in_order
 
 
@@ -85,23 +85,6 @@ def test_second_save_waits_for_the_first():
     assert first.done()
     gates[1].opened.set()
     assert order[0].result(300).step == 1
-
-
-def test_save_with_skip_during_another_is_skipped():
-    runner, gate = SaveRunner(on_busy="skip"), Gate(0)
-    first = runner.submit(0, gate)
-    skipped = runner.submit(1, fails(1))
-    assert skipped.skipped
-    assert skipped.done()
-    assert skipped.result() is None
-    assert skipped.exception() is None
-    assert "skipped" in repr(skipped)
-    gate.opened.set()
-    assert first.result(300).step == 0
-    assert runner.submit(2, saves(2)).result(300).step == 2
-    runner.check()
-    with pytest.raises(ConfigurationError, match="later"):
-        SaveRunner(on_busy="later")
 
 
 def test_closed_runner_waits_for_its_save_and_refuses_new_ones():
