@@ -45,8 +45,9 @@ def efforts(codecs: tuple[RegisteredCodec, ...] = CODECS) -> dict[str, Effort]:
     }
 
 
-class ChunkCodec:
-    """Encodes a chunk with the codec of its effort, and decodes the chunks of every registered codec. One object a thread.
+# Codecs are not thread-safe: each thread gets its own, by a call of `__init__`.
+class ChunkCodec(threading.local):
+    """Encodes a chunk with the codec of its effort, and decodes the chunks of every registered codec. Thread-safe.
 
     Deltas are always chunks of the plane codec.
     """

@@ -87,7 +87,6 @@ def _array(out: np.ndarray[Any, Any] | Memory) -> np.ndarray[Any, Any]:
 # Without slots, which all threads would share.
 @dataclass
 class _Local(threading.local):
-    codec: ChunkCodec = field(default_factory=ChunkCodec)
     buffers: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
 
     def scratch(self, name: str, nbytes: int) -> np.ndarray[Any, Any]:
@@ -121,6 +120,7 @@ class ChunkFetcher:
         self._files: dict[int, StoredFile] = {}
         # One lock per file: several threads may start with the same file, but only one describes it.
         self._locks = [threading.Lock() for _ in manifest.files]
+        self._codec = ChunkCodec()
         self._local = _Local()
 
     def fetch(self, requests: Sequence[ItemRequest]) -> None:
@@ -238,7 +238,7 @@ class ChunkFetcher:
             )
         try:
             stored = self._transforms.undo(stored, out.size + MAX_CHUNK_OVERHEAD_BYTES)
-            self._local.codec.decode(stored, Kind.from_code(int(chunks["kind"][row])), out.data, base)
+            self._codec.decode(stored, Kind.from_code(int(chunks["kind"][row])), out.data, base)
         except CorruptCheckpointError as error:
             next_step = error.next_step or "load another checkpoint"
             raise CorruptCheckpointError(f"{where}: {error.message}", next_step=next_step) from error

@@ -7,11 +7,10 @@ own checkpoints have no checksums and cannot be checked.
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -204,11 +203,6 @@ def batches(chunks: Table, limit_bytes: int = _BATCH_BYTES) -> Iterator[np.ndarr
 # --- one manifest -----------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Local(threading.local):
-    codec: ChunkCodec = field(default_factory=ChunkCodec)
-
-
 class _Check:
     """Checks all files and chunks of one manifest. `problems` maps rows to descriptions of their damage."""
 
@@ -217,7 +211,7 @@ class _Check:
         self._transforms = _transforms(manifest.transforms, registry)
         self.decodes = self._transforms is not None
         self._files: dict[int, StoredFile] = {}
-        self._local = _Local()
+        self._codec = ChunkCodec()
         self._file_problems: dict[int, str] = {}
         self.problems: dict[int, str] = {}
         self.total_bytes = int(manifest.chunks["stored_bytes"].sum())
@@ -352,7 +346,7 @@ class _Check:
         try:
             plain = self._transforms.undo(stored, raw.size + MAX_CHUNK_OVERHEAD_BYTES)
             kind = Kind.from_code(int(chunks["kind"][row]))
-            self._local.codec.decode(plain, kind, raw.data, None if base is None else base.data)
+            self._codec.decode(plain, kind, raw.data, None if base is None else base.data)
         except CorruptCheckpointError as error:
             found[row] = error.message
             return None

@@ -6,7 +6,7 @@ A chunk is stored whole, as a delta to a chunk of an earlier checkpoint, or as a
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 
 from millrace.checkpoint.codec.chunks import Array, Effort, Kind, as_bytes, checksum
@@ -42,14 +42,6 @@ class Encoded:
         return 0 if self.stored is None else len(self.stored) + len(self.rest)
 
 
-# Without slots, which all threads would share.
-@dataclass
-class _Codecs(threading.local):
-    """One codec per thread."""
-
-    codec: ChunkCodec = field(default_factory=ChunkCodec)
-
-
 class ChunkEncoder:
     """Encodes the chunks of one save. `restore_limit`: the maximum cost of a chunk's chain, in sizes of the chunk alone."""
 
@@ -65,7 +57,7 @@ class ChunkEncoder:
         # A save reads memory that does not change before its end, or copies of it. So a chunk that is neither compressed
         # nor transformed refers to its raw bytes.
         self._raw_stays = not transforms.descriptors
-        self._codecs = _Codecs()
+        self._codec = ChunkCodec()
         self._lock = threading.Lock()
         self._base = base
         self._limit = restore_limit
@@ -132,7 +124,7 @@ class ChunkEncoder:
     def _whole(self, raw: Array, kind: Kind, digest: int, effort: Effort) -> Encoded:
         began = perf_counter()
         if effort == Effort.RAW and self._raw_stays:
-            parts = self._codecs.codec.encode(raw.data, kind, effort=Effort.RAW)
+            parts = self._codec.encode(raw.data, kind, effort=Effort.RAW)
             head, rest = (memoryview(part) for part in parts)
             self._schedule.encoded(Effort.RAW, raw.size, head.nbytes + rest.nbytes, perf_counter() - began)
             return Encoded(head, kind, raw.size, digest, checksum(head, rest), rest=rest)
@@ -142,7 +134,7 @@ class ChunkEncoder:
     def _trial(self, some: Array, kind: Kind, others: Array | None) -> int:
         """The encoded size of a sample."""
         # Without the greatest effort, which makes both forms smaller by the same few per cent.
-        parts = self._codecs.codec.encode(some.data, kind, None if others is None else others.data)
+        parts = self._codec.encode(some.data, kind, None if others is None else others.data)
         return sum(memoryview(part).nbytes for part in parts)
 
     def _stored(
@@ -150,7 +142,7 @@ class ChunkEncoder:
     ) -> tuple[bytes, bool]:
         """The stored bytes, and whether they are a sparse delta."""
         base = None if reference is None else reference.data
-        parts = self._codecs.codec.encode(raw.data, kind, base, effort=effort)
+        parts = self._codec.encode(raw.data, kind, base, effort=effort)
         stored = self._transforms.apply(b"".join(parts))
         self._schedule.encoded(effort, raw.size, len(stored), perf_counter() - began)
         return stored, is_sparse(memoryview(parts[0]))
