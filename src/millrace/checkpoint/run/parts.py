@@ -24,6 +24,7 @@ from millrace.checkpoint.storage.manifests import load_manifest
 from millrace.checkpoint.storage.replicating import publish_manifest
 from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile
 from millrace.checkpoint.writing.assembly import join_manifests
+from millrace.checkpoint.writing.packing import discard
 from millrace.errors import (
     BaseGoneError,
     MillraceError,
@@ -124,7 +125,7 @@ def complete(
     require_files(storage, manifest)
     check()
     publish_manifest(storage, whole)
-    remove(storage, [part_name(rank, save_id) for rank in range(member.count)])
+    discard(storage, [part_name(rank, save_id) for rank in range(member.count)])
     return whole
 
 
@@ -268,11 +269,3 @@ def _failure(storage: CheckpointStorage, file: StoredFile | None, save_id: str) 
     ):
         return found(message)
     return UsageError(f"a rank failed ({name}: {message:.300})", next_step="see its log")
-
-
-def remove(storage: CheckpointStorage, names: Sequence[str]) -> None:
-    """Remove files that are not needed any more. An error of the storage is an event."""
-    try:
-        storage.delete(names)
-    except MillraceError as error:
-        emit(Event(name="checkpoint.discard.failed", subject=storage.url, detail=str(error)))

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, DataFile, Manifest
 from millrace.checkpoint.run.claims import Claim, ClaimState
-from millrace.checkpoint.run.parts import PartRecord, SaveFailedElsewhere, complete, remove
+from millrace.checkpoint.run.parts import PartRecord, SaveFailedElsewhere, complete
 from millrace.checkpoint.run.run_info import CheckpointInfo, info_of_manifest, paths_of
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, checkpoint_name, parse_name, part_name
 from millrace.checkpoint.run.save_values import LastSave, Member, RunState, SaveOrder, Staged, Written
@@ -27,6 +27,7 @@ from millrace.checkpoint.storage.layered import StoredManifest
 from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.checkpoint.writing.bases import Base, StoredBase, check_files, find_damage
 from millrace.checkpoint.writing.delta import SaveRecord, choose_base
+from millrace.checkpoint.writing.packing import discard
 from millrace.checkpoint.writing.rank_writer import RankWriter
 from millrace.errors import (
     BaseGoneError,
@@ -592,7 +593,7 @@ class RunSaver:
                 is_uncertain = isinstance(error.error, OutcomeUnknownError | SaverDiedError)
                 is_over = self.member.is_first or not is_uncertain
             if is_over:
-                remove(storage, [*writer.own_files, part_name(self.member.rank, order.save_id)])
+                discard(storage, [*writer.own_files, part_name(self.member.rank, order.save_id)])
             raise
         writer.manifest, writer.info = stored.manifest, describe(storage.url, stored.manifest, len(stored.data))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, Manifest
-from millrace.checkpoint.run.parts import SaveFailedElsewhere, join_parts, remove, require_files, stored
+from millrace.checkpoint.run.parts import SaveFailedElsewhere, join_parts, require_files, stored
 from millrace.checkpoint.run.pruning import prune
 from millrace.checkpoint.run.replicator import Replicator
 from millrace.checkpoint.run.retention import KeepLast
@@ -26,6 +26,7 @@ from millrace.checkpoint.storage.layered import StoredManifest
 from millrace.checkpoint.storage.manifests import load_manifest
 from millrace.checkpoint.storage.replicating import copy_files, publish_checkpoint, publish_manifest
 from millrace.checkpoint.storage.storage import CheckpointStorage
+from millrace.checkpoint.writing.packing import discard
 from millrace.errors import (
     BaseGoneError,
     DamagedError,
@@ -221,7 +222,7 @@ class Uploader:
         near = self.local.checkpoint(written.name)
         try:
             if MANIFEST_NAME not in near.names():
-                remove(near, [*written.own_files, part_name(self.member.rank, written.save_id)])
+                discard(near, [*written.own_files, part_name(self.member.rank, written.save_id)])
         except MillraceError as error:
             emit(Event(name="checkpoint.discard.failed", subject=near.url, detail=str(error)))
 
@@ -264,7 +265,7 @@ class Uploader:
         """Replace this rank's part by the manifest: from now on this node's disk can be the source of a copy."""
         try:
             publish_manifest(near, whole)
-            remove(near, [part_name(self.member.rank, whole.manifest.save_id)])
+            discard(near, [part_name(self.member.rank, whole.manifest.save_id)])
         except MillraceError as error:
             # The origin has the checkpoint.
             emit(Event(name="checkpoint.tier.refused", subject=near.url, detail=str(error)))
@@ -336,5 +337,5 @@ class Uploader:
                 require_files(far, manifest)
                 self.check()
                 publish_manifest(far, stored(manifest))
-                remove(far, list(parts))
+                discard(far, list(parts))
                 return

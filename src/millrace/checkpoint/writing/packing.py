@@ -344,8 +344,8 @@ def write_items(
         return [StoredItem(data, row + data.foreign if nbytes else 0, start, nbytes) for row, start, nbytes in places]
 
 
-def discard(storage: CheckpointStorage, names: list[str]) -> None:
-    """Remove data files that no manifest names. A failure leaves them in place, and is an event."""
+def discard(storage: CheckpointStorage, names: Sequence[str]) -> None:
+    """Remove files that are not needed any more. A failure leaves them in place, and is an event."""
     try:
         storage.delete(names)
     except MillraceError as error:

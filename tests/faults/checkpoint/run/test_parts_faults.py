@@ -391,11 +391,11 @@ def test_files_of_other_ranks_stay_where_a_dead_saver_may_have_sent_the_manifest
         late.append((storage, manifest))
         raise Killed
 
-    remove = run_saver.remove
+    discard = run_saver.discard
 
-    def remove_unless_killed(storage: CheckpointStorage, names: Sequence[str]) -> None:
+    def discard_unless_killed(storage: CheckpointStorage, names: Sequence[str]) -> None:
         if not isinstance(sys.exc_info()[1], Killed):
-            remove(storage, names)
+            discard(storage, names)
 
     def write(rank: int) -> Any:
         try:
@@ -404,7 +404,7 @@ def test_files_of_other_ranks_stay_where_a_dead_saver_may_have_sent_the_manifest
             raise SaverDiedError("the saver was killed", next_step="save again") from error
 
     monkeypatch.setattr(parts, "publish_manifest", send)
-    monkeypatch.setattr(run_saver, "remove", remove_unless_killed)
+    monkeypatch.setattr(run_saver, "discard", discard_unless_killed)
     order = job.engines[0].order(1)
     results = together(lambda rank: job.noting(rank, order, lambda: write(rank)))
     assert kinds(results) == ["SaverDiedError", "SaverDiedError"]
