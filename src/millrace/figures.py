@@ -1,8 +1,8 @@
-"""Figures for people: amounts as text, and the hit ratio."""
+"""Figures for people: amounts and lists as text, and the hit ratio."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 def size_text(nbytes: float) -> str:
@@ -13,6 +13,12 @@ def size_text(nbytes: float) -> str:
         del units[0]
     digits = 0 if units[0] == "B" or nbytes >= 99.95 else 1 if nbytes >= 9.995 else 2
     return f"{nbytes:.{digits}f} {units[0]}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first `most` names, and how many more there are: `a, b and 3 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def hit_ratio(counters: Mapping[str, int]) -> float | None:

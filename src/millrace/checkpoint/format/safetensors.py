@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from millrace.checkpoint.format.manifest import DTYPES
 from millrace.errors import CorruptCheckpointError, UnsupportedObjectError
+from millrace.figures import listed
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -73,9 +74,8 @@ def pack_header(tensors: Sequence[NewTensor]) -> bytes:
     """
     unknown = [f"{each.name!r} ({each.dtype})" for each in tensors if each.dtype not in _NAMES]
     if unknown:
-        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise UnsupportedObjectError(
-            f"safetensors cannot hold {', '.join(unknown[:3])}{more}",
+            f"safetensors cannot hold {listed(unknown, 3)}",
             next_step="leave them out by naming the others, or export to torch",
         )
     # Transformers requires the format "pt".

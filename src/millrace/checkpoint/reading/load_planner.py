@@ -20,6 +20,7 @@ from millrace.checkpoint.state.flattening import (
 )
 from millrace.checkpoint.state.wrappers import WrapperSlot
 from millrace.errors import MissingKeyError, StateMismatchError, UsageError
+from millrace.figures import listed
 from millrace.runtime.garbage import collection_paused
 
 _NAMED = 5
@@ -157,8 +158,8 @@ def _check(state: Mapping[str, Any], described: Mapping[str, Any], partial: bool
         raise _naming(
             missing,
             MissingKeyError(
-                f"the checkpoint lacks {len(missing)} of {len(state)} keys: {_some([repr(key) for key in missing])} "
-                f"(it has {len(described)}{first})",
+                f"the checkpoint lacks {len(missing)} of {len(state)} keys: "
+                f"{listed([repr(key) for key in missing], _NAMED)} (it has {len(described)}{first})",
                 next_step=way_out,
             ),
         )
@@ -170,7 +171,7 @@ def _check(state: Mapping[str, Any], described: Mapping[str, Any], partial: bool
             differing,
             StateMismatchError(
                 f"the checkpoint does not fit {len(differing)} of {len(state)} keys: "
-                + _some([f"{key!r} {problem}" for key, problem in differing.items()]),
+                + listed([f"{key!r} {problem}" for key, problem in differing.items()], _NAMED),
                 next_step="build the state dict with the settings of the saved model",
             ),
         )
@@ -195,11 +196,6 @@ def _mismatch(value: Any, described: Any) -> str | None:
     if hasattr(value, "__create_chunk_list__"):
         return None
     return f"is a tensor of shape {tuple(described.size)} in the checkpoint and a {type(value).__name__} in the state"
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def _read_items(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Any]:

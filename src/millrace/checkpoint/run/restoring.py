@@ -44,7 +44,7 @@ from millrace.errors import (
     UsageError,
 )
 from millrace.events import Event, emit
-from millrace.figures import size_text
+from millrace.figures import listed, size_text
 
 _NAMED = 3
 # How often a restore lists the candidates again because the one that it read was removed.
@@ -310,8 +310,9 @@ class _RunLoadPlanner(CheckpointLoadPlanner):
             if absent and _is_stateful(value) and not is_partial:
                 self.slots += _complete(state_dict[name], name, value, absent, metadata)
             elif absent and isinstance(value, Mapping | list) and self._patterns is None:
+                keys = listed([repr(key) for key in absent], _NAMED)
                 raise MissingKeyError(
-                    f"the checkpoint has {len(absent)} keys below {name!r} that the state does not have: {_some(absent)}",
+                    f"the checkpoint has {len(absent)} keys below {name!r} that the state does not have: {keys}",
                     next_step="give the object itself (which has a load_state_dict), or keys='*' to load what the state has",
                 )
         super().set_up_planner(state_dict, metadata, is_coordinator)
@@ -329,7 +330,7 @@ class _RunLoadPlanner(CheckpointLoadPlanner):
         if unmatched or (not wanted and self._patterns is not None):
             raise UsageError(
                 f"no key of the state matches {', '.join(map(repr, unmatched)) or 'keys=' + repr(self._patterns)}",
-                next_step=f"its keys are like {_some(list(self.state_dict))}",
+                next_step=f"its keys are like {listed([repr(key) for key in self.state_dict], _NAMED)}",
             )
         self.state_dict = wanted
         touched = {self.mappings[key][0] for key in wanted}
@@ -451,8 +452,3 @@ def _numbers_of_parameters(optimizer: Mapping[Any, Any]) -> Collection[str]:
     groups = optimizer.get("param_groups")
     lists = [group.get("params") for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
     return {str(number) for each in lists if isinstance(each, list) for number in each if type(number) is int}
-
-
-def _some(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
-    return ", ".join(map(repr, keys[:_NAMED])) + more

@@ -19,6 +19,7 @@ from millrace.checkpoint.run.run_info import CheckpointInfo
 from millrace.checkpoint.run.timeline import age_of
 from millrace.config import shown
 from millrace.errors import ConfigurationError, UsageError
+from millrace.figures import listed
 
 _UNITS = {"w": 604_800, "d": 86_400, "h": 3_600, "m": 60, "s": 1}
 _AGE = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)([wdhms])", re.ASCII)
@@ -301,7 +302,7 @@ def refuse_what_matches_nothing(url: str, policy: Policy, checkpoints: Iterable[
         if isinstance(part, KeepBest) and not any(part.counts(info.metrics) for info in complete):
             names = {name: None for info in complete for name in info.metrics}
             raise UsageError(
-                f"{str(part)!r}: no checkpoint of {url} has the metric {part.metric!r} ({_listed(list(names))})",
+                f"{str(part)!r}: no checkpoint of {url} has the metric {part.metric!r} ({_present(list(names))})",
                 next_step="correct the metric's name, or keep by last=N",
             )
         if isinstance(part, KeepEvery) and not any(info.step % part.steps == 0 for info in complete):
@@ -326,7 +327,7 @@ def policy_warnings(
         if isinstance(part, KeepBest) and not part.counts(metrics):
             problem = "is NaN" if part.metric in metrics else "is missing"
             found[f"metric {part.metric}"] = (
-                f"the metric {part.metric!r} of step {step} {problem} ({_listed(list(metrics))}), and {str(part)!r} chooses"
+                f"the metric {part.metric!r} of step {step} {problem} ({_present(list(metrics))}), and {str(part)!r} chooses"
                 f" by it; correct the name in keep= or metrics=, as while no checkpoint has it the last {part.n} are kept,"
                 " and after that none without it except the newest"
             )
@@ -349,9 +350,8 @@ def _parts(policy: Policy) -> Sequence[Policy]:
     return policy.policies if isinstance(policy, AnyOf) else (policy,)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _present(names: Sequence[str]) -> str:
     """The names of the metrics, or the first few of them."""
     if not names:
         return "there are no metrics"
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"there are {', '.join(map(repr, names[:_NAMED]))}{more}"
+    return f"there are {listed([repr(name) for name in names], _NAMED)}"

@@ -22,7 +22,7 @@ from millrace.cli.commands import LibraryCommand
 from millrace.cli.common import counted, endpoint_option, json_option, print_json
 from millrace.config import parse_amount
 from millrace.errors import ConfigurationError, printable
-from millrace.figures import size_text
+from millrace.figures import listed, size_text
 
 _KEYS = 5
 
@@ -124,5 +124,4 @@ def export(
         f"{report.target} ({duration_text(report.seconds)})"
     )
     if report.left_out:
-        more = f" and {len(report.left_out) - _KEYS} more" if len(report.left_out) > _KEYS else ""
-        click.echo(printable(f"left out: {', '.join(report.left_out[:_KEYS])}{more}"))
+        click.echo(printable(f"left out: {listed(report.left_out, _KEYS)}"))

@@ -22,7 +22,7 @@ from millrace.cli.checkpoints.common import (
 from millrace.cli.commands import LibraryCommand
 from millrace.cli.common import counted, endpoint_option, json_option, print_json, print_note
 from millrace.errors import printable
-from millrace.figures import size_text
+from millrace.figures import listed, size_text
 
 if TYPE_CHECKING:
     from millrace.checkpoint.tools.verifying import VerifyReport
@@ -113,7 +113,4 @@ def _lost(count: int) -> str:
 
 
 def _touched(keys: Sequence[str]) -> str:
-    if not keys:
-        return ""
-    more = f" and {len(keys) - _KEYS} more" if len(keys) > _KEYS else ""
-    return f"; affects {', '.join(keys[:_KEYS])}{more}"
+    return f"; affects {listed(keys, _KEYS)}" if keys else ""
