@@ -103,7 +103,7 @@ def make_checkpoint(
 
 def own_files(storage: CheckpointStorage) -> list[str]:
     """The names of its own data files."""
-    return [file.name for file in read_manifest(storage).manifest.files if not file.name.startswith("../")]
+    return [file.name for file in read_manifest(storage).manifest.own_files]
 
 
 def copy_checkpoint(

@@ -142,6 +142,11 @@ class Manifest:
     wrapped: tuple[WrappedEntry, ...] = ()
     sparse: bool = False
 
+    @property
+    def own_files(self) -> tuple[DataFile, ...]:
+        """The data files in the checkpoint's directory. Names of the others begin with `../` and the directory's name."""
+        return tuple(file for file in self.files if not file.name.startswith("../"))
+
 
 # --- writing --------------------------------------------------------------------------------------
 

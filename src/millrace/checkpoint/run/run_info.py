@@ -73,7 +73,7 @@ def info_of_manifest(
         complete=True,
         created=manifest.created,
         raw_bytes=int(manifest.items["nbytes"].sum()),
-        stored_bytes=manifest_bytes + sum(f.size for f in manifest.files if not f.name.startswith(SIBLING)),
+        stored_bytes=manifest_bytes + sum(file.size for file in manifest.own_files),
         restore_bytes=manifest_bytes + _chunk_bytes(manifest),
         kind="delta" if siblings or (manifest.chunks["base"] != NO_BASE).any() else "full",
         bases=frozenset(siblings),

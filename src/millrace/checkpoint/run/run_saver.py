@@ -101,7 +101,7 @@ class _RunWriter(RankWriter):
         else:
             super()._publish(storage, name, data, manifest)
         self.manifest, self.info = manifest, describe(storage.url, manifest, len(data))
-        self.own_files = tuple(file.name for file in manifest.files if not file.name.startswith("../"))
+        self.own_files = tuple(file.name for file in manifest.own_files)
 
 
 def describe(url: str, manifest: Manifest, nbytes: int) -> CheckpointInfo:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from millrace.checkpoint.arguments import ReadThroughMode, mapping, path_text
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
 from millrace.checkpoint.run.peers import ClusterAccess, Peers
-from millrace.checkpoint.run.run_info import SIBLING, CheckpointInfo, directory_of
+from millrace.checkpoint.run.run_info import CheckpointInfo, directory_of
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, open_run
 from millrace.checkpoint.run.timeline import age_of, last_revisions
 from millrace.checkpoint.storage.layered import LayeredStorage, StoredManifest, files_exist, missing_files
@@ -209,7 +209,7 @@ class Tiers:
         source = self.local.checkpoint(name)
         try:
             held = self.peers.held()
-            own = [file for file in stored.manifest.files if not file.name.startswith(SIBLING)]
+            own = stored.manifest.own_files
             present = [file.name for file, exists in zip(own, files_exist(source, own), strict=True) if exists]
             if present:
                 publish_manifest(source, stored)

@@ -314,8 +314,7 @@ class Uploader:
         try:
             whole = StoredManifest.read(far)
         except MissingError:
-            own = [file.name for file in part.manifest.files if not file.name.startswith("../")]
-            self._copy_part(near, far, part, own)
+            self._copy_part(near, far, part, [file.name for file in part.manifest.own_files])
             return
         if whole.manifest.save_id == part.manifest.save_id:
             self._publish_near(near, whole)

@@ -209,11 +209,10 @@ def refuse_existing(storage: CheckpointStorage, rank: int | None) -> None:
 def summarize(storage: CheckpointStorage, loaded: LoadedManifest) -> CheckpointSummary:
     """The summary of a manifest."""
     manifest = loaded.manifest
-    own_bytes = sum(file.size for file in manifest.files if not file.name.startswith("../"))
     return CheckpointSummary(
         url=storage.url,
         raw_bytes=int(manifest.items["nbytes"].sum()),
-        stored_bytes=own_bytes + loaded.nbytes,
+        stored_bytes=sum(file.size for file in manifest.own_files) + loaded.nbytes,
         tensors=len(manifest.tensors),
         objects=len(manifest.blobs),
         created=manifest.created,

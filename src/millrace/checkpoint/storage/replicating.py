@@ -107,7 +107,7 @@ class _Meter:
 
 
 def _chosen(source: CheckpointStorage, manifest: Manifest, files: Collection[str]) -> list[DataFile]:
-    own = [file for file in dict.fromkeys(manifest.files) if not file.name.startswith("../")]
+    own = list(dict.fromkeys(manifest.own_files))
     strange = sorted(set(files) - {file.name for file in own})
     if strange:
         raise UsageError(

@@ -257,13 +257,12 @@ class RankWriter:
     def _previous_files(self, storage: CheckpointStorage) -> list[str]:
         """Data files of the checkpoint that this save replaces, if its manifest can be read."""
         try:
-            files = read_manifest(storage, self._manifest_rank).manifest.files
+            return [file.name for file in read_manifest(storage, self._manifest_rank).manifest.own_files]
         except MissingError:
             return []
         except MillraceError as error:
             emit(Event(name="checkpoint.previous.unreadable", subject=storage.url, detail=str(error)))
             return []
-        return [file.name for file in files if not file.name.startswith("../")]
 
 
 def _by_item(
