@@ -205,11 +205,16 @@ def chain(chunks: Table, row: int) -> list[int]:
     return rows[::-1]
 
 
-def restore_bytes(chunks: Table) -> int:
-    """Stored bytes to read for all these chunks. Chunks that several rows share count once."""
-    places = np.stack([chunks["file"].astype(np.uint64), chunks["offset"]])
-    _, first = np.unique(places, axis=1, return_index=True)
-    return int(chunks["stored_bytes"][first].sum(dtype=np.int64))
+def restore_bytes(chunks: Table, file: Column | None = None) -> int:
+    """Stored bytes to read for all these chunks. Chunks that several rows share count once. `file`: the number of each
+    row's file, if the table has several numbers for one file.
+    """
+    file, offset = chunks["file"] if file is None else file, chunks["offset"]
+    order = np.lexsort((offset, file))
+    file, offset = file[order], offset[order]
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = (file[1:] != file[:-1]) | (offset[1:] != offset[:-1])
+    return int(chunks["stored_bytes"][order][first].sum(dtype=np.uint64))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from millrace.checkpoint.format.manifest import MANIFEST_NAME, Manifest
-from millrace.checkpoint.format.tables import NO_BASE
+from millrace.checkpoint.format.tables import NO_BASE, restore_bytes
 
 SIBLING = "../"
 """Prefix of the names of data files in the directory of another checkpoint."""
@@ -103,16 +103,10 @@ def paths_of(info: CheckpointInfo) -> frozenset[str]:
 
 def _chunk_bytes(manifest: Manifest) -> int:
     """The stored bytes of all chunks. A chunk that several rows refer to is counted once."""
-    if not len(manifest.chunks):
-        return 0
-    # `chains.restore_bytes` is for one writer's table. A manifest from any source may name a file twice.
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(file.name for file in manifest.files))}
-    file = np.array([numbers[file.name] for file in manifest.files], dtype=np.uint32)[manifest.chunks["file"]]
-    offset = manifest.chunks["offset"]
-    order = np.lexsort((offset, file))
-    file, offset = file[order], offset[order]
-    first = np.concatenate([[True], (file[1:] != file[:-1]) | (offset[1:] != offset[:-1])])
-    return int(manifest.chunks["stored_bytes"][order][first].sum(dtype=np.uint64))
+    # A manifest from any source may name a file twice.
+    numbers = {file.name: number for number, file in enumerate(manifest.files)}
+    file = np.array([numbers[file.name] for file in manifest.files], dtype=np.uint32)
+    return restore_bytes(manifest.chunks, file[manifest.chunks["file"]])
 
 
 def _metrics(found: Any) -> dict[str, float]:
