@@ -39,8 +39,8 @@ from millrace.errors import DiskFullError, StorageError
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
 from millrace.runtime import forks
-from millrace.runtime.allocator import limit_arenas
 from millrace.runtime.failures import LostDataError, disk_errors
+from millrace.runtime.garbage import limit_arenas
 from millrace.runtime.maintenance import Pool
 from millrace.runtime.private_files import make_folder
 from millrace.store.records import BLOCK_BYTES, Entry, ObjectName, object_id, owners

@@ -35,8 +35,7 @@ from millrace.checkpoint.writing.encoding import Bytes, ChunkEncoder, Encoded
 from millrace.errors import MillraceError
 from millrace.events import Event, emit
 from millrace.origin import ObjectWriter
-from millrace.runtime.allocator import keep_freed_memory
-from millrace.runtime.garbage import collection_paused, each_paused
+from millrace.runtime.garbage import collection_paused, each_paused, keep_freed_memory
 from millrace.runtime.memory import Memory
 from millrace.runtime.pipeline import run_in_order
 
