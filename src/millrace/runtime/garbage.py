@@ -78,8 +78,8 @@ def limit_arenas() -> None:
     """Limit glibc to one arena per core of the machine, and at least two. Call it before threads allocate memory.
 
     By default glibc makes up to eight per core, for the first threads that allocate, and each keeps some 20 MB of freed
-    responses. The limit is that of the whole process. It has no effect without glibc, and none where glibc has fixed a limit before: for `MALLOC_ARENA_MAX`, or with more than eight
-    arenas, as after `ray.init()` or work with many native threads.
+    responses. The limit is that of the whole process. It has no effect without glibc, and none where glibc has fixed a limit
+    before: for `MALLOC_ARENA_MAX`, or with more than eight arenas, as after `ray.init()` or work with many native threads.
     """
     if _mallopt is not None:
         _mallopt(_M_ARENA_MAX, max(_LEAST_ARENAS, os.cpu_count() or 1))
