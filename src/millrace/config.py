@@ -180,7 +180,10 @@ def absolute_path(path: str) -> str:
 
 
 def parse_amount(value: str | int, *, option: str) -> Amount:
-    """Parse `"200GB"`, `"64MiB"`, `123` or `"80%"`. Raises `ConfigurationError` naming `option`."""
+    """Parse `"200GB"`, `"64MiB"`, `123` or `"80%"`. Raises `ConfigurationError` naming `option`.
+
+    Also for a text such as `"10"`, below 1 MiB: a forgotten unit, which would empty the cache.
+    """
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_BYTES:
         return Amount(nbytes=value)
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
@@ -188,6 +191,10 @@ def parse_amount(value: str | int, *, option: str) -> Amount:
         number, unit = float(match[1]), match[2].upper()
         if unit == "%" and number <= 100:
             return Amount(share=number / 100)
+        if not unit and 0 < number < 1 << 20:
+            raise ConfigurationError(
+                f"{option}={shown(value)} has no unit", next_step=f"write '{match[1]}GB', or '{match[1]}B' for bytes"
+            )
         if unit in _UNITS and number * _UNITS[unit] <= _MOST_BYTES:
             return Amount(nbytes=int(number * _UNITS[unit]))
     raise ConfigurationError(

@@ -38,7 +38,7 @@ from millrace.option_types import FileSystemOptions
         ("1.5kb", Amount(nbytes=1500)),
         ("80%", Amount(share=0.8)),
         (123, Amount(nbytes=123)),
-        ("123", Amount(nbytes=123)),
+        ("1230000", Amount(nbytes=1230000)),
     ],
 )
 def test_amounts_are_parsed(text: str | int, amount: Amount) -> None:
@@ -49,6 +49,17 @@ def test_amounts_are_parsed(text: str | int, amount: Amount) -> None:
 def test_amount_that_is_invalid_names_the_option(text: Any) -> None:
     with pytest.raises(ConfigurationError, match="capacity="):
         parse_amount(text, option="capacity")
+
+
+@pytest.mark.parametrize("text", ["10", " 1.5 ", "1048575"])
+def test_amount_of_less_than_a_mebibyte_needs_a_unit(text: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"has no unit: write '{text.strip()}GB', or '{text.strip()}B' for bytes"
+    ):
+        parse_amount(text, option="capacity")
+    assert parse_amount(f"{text}B", option="capacity") == Amount(nbytes=int(float(text)))
+    assert parse_amount("1048576", option="capacity") == Amount(nbytes=1 << 20)
+    assert parse_amount("0", option="capacity") == Amount(nbytes=0)
 
 
 @pytest.mark.parametrize(

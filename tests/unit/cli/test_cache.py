@@ -125,8 +125,8 @@ def test_pin_of_a_prefix_keeps_its_objects_until_unpinned(millrace: Any, data: P
 
 def test_status_after_limit_and_resize_shows_quota_and_capacity(millrace: Any, data: Path) -> None:
     millrace("load", data)
-    assert millrace("limit", data / "val", "--quota", "5", "--ttl", "5") == (
-        f"file://{data}/val: quota 5 B, time to live 5 s\n"
+    assert millrace("limit", data / "val", "--quota", "5000000", "--ttl", "5") == (
+        f"file://{data}/val: quota 5000000 B, time to live 5 s\n"
     )
     assert millrace("limit", data / "val", "--none") == f"file://{data}/val: quota none, time to live none\n"
     assert millrace("limit", data / "train", "--quota", "10GB", "--ttl", "1d") == (
