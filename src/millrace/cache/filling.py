@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from millrace.cache.node import CacheNode
+from millrace.cache.reading.fetching import fetched_here
 from millrace.cache.reading.reader import CachedReader
 from millrace.cache.reading.threads import CALLERS_THREAD
 from millrace.origin import ObjectInfo, Origin
@@ -17,7 +18,7 @@ PIECE_BLOCKS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedPiece:
-    """The result of a piece: bytes that came from the origin, whether all of it is cached now, and blocks that
+    """The result of a piece: bytes that this fetch got from the origin, whether all of it is cached now, and blocks that
     were cached but damaged.
     """
 
@@ -80,10 +81,10 @@ class Fill:
             return FetchedPiece(fetched_bytes=0, kept=True, bad_blocks=0)
         if self._reader.has_room(self.nbytes(piece)):
             self._reader.release_held(wanted)
-        gaps = [gap for block in wanted for gap in self._reader.gaps(*self._span(range(block, block + 1)))]
+        before = fetched_here.nbytes
         self._reader.fetch(wanted)
         return FetchedPiece(
-            fetched_bytes=sum(stop - start for start, stop in gaps),
+            fetched_bytes=fetched_here.nbytes - before,
             kept=not self._reader.missing(wanted),
             bad_blocks=bad,
         )

@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,16 @@ def test_load_fetches_everything_once_and_reports_it(fs: millrace.MillraceFileSy
     assert fs.cache_counters()["origin_bytes"] == total
     assert fs.open_input_file(f"{data}/train/b.bin").read() == (data / "train/b.bin").read_bytes()
     assert fs.cache_counters()["origin_bytes"] == total
+
+
+def test_two_loads_at_once_count_each_byte_once(
+    make_fs: Callable[..., millrace.MillraceFileSystem], data: Path
+) -> None:
+    fs = make_fs()
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda _: fs.load(f"{data}/train"), range(2)))
+    assert [each.done_objects for each in done] == [4, 4]
+    assert sum(each.fetched_bytes for each in done) == fs.cache_counters()["origin_bytes"]
 
 
 def test_load_completes_partly_cached_object(fs: millrace.MillraceFileSystem, data: Path) -> None:

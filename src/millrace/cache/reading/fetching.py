@@ -37,6 +37,14 @@ _ONE_BLOCK = range(1)
 _THROUGH_PEER = 1 << 40  # beyond any block
 
 
+class _FetchedHere(threading.local):
+    nbytes = 0
+
+
+fetched_here = _FetchedHere()
+"""How many bytes this thread has fetched so far. What it waited for, another thread or process has fetched."""
+
+
 class Fetched(NamedTuple):
     """The requested bytes from the origin or a peer, and how they may be kept."""
 
@@ -232,6 +240,7 @@ class Fetcher:
         entry, counters = self.entry, self.disk.counters
         start, stop = span_of(part.start, part.stop, entry.size, entry.block_bytes)
         answer, how, fetched_bytes = self._read_uncached(start, stop, location)
+        fetched_here.nbytes += fetched_bytes
         self.disk.missed(entry, fetched_bytes, self.group)
         candidate = Candidate(entry.object_id, entry.size, lambda: entry.name, self.group, how)
         nbytes = 0 if location is None else location.stored_bytes(fetched_bytes)
