@@ -524,7 +524,8 @@ class RunSaver:
                         raise
                     if isinstance(error, DiskFullError) and not is_last and self.make_room(self.local) > 0:
                         continue
-                    report_local_failure(self.local, order.name, error)
+                    was_refused = bool(self._history) and self._history[-1].is_refused
+                    report_local_failure(self.local, order.name, error, warn=not was_refused)
                     break
         return False, *self._write_with_base(order, staged, self.run, about, progress)
 

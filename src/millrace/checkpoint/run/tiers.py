@@ -361,9 +361,13 @@ def is_local_failure(error: BaseException) -> bool:
     return bool(causes) and all(isinstance(cause, kinds) for cause in causes)
 
 
-def report_local_failure(run: Run, name: str, error: BaseException) -> None:
-    """Report that a checkpoint is written to the origin without a near copy: an event and a `RuntimeWarning`."""
+def report_local_failure(run: Run, name: str, error: BaseException, *, warn: bool = True) -> None:
+    """Report that a checkpoint is written to the origin without a near copy: an event, and with `warn` a `RuntimeWarning`.
+
+    One warning is enough until the place works again; every save has its event.
+    """
     reason = error.message if isinstance(error, MillraceError) else str(error)
     text = f"{name} goes to the origin directly: {run.url} did not take it ({reason})"
     emit(Event(name="checkpoint.tier.refused", subject=run.url, detail=text))
-    warnings.warn(text, RuntimeWarning, stacklevel=3)
+    if warn:
+        warnings.warn(text, RuntimeWarning, stacklevel=3)

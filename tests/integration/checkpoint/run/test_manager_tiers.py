@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +162,18 @@ def test_unwritable_near_disk_is_skipped(tmp_path: Path, runs_server: S3Server) 
         with pytest.warns(RuntimeWarning, match="goes to the origin directly"):
             run.save(1, state)
         change(state)
-        with pytest.warns(RuntimeWarning, match="goes to the origin directly"):
-            run.save(2, state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run.save(2, state)  # the first warning is enough
         found = empty_like(state)
         assert run.restore(found) == 2
-    assert_same_state(found, state)
+        assert_same_state(found, state)
+        (tmp_path / "file").unlink()
+        run.save(3, state)
+        shutil.rmtree(tmp_path / "file")
+        (tmp_path / "file").write_text("a file again")
+        with pytest.warns(RuntimeWarning, match="goes to the origin directly"):
+            run.save(4, state)
 
 
 @pytest.mark.slow

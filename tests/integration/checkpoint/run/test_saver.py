@@ -292,8 +292,11 @@ def test_events_warnings_and_log_lines_reach_the_training_process(
             tmp_path / "run", local=tmp_path / "file", on_progress=seen.append, keep=1, full_every=1
         ) as run,
     ):
-        for step in (1, 2, 3):
-            with pytest.warns(RuntimeWarning, match="goes to the origin directly"):
+        with pytest.warns(RuntimeWarning, match="goes to the origin directly"):
+            run.save_async(1, state).result()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            for step in (2, 3):
                 run.save_async(step, state).result()
     names = [event.name for event in events]
     assert names.count("run.saved") == 3
