@@ -157,7 +157,9 @@ class Counters:
                 raise
             # Cached data can still be read, and freed, while the disk is full or while a stopped process holds the lock;
             # only the counts end with this process.
-            _log.warning("the reads of this process are missing in the totals of the cache: %s", reason_of(error))
+            _log.warning(
+                "%s: the reads of this process are missing in the totals of the cache: %s", directory, reason_of(error)
+            )
             self._descriptor = os.memfd_create("millrace-counters", os.MFD_CLOEXEC)
             os.ftruncate(self._descriptor, _FILE_BYTES)
             self._is_filed = False

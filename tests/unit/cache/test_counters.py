@@ -129,6 +129,7 @@ def test_full_disk_takes_no_counters_and_fails_no_read(
     assert counters.totals()["cache_bytes"] == 12  # with its own counts, which no other process reads
     assert before.totals()["cache_bytes"] == 5
     assert len(list(tmp_path.iterdir())) == 1  # nothing half-made is left
+    assert caplog.messages[0].startswith(f"{tmp_path}: ")
     assert caplog.messages[0].endswith(": No space left on device")
     assert "Errno" not in caplog.text
     counters.close()
