@@ -438,6 +438,7 @@ def test_prune_on_a_terminal_requires_confirmation(run: Path) -> None:
     ("arguments", "code", "words"),
     [
         (["ls", "{tmp}/nothing"], 1, "no checkpoint found"),
+        (["ls", "{above}"], 1, "no checkpoint found: give the directory of a run, such as {run}\n"),
         (["ls", ""], 1, "empty"),
         (["ls", "s3://"], 1, "names no checkpoint"),
         (["show", "{tmp}/nothing"], 1, "not a complete checkpoint, nor a run"),
@@ -468,11 +469,17 @@ def test_command_with_invalid_input_prints_one_line(
 ) -> None:
     if "{stock}" in arguments:
         dcp.save({"w": torch.ones(3)}, storage_writer=FileSystemWriter(tmp_path / "stock"))
-    places = {"tmp": tmp_path, "run": saved[0], "one": saved[0] / name_of(10), "stock": tmp_path / "stock"}
+    places = {
+        "tmp": tmp_path,
+        "above": saved[0].parent,
+        "run": saved[0],
+        "one": saved[0] / name_of(10),
+        "stock": tmp_path / "stock",
+    }
     actual, out, err = call(*(argument.format(**places) for argument in arguments))
     assert (actual, out, err.count("\n")) == (code, "", 1)
     assert err.startswith("millrace: ")
-    assert words in err
+    assert words.format(**places) in err
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -27,6 +27,7 @@ DIFFERENT = 3
 """The exit code if a checkpoint is damaged, or two differ."""
 
 _ROWS = 40
+_LOOKED_INTO = 10  # directories of a level that are searched for runs, with a request each
 
 
 def step_option(command: F) -> F:
@@ -116,10 +117,11 @@ def _has_file(storage: CheckpointStorage, *names: str) -> bool:
     return False
 
 
-def checkpoints_in(run: Run) -> Sequence[ListedCheckpoint]:
+def checkpoints_in(run: Run, url: str, options: Mapping[str, Any] | None) -> Sequence[ListedCheckpoint]:
     """The checkpoints of a run, complete or not. None in a run without a save, and in an empty directory.
 
-    Raises `CheckpointNotFoundError` if nothing is there, or only other files: the URL is probably misspelt.
+    Raises `CheckpointNotFoundError` if nothing is there, or only other files: `url` is probably misspelt, or the directory
+    above a run.
     """
     from millrace.checkpoint.run.claims import is_claim
     from millrace.checkpoint.storage.storage import LocalStorage
@@ -130,9 +132,28 @@ def checkpoints_in(run: Run) -> Sequence[ListedCheckpoint]:
         return listing.checkpoints
     if isinstance(run.storage, LocalStorage) and _is_empty_directory(run.url):
         return ()
+    runs = ", ".join(f"{run.url.rstrip('/')}/{name}" for name in _runs_below(url, options))
     raise CheckpointNotFoundError(
-        f"{run.url}: no checkpoint found", next_step="give the directory of a run, or of one checkpoint"
+        f"{run.url}: no checkpoint found",
+        next_step=f"give the directory of a run, such as {runs}"
+        if runs
+        else "give the directory of a run, or of one checkpoint",
     )
+
+
+def _runs_below(url: str, options: Mapping[str, Any] | None) -> list[str]:
+    """The names of up to three runs directly below a directory, of its first directories; none if it cannot be listed."""
+    from millrace.checkpoint.run.run_layout import parse_name
+    from millrace.errors import MillraceError
+    from millrace.origin import origin_for_url
+
+    found: list[str] = []
+    with contextlib.suppress(MillraceError):
+        origin, key = origin_for_url(url, options)
+        for below in sorted(origin.list_level(key.rstrip("/")).prefixes)[:_LOOKED_INTO]:
+            if any(parse_name(name.rpartition("/")[2]) for name in origin.list_level(below).prefixes):
+                found.append(below.rpartition("/")[2])
+    return found[:3]
 
 
 def _is_empty_directory(path: str) -> bool:

@@ -97,7 +97,7 @@ def _run(url: str, options: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     from millrace.errors import MillraceError
 
     run = open_run(url, options)
-    found = checkpoints_in(run)
+    found = checkpoints_in(run, url, options)
     described = run.describe_all(found)
     needed: dict[str, list[str]] = {}
     for known in described.values():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -76,7 +76,7 @@ def prune(
     if is_checkpoint(url, options):
         raise UsageError(f"{url} is one checkpoint, not a run", next_step="give the URL of the run")
     run = open_run(url, options, read_through="auto")
-    infos = _infos(run)
+    infos = _infos(run, url, options)
     plan = prune_run(run, policy, dry_run=True, independent=not no_independent, strict=bool(infos))
     if not as_json:
         _show(plan, infos, policy, everything=everything)
@@ -92,11 +92,11 @@ def prune(
         click.echo(f"{counted(len(plan.removed), 'checkpoint')} removed, {size_text(plan.freed_bytes)} freed")
 
 
-def _infos(run: Run) -> Sequence[CheckpointInfo]:
+def _infos(run: Run, url: str, options: Mapping[str, Any] | None) -> Sequence[CheckpointInfo]:
     """The readable checkpoints of the run. Raises `CheckpointNotFoundError` if there is no run."""
     from millrace.errors import MillraceError
 
-    found = checkpoints_in(run)
+    found = checkpoints_in(run, url, options)
     return [info for info in run.describe_all(found).values() if not isinstance(info, MillraceError)]
 
 
