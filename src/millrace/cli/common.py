@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from unicodedata import combining, east_asian_width
 from urllib.parse import urlsplit
 
 import click
@@ -277,14 +278,27 @@ class ProgressLine:
 
 def columns_text(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
     """Rows of text as aligned lines; the first `left` columns are aligned left, the others right."""
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    widths = [max(columns_of(row[place]) for row in rows) for place in range(len(rows[0]))]
     return [
         "  ".join(
-            text.ljust(width) if place < left else text.rjust(width)
+            padded(text, width, right=place >= left)
             for place, (text, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
+
+
+def padded(text: str, width: int, *, right: bool) -> str:
+    """A cell of `width` columns, aligned left or right."""
+    gap = " " * (width - columns_of(text))
+    return gap + text if right else text + gap
+
+
+def columns_of(text: str) -> int:
+    """The columns of a text on a terminal: two for a wide character (Chinese, emoji), none for a combining one."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if combining(each) else 2 if east_asian_width(each) in "WF" else 1 for each in text)
 
 
 # --- numbers and times --------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ import pytest
 
 from millrace.cache.node import close_nodes
 from millrace.cli import main
-from millrace.cli.common import time_text
+from millrace.cli.checkpoints.common import table
+from millrace.cli.common import columns_text, time_text
 from millrace.cli.load import progress_text
 from millrace.figures import size_text
 from millrace.filesystem.loading import LoadProgress
@@ -121,6 +122,13 @@ def test_pin_of_a_prefix_keeps_its_objects_until_unpinned(millrace: Any, data: P
     assert "has no pin of its own" in millrace("unpin", data, code=1)
     assert millrace("free", data, "--json") == {"objects": 2, "freed_bytes": 2_001_000, "pinned_objects": 0}
     assert millrace("free", data) == "nothing to free is in the cache\n"
+
+
+def test_tables_with_wide_and_combining_characters_are_aligned() -> None:
+    names = ["name", "数据", "📦", "e\u0301te\u0301"]
+    expected = ["name  n", "数据  1", "📦    2", "e\u0301te\u0301   3"]
+    assert columns_text([(name, number) for name, number in zip(names, "n123", strict=True)], left=1) == expected
+    assert table(("name", "n"), [(name, number) for name, number in zip(names[1:], "123", strict=True)]) == expected
 
 
 def test_status_after_limit_and_resize_shows_quota_and_capacity(millrace: Any, data: Path) -> None:

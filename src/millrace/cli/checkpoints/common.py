@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from millrace.cli.common import ProgressLine, counted, print_message, require_host, time_text
+from millrace.cli.common import ProgressLine, columns_of, counted, padded, print_message, require_host, time_text
 from millrace.cli.interrupts import remembered
 from millrace.errors import printable
 from millrace.figures import size_text
@@ -208,10 +208,10 @@ def _near(step: int, found: Sequence[ListedCheckpoint]) -> str:
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> list[str]:
     """The lines of a table; the columns in `right` are aligned right."""
     lines = [tuple(map(printable, line)) for line in (columns, *rows)]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
+    widths = [max(columns_of(line[place]) for line in lines) for place in range(len(columns))]
 
     def cell(place: int, text: str) -> str:
-        return text.rjust(widths[place]) if columns[place] in right else text.ljust(widths[place])
+        return padded(text, widths[place], right=columns[place] in right)
 
     return ["  ".join(cell(place, text) for place, text in enumerate(line)).rstrip() for line in lines]
 
