@@ -172,13 +172,17 @@ def hidden(secrets: set[str]) -> Callable[[Any], Any]:
 
 
 def _write(path: Path, files: Mapping[str, str]) -> None:
-    """Write the archive, readable by this user only. Raises `FileExistsError` for an existing file."""
+    """Write the archive, readable by this user only. Raises `FileExistsError` for an existing file. No error leaves one."""
     import tarfile
 
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
-        for name, text in files.items():
-            content = text.encode("utf-8", "backslashreplace")
-            entry = tarfile.TarInfo(f"millrace-debug/{name}")
-            entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
-            archive.addfile(entry, io.BytesIO(content))
+    try:
+        with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+            for name, text in files.items():
+                content = text.encode("utf-8", "backslashreplace")
+                entry = tarfile.TarInfo(f"millrace-debug/{name}")
+                entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
+                archive.addfile(entry, io.BytesIO(content))
+    except BaseException:
+        path.unlink(missing_ok=True)  # made here, and not complete
+        raise

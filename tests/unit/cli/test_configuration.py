@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tarfile
@@ -139,6 +140,18 @@ def test_debug_bundle_of_a_used_cache_has_all_parts_and_no_secret(
     for secret in (*SECRETS.values(), "another-token", "password", "signature=abc"):
         assert secret not in everything
         assert json.dumps(secret)[1:-1] not in everything
+
+
+def test_debug_bundle_on_a_full_disk_leaves_no_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", no_room)
+    assert main(["debug", "bundle", "--output", str(tmp_path / "file")]) == 1
+    assert "file: No space left on device" in capsys.readouterr().err
+    assert not (tmp_path / "file").exists()
 
 
 def test_debug_bundle_to_an_existing_file_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
