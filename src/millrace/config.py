@@ -663,8 +663,14 @@ def _settings(arguments: Mapping[str, Any], environ: Mapping[str, str], file: Ma
             # Several disks in one variable are separated like PATH; an argument or the file has a list.
             variables[name] = variable.split(os.pathsep) if name == "cache_dir" else variable
     given = {name: value for name, value in arguments.items() if value is not None}
+    # A number that a person has written may lack its unit, unlike that of a program.
+    amounts = {name: str(file[name]) for name in ("capacity", "min_free") if type(file.get(name)) is int}
     settings: dict[str, Any] = {}
-    for source, layer in (("the file has", file), ("the environment has", variables), ("the arguments have", given)):
+    for source, layer in (
+        ("the file has", {**file, **amounts}),
+        ("the environment has", variables),
+        ("the arguments have", given),
+    ):
         if layer.get("etcd_host") and layer.get("members") not in (None, "auto"):
             raise ConfigurationError(
                 f"{source} both etcd_host and members, which exclude each other", next_step="give one of them"

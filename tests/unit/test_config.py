@@ -62,6 +62,13 @@ def test_amount_of_less_than_a_mebibyte_needs_a_unit(text: str) -> None:
     assert parse_amount("0", option="capacity") == Amount(nbytes=0)
 
 
+def test_number_in_the_file_needs_a_unit_too() -> None:
+    with pytest.raises(ConfigurationError, match=r"capacity='10' has no unit"):
+        resolve({}, environ={"HOME": "/home/me"}, file={"capacity": 10})
+    options = resolve({"capacity": 10}, environ={"HOME": "/home/me"}, file={"capacity": 5, "min_free": 0})
+    assert (options.capacity, options.min_free) == (Amount(nbytes=10), Amount(nbytes=0))
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [("immutable", math.inf), ("always", 0.0), ("60s", 60.0), ("5 min", 300.0), (2, 2.0), ("1h", 3600.0)],
