@@ -22,6 +22,8 @@ COMPOSED = {
     *(f"cluster.member.{what}" for what in ("here", "leaving", "lost")),
     "cache.store.rebuilding",
     "cache.store.rebuilt",
+    "origin.limits.default",
+    "origin.limits.private",
     "run.base.damaged",
     "run.base.gone",
 }
