@@ -58,6 +58,7 @@ from millrace.config import absolute_path, parse_timeout, shown
 from millrace.errors import ConfigurationError, MillraceError, RetryableError, UsageError
 from millrace.events import Event, emit
 from millrace.origin.base import part_of
+from millrace.runtime import forks
 
 _Result = TypeVar("_Result")
 
@@ -233,6 +234,7 @@ class CheckpointManager:
             damaged=self._damaged,
         )
         self._last_save: tuple[int, float] | None = None
+        self._owner = forks.Owner()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -629,8 +631,10 @@ class CheckpointManager:
 
     def _upload_leftovers(self) -> None:
         """Upload checkpoints that a crash left on the nodes: only the origin gives every rank all parts."""
-        if self._engine.uploader is None:
+        if self._engine.uploader is None or not self._owner.is_this_process:
             return
+        # The saver has the claim, which is checked before a manifest is published, and may have saved near since.
+        self._move_here()
         try:
             Recovery(self._engine.uploader, self._ranks).recover()
         except MillraceError as error:

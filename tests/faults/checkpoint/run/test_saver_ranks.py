@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,8 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from millrace.checkpoint import CheckpointManager
+from millrace.checkpoint.run.claims import Claim
 from millrace.checkpoint.run.run_layout import checkpoint_name, open_run
-from millrace.errors import RetryableError, SaverDiedError, UsageError
+from millrace.errors import MillraceError, RetryableError, SaverDiedError, UsageError
 from millrace.events import Event, add_hook
 from millrace.testing.s3 import S3Server
 
@@ -243,6 +245,42 @@ Uploader.upload = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
         check(run, 2, 2)
 
 
+OUTAGE = """
+from millrace.checkpoint.run import uploading
+from millrace.errors import OriginUnavailableError
+copy = uploading.copy_checkpoint
+def refuse_the_first(source, *arguments, **options):
+    if source.url.endswith("step-000000000001"):
+        raise OriginUnavailableError("an outage", next_step="wait")
+    return copy(source, *arguments, **options)
+uploading.copy_checkpoint = refuse_the_first
+"""
+
+
+def save_in_an_outage(run: CheckpointManager) -> None:
+    pending = run.save_async(1, state(1))
+    assert pending.near.exception() is None
+    assert isinstance(pending.exception(), RetryableError)
+
+
+def restore_again_after_an_outage(root: Path) -> None:
+    with savers_with(OUTAGE), on_nodes(root) as run:
+        assert run.restore(state(0)) is None
+        save_in_an_outage(run)
+        check(run, 1, 1)
+        assert run.save_async(2, state(2)).exception() is None
+
+
+def restore_after_another_job_took_the_run(root: Path) -> None:
+    with savers_with(OUTAGE), on_nodes(root) as run:
+        save_in_an_outage(run)
+        if is_first():
+            Claim.take(open_run(root / "run"))
+        dist.barrier()
+        with contextlib.suppress(MillraceError):
+            check(run, 1, 1)
+
+
 def die_before_the_upload(root: Path) -> None:
     """Both ranks on one node, whose disk has their parts."""
     from millrace.checkpoint.run import uploading
@@ -292,6 +330,8 @@ PROGRAMS: dict[str, Callable[[Path], None]] = {
         cannot_start_on_rank_1,
         save_near,
         kill_the_saver_of_rank_1_in_an_upload,
+        restore_again_after_an_outage,
+        restore_after_another_job_took_the_run,
         die_before_the_upload,
         fill_the_disk_of_node_1,
         save_to_s3,
@@ -362,6 +402,16 @@ def test_near_saves_of_two_ranks_are_uploaded_by_their_savers(tmp_path: Path) ->
 
 def test_saver_of_rank_1_killed_in_an_upload_fails_it_on_all_ranks(tmp_path: Path) -> None:
     ranks.run(__file__, "kill_the_saver_of_rank_1_in_an_upload", 2, tmp_path)
+
+
+def test_second_restore_of_a_job_uploads_what_its_savers_left_on_the_nodes(tmp_path: Path) -> None:
+    ranks.run(__file__, "restore_again_after_an_outage", 2, tmp_path)
+
+
+def test_restore_uploads_nothing_after_another_job_took_the_run_from_the_savers(tmp_path: Path) -> None:
+    ranks.run(__file__, "restore_after_another_job_took_the_run", 2, tmp_path)
+    assert list(tmp_path.glob("node*/*/step-*/data-*"))
+    assert not list(tmp_path.glob("run/step-*/manifest.millrace"))
 
 
 def test_one_process_restores_the_parts_that_two_ranks_left_on_its_disk(tmp_path: Path) -> None:
