@@ -24,7 +24,6 @@ _HEAD_BYTES = 8 << 10  # enough for one head; a larger buffer costs time
 _HELD_BYTES, _HELD_PARTS = 256 << 10, 256  # buffered until more can be sent with it
 _TLS_CHUNK_BYTES = 256 << 10
 _LINGER_SECONDS = 1.0
-_LINGER_BYTES = 8 << 20
 
 
 class Transport(Protocol):
@@ -212,11 +211,9 @@ class TlsTransport:
 
 
 def _drain(transport: Transport) -> None:
-    """Receive and discard for a moment."""
-    until, nbytes = time.monotonic() + _LINGER_SECONDS, 0
-    while (left := until - time.monotonic()) > 0.01 and nbytes < _LINGER_BYTES:
+    """Receive and discard for a moment, however much it is: a client sends the whole body before it reads a refusal."""
+    until = time.monotonic() + _LINGER_SECONDS
+    while (left := until - time.monotonic()) > 0.01:
         transport.wait_at_most(left)
-        data = transport.receive()
-        if not data:
+        if not transport.receive():
             return
-        nbytes += len(data)

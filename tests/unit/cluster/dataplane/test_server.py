@@ -30,6 +30,7 @@ from millrace.cluster.dataplane import wire
 from millrace.cluster.dataplane.answers import Answer, Content, Done, Exchange, Refusal
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.dataplane.server import Call, PlaneServer
+from millrace.cluster.membership import Member
 from millrace.config import Tls
 from millrace.errors import (
     ConfigurationError,
@@ -353,6 +354,24 @@ def test_connections_of_idle_members_do_not_block_others(enough_room: None) -> N
                     connection.since -= 2
                 with pytest.raises(PeerRefusedError):
                     client.call_address(server.address, "GET", "/v1/x", deadline=60.0)
+
+
+class RefusesUploads(NoBlocks):
+    """Does not read the bodies."""
+
+    def put(self, put: wire.Put, exchange: Exchange) -> Answer:
+        return Refusal(status=421, message="not an owner", code="not-mine")
+
+
+def test_refusal_of_a_long_upload_arrives() -> None:
+    """A client for which the connection ends instead takes the node for a dead one."""
+    data = bytes(wire.MAX_FRAMED_BYTES)
+    what = wire.ObjectDescription("s3", "bucket/key", "version", len(data))
+    with serving(RefusesUploads()) as server, contextlib.closing(PeerClient(token=TOKEN)) as client:
+        for _ in range(2):
+            with pytest.raises(PeerRefusedError) as caught:
+                client.put(Member(id="other", address=server.address), what, 0, data, deadline=60.0)
+            assert caught.value.status == 421
 
 
 def _ended(connection: socket.socket) -> bool:
