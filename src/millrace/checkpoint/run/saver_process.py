@@ -337,7 +337,7 @@ class _Child:
         self._answers: queue.SimpleQueue[object] = queue.SimpleQueue()
         ours, theirs = socket.socketpair()
         _connections.update((ours, theirs))
-        self._channel = Channel(ours)
+        self._channel = Channel(ours, look_seconds=_LOOK_SECONDS)
         self._regions: set[int] = set()
         # By ticket. The methods of a dict are atomic.
         self._held: dict[int, StagedState] = {}
@@ -361,7 +361,8 @@ class _Child:
     def send(self, message: object, region: Region | None = None) -> None:
         """Send a message. To a process that has ended, nothing is sent: who waits for the answer is notified."""
         with contextlib.suppress(OSError):
-            self._channel.send(message, None if region is None else region.descriptor)
+            descriptor = None if region is None else region.descriptor
+            self._channel.send(message, descriptor, look=_Looks(self.process))
 
     def ask(self, message: Start | Decide | GiveState | Close) -> object:
         """Send a question and wait for its answer. None if the process has ended.
@@ -407,14 +408,12 @@ class _Child:
         return message
 
     def _next(self, messages: queue.SimpleQueue[object]) -> object:
-        """The next message. A process that stays stopped is killed: nothing may wait for it without end."""
-        stopped_looks = 0
+        """The next message."""
+        look = _Looks(self.process)
         while True:
             with contextlib.suppress(queue.Empty):
                 return messages.get(timeout=_LOOK_SECONDS)
-            stopped_looks = stopped_looks + 1 if is_stopped(self.process.pid) else 0
-            if stopped_looks >= _MAX_STOPPED_LOOKS:
-                self.process.kill()
+            look()
 
     def upload(self, ticket: int, step: int, report: Report | None) -> SaveResult:
         """Wait for the upload of a save. Raises errors of the upload, and `SaverDiedError`."""
@@ -528,6 +527,18 @@ class _Child:
         while self._warned:
             warned = self._warned.popleft()
             warnings.warn(warned.text, warned.category, stacklevel=2)
+
+
+class _Looks:
+    """Looks at a process while something waits for it. One that stays stopped is killed: nothing may wait without end."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process, self._stopped = process, 0
+
+    def __call__(self) -> None:
+        self._stopped = self._stopped + 1 if is_stopped(self._process.pid) else 0
+        if self._stopped >= _MAX_STOPPED_LOOKS:
+            self._process.kill()
 
 
 def _spawn(descriptor: int) -> subprocess.Popen[bytes]:

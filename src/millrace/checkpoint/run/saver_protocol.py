@@ -9,8 +9,9 @@ import pickle
 import socket
 import struct
 import threading
+from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from millrace.events import Event
 
 _LENGTH = struct.Struct("<Q")
 _FDS_AT_ONCE = 16
+_UNDIVIDED_BYTES = 8 << 10  # such a message is sent at once or not at all
 
 
 # --- from the training process --------------------------------------------------------------------
@@ -245,25 +247,43 @@ class Closed:
 
 
 class Channel:
-    """Sends and receives messages. `send` may be called from several threads, `receive` from one."""
+    """Sends and receives messages. `send` may be called from several threads, `receive` from one.
 
-    def __init__(self, connection: socket.socket) -> None:
+    While the other side does not receive, `send` calls its `look` every `look_seconds`.
+    """
+
+    def __init__(self, connection: socket.socket, *, look_seconds: float = 0.0) -> None:
         self._socket = connection
+        if look_seconds:
+            limit = struct.pack("ll", int(look_seconds), int(look_seconds % 1 * 1e6))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._sending = threading.Lock()
         self._descriptors: deque[int] = deque()
 
-    def send(self, message: object, descriptor: int | None = None) -> None:
-        """Raises `OSError` when the other side has closed, and errors of pickle, after which the channel still works."""
+    def send(self, message: object, descriptor: int | None = None, *, look: Callable[[], None] | None = None) -> None:
+        """Raises `OSError` when the other side has closed, and errors of pickle, after which the channel still works.
+
+        A Ctrl-C during a long message ends the connection: the other side would take the next one for its rest.
+        """
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        length = _LENGTH.pack(len(data))
+        # It arrives with the first byte.
+        attached = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))]
         with self._sending:
-            if descriptor is None:
-                self._socket.sendall(length + data if len(data) < _LENGTH.size << 10 else length)
-                if len(data) >= _LENGTH.size << 10:
-                    self._socket.sendall(data)
-            else:
-                socket.send_fds(self._socket, [length], [descriptor])
-                self._socket.sendall(data)
+            left = [memoryview(_LENGTH.pack(len(data))), memoryview(data)]
+            try:
+                while left:
+                    try:
+                        sent = self._socket.sendmsg(left, attached)
+                    except BlockingIOError:  # the kernel's limit
+                        if look is not None:
+                            look()
+                        continue
+                    left, attached = _without(left, sent), []
+            except BaseException:
+                # Ctrl-C also ends the call that sends a part, and then how much it sent is unknown.
+                if len(data) > _UNDIVIDED_BYTES:
+                    self.shut_down()
+                raise
 
     def receive(self) -> object:
         """The next message. Raises `EOFError` when the other side has closed, `OSError`, and errors of pickle."""
@@ -301,3 +321,14 @@ class Channel:
                 raise EOFError("the other side has closed")
             received += count
         return data
+
+
+def _without(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """What follows the first `nbytes` of the buffers."""
+    left: list[memoryview] = []
+    for buffer in buffers:
+        skipped = min(nbytes, len(buffer))
+        nbytes -= skipped
+        if skipped < len(buffer):
+            left.append(buffer[skipped:])
+    return left

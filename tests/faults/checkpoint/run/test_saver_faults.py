@@ -111,6 +111,37 @@ def test_stopped_saver_is_killed_and_replaced(tmp_path: Path, monkeypatch: pytes
     assert json.loads(claim.read_bytes())["released"]
 
 
+def test_saver_that_stopped_before_a_long_message_is_killed_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_process, "_LOOK_SECONDS", 0.1)
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save_async(1, {"data": bytes(2 << 20)}).result()
+        os.kill(pid_of(run), signal.SIGSTOP)
+        assert isinstance(run.save_async(2, {"data": bytes(2 << 20)}).exception(timeout=100), SaverDiedError)
+        assert run.save_async(2, {"data": bytes(2 << 20)}).exception() is None
+
+
+def test_ctrl_c_inside_a_long_message_ends_the_saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the next messages for the rest, and never answer."""
+
+    def interrupt(look: object) -> None:
+        raise KeyboardInterrupt
+
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save_async(1, state(1.0)).result()
+        saver, stopped = run._saver, pid_of(run)
+        assert saver is not None
+        os.kill(stopped, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(saver_process._Looks, "__call__", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                saver.take_state(RunState(versions={"data": "v" * (2 << 20)}), None)
+        os.kill(stopped, signal.SIGCONT)
+        wait_until(lambda: saver._child is not None and saver._child.death is not None)
+        assert run.save_async(2, state(2.0)).exception() is None
+
+
 def test_death_of_a_saver_whose_socket_a_fork_inherited_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
