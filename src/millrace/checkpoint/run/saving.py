@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401 - its exit handler must be registered first: ours then runs before it
+import contextlib
 import sys
 import threading
 import time
@@ -235,20 +236,28 @@ class SaveRunner:
                 raise UsageError(f"step {step} comes after the end of saving", next_step="save before closing")
             self.drain()
             pending = PendingSave(step)
+            # Whoever takes it ends it: the thread, or this call if a Ctrl-C comes before the thread runs.
+            to_end = [pending]
             # Not a daemon: if waiting at exit is impossible, Python itself waits.
             thread = threading.Thread(
                 target=copy_context().run,
-                args=(self._run, pending, work, on_progress),
+                args=(self._run, to_end, work, on_progress),
                 name=f"millrace-save-{step}",
                 daemon=False,
             )
-            _registry.begin(pending)
-            self._current = pending
             try:
+                _registry.begin(pending)
+                self._current = pending
                 thread.start()
             except RuntimeError:
                 # No more threads, or the interpreter is about to end: then this thread runs it.
-                self._run(pending, work, on_progress)
+                self._run(to_end, work, on_progress)
+            except BaseException as error:
+                with contextlib.suppress(IndexError):
+                    to_end.pop()._seen = True  # raised here
+                    # A copy: its traceback would refer to the state.
+                    _registry.end(pending, None, type(error)(*error.args))
+                raise
         return pending
 
     def check(self) -> None:
@@ -273,7 +282,11 @@ class SaveRunner:
         self._closed = True
         self.drain()
 
-    def _run(self, pending: PendingSave, work: Callable[[Report], SaveResult], on_progress: Report | None) -> None:
+    def _run(self, to_end: list[PendingSave], work: Callable[[Report], SaveResult], on_progress: Report | None) -> None:
+        try:
+            pending = to_end.pop()
+        except IndexError:  # interrupted before it began
+            return
         result: SaveResult | None = None
         failure: BaseException | None = None
         try:

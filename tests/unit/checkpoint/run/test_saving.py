@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 import threading
 import weakref
 
 import pytest
+from tests.support.interrupts import interrupted_at
+from tests.support.waiting import wait_until
 
 from millrace import events
+from millrace.checkpoint.run import saving
 from millrace.checkpoint.run.saving import PendingSave, SaveProgress, SaveResult, SaveRunner
 from millrace.errors import DiskFullError, MillraceError, UsageError
 from millrace.runtime.pipeline import default_threads, run_in_order
@@ -298,3 +302,20 @@ def test_default_threads_are_the_cores_up_to_eight(monkeypatch):
 def test_skipped_save_has_its_step_and_no_result():
     skipped = PendingSave(7, skipped=True)
     assert (skipped.step, skipped.skipped, skipped.result()) == (7, True, None)
+
+
+def test_save_that_was_interrupted_before_it_began_has_ended():
+    """Else closing, the next save, and the end of the process would wait for it."""
+    for number in itertools.count():
+        runner, go_on = SaveRunner(), threading.Event()
+        # The thread outlives the call, which would otherwise also be interrupted in destructors.
+        interrupt = interrupted_at(
+            number, lambda runner=runner, go_on=go_on: runner.submit(1, lambda _: go_on.wait(300))
+        )
+        go_on.set()
+        runner.drain(300)
+        assert runner._current is None or runner._current.done(), f"interrupted at {number}"
+        assert not runner._lock.locked()
+        wait_until(lambda: not saving._registry._in_flight)
+        if interrupt is None:
+            return
