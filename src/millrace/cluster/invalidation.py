@@ -2,7 +2,7 @@
 
 A write returns when every reachable member has dropped the keys. A bucket's metadata owners come first: a member that is
 invalidated later and then sends them a request must not receive the old metadata again. While the cluster changes, a member
-may know members, or name owners, that the writer does not: its response contains its view, and the invalidation is sent
+may know members, or name owners, that the writer does not: its response names its view, and the invalidation is sent
 again to the members of both. Members that cannot be reached receive the invalidation later, from a thread of this process
 and from one of this machine's node (or of another member), since this process may end before. Both try for ten minutes at
 most. Until then their readers see what `consistency` allows.
@@ -14,6 +14,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.wire import MAX_BODY_BYTES
@@ -63,13 +64,16 @@ class Invalidations:
         if not self._owner.is_this_process:
             self._begin()
         placement = self._cluster.placement()
-        members, views = placement.view.members, self._send_in_order(placement, identity, keys, first)
-        missed = {name for name, view in views.items() if view is None}
-        others = [view for view in views.values() if view is not None and view.version != placement.view.version]
-        if others:
-            members = View.of(member for view in (placement.view, *others) for member in view.members).members
-            views = self._send_in_order(Placement(View.of(members)), identity, keys, first)
-            missed |= {name for name, view in views.items() if view is None}
+        mine, members = placement.view, placement.view.members
+        versions = self._send_in_order(members, first(placement), identity, keys)
+        missed = {name for name, version in versions.items() if version is None}
+        views = self._other_views(mine, versions)
+        if views:
+            everyone = View.of(member for view in (mine, *views) for member in view.members)
+            members = everyone.members
+            owners = [owner for view in (*views, everyone) for owner in first(Placement(view))]
+            versions = self._send_in_order(members, owners, identity, keys)
+            missed |= {name for name, version in versions.items() if version is None}
         if missed:
             self.send_later(missed, identity, keys)
             me = self._cluster.link.member_id
@@ -85,36 +89,48 @@ class Invalidations:
     # --- now --------------------------------------------------------------------------------------
 
     def _send_in_order(
-        self, placement: Placement, identity: str, keys: Sequence[str], first: Callable[[Placement], Sequence[Member]]
-    ) -> dict[str, View | None]:
-        """Invalidate keys on all members of a placement; returns what `_send` does, by member."""
-        views = {member.id: self._send(member, identity, keys) for member in first(placement)}
-        rest = [member for member in placement.view.members if member.id not in views]
-        results = self._send_all(rest, identity, keys)
-        return views | {member.id: view for member, view in zip(rest, results, strict=True)}
+        self, members: Sequence[Member], owners: Sequence[Member], identity: str, keys: Sequence[str]
+    ) -> dict[str, str | None]:
+        """Invalidate keys on `owners` one after the other, then on the other members; returns the results of `_send`."""
+        first = {owner.id: owner for owner in owners}
+        versions = {name: self._send(owner, identity, keys) for name, owner in first.items()}
+        rest = [member for member in members if member.id not in first]
+        return versions | dict(zip((each.id for each in rest), self._send_all(rest, identity, keys), strict=True))
 
-    def _send_all(self, members: Sequence[Member], identity: str, keys: Sequence[str]) -> Iterable[View | None]:
+    def _send_all(self, members: Sequence[Member], identity: str, keys: Sequence[str]) -> Iterable[str | None]:
         return side_by_side(lambda member: self._send(member, identity, keys), members, _THREADS, "millrace-invalidate")
 
-    def _send(self, member: Member, identity: str, keys: Sequence[str], missed: Iterable[str] = ()) -> View | None:
+    def _send(self, member: Member, identity: str, keys: Sequence[str], missed: Iterable[str] = ()) -> str | None:
         """Invalidate keys on a member, which also sends them later to `missed` members.
 
-        Returns the member's view, or None if it was not reached.
+        Returns the version of the member's view (empty if it does not name one), or None if it was not reached.
         """
         if not self._cluster.is_available(member):
             return None
-        mine = view = self.view()
+        response: Any = None
         try:
             for batch in batches(keys):
-                body = {"origin": identity, "keys": batch, "missed": [*missed], "view": mine.version}
+                body = {"origin": identity, "keys": batch, "missed": [*missed]}
                 deadline = SILENCE_SECONDS + len(batch) * _KEY_SECONDS
                 response = self._cluster.client.call(member, "POST", FORGET, body, deadline=deadline)
-                view = View.from_json(response) if response else mine
-        except (PeerError, DamagedError) as error:
+        except PeerError as error:
             record_failure(self._cluster, member, error)
             return None
         self._cluster.breakers.worked(member.id)
-        return view
+        return str(response.get("view", "")) if isinstance(response, Mapping) else ""
+
+    def _other_views(self, mine: View, versions: Mapping[str, str | None]) -> list[View]:
+        """The views of members that differ from `mine`, each once."""
+        found: dict[str, View] = {}
+        for member in mine.members:
+            version = versions.get(member.id)
+            if version and version != mine.version and version not in found:
+                try:
+                    answer = self._cluster.client.call(member, "GET", "/v1/view", deadline=SILENCE_SECONDS)
+                    found[version] = View.from_json(answer)
+                except (PeerError, DamagedError) as error:
+                    record_failure(self._cluster, member, error)
+        return list(found.values())
 
     # --- later ------------------------------------------------------------------------------------
 

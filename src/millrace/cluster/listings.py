@@ -263,8 +263,7 @@ class MetadataOwner:
         # Also without access now: metadata cached with access would be served when there is access again.
         self._node.metadata.invalidate(self._origins.find(identity) or NamedOrigin(identity), *keys)
         self._node.drop_checkpoint_files(identity, keys)
-        view = self._invalidations.view()
-        return {} if body.get("view") == view.version else view.to_json()
+        return {"view": self._invalidations.view().version}
 
     def _arguments(self, call: Call) -> tuple[Origin, float]:
         origin = self._origins.find(_text(call.query, "origin"))

@@ -81,6 +81,7 @@ def make_nodes(tmp_path: Path, origin: MemoryOrigin) -> Iterator[MakeNodes]:
             link = NodeLink(views=views, folder="local", member_id=member_id, token=TOKEN)
             cluster = Cluster(link, breakers=Breakers(None))
             MetadataOwner(serving, origins, Invalidations(cluster)).add_routes(server)
+            server.route("GET", "/v1/view", lambda _, cluster=cluster: cluster.link.views.view().to_json())  # type: ignore[misc]
             server.start()
             listings = ClusterListings(cluster, reading.options.max_age_seconds)
             reading.connect(source=reading.source, metadata_source=listings)
@@ -556,7 +557,7 @@ def _forgets(node: Node, origin: MemoryOrigin) -> Callable[[Call], object]:
             index = cache.open_disks[0].store.index
             for key in call.body.get("keys", [call.body.get("key")]):
                 PageMap(index).change(origin.identity, key)
-        return node.cluster.placement().view.to_json()
+        return {"view": node.cluster.placement().view.version}
 
     return forget
 
