@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -80,7 +81,8 @@ class Moves:
 
     def refill(self) -> None:
         """As `fill`, in a thread of its own."""
-        threading.Thread(target=self._restore, name="millrace-refill", daemon=True).start()
+        with suppress(RuntimeError):  # no more threads: missing blocks are fetched when they are read
+            threading.Thread(target=self._restore, name="millrace-refill", daemon=True).start()
 
     def view_changed(self, view: View) -> None:
         """Start the moves that follow from a new view. Returns at once."""

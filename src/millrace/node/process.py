@@ -274,7 +274,9 @@ class NodeProcess:
                 published_at = time.monotonic()
             if self._is_unwritten:
                 self._view_changed()
-            if self._membership.absences() != absences:
+            if (
+                self._membership.absences() >= absences + 2
+            ):  # once before the others list it again, and once when they do
                 absences = self._membership.absences()
                 # The others have read its share for it. They are asked for that for a while only.
                 self._moves.refill()

@@ -378,7 +378,8 @@ class _Registration:
         body = {"key": encode(key), "value": encode(json.dumps(member.to_json())), "lease": lease}
         # In an outage, or after a pause of this process, the roster never shows that the key was missing.
         is_missing = self._published is None
-        self.absences += is_missing
+        if is_missing and self.absences % 2 == 0:  # odd while it is missing
+            self.absences += 1
         response = self._call("/v3/kv/put", body)
         self.absences += is_missing
         self._published_at = _revision(response)

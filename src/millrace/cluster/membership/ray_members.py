@@ -127,8 +127,9 @@ class RayMembers:
         now = time.monotonic()
         record = MemberRecord(member=me, ray_node=self._ray_node, beat=f"{self._boot}-{self._count}", every=self._every)
         # Others count the beats without this process's outages and pauses, in which it did not read that it was gone.
-        is_missing = time.monotonic() > self._kept_until
-        self._absences += is_missing
+        is_missing = now > self._kept_until
+        if is_missing and self._absences % 2 == 0:  # odd while it is missing
+            self._absences += 1
         self._control.put(self._prefix + me.id, record.to_bytes())
         self._absences += is_missing
         self._kept_until = now + shortest_lease(record)
