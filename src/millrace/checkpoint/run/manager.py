@@ -634,7 +634,7 @@ class CheckpointManager:
         if self._engine.uploader is None or not self._owner.is_this_process:
             return
         # The saver has the claim, which is checked before a manifest is published, and may have saved near since.
-        self._move_here()
+        self._ranks.run_on_all(self._move_here)
         try:
             Recovery(self._engine.uploader, self._ranks).recover()
         except MillraceError as error:

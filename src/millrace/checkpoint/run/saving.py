@@ -19,7 +19,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from millrace.errors import UsageError
+from millrace.errors import RetryableError, UsageError
 from millrace.events import Event, emit
 from millrace.runtime import forks
 
@@ -252,11 +252,14 @@ class SaveRunner:
             except RuntimeError:
                 # No more threads, or the interpreter is about to end: then this thread runs it.
                 self._run(to_end, work, on_progress)
-            except BaseException as error:
+            except BaseException:
                 with contextlib.suppress(IndexError):
                     to_end.pop()._seen = True  # raised here
-                    # A copy: its traceback would refer to the state.
-                    _registry.end(pending, None, type(error)(*error.args))
+                    # Not the error itself, whose traceback refers to the state.
+                    interrupted = RetryableError(
+                        f"step {step}: interrupted before its save began", next_step="save again"
+                    )
+                    _registry.end(pending, None, interrupted)
                 raise
         return pending
 

@@ -315,12 +315,13 @@ class LocalStorage:
         return LocalWriter(self._path, name, sync=self._sync)
 
     def publish(self, name: str, data: Buffer, *, replace: bool) -> None:
+        writer = LocalWriter(self._path, name, sync=self._sync, replace=replace)
         try:
-            with LocalWriter(self._path, name, sync=self._sync, replace=replace) as writer:
+            with writer:
                 writer.write(data)
         except StorageError as error:
             # A disk may fail after the rename, when others may have seen the file.
-            if self._may_contain(name, data):
+            if writer.was_renamed and self._may_contain(name, data):
                 raise OutcomeUnknownError(
                     f"{self.url}: {name} may not survive a power failure ({error.message})",
                     next_step="check the disk, and save again",
@@ -410,6 +411,8 @@ class LocalWriter:
         self._temporary = os.path.join(directory, f".{name}.{uuid.uuid4().hex[:8]}.tmp")
         self._replace = replace
         self._finished = False
+        self.was_renamed = False
+        """Whether the file may have its name, whatever failed afterwards."""
         with _translated(self._path):
             try:
                 self._file = open(self._temporary, "xb", buffering=0)  # noqa: SIM115 - closed by close or abort
@@ -444,6 +447,7 @@ class LocalWriter:
                     self._writeback.stop()
                     os.fsync(self._file.fileno())
                 self._file.close()
+                self.was_renamed = True
                 if self._replace:
                     os.replace(self._temporary, self._path)
                 else:

@@ -319,3 +319,21 @@ def test_save_that_was_interrupted_before_it_began_has_ended():
         wait_until(lambda: not saving._registry._in_flight)
         if interrupt is None:
             return
+
+
+def test_save_that_a_signal_handlers_own_exception_stops_before_it_began_has_ended(monkeypatch):
+    class PreemptedError(Exception):
+        def __init__(self, number, frame):
+            super().__init__("preempted")
+
+    def start(thread):
+        raise PreemptedError(15, None)
+
+    runner = SaveRunner()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(PreemptedError):
+            runner.submit(1, lambda _: None)
+    runner.drain(0)
+    assert not saving._registry._in_flight
+    runner.close()

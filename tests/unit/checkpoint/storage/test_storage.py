@@ -228,6 +228,19 @@ def test_storage_work_after_an_error_ends():
     assert seen == [0, 1, 2, 3, 4]
 
 
+def test_publish_of_the_same_bytes_on_a_full_disk_is_a_full_disk(tmp_path, monkeypatch):
+    """The file is the one of before: nothing was published, whatever it contains."""
+    storage = LocalStorage(str(tmp_path))
+    storage.publish("claim", b"one", replace=True)
+
+    def full(*_):
+        raise DiskFullError("full", next_step="free space")
+
+    monkeypatch.setattr(storage_module.LocalWriter, "write", full)
+    with pytest.raises(DiskFullError):
+        storage.publish("claim", b"one", replace=True)
+
+
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
 def test_publish_without_hard_links_has_one_winner(tmp_path, monkeypatch, number):
     def no_links(source, target):
