@@ -265,7 +265,7 @@ class NodeProcess:
         if self._state is MemberState.HERE:
             emit(Event(name="cluster.joined", subject=self.address, detail=self.member_id))
         published_at = announced_at = time.monotonic()
-        absences = self._membership.absences()
+        absences = self._membership.absences() // 2  # those that are over: each is counted at both ends
         while not self._wait_alive(_LOOK_SECONDS):
             # Every change of a weight moves blocks: small variations of free space must not.
             may_change = time.monotonic() - published_at >= _WEIGHT_SECONDS
@@ -274,10 +274,8 @@ class NodeProcess:
                 published_at = time.monotonic()
             if self._is_unwritten:
                 self._view_changed()
-            if (
-                self._membership.absences() >= absences + 2
-            ):  # once before the others list it again, and once when they do
-                absences = self._membership.absences()
+            if self._membership.absences() // 2 != absences:
+                absences = self._membership.absences() // 2
                 # The others have read its share for it. They are asked for that for a while only.
                 self._moves.refill()
             if time.monotonic() - announced_at >= _ANNOUNCE_SECONDS:

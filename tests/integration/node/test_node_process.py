@@ -428,6 +428,7 @@ def test_node_that_others_missed_copies_what_they_have_read_meanwhile(
     given = {"cache_dir": str(tmp_path), "min_free": 0, "members": "none", "cluster_token": TOKEN}
     with NodeProcess(resolve(given), membership=_Members(everyone), origins=[origin]) as node:
         assert node.wait_here(300)
+        assert not copied.wait(0.2)
         absences[0] += 1  # the others do not list it yet
         assert not copied.wait(0.2)
         absences[0] += 1
