@@ -62,6 +62,7 @@ from millrace.checkpoint.writing.shared_plan import SharedBase, SharedPlan, save
 from millrace.errors import MillraceError
 from millrace.events import Event, redirect
 from millrace.origin.base import part_of
+from millrace.runtime.garbage import limit_arenas
 
 _REPORT_SECONDS = 0.05
 
@@ -356,6 +357,7 @@ def main(arguments: list[str]) -> None:
     descriptor, niceness = map(int, arguments)
     # Not before the imports, for which the first save waits. All threads inherit it.
     os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
+    limit_arenas()
     channel = Channel(socket.socket(fileno=descriptor))
     _forward_everything(channel)
     try:

@@ -248,12 +248,12 @@ Uploader.upload = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 OUTAGE = """
 from millrace.checkpoint.run import uploading
 from millrace.errors import OriginUnavailableError
-copy = uploading.copy_checkpoint
+copy = uploading.copy_files
 def refuse_the_first(source, *arguments, **options):
     if source.url.endswith("step-000000000001"):
         raise OriginUnavailableError("an outage", next_step="wait")
     return copy(source, *arguments, **options)
-uploading.copy_checkpoint = refuse_the_first
+uploading.copy_files = refuse_the_first
 """
 
 
