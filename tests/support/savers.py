@@ -80,3 +80,17 @@ def is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
+
+
+def first_upload_fails(error: str) -> str:
+    """A program for `savers_with`: uploads of the files of step 1 raise this class of `millrace.errors`."""
+    return f"""
+from millrace import errors
+from millrace.checkpoint.run import uploading
+copy = uploading.copy_files
+def fail_first(source, *arguments, **options):
+    if source.url.endswith("step-000000000001"):
+        raise errors.{error}("the upload fails", next_step="save again")
+    return copy(source, *arguments, **options)
+uploading.copy_files = fail_first
+"""

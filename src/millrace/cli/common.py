@@ -70,7 +70,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def require_host(endpoint_url: str | None) -> None:
-    """Raise `ConfigurationError` for an endpoint that is no web address.
+    """Raise `ConfigurationError` for an endpoint that is not a web address.
 
     Also if its host has no address: requests to it would be retried for long.
     """

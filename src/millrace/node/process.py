@@ -265,7 +265,7 @@ class NodeProcess:
         if self._state is MemberState.HERE:
             emit(Event(name="cluster.joined", subject=self.address, detail=self.member_id))
         published_at = announced_at = time.monotonic()
-        absences = self._membership.absences() // 2  # those that are over: each is counted at both ends
+        absences = self._membership.absences() // 2  # those that are over
         while not self._wait_alive(_LOOK_SECONDS):
             # Every change of a weight moves blocks: small variations of free space must not.
             may_change = time.monotonic() - published_at >= _WEIGHT_SECONDS

@@ -236,7 +236,7 @@ class SaveRunner:
                 raise UsageError(f"step {step} comes after the end of saving", next_step="save before closing")
             self.drain()
             pending = PendingSave(step)
-            # Whoever takes it ends it: the thread, or this call if a Ctrl-C comes before the thread runs.
+            # Taken by the thread, which then ends the save, or by this call if Ctrl-C comes before the thread runs.
             to_end = [pending]
             # Not a daemon: if waiting at exit is impossible, Python itself waits.
             thread = threading.Thread(

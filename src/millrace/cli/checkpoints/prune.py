@@ -93,7 +93,7 @@ def prune(
 
 
 def _infos(run: Run, url: str, options: Mapping[str, Any] | None) -> Sequence[CheckpointInfo]:
-    """The readable checkpoints of the run. Raises `CheckpointNotFoundError` if there is no run."""
+    """The readable checkpoints of the run. Raises `CheckpointNotFoundError` for a URL without a run."""
     from millrace.errors import MillraceError
 
     found = checkpoints_in(run, url, options)

@@ -142,9 +142,9 @@ class Membership(ViewSource, Protocol):
         ...
 
     def absences(self) -> int:
-        """A number that grows when others may have missed this member: its lease expired, although it runs. Never raises.
+        """Twice the number of times that the others may have missed this member: its lease expired, although it runs.
 
-        It grows before the others list the member again, and once more when they do. Its own view may never show this.
+        The number is odd until the others list the member again. Its own view may never show this. Never raises.
         """
         ...
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from tests.support.interrupts import interrupted_inside
 from tests.support.runs import assert_whole, local_run
-from tests.support.savers import KILLED_AFTER, is_gone, pid_of, savers_with
+from tests.support.savers import KILLED_AFTER, first_upload_fails, is_gone, pid_of, savers_with
 from tests.support.waiting import wait_until
 
 from millrace.checkpoint import CheckpointManager
@@ -397,16 +397,7 @@ def test_interrupted_move_of_the_run_leaves_no_state_and_no_claim(tmp_path: Path
         check(run, 2, 2.0)
 
 
-FAIL_FIRST_UPLOAD = """
-from millrace.checkpoint.run import uploading
-from millrace.errors import CorruptCheckpointError
-copy = uploading.copy_files
-def fail_first(source, *arguments, **options):
-    if source.url.endswith("step-000000000001"):
-        raise CorruptCheckpointError("damaged on this disk", next_step="save again")
-    return copy(source, *arguments, **options)
-uploading.copy_files = fail_first
-"""
+FAIL_FIRST_UPLOAD = first_upload_fails("CorruptCheckpointError")
 
 
 @pytest.mark.parametrize("where", ["in the training process", "in a saver that dies"])

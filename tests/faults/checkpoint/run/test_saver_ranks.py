@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support import ranks
-from tests.support.savers import is_gone, pid_of, savers_with
+from tests.support.savers import first_upload_fails, is_gone, pid_of, savers_with
 from tests.support.waiting import wait_until
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -245,16 +245,7 @@ Uploader.upload = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
         check(run, 2, 2)
 
 
-OUTAGE = """
-from millrace.checkpoint.run import uploading
-from millrace.errors import OriginUnavailableError
-copy = uploading.copy_files
-def refuse_the_first(source, *arguments, **options):
-    if source.url.endswith("step-000000000001"):
-        raise OriginUnavailableError("an outage", next_step="wait")
-    return copy(source, *arguments, **options)
-uploading.copy_files = refuse_the_first
-"""
+OUTAGE = first_upload_fails("OriginUnavailableError")
 
 
 def save_in_an_outage(run: CheckpointManager) -> None:
