@@ -75,11 +75,12 @@ class _Call(Generic[Job, Result]):
         """Wait for the end of the job; returns or raises its outcome. Called once."""
         while not self._ended.acquire(timeout=_SIGNAL_SECONDS):
             pass
-        if self._error is not None:
+        error, self._error = self._error, None
+        if error is not None:
             try:
-                raise self._error
+                raise error
             finally:
-                del self  # the traceback refers to it: a cycle
+                del error, self  # the traceback refers to both frames of this call: a cycle
         return cast(Result, self._result)
 
 

@@ -141,7 +141,6 @@ class Restorer:
         candidates are listed again: a running job removes a checkpoint because it has saved newer ones. Raises as
         `restore_into`.
         """
-        failure: MillraceError | None = None
         tried: set[str] = set()
         left, looks = list(candidates), 0
         while left:
@@ -161,7 +160,6 @@ class Restorer:
                 if not (fallback or gone):
                     next_step = "restore(state, fallback=True) takes the one before it"
                     raise type(error)(error.message, next_step=next_step) from error
-                failure = error
                 self.damaged.add(name)
                 url = self.tiers.origin.url
                 if gone and looks < _LOOKS:
@@ -169,8 +167,8 @@ class Restorer:
                     left = [each for each in self.choose(None) if each[0] not in tried]
                 following = f"; trying step {left[0][1]}" if left else ""
                 self._warn(f"{name} of {url} cannot be restored ({error.message}){following}")
-        if failure is not None:
-            raise failure
+                if not left:
+                    raise
         return None
 
     def _load(self, name: str, state: dict[str, Any], keys: Sequence[str] | None) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from functools import partial
+from typing import NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from typing_extensions import Buffer
@@ -28,6 +30,8 @@ from millrace.origin import ObjectWriter
 from millrace.runtime.pipeline import run_in_order
 
 _STAT_THREADS = 8
+
+Value = TypeVar("Value")
 
 
 class StoredChunks:
@@ -152,33 +156,22 @@ class LayeredStorage:
         """Describe a file in the nearest tier. Raises `ObjectNotFoundError` or `CorruptCheckpointError`."""
         if name == MANIFEST_NAME:
             return self._manifest().stored.file
-        errors: list[MillraceError] = []
-        for tier in self._places(name):
-            try:
-                return self._stat(tier, name)
-            except MillraceError as error:
-                self._note(tier, name, error)
-                errors.append(error)
-        raise _worst(errors)
+        return _first(self._places(name), lambda tier: self._stat(tier, name), partial(self._note, name))
 
     def read(self, file: StoredFile, start: int, stop: int) -> Buffer:
         """Return the bytes `[start, stop)` from the nearest tier with an intact copy."""
         if file.name == MANIFEST_NAME:
             return memoryview(self._manifest().stored.data)[start:stop]
-        errors: list[MillraceError] = []
-        for tier in self._places(file.name):
-            try:
-                data = tier.storage.read(self._stat(tier, file.name), start, stop)
-                if tier is not self._tiers[-1]:
-                    self._check(tier, file.name, start, data)
-            except MillraceError as error:
-                self._note(tier, file.name, error)
-                errors.append(error)
-                continue
+
+        def read(tier: _Numbered) -> Buffer:
+            data = tier.storage.read(self._stat(tier, file.name), start, stop)
+            if tier is not self._tiers[-1]:
+                self._check(tier, file.name, start, data)
             with self._lock:
                 self._read_bytes[tier.number] += stop - start
             return data
-        raise _worst(errors)
+
+        return _first(self._places(file.name), read, partial(self._note, file.name))
 
     def names(self) -> Sequence[str]:
         """The names of the files in all tiers."""
@@ -187,15 +180,15 @@ class LayeredStorage:
     def files(self) -> Sequence[StoredFile]:
         """The files in all tiers, each as in its nearest tier. A tier that cannot list is skipped."""
         found: dict[str, StoredFile] = {}
-        errors: list[MillraceError] = []
+        failed = 0
         for tier in self._tiers:
             try:
                 for file in tier.storage.files():
                     found.setdefault(file.name, file)
-            except MillraceError as error:
-                errors.append(error)
-        if len(errors) == len(self._tiers):
-            raise errors[-1]
+            except MillraceError:
+                failed += 1
+                if failed == len(self._tiers):
+                    raise
         return [found[name] for name in sorted(found)]
 
     # --- writing is not supported ------------------------------------------------------------------
@@ -224,20 +217,17 @@ class LayeredStorage:
             return self._found
 
     def _find_manifest(self) -> _ChosenManifest:
-        errors: list[MillraceError] = []
-        for tier in self._tiers:
-            try:
-                stored = StoredManifest.read(tier.storage)
-            except MillraceError as error:
-                if not isinstance(error, MissingError):
-                    _report(tier, MANIFEST_NAME, error)
-                errors.append(error)
-                continue
+        def read(tier: _Numbered) -> _ChosenManifest:
+            stored = StoredManifest.read(tier.storage)
             if self._save_id not in (None, stored.manifest.save_id):
-                errors.append(ObjectNotFoundError(f"{tier.storage.url}: contains another save"))
-                continue
+                raise ObjectNotFoundError(f"{tier.storage.url}: contains another save")
             return _ChosenManifest(tier, stored, {file.name: file.size for file in stored.manifest.files})
-        raise _worst(errors)
+
+        def note(tier: _Numbered, error: MillraceError) -> None:
+            if not isinstance(error, MissingError):
+                _report(tier, MANIFEST_NAME, error)
+
+        return _first(self._tiers, read, note)
 
     def _places(self, name: str) -> Sequence[_Numbered]:
         """The tiers that may have a file, the nearest first."""
@@ -265,11 +255,12 @@ class LayeredStorage:
             except RetryableError:
                 raise
             except MillraceError as error:
-                seen = error
+                seen = copy.copy(error)
             with self._lock:
                 seen = self._seen.setdefault((tier.number, name), seen)
         if isinstance(seen, MillraceError):
-            raise seen
+            # A copy, as above: a traceback that stays would keep the frames of the readers, and the state that they load.
+            raise copy.copy(seen)
         return seen
 
     def _check(self, tier: _Numbered, name: str, start: int, data: Buffer) -> None:
@@ -288,15 +279,15 @@ class LayeredStorage:
                 next_step="load another checkpoint, or restore this one",
             )
 
-    def _note(self, tier: _Numbered, name: str, error: MillraceError) -> None:
+    def _note(self, name: str, tier: _Numbered, error: MillraceError) -> None:
         """Report a damaged copy once. A copy that never existed is not reported."""
         with self._lock:
             known = self._seen.get((tier.number, name))
-            if known is error and isinstance(error, MissingError):
+            if isinstance(known, MissingError) and isinstance(error, MissingError):
                 return
             # Exclude a file that was changed or removed. Damage excludes only the current range.
             if not isinstance(error, RetryableError | CorruptCheckpointError):
-                self._seen[tier.number, name] = error
+                self._seen[tier.number, name] = copy.copy(error)
             is_new = (tier.number, name) not in self._reported
             self._reported.add((tier.number, name))
         if is_new:
@@ -326,6 +317,24 @@ def files_exist(storage: CheckpointStorage, files: Sequence[DataFile]) -> list[b
 
 def _report(tier: _Numbered, name: str, error: MillraceError) -> None:
     emit(Event(name="checkpoint.tier.damaged", subject=tier.storage.url, detail=f"{name}: {error.message}"))
+
+
+def _first(
+    tiers: Sequence[_Numbered], read: Callable[[_Numbered], Value], note: Callable[[_Numbered, MillraceError], None]
+) -> Value:
+    """What `read` returns for the first tier with an intact copy; `note` is called with each error before it."""
+    errors: list[MillraceError] = []
+    try:
+        for tier in tiers:
+            try:
+                return read(tier)
+            except MillraceError as error:
+                note(tier, error)
+                errors.append(error)
+        raise _worst(errors)
+    finally:
+        # Each traceback refers to this frame, and so to the state that the caller loads: a cycle, until it is collected.
+        errors.clear()
 
 
 def _worst(errors: Sequence[MillraceError]) -> MillraceError:

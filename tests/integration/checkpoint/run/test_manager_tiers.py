@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import textwrap
 import threading
 import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -343,3 +345,26 @@ def test_disk_of_a_node_that_was_away_restores_no_history_of_equal_steps(tmp_pat
     with CheckpointManager(url, local=tmp_path / "c") as run:
         assert run.restore(found) == 600
         assert_same_state(found, state)
+
+
+@pytest.mark.parametrize("lost", ["nothing", "near", "newest"])
+def test_restored_state_is_freed_without_a_garbage_collection(tmp_path: Path, lost: str) -> None:
+    origin, near = tmp_path / "run", tmp_path / "near"
+    with CheckpointManager(origin, local=near) as run:
+        for step in (1, 2):
+            run.save(step, {"weights": torch.full((1000,), float(step))})
+    if lost != "nothing":
+        shutil.rmtree(near)
+    if lost == "newest":
+        damage(origin, 2)
+    weights = torch.zeros(1000)
+    seen = weakref.ref(weights)
+    gc.disable()  # as after `gc.freeze`, or between two collections, which may be minutes
+    try:
+        with CheckpointManager(origin, local=near) as run, warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            assert run.restore({"weights": weights}, fallback=True) == (1 if lost == "newest" else 2)
+        del weights
+        assert seen() is None
+    finally:
+        gc.enable()
