@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import pathlib
@@ -160,9 +161,14 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
 
 def _main() -> None:
     import pytest  # noqa: F401 - as the scripts, which are test modules
-    import torch.distributed.checkpoint  # noqa: F401
+    import torch._dynamo
+    import torch.distributed.checkpoint
+    import torch.distributed.tensor  # noqa: F401 - its first use loads `torch._dynamo`: a second of CPU
 
-    import millrace.checkpoint.run.manager  # noqa: F401
+    import millrace.checkpoint.run.manager
+    import millrace.filesystem  # noqa: F401
+
+    gc.freeze()  # a child does not collect what is loaded here
 
     descriptor = os.dup(int(sys.argv[1]))  # a low number, which `select` needs: the one given may be above 1,023
     os.close(int(sys.argv[1]))
