@@ -15,7 +15,14 @@ from tests.support.failures import failure_of
 from tests.support.states import assert_same_state
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from millrace.checkpoint import CheckpointReader, CheckpointWriter, ZstdPlanes, describe, extension_registry
+from millrace.checkpoint import (
+    CheckpointReader,
+    CheckpointWriter,
+    ZstdPlanes,
+    describe,
+    extension_registry,
+    load_weights,
+)
 from millrace.checkpoint.format.transforms import Transforms
 from millrace.errors import ConfigurationError, CorruptCheckpointError, UnsupportedFormatError, UsageError
 
@@ -72,6 +79,16 @@ def test_torch_writer_with_the_extension_encrypts_and_is_loaded(tmp_path, encryp
     registry = extension_registry(encryption)
     for reader in (FileSystemReader, CheckpointReader):
         assert_same_state(loaded_by(reader(tmp_path, _extension_registry=registry)), state())
+
+
+@pytest.mark.parametrize("writer", [CheckpointWriter, FileSystemWriter])
+def test_weights_with_the_extension_are_loaded_without_a_template(tmp_path, encryption, writer):
+    dcp.save(state(), storage_writer=writer(tmp_path, _extensions=[encryption("old")]))
+    weights = load_weights(tmp_path, extension_registry=extension_registry(encryption))
+    assert weights
+    assert all(weights[key].equal(value) for key, value in state().items() if isinstance(value, torch.Tensor))
+    with pytest.raises(UnsupportedFormatError, match="aes_gcm"):
+        load_weights(tmp_path)
 
 
 def test_reader_without_the_extension_names_it(tmp_path, encryption):

@@ -111,6 +111,7 @@ def transforms_for(descriptors: Sequence[str], registry: Any) -> Transforms:
         except ValueError as error:
             raise UnsupportedFormatError(
                 f"the checkpoint was written with the extension {descriptor!r:.100}",
-                next_step="load it with CheckpointReader(url, _extension_registry=registry), with it in the registry",
+                next_step="give the reader a registry with it: CheckpointReader(url, _extension_registry=registry), or "
+                "extension_registry=registry for other functions",
             ) from error
     return Transforms(extensions)

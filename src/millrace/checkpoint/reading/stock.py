@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from millrace.checkpoint.codec.extension import extension_registry
 from millrace.checkpoint.format.inventory import StoredValue, is_named
 from millrace.checkpoint.format.manifest import DTYPES, Shard, TensorEntry, WrappedEntry
+from millrace.checkpoint.format.transforms import transforms_for
 from millrace.checkpoint.reading.contents import Box, Bytes, shard_boxes
 from millrace.checkpoint.state.tensors import (
     ADMIT,
@@ -183,7 +184,7 @@ class StockReader(FileSystemReader):  # type: ignore[misc]
 
 
 class _Transforms(_StorageReaderTransforms):  # type: ignore[misc]
-    """Records the item that torch's reader begins to read."""
+    """Records the item that torch's reader begins to read. Raises `UnsupportedFormatError` for an unknown extension."""
 
     def __init__(self, registry: Any, checked: _CheckedPlanner) -> None:
         super().__init__(registry)
@@ -191,7 +192,11 @@ class _Transforms(_StorageReaderTransforms):  # type: ignore[misc]
 
     def transform_load_stream(self, read_item: Any, transform_descriptors: Sequence[str], raw_stream: Any) -> Any:
         self._checked.item, self._checked.has_value = read_item, False
-        return super().transform_load_stream(read_item, transform_descriptors, raw_stream)
+        try:
+            return super().transform_load_stream(read_item, transform_descriptors, raw_stream)
+        except ValueError:
+            transforms_for(transform_descriptors, self.extension_registry)  # raises for one that is not in the registry
+            raise
 
 
 class _CheckedPlanner:

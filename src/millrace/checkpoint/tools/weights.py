@@ -30,6 +30,7 @@ def load_weights(
     origin: Readable | None = None,
     read_through: ReadThroughMode = "auto",
     trusted_types: Sequence[type] = (),
+    extension_registry: Any = None,
     threads: int | None = None,
     progress: Callable[[WorkProgress], None] | None = None,
 ) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def load_weights(
     - `origin`: reads from this origin (a cache) instead; `url` is then the key in it.
     - `read_through`: reads data files through the cache of the cluster, as in `CheckpointManager`.
     - `trusted_types`: classes of wrapper tensors to accept in addition to those that torch trusts.
+    - `extension_registry`: the stream extensions that the checkpoint was written with (encryption, for example).
     - `progress`: called with a `WorkProgress` during the load, in this thread.
 
     Memory beyond the tensors is at most that of two waves of 64 MiB, and of the largest tensor of torch's own writer. Raises
@@ -62,6 +64,7 @@ def load_weights(
         target_options,
         threads=threads,
         trusted_types=trusted_types,
+        extension_registry=extension_registry,
         keys=patterns,
         origin=origin,
         read_through=read_through,
