@@ -91,6 +91,9 @@ class Connection:
                 self._socket.sendall(request[0])
             else:
                 self._send_parts(request)
+        except (ConnectionError, ssl.SSLEOFError):
+            # A peer that refuses a request ends the connection without reading all of it: its response may have arrived.
+            pass
         except OSError as error:
             raise _silent(self.address, error) from error
         self._last_head = time.monotonic()

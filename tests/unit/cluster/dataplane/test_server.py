@@ -26,7 +26,7 @@ from tests.support.planes import Plane
 from tests.support.waiting import wait_until
 from tests.support.wire_client import TOKEN, WireClient, connect
 
-from millrace.cluster.dataplane import wire
+from millrace.cluster.dataplane import transport, wire
 from millrace.cluster.dataplane.answers import Answer, Content, Done, Exchange, Refusal
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.dataplane.server import Call, PlaneServer
@@ -369,6 +369,25 @@ def test_refusal_of_a_long_upload_arrives() -> None:
     what = wire.ObjectDescription("s3", "bucket/key", "version", len(data))
     with serving(RefusesUploads()) as server, contextlib.closing(PeerClient(token=TOKEN)) as client:
         for _ in range(2):
+            with pytest.raises(PeerRefusedError) as caught:
+                client.put(Member(id="other", address=server.address), what, 0, data, deadline=60.0)
+            assert caught.value.status == 421
+
+
+@pytest.mark.parametrize("with_tls", [False, True])
+def test_refusal_of_an_upload_that_takes_longer_than_the_server_waits_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_tls: bool
+) -> None:
+    """The client's connection is reset while it sends. It has received the response before."""
+    monkeypatch.setattr(transport, "_LINGER_SECONDS", 0.0)
+    tls = make_certificates(tmp_path, "member")[0] if with_tls else None
+    data = bytes(wire.MAX_FRAMED_BYTES)
+    what = wire.ObjectDescription("s3", "bucket/key", "version", len(data))
+    with (
+        serving(RefusesUploads(), tls=tls) as server,
+        contextlib.closing(PeerClient(token=TOKEN, tls=tls)) as client,
+    ):
+        for _ in range(3):
             with pytest.raises(PeerRefusedError) as caught:
                 client.put(Member(id="other", address=server.address), what, 0, data, deadline=60.0)
             assert caught.value.status == 421
