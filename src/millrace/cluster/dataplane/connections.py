@@ -75,9 +75,7 @@ class Connection:
             return idle >= _IDLE_SECONDS
         if not self._is_plain:
             return False  # TLS session tickets may arrive at any time
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(0))
+        return self._has_arrived()
 
     def send(self, request: Sequence[bytes | memoryview], deadline: float) -> None:
         """Send a request, in parts."""
@@ -136,7 +134,8 @@ class Connection:
             received += count
             now = time.monotonic()
             if now - begun > self._deadline:
-                if waiting and received < _LEAST_PROGRESS_BYTES:
+                # If more has arrived, not the peer was slow, but this process was stopped.
+                if waiting and received < _LEAST_PROGRESS_BYTES and not self._has_arrived():
                     raise PeerSilentError(f"{self.address}: sent {received} bytes in {now - begun:.1f} s")
                 begun, received = now, 0
 
@@ -170,6 +169,14 @@ class Connection:
         self._socket.setblocking(True)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(deadline / _CHECKS))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(deadline))
+
+    def _has_arrived(self) -> bool:
+        """Whether bytes wait to be received, or the peer has ended the connection."""
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            return True
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _receive(self, buffers: list[memoryview], until: float) -> int:
         """Receive the next bytes into `buffers`; raises `PeerSilentError` if none arrive before `until` (monotonic)."""

@@ -636,6 +636,28 @@ def test_tls_request_to_a_peer_that_pauses_within_the_deadline_succeeds(
     client.close()
 
 
+def test_tls_response_that_arrived_while_this_process_was_stopped_is_read(
+    peer: Callable[..., Peer], certificates: Callable[[str], Tls], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TLS returns 16 KiB at a time. The peer sent everything in time; otherwise the breaker of a healthy node would open."""
+    clock, receive = Clock(), connections.Connection._receive
+    received = iter(range(1000))
+
+    def stopped_once(connection: connections.Connection, buffers: list[memoryview], until: float) -> int:
+        count = receive(connection, buffers, until)
+        if next(received) == 1:  # the first part of the body after the head
+            wait_until(connection._has_arrived)
+            clock.now += 100.0
+        return count
+
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(connections.Connection, "_receive", stopped_once)
+    tls = certificates("ours")
+    client = PeerClient(token=TOKEN, tls=tls)
+    assert read(client, peer(honest, _server_context(tls)), 0, SIZE) == DATA
+    client.close()
+
+
 def test_tls_with_a_foreign_certificate_is_refused(
     peer: Callable[..., Peer], certificates: Callable[[str], Tls]
 ) -> None:
