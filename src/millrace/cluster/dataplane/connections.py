@@ -147,7 +147,8 @@ class Connection:
         """End the connection and wake threads that wait for it. Idempotent."""
         self.is_dropped = True
         with contextlib.suppress(OSError):  # already disconnected
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # That of a TLS socket also ends its TLS: a thread that uses it would receive, or send, unencrypted bytes.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the descriptor."""

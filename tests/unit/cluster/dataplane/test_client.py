@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -656,6 +657,23 @@ def test_tls_response_that_arrived_while_this_process_was_stopped_is_read(
     client = PeerClient(token=TOKEN, tls=tls)
     assert read(client, peer(honest, _server_context(tls)), 0, SIZE) == DATA
     client.close()
+
+
+def test_tls_connection_that_is_dropped_receives_no_encrypted_bytes(
+    peer: Callable[..., Peer], certificates: Callable[[str], Tls]
+) -> None:
+    tls = certificates("ours")
+    context = connections.tls_context(tls, ssl.PROTOCOL_TLS_CLIENT)
+    connection = connections.Connection(peer(honest, _server_context(tls)).address, context, 60.0)
+    connection.send([b"GET / HTTP/1.1\r\nRange: bytes=0-%d\r\n\r\n" % (SIZE - 1)], 60.0)
+    connection.receive_head()
+    wait_until(connection._has_arrived)
+    connection.drop()  # by another thread, while this one receives
+    received = bytearray(BLOCK_BYTES)
+    with contextlib.suppress(PeerSilentError):
+        connection.receive_into([memoryview(received)])
+    connection.close()
+    assert all(got in (0, sent) for got, sent in zip(received, DATA, strict=False))
 
 
 def test_tls_with_a_foreign_certificate_is_refused(
