@@ -97,7 +97,8 @@ class Mover:
 
     def fill(self, me: str) -> MoveReport:
         """Copy the future share of `me`, which is joining, from the members that have it."""
-        return self._pull(me)
+        # It owns nothing until this ends: members that do not respond may not have started yet.
+        return self._pull(me, waits=False)
 
     def restore(self, me: str) -> MoveReport:
         """Copy missing blocks that `me` holds by the present view: their copies were lost with a member."""
@@ -122,7 +123,8 @@ class Mover:
         """Stop all moves, also later ones."""
         self.stopped.set()
 
-    def _pull(self, me: str, leaver: Member | None = None) -> MoveReport:
+    def _pull(self, me: str, leaver: Member | None = None, *, waits: bool = True) -> MoveReport:
+        """Copy in several passes. `waits`: until members that do not respond have had some time to do so again."""
         started = time.monotonic()
         move = _Move(self, me, leaver)
         is_incomplete = False
@@ -132,8 +134,7 @@ class Mover:
                 break
             before = move.report.moved_bytes
             move.run(self.cluster.link.views.view())
-            # A node that joins does not wait for others that may not have started yet.
-            is_incomplete = bool(move.report.failed_bytes or (leaver is not None and move.report.unread))
+            is_incomplete = bool(move.report.failed_bytes or (waits and move.report.unread))
             if self.stopped.is_set() or (move.report.moved_bytes == before and not is_incomplete):
                 break
         report = replace(move.report, stopped=self.stopped.is_set(), seconds=time.monotonic() - started)

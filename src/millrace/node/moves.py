@@ -75,12 +75,16 @@ class Moves:
         self._thread = threading.Thread(target=self._run, name="millrace-moves", daemon=True)
         self._thread.start()
 
-    def fill(self) -> None:
-        """Copy this node's share from the members that have it cached. Missing blocks are fetched when they are read."""
-        self._try("filling", lambda: self._mover.fill(self._me))
+    def fill(self) -> bool:
+        """Copy this node's share from the members that have it cached. Missing blocks are fetched when they are read.
+
+        Returns whether all members responded.
+        """
+        filled = self._try("filling", lambda: self._mover.fill(self._me))
+        return filled is not None and not (filled.failed_bytes or filled.unread)
 
     def refill(self) -> None:
-        """As `fill`, in a thread of its own."""
+        """As `fill`, in a thread of its own, and waits for members that do not respond."""
         with suppress(RuntimeError):  # no more threads: missing blocks are fetched when they are read
             threading.Thread(target=self._restore, name="millrace-refill", daemon=True).start()
 

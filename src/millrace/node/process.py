@@ -255,7 +255,7 @@ class NodeProcess:
         while self.view().member(self.member_id) is None and time.monotonic() < deadline:
             if self._ending.wait(_SEEN_LOOK_SECONDS):
                 return
-        self._moves.fill()
+        is_filled = self._moves.fill()
         self._metadata_owner.expire_all()
         with self._change:
             if self._state is MemberState.JOINING and not self._ending.is_set():
@@ -264,6 +264,8 @@ class NodeProcess:
         self._publish_member()
         if self._state is MemberState.HERE:
             emit(Event(name="cluster.joined", subject=self.address, detail=self.member_id))
+            if not is_filled:
+                self._moves.refill()
         published_at = announced_at = time.monotonic()
         absences = self._membership.absences() // 2  # those that are over
         while not self._wait_alive(_LOOK_SECONDS):

@@ -289,6 +289,28 @@ def test_copies_of_a_member_that_dies_while_it_leaves_are_restored(
     assert nodes.origin.bytes_read == sum(SIZES.values())
 
 
+def test_copies_of_a_lost_member_are_restored_from_a_member_that_was_silent_for_a_moment(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, other, _ = (nodes.add(name, HERE, replicas=2) for name in "abc")
+    nodes.fill(replicas=2)
+    lost.server.close()
+    nodes.views.publish(lost, None)
+    silent = [True, True]
+    request = other.cluster.client.call
+
+    def silent_at_first(*args: Any, **options: Any) -> Any:
+        if silent:
+            silent.pop()
+            raise PeerSilentError("c is silent", next_step="try again")
+        return request(*args, **options)
+
+    monkeypatch.setattr(other.cluster.client, "call", silent_at_first)
+    assert other.mover().restore("b").complete
+    assert other.complete() == set(SIZES)
+    assert nodes.origin.bytes_read == sum(SIZES.values())
+
+
 def test_corrupt_block_of_a_giver_is_not_copied(nodes: Nodes) -> None:
     for name in "abc":
         nodes.add(name, HERE)

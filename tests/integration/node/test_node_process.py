@@ -19,6 +19,7 @@ import millrace
 from millrace.cli import main
 from millrace.cluster import placement
 from millrace.cluster.attach import close_all
+from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.folder import live_nodes
 from millrace.cluster.load_order import LoadOrder
 from millrace.cluster.membership import Member, MemberState, View
@@ -433,6 +434,38 @@ def test_node_that_others_missed_copies_what_they_have_read_meanwhile(
         assert not copied.wait(0.2)
         absences[0] += 1
         assert copied.wait(300)
+
+
+def test_node_copies_its_share_from_a_member_that_was_silent_while_it_joined(
+    tmp_path: Path, origin: ObjectStoreOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers ask former owners for ten minutes only."""
+    everyone: dict[_Members, Member | None] = {}
+    options = resolve({"cache_dir": str(tmp_path), "min_free": 0, "members": "none", "cluster_token": TOKEN})
+    silent, request = [True, True], PeerClient.call
+
+    def silent_at_first(client: PeerClient, member: Member, method: str, path: str, *args: Any, **more: Any) -> Any:
+        if silent and path.startswith("/v1/inventory/"):
+            silent.pop()
+            raise PeerSilentError("the first is silent")
+        return request(client, member, method, path, *args, **more)
+
+    monkeypatch.setattr(PeerClient, "call", silent_at_first)
+    members = _Members(everyone)
+    with NodeProcess(options, membership=members, origins=[origin]) as first:
+        assert first.wait_here(300)
+        load_on_cluster(members, first.client, origin.identity, ["nodes/train"])
+        with NodeProcess(options, membership=_Members(everyone), origins=[origin]) as second:
+            wait_until(lambda: [member.state for member in first.view().members] == [MemberState.HERE] * 2)
+            assert not silent
+            placed = placement.Placement(first.view())
+            share = {
+                info.key
+                for page in origin.list_all("nodes/train")
+                for info in page
+                if placed.is_holder(second.member_id, object_id(origin.identity, info.key, info.version, info.size))
+            }
+            wait_until(lambda: {entry.name.key for entry in second.node.entries() if entry.complete} == share)
 
 
 def test_node_that_others_missed_serves_no_metadata_from_before(
