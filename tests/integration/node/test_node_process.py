@@ -263,6 +263,33 @@ def test_load_continues_when_a_node_closes(
     assert (done.nodes, done.objects, done.done_objects, done.done_bytes) == (2, OBJECTS, OBJECTS, TOTAL)
 
 
+def test_load_ends_on_a_node_whose_share_the_others_load(
+    nodes: Nodes, region: EmulatedRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that was stopped receives requests when it continues. It would fetch its share a second time."""
+    first, second = (nodes.start(number) for number in range(2))
+    monkeypatch.setattr(load_jobs, "_ABANDONED_SECONDS", 600.0)
+    region.reshape(round_trip_seconds=0.0, bytes_per_second=1e6)
+    request, ended = PeerClient.call, list[bool]()
+
+    def silent(client: PeerClient, member: Member, method: str, path: str, *args: Any, **more: Any) -> Any:
+        if member.id == second.member_id and method == "GET" and path.startswith("/v1/load/"):
+            raise PeerSilentError("the second is silent")
+        return request(client, member, method, path, *args, **more)
+
+    def in_the_second_round(state: LoadProgress) -> None:
+        if state.nodes == 1 and not ended:
+            wait_until(lambda: not second.jobs.running(), seconds=30)
+            ended.append(True)
+            region.reshape(round_trip_seconds=0.0, bytes_per_second=None)
+
+    monkeypatch.setattr(PeerClient, "call", silent)
+    done = nodes.load(progress=in_the_second_round)
+    assert ended
+    assert first.jobs.running() == 0
+    assert (done.nodes, done.objects, done.done_objects) == (1, OBJECTS, OBJECTS)
+
+
 def test_load_of_a_large_object_is_divided_by_stripes(
     nodes: Nodes, region: EmulatedRegion, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
