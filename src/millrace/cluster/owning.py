@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 from typing_extensions import Buffer
 
@@ -80,11 +81,14 @@ class OwnedBlocks:
         self._budget = _Budget(_FETCHED_BYTES)
         self._denied: dict[tuple[str, str], float] = {}
         self._pool = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-serve")
+        # Of its own: an upload does not wait for the origin, as all threads of the other one may.
+        self._keeping = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-keep")
         self._placement = Placement(views.view(), replicas=replicas)
 
     def close(self) -> None:
         """Close the threads; fetches in progress end by themselves."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._keeping):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def fetch(
         self, what: ObjectDescription, missing: Mapping[int, Span], exchange: Exchange, *, rank: int
@@ -117,6 +121,7 @@ class OwnedBlocks:
         reader = self._open_reader(
             self._origins.find(what.origin) or NamedOrigin(what.origin), what, lambda *_: received
         )
+        keeping: list[Future[bool]] = []
         try:
             if not isinstance(reader, CachedReader):
                 return Refusal(status=507, message="no disk can be used", code="storage")
@@ -126,10 +131,13 @@ class OwnedBlocks:
                 if exchange.read_body(wire.SUM_BYTES) != wire.sum_of(received.data):
                     raise WireError("an uploaded block has a wrong checksum")
                 block = start // BLOCK_BYTES
-                kept = kept and self._keep(reader, block)
+                if kept:  # it waits for a reader of this machine that fetches the same block
+                    keeping.append(self._keeping.submit(self._keep, reader, block))
+                    self._await(keeping[-1:], exchange)
+                    kept = keeping[-1].result()
                 self._leases.end(what.object_id(), block)
         finally:
-            reader.close()
+            _close_after(reader, keeping)
         return Done() if kept else Refusal(status=507, message="no space for the blocks", code="disk-full")
 
     @staticmethod
@@ -174,7 +182,7 @@ class OwnedBlocks:
             _close_after(reader, futures)
 
     @staticmethod
-    def _await(futures: Sequence[Future[dict[int, Buffer]]], exchange: Exchange) -> None:
+    def _await(futures: Sequence[Future[Any]], exchange: Exchange) -> None:
         """Wait for all fetches while sending interim responses. Raises the first error."""
         while True:
             done, pending = wait(futures, _WAIT_SECONDS, return_when=FIRST_EXCEPTION)
@@ -292,14 +300,14 @@ def _read_part(reader: ObjectReader, block: int, span: Span) -> dict[int, Buffer
     return {block: reader.read(*span)}
 
 
-def _close_after(reader: ObjectReader, futures: Sequence[Future[dict[int, Buffer]]]) -> None:
+def _close_after(reader: ObjectReader, futures: Sequence[Future[Any]]) -> None:
     """Cancel the fetches that have not begun, and close their reader after those in progress, without waiting for them.
 
     If it were closed before, a fetch could use the descriptor of another file.
     """
     left, lock = len(futures), threading.Lock()
 
-    def ended(_: Future[dict[int, Buffer]]) -> None:
+    def ended(_: Future[Any]) -> None:
         nonlocal left
         with lock:
             left -= 1

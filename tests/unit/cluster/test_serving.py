@@ -225,6 +225,31 @@ def test_reader_waiting_for_an_upload_is_refused_at_last(tmp_path: Path, monkeyp
         assert (head.status, head.has_lease, second.interims > 0) == (424, False, True)
 
 
+def test_upload_of_a_block_that_a_reader_of_this_machine_fetches_is_answered(tmp_path: Path) -> None:
+    """Without interim responses, a healthy node would count as silent."""
+    data = random(BLOCK_BYTES)
+    reading, read = threading.Event(), threading.Event()
+    with Plane(tmp_path, access=False) as plane, plane.client() as client:
+        what = plane.put("b/x", data)
+
+        def slowly(*_: object) -> None:
+            reading.set()
+            assert read.wait(300)
+
+        plane.origin.before_read = slowly
+        fetching = threading.Thread(target=plane.fill, args=("b/x",))
+        fetching.start()
+        try:
+            assert reading.wait(300)
+            head = wire.build_put(what, 0, BLOCK_BYTES, host="x", token=client.token)
+            client.socket.sendall(head + data + wire.sum_of(data))
+            assert client.socket.recv(12, socket.MSG_PEEK) == b"HTTP/1.1 102"
+        finally:
+            read.set()
+            fetching.join()
+        assert client.answer()[0].status == 204
+
+
 def test_upload_with_wrong_bytes_is_not_stored(tmp_path: Path) -> None:
     data = random(LARGE)
     with Plane(tmp_path, access=False) as plane:
