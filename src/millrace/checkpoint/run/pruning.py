@@ -92,8 +92,7 @@ def prune(
             now=time.time(),
             protected=protected,
             notes={file.name: _read_note(run, file) for file in listing.files if is_note(file.name)},
-            # After the listing: a process announces a save before it writes, and then its directory is not dead.
-            dead=dead_saves(run),
+            dead=_dead(run, listing),
             is_remote=run.is_remote,
             independent=independent,
             damaged=damaged,
@@ -197,6 +196,24 @@ class Retention:
 def _is_tidy(listing: RunListing) -> bool:
     """Whether no save left anything unfinished."""
     return not listing.empty and all(found.complete for found in listing.checkpoints)
+
+
+def _dead(run: Run, listing: RunListing) -> Collection[str]:
+    """The directories of unfinished saves whose writers have certainly died. After the listing: a process announces a save
+    before it writes, and then its directory is not dead.
+
+    A save that was unfinished in the listing may have become complete just before its process ended.
+    """
+    unfinished = {found.name for found in listing.checkpoints if not found.complete}
+    return [name for name in dead_saves(run) if name not in unfinished or not _has_manifest(run, name)]
+
+
+def _has_manifest(run: Run, name: str) -> bool:
+    try:
+        run.checkpoint(name).stat(MANIFEST_NAME)
+    except MissingError:
+        return False
+    return True
 
 
 def _carry_out(

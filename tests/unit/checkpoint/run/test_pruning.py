@@ -342,6 +342,27 @@ def test_prune_removes_the_save_of_a_dead_writer_at_once(tmp_path):
     assert [found.name for found in run.scan()] == names(1, 5, 7, 8)
 
 
+def test_prune_leaves_a_save_that_became_complete_before_its_writer_died(run, tmp_path, monkeypatch):
+    add_checkpoint(run, 1)
+    saved = add_checkpoint(run, 2)
+    manifest = tmp_path / saved.name / MANIFEST_NAME
+    manifest.rename(tmp_path / "later")
+    for file in own_paths(saved):
+        age(tmp_path, file, IN_FLIGHT_SECONDS + 60)
+    describe_all = Run.describe_all
+
+    def racing(self, founds):
+        described = describe_all(self, founds)
+        (tmp_path / "later").rename(manifest)
+        claim_of_dead(self, *names(2))
+        return described
+
+    monkeypatch.setattr(Run, "describe_all", racing)
+    assert prune(run, None).leftovers == ()
+    assert complete(run) == names(1, 2)
+    assert_whole(run)
+
+
 @pytest.mark.parametrize(
     ("is_remote", "quiet", "goes"),
     [(False, 0.0, True), (True, IN_FLIGHT_SECONDS - 1, False), (True, IN_FLIGHT_SECONDS + 1, True)],
