@@ -493,7 +493,7 @@ class CheckpointManager:
             return written.result
 
         with part_of(self._engine.operation):
-            near = self._runner.submit(step, work, on_progress=self._on_progress)
+            near = self._runner.submit(step, work, on_progress=self._on_progress, unused=staged.release)
         if waits_for_save:
             self._drain()
         return near if tiered is None else tiered.begin_with(near)

@@ -114,6 +114,22 @@ def test_run_stays_claimed_during_a_save_after_interrupted_close(tmp_path: Path)
     assert restored(tmp_path) == 1
 
 
+def test_copy_of_a_save_that_was_interrupted_before_it_began_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with CheckpointManager(tmp_path) as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(KeyboardInterrupt):
+                run.save(1, weights(1))
+        assert len(run._stager._free) == 1
+        run.save(1, weights(2))
+    assert restored(tmp_path) == 2
+
+
 # --- restoring what does not quite fit --------------------------------------------------------------
 
 
