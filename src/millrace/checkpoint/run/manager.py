@@ -492,8 +492,12 @@ class CheckpointManager:
                 )
             return written.result
 
+        def unused(error: Exception) -> None:
+            staged.release()
+            self._notify(request.order, error)
+
         with part_of(self._engine.operation):
-            near = self._runner.submit(step, work, on_progress=self._on_progress, unused=staged.release)
+            near = self._runner.submit(step, work, on_progress=self._on_progress, unused=unused)
         if waits_for_save:
             self._drain()
         return near if tiered is None else tiered.begin_with(near)
@@ -541,9 +545,13 @@ class CheckpointManager:
         try:
             return function()
         except Exception as error:
-            if order is not None:
-                publish_failure(self._run.checkpoint(order.name), self._member.rank, order.save_id, error)
+            self._notify(order, error)
             raise
+
+    def _notify(self, order: SaveOrder | None, error: Exception) -> None:
+        """Notify the other ranks of a save that this one has failed."""
+        if order is not None:
+            publish_failure(self._run.checkpoint(order.name), self._member.rank, order.save_id, error)
 
     def _save(
         self, request: SaveRequest, staged: StagedState, report: Report, *, is_async: bool

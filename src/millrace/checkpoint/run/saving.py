@@ -221,14 +221,14 @@ class SaveRunner:
         work: Callable[[Report], SaveResult],
         *,
         on_progress: Report | None = None,
-        unused: Callable[[], None] = lambda: None,
+        unused: Callable[[Exception], None] = lambda error: None,
     ) -> PendingSave:
         """Run `work` in a background thread, after any save in flight.
 
         `work` is called with a function that passes its argument to `on_progress`, in the same thread. Raises `UsageError`
         after `close`, and in a forked process. Errors of `work` are raised by the returned object or by `check`. An error of
-        `on_progress`, of any kind, is an event and does not end the save. `unused` is called if Ctrl-C comes before the
-        thread has begun: then `work` never runs.
+        `on_progress`, of any kind, is an event and does not end the save. `unused` is called with an error if Ctrl-C comes
+        before the thread has begun: then `work` never runs.
 
         Call `drain` before staging a state for this: then no more than one state is in flight.
         """
@@ -266,7 +266,7 @@ class SaveRunner:
                         f"step {step}: interrupted before its save began", next_step="save again"
                     )
                     _registry.end(pending, None, interrupted)
-                    unused()
+                    unused(interrupted)
                 raise
         return pending
 

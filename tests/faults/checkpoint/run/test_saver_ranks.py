@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,27 @@ run_saver.complete = lambda *arguments, **options: os.kill(os.getpid(), signal.S
         assert run.save_async(2, state(4)).exception() is None
         check(run, 2, 4)
         check(run, 1, 1)
+
+
+def interrupt_rank_1_before_its_save(root: Path) -> None:
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("millrace-save-"):
+            raise KeyboardInterrupt
+        begin(thread)
+
+    begin = threading.Thread.start
+    with CheckpointManager(root / "run") as run:
+        if is_first():
+            error = run.save_async(1, state(1)).exception(timeout=60)
+            assert isinstance(error, RetryableError)
+            assert "interrupted" in error.message
+        else:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(threading.Thread, "start", start)
+                with pytest.raises(KeyboardInterrupt):
+                    run.save_async(1, state(1))
+        assert run.save_async(2, state(2)).exception() is None
+        check(run, 2, 2)
 
 
 def end_after_a_save_that_failed_on_rank_1(root: Path) -> None:
@@ -315,6 +337,7 @@ PROGRAMS: dict[str, Callable[[Path], None]] = {
         save_in_both_ways,
         kill_the_saver_of_rank_1,
         kill_the_saver_of_rank_0,
+        interrupt_rank_1_before_its_save,
         end_after_a_save_that_failed_on_rank_1,
         kill_rank_1,
         arrive_late,
@@ -346,6 +369,10 @@ def test_saver_of_rank_1_killed_during_a_save_fails_it_on_all_ranks(tmp_path: Pa
 @pytest.mark.slow
 def test_saver_of_rank_0_killed_before_the_manifest_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
     ranks.run(__file__, "kill_the_saver_of_rank_0", 2, tmp_path)
+
+
+def test_rank_that_is_interrupted_before_its_save_fails_it_on_all_ranks(tmp_path: Path) -> None:
+    ranks.run(__file__, "interrupt_rank_1_before_its_save", 2, tmp_path)
 
 
 def test_ranks_that_differ_about_the_last_save_save_once_more_before_they_end(tmp_path: Path) -> None:
