@@ -64,8 +64,8 @@ def copy_files(
 def publish_checkpoint(source: CheckpointStorage, target: CheckpointStorage, check: Callable[[], None]) -> None:
     """Publish the manifest of the source at the target, after all ranks have copied their files.
 
-    Every data file in it must exist at the target, including those of other ranks and siblings. Then `check` is called, and
-    may raise. A target that has the manifest is left as it is.
+    Every data file in it must exist at the target, including those of other ranks and siblings. `check` is called after this
+    is known, and may raise. A target that has the manifest is left as it is.
 
     Raises `CheckpointNotFoundError` when the source has no manifest, `ObjectNotFoundError` when the target lacks files,
     `ObjectExistsError` when it contains another save, and the errors of the storages. Thread-safe.
@@ -74,7 +74,11 @@ def publish_checkpoint(source: CheckpointStorage, target: CheckpointStorage, che
     target.prepare()
     # A manifest at the target implies that all files are there.
     if not _holds_manifest(target, stored):
-        _require(target, list(dict.fromkeys(stored.manifest.files)))
+        try:
+            _require(target, list(dict.fromkeys(stored.manifest.files)))
+        except ObjectNotFoundError:
+            check()  # the next owner of the run may have removed them, which is then the error
+            raise
         check()
         publish_manifest(target, stored)
 

@@ -432,6 +432,18 @@ def test_replication_that_loses_the_manifest_raises(near, target, state):
     assert read_manifest(second).manifest.save_id == manifest.save_id
 
 
+def test_files_that_the_next_owner_removed_are_reported_as_the_loss_of_the_run(near, target, state):
+    manifest = make_checkpoint(near, state)
+    copy_files(near, target, [file.name for file in manifest.files][1:])
+
+    def check() -> None:
+        raise RunTakenError("another job owns the run", next_step="use another directory")
+
+    with pytest.raises(RunTakenError):
+        publish_checkpoint(near, target, check)
+    assert MANIFEST not in target.names()
+
+
 def test_ranks_copy_their_own_files_and_the_coordinator_the_manifest(near, target, state):
     manifest = make_checkpoint(near, state)
     names = [file.name for file in manifest.files]
