@@ -72,6 +72,10 @@ class StoppedHolderError(StorageError):
         super().__init__(
             f"{process} does not continue", next_step="continue or end processes that are stopped (state T in 'ps')"
         )
+        self._process = process
+
+    def __reduce__(self) -> tuple[type[StoppedHolderError], tuple[str]]:
+        return type(self), (self._process,)
 
 
 def try_lock_byte(descriptor: int, byte: int) -> bool:

@@ -43,6 +43,8 @@ def run_in_order(jobs: Iterable[Job], work: Callable[[Job], Result], threads: in
         for call in pending:
             call.is_cancelled = True
         pool.close()
+        for call in pending:
+            call.forget()
 
 
 class _Call(Generic[Job, Result]):
@@ -70,6 +72,10 @@ class _Call(Generic[Job, Result]):
                 self._error = error
         del self.job  # its memory, which may be much, is free before the result is used
         self._ended.release()
+
+    def forget(self) -> None:
+        """Drop an error that nobody waits for: its traceback refers to this call, and to the caller's data."""
+        self._error = None
 
     def result(self) -> Result:
         """Wait for the end of the job; returns or raises its outcome. Called once."""

@@ -1,6 +1,7 @@
 import fcntl
 import itertools
 import os
+import pickle
 import signal
 import struct
 import subprocess
@@ -22,6 +23,7 @@ from millrace.runtime.locks import (
     Outcome,
     SharedLocks,
     SilenceCheck,
+    StoppedHolderError,
     lock_number,
     this_process,
 )
@@ -390,3 +392,9 @@ def test_interrupt_at_any_moment_of_the_end_of_a_call_leaves_nobody_waiting() ->
             break
     assert results == [7]
     assert number > 1
+
+
+def test_error_of_a_stopped_holder_is_picklable() -> None:
+    error = StoppedHolderError("process 7")
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.next_step) == (StoppedHolderError, str(error), error.next_step)

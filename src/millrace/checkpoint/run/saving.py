@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401 - its exit handler must be registered first: ours then runs before it
-import contextlib
 import sys
 import threading
 import time
@@ -227,8 +226,8 @@ class SaveRunner:
 
         `work` is called with a function that passes its argument to `on_progress`, in the same thread. Raises `UsageError`
         after `close`, and in a forked process. Errors of `work` are raised by the returned object or by `check`. An error of
-        `on_progress`, of any kind, is an event and does not end the save. `unused` is called with an error if Ctrl-C comes
-        before the thread has begun: then `work` never runs.
+        `on_progress`, of any kind, is an event and does not end the save. `unused` is called with an error if
+        this raises, as after Ctrl-C, and `work` never runs.
 
         Call `drain` before staging a state for this: then no more than one state is in flight.
         """
@@ -237,37 +236,31 @@ class SaveRunner:
                 f"step {step} cannot be saved in a process forked from the one that saves",
                 next_step="save in the training process, or make another manager here",
             )
-        with self._lock:
-            if self._closed:
-                raise UsageError(f"step {step} comes after the end of saving", next_step="save before closing")
-            self.drain()
-            pending = PendingSave(step)
-            # Taken by the thread, which then ends the save, or by this call if Ctrl-C comes before the thread runs.
-            to_end = [pending]
-            # Not a daemon: if waiting at exit is impossible, Python itself waits.
-            thread = threading.Thread(
-                target=copy_context().run,
-                args=(self._run, to_end, work, on_progress),
-                name=f"millrace-save-{step}",
-                daemon=False,
-            )
-            try:
+        pending = PendingSave(step)
+        # Taken by the thread, which then ends the save, or by this call if the thread never runs.
+        to_end = [pending]
+        try:
+            with self._lock:
+                if self._closed:
+                    raise UsageError(f"step {step} comes after the end of saving", next_step="save before closing")
+                self.drain()
+                # Not a daemon: if waiting at exit is impossible, Python itself waits.
+                thread = threading.Thread(
+                    target=copy_context().run,
+                    args=(self._run, to_end, work, on_progress),
+                    name=f"millrace-save-{step}",
+                    daemon=False,
+                )
                 _registry.begin(pending)
                 self._current = pending
-                thread.start()
-            except RuntimeError:
-                # No more threads, or the interpreter is about to end: then this thread runs it.
-                self._run(to_end, work, on_progress)
-            except BaseException:
-                with contextlib.suppress(IndexError):
-                    to_end.pop()._seen = True  # raised here
-                    # Not the error itself, whose traceback refers to the state.
-                    interrupted = RetryableError(
-                        f"step {step}: interrupted before its save began", next_step="save again"
-                    )
-                    _registry.end(pending, None, interrupted)
-                    unused(interrupted)
-                raise
+                try:
+                    thread.start()
+                except RuntimeError:
+                    # No more threads, or the interpreter is about to end: then this thread runs it.
+                    self._run(to_end, work, on_progress)
+        except BaseException:
+            _end_unbegun(to_end, unused)
+            raise
         return pending
 
     def check(self) -> None:
@@ -308,6 +301,19 @@ class SaveRunner:
             traceback.clear_frames(error.__traceback__)
         del work
         _registry.end(pending, result, failure)
+
+
+def _end_unbegun(to_end: list[PendingSave], unused: Callable[[Exception], None]) -> None:
+    """End the save in `to_end`, whose caller receives the error; there is none if its thread has begun."""
+    try:
+        pending = to_end.pop()
+    except IndexError:
+        return
+    pending._seen = True
+    # Not the error itself, whose traceback refers to the state.
+    error = RetryableError(f"step {pending.step}: its save did not begin", next_step="save again")
+    _registry.end(pending, None, error)
+    unused(error)
 
 
 def _safe(on_progress: Report | None) -> Report:

@@ -255,12 +255,11 @@ class LayeredStorage:
             except RetryableError:
                 raise
             except MillraceError as error:
-                seen = copy.copy(error)
+                seen = _without_frames(error)
             with self._lock:
                 seen = self._seen.setdefault((tier.number, name), seen)
         if isinstance(seen, MillraceError):
-            # A copy, as above: a traceback that stays would keep the frames of the readers, and the state that they load.
-            raise copy.copy(seen)
+            raise _without_frames(seen)
         return seen
 
     def _check(self, tier: _Numbered, name: str, start: int, data: Buffer) -> None:
@@ -287,7 +286,7 @@ class LayeredStorage:
                 return
             # Exclude a file that was changed or removed. Damage excludes only the current range.
             if not isinstance(error, RetryableError | CorruptCheckpointError):
-                self._seen[tier.number, name] = copy.copy(error)
+                self._seen[tier.number, name] = _without_frames(error)
             is_new = (tier.number, name) not in self._reported
             self._reported.add((tier.number, name))
         if is_new:
@@ -317,6 +316,15 @@ def files_exist(storage: CheckpointStorage, files: Sequence[DataFile]) -> list[b
 
 def _report(tier: _Numbered, name: str, error: MillraceError) -> None:
     emit(Event(name="checkpoint.tier.damaged", subject=tier.storage.url, detail=f"{name}: {error.message}"))
+
+
+def _without_frames(error: MillraceError) -> MillraceError:
+    """A copy of an error, to keep or to raise again. Its traceback would keep the frames of a reader, and the state that it
+    loads.
+    """
+    kept = copy.copy(error)
+    kept.__cause__ = None if error.__cause__ is None else error.__cause__.with_traceback(None)
+    return kept
 
 
 def _first(
