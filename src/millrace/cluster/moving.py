@@ -124,7 +124,7 @@ class Mover:
         self.stopped.set()
 
     def _pull(self, me: str, leaver: Member | None = None, *, waits: bool = True) -> MoveReport:
-        """Copy in several passes. `waits`: until members that do not respond have had some time to do so again."""
+        """Copy in several passes. `waits`: also when members did not respond, which get some time to do so."""
         started = time.monotonic()
         move = _Move(self, me, leaver)
         is_incomplete = False
@@ -267,6 +267,7 @@ class _Move:
             try:
                 path = f"/v1/inventory/{self._me}"
                 answer = self._cluster.client.call(member, "POST", path, body, deadline=_PAGE_SECONDS)
+                self._cluster.breakers.worked(member.id)
                 return InventoryPage.from_json(answer)
             except PeerSilentError:
                 self._cluster.breakers.failed(member.id)

@@ -81,7 +81,7 @@ class OwnedBlocks:
         self._budget = _Budget(_FETCHED_BYTES)
         self._denied: dict[tuple[str, str], float] = {}
         self._pool = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-serve")
-        # Of its own: an upload does not wait for the origin, as all threads of the other one may.
+        # Of its own: all threads of the other one may wait for the origin. An upload waits only for a reader of its block.
         self._keeping = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="millrace-keep")
         self._placement = Placement(views.view(), replicas=replicas)
 
@@ -121,7 +121,7 @@ class OwnedBlocks:
         reader = self._open_reader(
             self._origins.find(what.origin) or NamedOrigin(what.origin), what, lambda *_: received
         )
-        keeping: list[Future[bool]] = []
+        keeping: list[Future[bool]] = []  # the last one
         try:
             if not isinstance(reader, CachedReader):
                 return Refusal(status=507, message="no disk can be used", code="storage")
@@ -132,9 +132,9 @@ class OwnedBlocks:
                     raise WireError("an uploaded block has a wrong checksum")
                 block = start // BLOCK_BYTES
                 if kept:  # it waits for a reader of this machine that fetches the same block
-                    keeping.append(self._keeping.submit(self._keep, reader, block))
-                    self._await(keeping[-1:], exchange)
-                    kept = keeping[-1].result()
+                    keeping = [self._keeping.submit(self._keep, reader, block)]
+                    self._await(keeping, exchange)
+                    kept = keeping[0].result()
                 self._leases.end(what.object_id(), block)
         finally:
             _close_after(reader, keeping)

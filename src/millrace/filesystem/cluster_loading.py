@@ -282,8 +282,8 @@ class _ClusterLoad:
             with contextlib.suppress(MillraceError):  # the job ends by itself without requests
                 self._client.call(share.member, "DELETE", f"/v1/load/{job}", deadline=_CANCEL_SECONDS)
 
-        # Also on nodes that did not respond: one that was stopped receives this when it continues, before it has fetched
-        # what the others now load.
+        # Also on nodes that did not respond: without TLS, one that was stopped receives this when it continues, before it
+        # has fetched what the others now load.
         self._ask(cancel, [share for share in shares if share.state == "running"])
 
     # --- sums -------------------------------------------------------------------------------------

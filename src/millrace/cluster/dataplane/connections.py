@@ -134,7 +134,7 @@ class Connection:
             received += count
             now = time.monotonic()
             if now - begun > self._deadline:
-                # If more has arrived, not the peer was slow, but this process was stopped.
+                # If more has arrived, this process was stopped, and the peer was not slow.
                 if waiting and received < _LEAST_PROGRESS_BYTES and not self._has_arrived():
                     raise PeerSilentError(f"{self.address}: sent {received} bytes in {now - begun:.1f} s")
                 begun, received = now, 0
