@@ -85,10 +85,12 @@ def _closed_caches(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test opens its caches itself. They are closed before the test's directory is removed."""
     if "tmp_path" in request.fixturenames:
         request.getfixturevalue("tmp_path")
+    failed = request.session.testsfailed
     yield
     close_all()
     if nodes_are_open():
-        gc.collect()  # readers that a failed test left open still use the nodes
+        if request.session.testsfailed > failed:
+            gc.collect()  # readers that a failed test left open still use the nodes
         close_nodes()
 
 
