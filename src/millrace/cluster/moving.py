@@ -124,7 +124,7 @@ class Mover:
         self.stopped.set()
 
     def _pull(self, me: str, leaver: Member | None = None, *, waits: bool = True) -> MoveReport:
-        """Copy in several passes. `waits`: also when members did not respond, which get some time to do so."""
+        """Copy in several passes. `waits`: repeats a pass in which a member did not respond."""
         started = time.monotonic()
         move = _Move(self, me, leaver)
         is_incomplete = False

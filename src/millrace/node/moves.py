@@ -78,7 +78,7 @@ class Moves:
     def fill(self) -> bool:
         """Copy this node's share from the members that have it cached. Missing blocks are fetched when they are read.
 
-        Returns whether nothing that a member has was left out, because it did not respond, for example.
+        Returns False when blocks were left out, for example because a member did not respond.
         """
         filled = self._try("filling", lambda: self._mover.fill(self._me))
         return filled is not None and not (filled.failed_bytes or filled.unread)

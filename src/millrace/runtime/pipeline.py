@@ -74,7 +74,7 @@ class _Call(Generic[Job, Result]):
         self._ended.release()
 
     def forget(self) -> None:
-        """Drop an error that nobody waits for: its traceback refers to this call, and to the caller's data."""
+        """Drop the error of a job whose result is not used. Its traceback refers to this call and the caller's data."""
         self._error = None
 
     def result(self) -> Result:

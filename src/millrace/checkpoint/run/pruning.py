@@ -199,10 +199,10 @@ def _is_tidy(listing: RunListing) -> bool:
 
 
 def _dead(run: Run, listing: RunListing) -> Collection[str]:
-    """The directories of unfinished saves whose writers have certainly died. After the listing: a process announces a save
-    before it writes, and then its directory is not dead.
+    """The directories of unfinished saves whose writers have certainly died.
 
-    A save that was unfinished in the listing may have become complete just before its process ended.
+    Called after the listing, because a process announces a save before it writes. A save that was unfinished in the listing
+    may have become complete just before its process ended, so its manifest is looked up again.
     """
     unfinished = {found.name for found in listing.checkpoints if not found.complete}
     return [name for name in dead_saves(run) if name not in unfinished or not _has_manifest(run, name)]

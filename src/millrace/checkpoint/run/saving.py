@@ -304,7 +304,7 @@ class SaveRunner:
 
 
 def _end_unbegun(to_end: list[PendingSave], unused: Callable[[Exception], None]) -> None:
-    """End the save in `to_end`, whose caller receives the error; there is none if its thread has begun."""
+    """End the save in `to_end`, which is empty if the thread has begun. The caller of `submit` receives the error."""
     try:
         pending = to_end.pop()
     except IndexError:

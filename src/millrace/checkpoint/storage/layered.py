@@ -319,9 +319,7 @@ def _report(tier: _Numbered, name: str, error: MillraceError) -> None:
 
 
 def _without_frames(error: MillraceError) -> MillraceError:
-    """A copy of an error, to keep or to raise again. Its traceback would keep the frames of a reader, and the state that it
-    loads.
-    """
+    """A copy of an error without its traceback, which refers to the reader's frames and so to the state that it loads."""
     kept = copy.copy(error)
     kept.__cause__ = None if error.__cause__ is None else error.__cause__.with_traceback(None)
     return kept
