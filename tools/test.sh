@@ -33,6 +33,8 @@ export TMPDIR=$scratch RAY_TMPDIR=$scratch HOME=$scratch/home
 unset PYTHONDONTWRITEBYTECODE
 # Ray gives its workers a low priority. Beside two other workers of pytest they would hardly run.
 export RAY_worker_niceness=0
+# Ray Data starts 32 processes for the footers of even one Parquet file, each for 1.5 s of CPU time; most are killed while they start.
+export RAY_DATA_PARQUET_FOOTER_NUM_ACTORS=1
 
 # Three files at a time, in the order of tests/conftest.py: most of what those do is wait, for leases, deadlines and
 # processes that start, so that two cores have room for a third.

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 from tests.support import patience
+from tests.support.fork_server import ForkedProcess, node_server
 
-from millrace.testing.process import ChildProcess, log_tail
+from millrace.testing.process import log_tail
 
 _PROGRAM = """
-import base64, json, sys, time
-real, ahead, still = time.time, 0.0, json.loads(sys.stdin.readline())
-time.time = lambda: (real() if still is None else still) + ahead  # before anything asks for it
+import base64, json, sys
 import millrace
+from tests.support import settable_time
 
+if (clock := json.loads(sys.stdin.readline())) is not None:
+    settable_time.hold(clock)
 fs = millrace.filesystem("s3", **json.loads(sys.stdin.readline()))
 
 def answer(do, key="", value=0.0):
-    global ahead
     if do == "advance":
-        ahead += value
+        settable_time.advance(value)
     elif do == "write":
         fs.pipe_file(key, base64.b64decode(value))
     elif do == "rm":
@@ -73,9 +73,8 @@ class AskedProcess:
     ) -> None:
         self._log = log
         self._lock = threading.Lock()
-        self._process = ChildProcess(
-            [sys.executable, "-c", patience.CODE + _PROGRAM if patient else _PROGRAM], log=log, pipes=True
-        )
+        program = patience.CODE + _PROGRAM if patient else _PROGRAM
+        self._process = ForkedProcess(node_server(), program, log=log, pipes=True)
         self._write(clock)
         self._write(options)
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from tests.support import patience
+from tests.support import cluster_reader, patience
+from tests.support.fork_server import ForkedProcess, node_server
 
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.membership import Member
@@ -26,14 +27,22 @@ from millrace.testing.process import ChildProcess, free_ports, log_tail
 TOKEN = "a-token-for-tests-only"
 
 _START_SECONDS = 180.0
-_ROOT = Path(__file__).parents[2]
-_MAIN = "import sys; from millrace.cli import main; sys.exit(main())"
+_MAIN = "import sys; from millrace.cli import main\nsys.exit(main())"
+
+_Process = ChildProcess | ForkedProcess
 
 
 class LocalNode:
     """One node: `millrace node run` in a process of its own."""
 
-    def __init__(self, number: int, host: str, port: int, directory: Path, start: Callable[[LocalNode], ChildProcess]):
+    def __init__(
+        self,
+        number: int,
+        host: str,
+        port: int,
+        directory: Path,
+        start: Callable[[LocalNode], _Process],
+    ):
         self.number = number
         self.host = host
         self.port = port
@@ -43,7 +52,7 @@ class LocalNode:
         self.options: Sequence[str] = ()
         """Its command-line arguments, in addition to those of all nodes."""
         self._start = start
-        self._process: ChildProcess | None = None
+        self._process: _Process | None = None
 
     @property
     def address(self) -> str:
@@ -102,7 +111,7 @@ class LocalNode:
         """Whether its process is there."""
         return self._process is not None and self._process.exit_status() is None
 
-    def _running(self) -> ChildProcess:
+    def _running(self) -> _Process:
         if self._process is None:
             raise OriginUnavailableError(f"node {self.number} does not run")
         return self._process
@@ -226,7 +235,7 @@ class LocalCluster:
             node, {"keys": dict(keys), **settings, "options": self.arguments(node, **settings.get("options", {}))}
         )
 
-    def _launch(self, node: LocalNode) -> ChildProcess:
+    def _launch(self, node: LocalNode) -> _Process:
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "AWS_"))}
         environ.update(
             MILLRACE_CLUSTER_TOKEN=TOKEN,
@@ -239,16 +248,13 @@ class LocalCluster:
         )
         run = ["node", "run", "--listen", node.address, "--members", self.members, "--cache-dir", str(node.cache_dir)]
         run += ["--min-free", "0"]  # whatever else fills this machine's disk
-        command = [
-            *self.prefixes.get(node.number, ()),
-            sys.executable,
-            "-c",
-            self._program,
-            *run,
-            *self._options,
-            *node.options,
-        ]
-        return ChildProcess(command, log=node.log, cwd=node.directory, env=environ)
+        run += [*self._options, *node.options]
+        prefix = self.prefixes.get(node.number)
+        if prefix is None:
+            return ForkedProcess(node_server(), self._program, *run, log=node.log, cwd=node.directory, env=environ)
+        return ChildProcess(
+            [*prefix, sys.executable, "-c", self._program, *run], log=node.log, cwd=node.directory, env=environ
+        )
 
 
 class Reading:
@@ -258,9 +264,7 @@ class Reading:
         node.directory.mkdir(parents=True, exist_ok=True)
         self._log = node.directory / f"reader-{time.monotonic_ns()}.log"
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "AWS_"))}
-        self._process = ChildProcess(
-            [sys.executable, "-m", "tests.support.cluster_reader"], log=self._log, cwd=_ROOT, env=environ, pipes=True
-        )
+        self._process = ForkedProcess(node_server(), cluster_reader.__file__, log=self._log, env=environ, pipes=True)
         self._process.stdin.write(json.dumps(settings).encode() + b"\n")
         self._process.stdin.flush()
 

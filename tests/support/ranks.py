@@ -18,12 +18,19 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
-from tests.support.rank_server import PATH, RankServer
+from tests.support.fork_server import PATH, ForkedProcess, ForkServer
 
 
 @functools.cache
-def _server() -> RankServer:
-    return RankServer()
+def _server() -> ForkServer:
+    return ForkServer(
+        "pytest",  # as the scripts, which are test modules
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.tensor",  # its first use loads `torch._dynamo`: a second of CPU
+        "millrace.checkpoint.run.manager",
+        "millrace.filesystem",
+    )
 
 
 def run(
@@ -39,18 +46,19 @@ def run(
         _server.cache_clear()
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": PATH}
     with contextlib.ExitStack() as running:
-        # The ranks meet at a file: a port that is free now may be taken when they have started.
-        meeting = pathlib.Path(running.enter_context(tempfile.TemporaryDirectory()), "store")
-        ranks = []
-        for rank in range(world):
-            arguments = [script, program, str(rank), str(world), str(meeting), str(root)]
-            process = _server().start(arguments, environment)
-            ranks.append(process)
+        directory = pathlib.Path(running.enter_context(tempfile.TemporaryDirectory()))
+        logs = [directory / f"{rank}.log" for rank in range(world)]
+        processes = []
+        for rank, log in enumerate(logs):
+            # The ranks meet at a file: a port that is free now may be taken when they have started.
+            arguments = [program, str(rank), str(world), str(directory / "store"), str(root)]
+            process = ForkedProcess(_server(), script, *arguments, log=log, env=environment)
+            processes.append(process)
             running.callback(process.kill)
         meanwhile()
-        ended = [process.wait(timeout=500) for process in ranks]
-    for (_, code), expected in zip(ended, codes or (0,) * world, strict=True):
-        assert code == expected, "\n".join(text for text, _ in ended)
+        ended = [process.wait(timeout=500) for process in processes]
+        for code, expected in zip(ended, codes or (0,) * world, strict=True):
+            assert code == expected, "\n".join(log.read_text(errors="replace") for log in logs)
 
 
 def main(programs: Mapping[str, Callable[[pathlib.Path], None]]) -> None:

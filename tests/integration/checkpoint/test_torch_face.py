@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.support.failures import failure_of
+from tests.support.fork_server import PATH
 from tests.support.memory import resident_bytes
-from tests.support.rank_server import PATH
 from tests.support.states import assert_same_state
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (

@@ -1,4 +1,7 @@
-"""A fine-tune of examples/speech over real Ray and real S3: two workers, one of them killed."""
+"""A fine-tune of examples/speech by two workers over real Ray and real S3.
+
+The tests of the demo kill its worker, those of tests/faults one of two.
+"""
 
 from __future__ import annotations
 
@@ -77,19 +80,18 @@ def settings(fs: MillraceFileSystem, bucket: str, tmp_path: Path) -> Settings:
         layers=1,
         epochs=2,
         workers=2,
-        kill_in_epoch=2,
     )
 
 
 @pytest.mark.usefixtures("cluster")
-def test_run_with_killed_worker_trains_on_every_clip_once_per_epoch(settings: Settings, fs: MillraceFileSystem) -> None:
+def test_run_of_two_workers_trains_on_every_clip_once_per_epoch(settings: Settings, fs: MillraceFileSystem) -> None:
     lines: list[str] = []
     result = fine_tune(settings, fs, fs, progress=lines.append)
     names = read_splits(fs, settings)["train"]["name"].to_pylist()
     digest = f"{clips_digest(names):016x}"
 
-    assert (result.restarts, result.kill is not None) == (1, True)
-    assert [(epoch.epoch, epoch.attempt) for epoch in result.epochs] == [(1, 0), (2, 1)]
+    assert (result.restarts, result.kill) == (0, None)
+    assert [(epoch.epoch, epoch.attempt) for epoch in result.epochs] == [(1, 0), (2, 0)]
     for epoch in result.epochs:
         assert (epoch.clips, epoch.clips_digest) == (CLIPS, digest)
         assert [worker.rank for worker in epoch.workers] == [0, 1]
@@ -100,7 +102,6 @@ def test_run_with_killed_worker_trains_on_every_clip_once_per_epoch(settings: Se
     assert not [event for event in result.events if event["event"] == "warning"]
     assert result.metrics["test_clips"] == 7
     assert result.epochs[1].origin_bytes < result.epochs[1].cache_bytes
-    assert any("resumed from the checkpoint of epoch 1" in line for line in lines)
 
     base = settings.run.removeprefix("s3://")
     stored = {path.removeprefix(f"{base}/") for path in fs.find(base)}
@@ -121,7 +122,7 @@ def test_run_with_killed_worker_trains_on_every_clip_once_per_epoch(settings: Se
 def test_undecodable_clip_fails_the_run_with_its_error(settings: Settings, fs: MillraceFileSystem) -> None:
     name = read_splits(fs, settings)["train"]["name"][3].as_py()
     fs.pipe_file(f"{settings.data}/clips/{name}", b"no audio")
-    broken = replace(settings, workers=1, epochs=1, kill_in_epoch=None, max_failures=0)
+    broken = replace(settings, workers=1, epochs=1, max_failures=0)
     with pytest.raises(DamagedError, match=f"{name}: cannot be decoded"):
         fine_tune(broken, fs, fs, progress=lambda _: None)
 
