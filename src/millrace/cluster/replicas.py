@@ -151,7 +151,7 @@ class ReplicaFiles:
         """The complete files of a run's replicas: `[checkpoint, file, bytes, modified]` each."""
         run = parse_replica_name(call.path_rest, 1)
         rows = []
-        for place in self._open_places():
+        for place in self._places:  # also of a disk that failed, or whose index did: most files can be read
             with contextlib.suppress(StorageError), self._reporting(place):
                 for stored in _walk(place.root, run.run):
                     if not stored.is_part:
@@ -188,7 +188,7 @@ class ReplicaFiles:
 
     def get(self, name: ReplicaName, span: Span) -> Answer:
         """The framed bytes of a range of a file."""
-        for place in self._open_places():
+        for place in self._places:
             path = place.directory(name) / name.file
             try:
                 file = OpenFile(opener(str(path), os.O_RDONLY))
@@ -197,7 +197,7 @@ class ReplicaFiles:
             size = os.fstat(file.descriptor).st_size
             if span[1] > size or span[1] - span[0] > wire.MAX_FRAMED_BYTES:
                 return Refusal(status=416, message=f"the file has {size} bytes")
-            return Content(wire.build_framed_head(span, size), _read(file, span))
+            return Content(wire.build_framed_head(span, size), self._read(place, file, span))
         raise ObjectNotFoundError(f"no replica of {'/'.join(name)}", next_step="read it from another place")
 
     def put(self, put: ReplicaPut, exchange: Exchange) -> Answer:
@@ -234,6 +234,21 @@ class ReplicaFiles:
                     _unlink(place, part)
             raise
         return Done()
+
+    def _read(self, place: _Place, file: OpenFile, span: Span) -> Iterator[Part]:
+        """The pieces of a framed body. An unreadable one has a wrong checksum: its receiver reads only that elsewhere."""
+        for start, stop in wire.pieces(*span):
+            try:
+                with self._reporting(place):
+                    data = os.pread(file.descriptor, stop - start, start)
+            except StorageError:
+                yield bytes(stop - start)
+                yield wire.sum_of(b"unreadable")
+                continue
+            if len(data) != stop - start:
+                raise BrokenAnswerError("a file was truncated")
+            yield data
+            yield wire.sum_of(data)
 
     # --- inside, under the lock -----------------------------------------------------------------------
 
@@ -349,16 +364,6 @@ class ReplicaFiles:
         except StorageError as error:
             place.disk.report(error)
             raise
-
-
-def _read(file: OpenFile, span: Span) -> Iterator[Part]:
-    """The pieces of a framed body."""
-    for start, stop in wire.pieces(*span):
-        data = os.pread(file.descriptor, stop - start, start)
-        if len(data) != stop - start:
-            raise BrokenAnswerError("a file was truncated")
-        yield data
-        yield wire.sum_of(data)
 
 
 def _unlink(place: _Place, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from tests.support.planes import Plane
 from tests.support.seen_events import seen_events
 from tests.support.wire_client import TOKEN, WireClient
 
+from millrace.checkpoint.storage.peer_files import Peer, PeerStorage
 from millrace.cluster.dataplane import wire
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.dataplane.server import Call
@@ -123,6 +125,33 @@ def test_damaged_piece_of_a_replica_is_not_read(node: Node, monkeypatch: pytest.
     monkeypatch.setattr(wire, "sum_of", lambda data: b"12345678")
     with pytest.raises(PeerError, match="wrong bytes"):
         node.read(NAME, 0, 4, 4)
+
+
+def test_unreadable_range_of_a_replica_leaves_the_rest_of_its_node_readable(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise one bad sector of a file that the store has, too, would cost the files that only this node has."""
+    other = NAME._replace(file="data-1.millrace")
+    for name in (NAME, other):
+        node.put(name, 0, name.file.encode(), len(name.file))
+    bad = os.stat(node.root / RUN / STEP / NAME.file)
+    pread = os.pread
+
+    def read(descriptor: int, nbytes: int, offset: int) -> bytes:
+        if os.path.samestat(os.fstat(descriptor), bad):
+            raise OSError(errno.EIO, "Input/output error")
+        return pread(descriptor, nbytes, offset)
+
+    monkeypatch.setattr(os, "pread", read)
+    peer = Peer(node.client, node.member, RUN)
+    peer.look()
+    place = PeerStorage(peer, STEP)
+    with seen_events() as seen, pytest.raises(PeerError, match="wrong bytes"):
+        place.read(place.stat(NAME.file), 0, 4)
+    assert "cache.disk.left_out" in [event.name for event in seen]
+    assert bytes(place.read(place.stat(other.file), 0, len(other.file))) == other.file.encode()
+    peer.look()
+    assert {name for _, name in peer.files} == {NAME.file, other.file}
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])
