@@ -1,24 +1,31 @@
 """Serving blocks from disk, as the owner, and refusals; over real sockets, from real stores."""
 
+import errno
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
+from tests.integration.security.test_plane import Authority
 from tests.support.harms import flip
 from tests.support.planes import ME, Plane, Views
+from tests.support.seen_events import seen_events
 from tests.support.waiting import wait_until
-from tests.support.wire_client import unframed
+from tests.support.wire_client import TOKEN, unframed
 
 from millrace.cache.node import close_nodes
 from millrace.cluster.dataplane import wire
+from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.dataplane.wire import Ask, ObjectDescription
+from millrace.cluster.membership import Member
 from millrace.cluster.owning import UploadLeases
 from millrace.cluster.placement import Placement
 from millrace.cluster.serving import Heat
@@ -400,6 +407,32 @@ def test_file_truncated_during_a_response_ends_it(plane: Plane) -> None:
         os.truncate(data_file(plane, what), BLOCK_BYTES + 5)
         with pytest.raises(ConnectionError):
             client.answer()
+
+
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "TLS"])
+def test_unreadable_block_is_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_tls: bool) -> None:
+    """The node that has it works: readers must not count it as gone at each read of this block."""
+    data = random(LARGE)
+    tls = Authority(tmp_path, "ours").member("node") if with_tls else None
+    with Plane(tmp_path / "cache", server={"tls": tls}) as plane, closing(PeerClient(token=TOKEN, tls=tls)) as client:
+        what = plane.put("b/x", data)
+        plane.fill("b/x")
+        bad = data_file(plane, what).stat()
+
+        def failing(read: Callable[..., Any], place: int) -> Callable[..., Any]:
+            def replaced(*arguments: Any) -> Any:
+                if os.path.samestat(os.fstat(arguments[place]), bad):
+                    raise OSError(errno.EIO, "Input/output error")
+                return read(*arguments)
+
+            return replaced
+
+        monkeypatch.setattr(os, "sendfile", failing(os.sendfile, 1))
+        monkeypatch.setattr(os, "pread", failing(os.pread, 0))
+        member = Member(id=ME, address=plane.address)
+        with seen_events() as seen:
+            assert client.read(member, what, (0, BLOCK_BYTES), ask=Ask.FETCH, deadline=60.0).data == data[:BLOCK_BYTES]
+        assert "cache.disk.failed" in [event.name for event in seen]
 
 
 def test_removed_file_is_fetched_again(tmp_path: Path) -> None:

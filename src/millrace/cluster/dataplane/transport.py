@@ -18,6 +18,7 @@ from typing_extensions import Buffer
 
 from millrace.cluster.dataplane.answers import BrokenAnswerError, FilePart, Part
 from millrace.cluster.dataplane.connections import timeval
+from millrace.runtime.failures import FAILING_ERRNOS
 
 _RECEIVE_BYTES = 64 << 10
 _HEAD_BYTES = 8 << 10  # enough for one head; a larger buffer costs time
@@ -127,7 +128,12 @@ class PlainTransport:
         source, offset, stop = part.file.descriptor, part.offset, part.offset + part.nbytes
         try:
             while offset < stop:
-                sent = os.sendfile(self._descriptor, source, offset, stop - offset)
+                try:
+                    sent = os.sendfile(self._descriptor, source, offset, stop - offset)
+                except OSError as error:
+                    data = _instead_of_unreadable(error, stop - offset)
+                    self._send_memory([data], len(data), socket.MSG_MORE)
+                    sent = len(data)
                 if not sent:
                     raise BrokenAnswerError("a file was truncated")
                 offset += sent
@@ -185,7 +191,11 @@ class TlsTransport:
     def _send_file(self, part: FilePart, before: bytes) -> None:
         offset, stop = part.offset, part.offset + part.nbytes
         while offset < stop:
-            data = os.pread(part.file.descriptor, min(_TLS_CHUNK_BYTES, stop - offset), offset)
+            wanted = min(_TLS_CHUNK_BYTES, stop - offset)
+            try:
+                data = os.pread(part.file.descriptor, wanted, offset)
+            except OSError as error:
+                data = _instead_of_unreadable(error, wanted)
             if not data:
                 raise BrokenAnswerError("a file was truncated")
             self._send_all(before + data if before else data)
@@ -208,6 +218,17 @@ class TlsTransport:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _instead_of_unreadable(error: OSError, nbytes: int) -> bytes:
+    """Zeros in the place of bytes that the disk cannot read, which the receiver's checksum detects. It then requests the
+    block verified, and the error is reported. A closed connection would count as the loss of this node.
+
+    Raises other errors: the connection's.
+    """
+    if error.errno not in FAILING_ERRNOS:
+        raise error
+    return bytes(min(nbytes, _TLS_CHUNK_BYTES))
 
 
 def _drain(transport: Transport) -> None:
