@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,14 +16,16 @@ from tests.support.planes import Plane
 from tests.support.seen_events import seen_events
 from tests.support.wire_client import TOKEN, WireClient
 
+from millrace.checkpoint.storage import peer_files
 from millrace.checkpoint.storage.peer_files import Peer, PeerStorage
+from millrace.cluster import replicas as replicas_module
 from millrace.cluster.dataplane import wire
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.dataplane.server import Call
 from millrace.cluster.dataplane.wire import ReplicaName, ReplicaPut
 from millrace.cluster.membership import Member
 from millrace.cluster.replicas import IDLE_SECONDS, PART_SECONDS, REPLICA_SHARE, ROUTE, ReplicaFiles
-from millrace.errors import DiskFullError, PeerError, PeerRefusedError, WireError
+from millrace.errors import DiskFullError, PeerError, PeerRefusedError, PeerSilentError, WireError
 from millrace.runtime import maintenance
 
 RUN, STEP = "run-0123456789abcdef", "step-000000000007"
@@ -152,6 +155,25 @@ def test_unreadable_range_of_a_replica_leaves_the_rest_of_its_node_readable(
     assert bytes(place.read(place.stat(other.file), 0, len(other.file))) == other.file.encode()
     peer.look()
     assert {name for _, name in peer.files} == {NAME.file, other.file}
+
+
+def test_list_of_replicas_of_a_node_whose_disk_hangs_ends_at_the_deadline(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node reports that it works, for as long as the disk hangs."""
+    goes_on = threading.Event()
+    walk = replicas_module._walk
+
+    def hanging(*arguments: Any) -> Any:
+        goes_on.wait(30)
+        return walk(*arguments)
+
+    monkeypatch.setattr(peer_files, "LIST_SECONDS", 1.0)
+    monkeypatch.setattr(replicas_module, "_walk", hanging)
+    peer = Peer(node.client, node.member, RUN)
+    peer.look()
+    goes_on.set()
+    assert isinstance(peer.failure, PeerSilentError)
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])

@@ -60,7 +60,8 @@ class Peer:
         """List the replicas again. Without a response there are none, and `failure` is set."""
         try:
             self.client.require_version(self.member)
-            rows = self.client.call(self.member, "GET", f"{_ROUTE}/{self.run}", deadline=LIST_SECONDS)["files"]
+            path = f"{_ROUTE}/{self.run}"
+            rows = self.client.call(self.member, "GET", path, deadline=LIST_SECONDS, waits=False)["files"]
             self.files = {
                 (str(directory), str(name)): StoredFile(str(name), int(size), "", float(modified))
                 for directory, name, size, modified in rows

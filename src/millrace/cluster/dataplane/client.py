@@ -148,9 +148,13 @@ class PeerClient:
         *,
         query: Mapping[str, str] | None = None,
         deadline: float = 5.0,
+        waits: bool = True,
     ) -> Any:
-        """Run a JSON command on a peer; returns its result."""
-        return self.call_address(member.address, method, path, body, query=query, deadline=deadline)
+        """Run a JSON command on a peer; returns its result.
+
+        `waits`: longer than `deadline` while the peer reports that it works on the command, on a disk that hangs for example.
+        """
+        return self.call_address(member.address, method, path, body, query=query, deadline=deadline, waits=waits)
 
     def call_address(
         self,
@@ -161,10 +165,11 @@ class PeerClient:
         *,
         query: Mapping[str, str] | None = None,
         deadline: float = 5.0,
+        waits: bool = True,
     ) -> Any:
         """As `call`, for a node of which only the address `host:port` is known."""
         encoded = None if body is None else json.dumps(body).encode()
-        head = build_command(method, path, host=address, token=self._token, query=query, body=encoded)
+        head = build_command(method, path, host=address, token=self._token, query=query, body=encoded, waits=waits)
         request = [head] if encoded is None else [head, encoded]
         # A kept connection may have ended, so only repeatable requests use one.
         exchange = _Exchange(self._pool, address, request, deadline, fresh=method not in ("GET", "PUT"))

@@ -489,13 +489,17 @@ def build_command(
     token: str,
     query: Mapping[str, str] | None = None,
     body: bytes | None = None,
+    waits: bool = True,
 ) -> bytes:
-    """The head of a request for a JSON command with an unquoted `path`; `body` follows. Raises `WireError`."""
+    """The head of a request for a JSON command with an unquoted `path`; `body` follows. Raises `WireError`.
+
+    Without `waits` there are no interim responses.
+    """
     try:
         target = quote(path, safe="/") + ("?" + urlencode(query) if query else "")
     except UnicodeError as error:
         raise WireError("invalid name of a command") from error
-    fields = [*_who(host, token), _VERSION_FIELD]
+    fields = [*_who(host, token), *((_VERSION_FIELD,) if waits else ())]
     if body is not None:
         fields += [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
     return _build_head(f"{method} {target} HTTP/1.1", fields)
