@@ -109,7 +109,7 @@ class DrainCoordinator:
 
         def request(member: Member) -> bool:
             try:
-                self._cluster.client.call(member, method, path, body, deadline=_REQUEST_SECONDS)
+                self._cluster.client.call(member, method, path, body, deadline=_REQUEST_SECONDS, waits=False)
             except MillraceError as error:
                 if not repeated and member.id not in self._gone:
                     emit(Event(name="cluster.member.no_response", subject=member.address, detail=str(error)))

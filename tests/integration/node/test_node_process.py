@@ -552,6 +552,24 @@ def test_drain_waits_for_a_member_that_was_silent_for_a_moment(
     assert [event.subject for event in events if event.name == "cluster.member.no_response"] == [third.address]
 
 
+def test_leave_does_not_wait_for_a_member_whose_disk_hangs(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reports that it works on the request, for as long as the disk hangs."""
+    first, second = (nodes.start(number) for number in range(2))
+    goes_on, set_state = threading.Event(), first.set_member_state
+    waited: list[bool] = []
+
+    def hang(*reported: Any) -> None:
+        waited.append(goes_on.wait(30))
+        set_state(*reported)
+
+    monkeypatch.setattr(first, "set_member_state", hang)
+    monkeypatch.setattr("millrace.node.drain._REQUEST_SECONDS", 1.0)
+    second.drain(1)
+    goes_on.set()
+    wait_until(lambda: bool(waited))
+    assert waited == [True]
+
+
 def test_static_node_repeats_its_state_to_unreached_members(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_process, "_ANNOUNCE_SECONDS", 0.0)
     first, second = (nodes.start(number) for number in range(2))
