@@ -265,13 +265,20 @@ class Peers:
 
     def _open(self) -> tuple[NodeLink, PeerClient]:
         with self._lock:
-            if self._link is None or self._client is None:
+            link = self._link
+            try:
+                if link is None or self._access.node is not None:  # the node may have another id or token since its restart
+                    link = self._access.link()
+            except ConfigurationError:
+                if link is None:
+                    raise
+            if self._client is None or self._link is None or (link.token, link.tls) != (self._link.token, self._link.tls):
                 with importing():
                     from millrace.cluster.dataplane.client import PeerClient
 
-                self._link = self._access.link()
-                self._client = PeerClient(token=self._link.token, tls=self._link.tls)
-            return self._link, self._client
+                self._client = PeerClient(token=link.token, tls=link.tls)
+            self._link = link
+            return link, self._client
 
     @staticmethod
     def _report(subject: str, error: MillraceError) -> None:

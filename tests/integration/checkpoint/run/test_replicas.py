@@ -24,7 +24,7 @@ from tests.support.states import assert_same_state
 from tests.support.waiting import wait_until
 
 from millrace.checkpoint import CheckpointManager
-from millrace.checkpoint.run.peers import ClusterAccess, replica_order
+from millrace.checkpoint.run.peers import ClusterAccess, Peers, replica_order
 from millrace.checkpoint.run.tiers import run_directory
 from millrace.checkpoint.storage import peer_files
 from millrace.config import resolve
@@ -270,6 +270,21 @@ def test_run_continues_after_a_restore_from_a_replica(
         again = empty_like(state)
         assert run.restore(again) == 2
         assert_same_state(again, found)
+
+
+def test_nodes_that_restart_with_another_token_are_found_again(nodes: ReplicaNodes) -> None:
+    """A training may run for weeks."""
+    with nodes.on(0):
+        peers = Peers(ClusterAccess.find(), "run-0123456789abcdef", count=1)
+    assert len(peers.look()) == 3
+    for number in range(3):
+        nodes.stop(number)
+    assert not peers.look()
+    for number in range(3):
+        nodes.start(number, cluster_token=f"another-{TOKEN}")
+    assert len(peers.look()) == 3
+    assert len(peers.targets()) == 2
+    peers.close()
 
 
 def test_replicas_without_a_cluster_or_a_local_disk_are_refused(
