@@ -59,10 +59,24 @@ class Invalidations:
         """Invalidate `keys` of an origin on every member: on those of `first` one after the other, then on all the rest.
 
         Includes this machine's node: its readers may have requested metadata, since this process dropped the keys, from a
-        member that was invalidated later. Returns the ids of unreachable members, which receive the invalidation later.
+        member that was invalidated later. Returns the ids of unreachable members, which receive the invalidation later. So do
+        all members after an interrupt.
         """
         if not self._owner.is_this_process:
             self._begin()
+        try:
+            return self._send_now(identity, keys, first)
+        except BaseException:  # Ctrl-C, while a silent member is waited for: the write has happened nevertheless
+            self.send_later([member.id for member in self._cluster.placement().view.members], identity, keys)
+            raise
+
+    def view(self) -> View:
+        """The view by which this process sends invalidations."""
+        return self._cluster.placement().view
+
+    # --- now --------------------------------------------------------------------------------------
+
+    def _send_now(self, identity: str, keys: Sequence[str], first: Callable[[Placement], Sequence[Member]]) -> set[str]:
         placement = self._cluster.placement()
         mine, members = placement.view, placement.view.members
         versions = self._send_in_order(members, first(placement), identity, keys)
@@ -81,12 +95,6 @@ class Invalidations:
             for member in sorted(reached, key=lambda member: member.id != me)[:1]:
                 self._send(member, identity, keys, missed)
         return missed
-
-    def view(self) -> View:
-        """The view by which this process sends invalidations."""
-        return self._cluster.placement().view
-
-    # --- now --------------------------------------------------------------------------------------
 
     def _send_in_order(
         self, members: Sequence[Member], owners: Sequence[Member], identity: str, keys: Sequence[str]

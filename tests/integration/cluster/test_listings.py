@@ -471,6 +471,25 @@ def test_invalidation_of_an_unreachable_member_is_sent_later(make_nodes: MakeNod
     assert reader.serving.metadata.stat(origin, "b/one").size == 2
 
 
+def test_interrupted_invalidation_is_sent_later(
+    make_nodes: MakeNodes, origin: MemoryOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write waits for silent members, and may be interrupted then. The process continues, as in a notebook."""
+    origin.put("b/x", b"old")
+    *others, writer = in_order(make_nodes(3, "immutable"))
+    assert [node.reading.metadata.stat(origin, "b/x").size for node in others] == [3, 3]
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    origin.put("b/x", b"newer")
+    with monkeypatch.context() as silent:
+        silent.setattr(writer.cluster.client, "call", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            writer.reading.metadata.invalidate(origin, "b/x")
+    eventually(lambda: [node.serving.metadata.stat(origin, "b/x").size for node in others] == [5, 5])
+
+
 def test_write_invalidates_a_member_that_the_writer_does_not_know_yet(
     make_nodes: MakeNodes, origin: MemoryOrigin
 ) -> None:
