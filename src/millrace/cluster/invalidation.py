@@ -59,8 +59,8 @@ class Invalidations:
         """Invalidate `keys` of an origin on every member: on those of `first` one after the other, then on all the rest.
 
         Includes this machine's node: its readers may have requested metadata, since this process dropped the keys, from a
-        member that was invalidated later. Returns the ids of unreachable members, which receive the invalidation later. So do
-        all members after an interrupt.
+        member that was invalidated later. Returns the ids of unreachable members, which receive the invalidation later.
+        After an interrupt all members do.
         """
         if not self._owner.is_this_process:
             self._begin()

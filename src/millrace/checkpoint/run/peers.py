@@ -265,14 +265,15 @@ class Peers:
 
     def _open(self) -> tuple[NodeLink, PeerClient]:
         with self._lock:
-            link = self._link
+            before = link = self._link
             try:
-                if link is None or self._access.node is not None:  # the node may have another id or token since its restart
+                # This machine's node may have another id or token since it was started again.
+                if link is None or self._access.node is not None:
                     link = self._access.link()
             except ConfigurationError:
                 if link is None:
                     raise
-            if self._client is None or self._link is None or (link.token, link.tls) != (self._link.token, self._link.tls):
+            if self._client is None or before is None or (link.token, link.tls) != (before.token, before.tls):
                 with importing():
                     from millrace.cluster.dataplane.client import PeerClient
 
