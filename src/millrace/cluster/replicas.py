@@ -203,8 +203,8 @@ class ReplicaFiles:
     def put(self, put: ReplicaPut, exchange: Exchange) -> Answer:
         """Write the bytes `[put.start, put.stop)` of a file. With its last byte the file becomes visible.
 
-        A repeated request has the same result: names of files are unique to a save, except for that of the manifest, which
-        is one request. A file that exists is never replaced.
+        A repeated request has the same result. A file that exists is never replaced: other bytes are refused. Names of files
+        are unique to a save, except for that of the manifest.
         """
         with self._lock:
             place = self._place_for(put.name)
@@ -223,8 +223,10 @@ class ReplicaFiles:
                 if exchange.read_body(wire.SUM_BYTES) != wire.sum_of(data):
                     raise WireError("a piece of a replica has a wrong checksum")
                 with self._lock, self._reporting(place):
-                    if is_whole or not part.with_name(put.name.file).exists():
+                    if is_whole or not (path := part.with_name(put.name.file)).exists():
                         self._write(place, put.name, part, start, data)
+                    elif _bytes_of(path, start, stop) != data:
+                        raise WireError(f"{path.name} exists with other bytes", status=409)
             if put.stop == put.size:
                 with self._lock, self._reporting(place):
                     return self._publish(place, put, part)
@@ -380,6 +382,11 @@ def _size(path: Path) -> int:
         return os.stat(path).st_size
     except FileNotFoundError:
         return 0
+
+
+def _bytes_of(path: Path, start: int, stop: int) -> bytes:
+    with open(path, "rb", opener=opener) as file:
+        return os.pread(file.fileno(), stop - start, start)
 
 
 def _paths(directory: Path) -> Sequence[Path]:

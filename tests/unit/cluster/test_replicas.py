@@ -25,7 +25,7 @@ from millrace.cluster.dataplane.server import Call
 from millrace.cluster.dataplane.wire import ReplicaName, ReplicaPut
 from millrace.cluster.membership import Member
 from millrace.cluster.replicas import IDLE_SECONDS, PART_SECONDS, REPLICA_SHARE, ROUTE, ReplicaFiles
-from millrace.errors import DiskFullError, PeerError, PeerRefusedError, PeerSilentError, WireError
+from millrace.errors import DiskFullError, ObjectExistsError, PeerError, PeerRefusedError, PeerSilentError, WireError
 from millrace.runtime import maintenance
 
 RUN, STEP = "run-0123456789abcdef", "step-000000000007"
@@ -111,6 +111,20 @@ def test_manifest_is_never_replaced_by_another_one(node: Node) -> None:
         node.put(name, 0, b"other", 5)
     assert caught.value.status == 409
     assert node.read(name, 0, 5, 5) == b"first"
+
+
+def test_manifest_in_several_requests_is_never_taken_for_another_one(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that died may have left a manifest of the same step and size, whose files are not complete."""
+    monkeypatch.setattr(peer_files, "_REQUEST_BYTES", 4)
+    place = PeerStorage(Peer(node.client, node.member, RUN), STEP)
+    name = NAME._replace(file="manifest.millrace")
+    for _ in range(2):
+        place.publish(name.file, b"of a dead job", replace=False)
+    with pytest.raises(ObjectExistsError):
+        place.publish(name.file, b"of this  job!", replace=False)
+    assert node.read(name, 0, 13, 13) == b"of a dead job"
 
 
 def test_damaged_piece_is_not_stored(node: Node) -> None:
