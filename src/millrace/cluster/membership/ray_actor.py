@@ -165,8 +165,15 @@ class NodeActor:
             if idle >= self._idle_seconds:
                 _log.warning("this Ray node was idle for %.0f s: its part of the cache moves to the other nodes", idle)
                 node.drain(GIVE_UP_SECONDS)
-                self._end()
-                return
+                while True:
+                    try:
+                        self._end()
+                        return
+                    except Exception:  # noqa: BLE001 - any error of Ray: a Ray node with an actor is never removed
+                        if not failed:
+                            _log.exception("cannot end the actor of this Ray node; tried again")
+                        failed = True
+                        pause.wait(_LOOK_SECONDS)
 
     def _end(self) -> None:
         """End this actor for good. The next use of a file system on this Ray node starts another with the same disks."""

@@ -152,6 +152,33 @@ def test_actor_with_other_errors_of_ray_still_leaves_as_planned(monkeypatch: pyt
     assert node.drained == [25.0]
 
 
+class _SpareNode(RayNodes):
+    def seconds_to_drain(self, node_id: str) -> float | None:
+        return None
+
+    def is_spare(self, node_id: str) -> bool:
+        return True
+
+
+def test_actor_of_an_idle_node_that_ray_cannot_end_at_once_ends_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise an autoscaler never removes the Ray node."""
+    monkeypatch.setattr(ray_actor, "_LOOK_SECONDS", 0.01)
+    actor = ray_actor.NodeActor.__new__(ray_actor.NodeActor)
+    actor._ray_node, actor._idle_seconds = "r1", 0.0
+    tries: list[str] = []
+
+    def end() -> None:
+        tries.append("end")
+        if len(tries) < 3:
+            raise ValueError("Failed to look up the actor")
+
+    monkeypatch.setattr(actor, "_end", end)
+    node = Running()
+    actor._follow_ray(_SpareNode(), node)  # type: ignore[arg-type]
+    assert len(node.drained) == 1
+    assert len(tries) == 3
+
+
 class _ControlPlane(RayNodes):
     """Fails the first time that a record is written."""
 
