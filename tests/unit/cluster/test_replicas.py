@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tests.support.planes import Plane
 from tests.support.seen_events import seen_events
+from tests.support.waiting import wait_until
 from tests.support.wire_client import TOKEN, WireClient
 
 from millrace.checkpoint.storage import peer_files
@@ -169,6 +170,25 @@ def test_unreadable_range_of_a_replica_leaves_the_rest_of_its_node_readable(
     assert bytes(place.read(place.stat(other.file), 0, len(other.file))) == other.file.encode()
     peer.look()
     assert {name for _, name in peer.files} == {NAME.file, other.file}
+
+
+def test_list_of_replicas_of_a_node_with_too_many_connections_is_requested_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks request it at once. A rank without it cannot restore the newest save."""
+    monkeypatch.setattr(peer_files, "LIST_SECONDS", 60.0)
+    node = Node(tmp_path, server={"max_connections": 1})
+    peer = Peer(node.client, node.member, RUN)
+    with node.plane, closing(node.replicas), closing(node.client):
+        with WireClient(node.plane.address) as other:
+            head = wire.build_replica_put(ReplicaPut(NAME, 0, 4, 4), host="x", token=TOKEN)
+            other.socket.sendall(head)  # the body does not follow
+            wait_until(lambda: any(not each.is_spare for each in node.plane.server._connections))
+            look = threading.Thread(target=peer.look)
+            look.start()
+            wait_until(lambda: bool(node.plane.server._turned_away))
+        look.join(120)
+        assert peer.failure is None
 
 
 def test_list_of_replicas_of_a_node_whose_disk_hangs_ends_at_the_deadline(

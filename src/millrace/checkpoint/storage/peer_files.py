@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping, Sequence
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
 from typing_extensions import Buffer
@@ -35,6 +38,10 @@ DATA_SECONDS = 10.0
 
 _REQUEST_BYTES = 16 << 20
 _ROUTE = "/v1/replicas"
+_TOO_MANY = 503
+_PAUSE_SECONDS = 0.05, 0.25
+
+_T = TypeVar("_T")
 
 
 @dataclass(eq=False)
@@ -61,7 +68,9 @@ class Peer:
         try:
             self.client.require_version(self.member)
             path = f"{_ROUTE}/{self.run}"
-            rows = self.client.call(self.member, "GET", path, deadline=LIST_SECONDS, waits=False)["files"]
+            rows = _patiently(
+                lambda: self.client.call(self.member, "GET", path, deadline=LIST_SECONDS, waits=False), LIST_SECONDS
+            )["files"]
             self.files = {
                 (str(directory), str(name)): StoredFile(str(name), int(size), "", float(modified))
                 for directory, name, size, modified in rows
@@ -108,7 +117,7 @@ class Peer:
                 piece = view[offset : offset + _REQUEST_BYTES]
                 begin = start + offset
                 put = ReplicaPut(self._name(directory, name), begin, begin + len(piece), size)
-                self.client.put_replica(self.member, put, piece, deadline=DATA_SECONDS)
+                _patiently(partial(self.client.put_replica, self.member, put, piece, deadline=DATA_SECONDS))
 
     def read(self, directory: str, file: StoredFile, start: int, stop: int) -> Buffer:
         """The bytes `[start, stop)` of a file. Raises `ObjectNotFoundError` or `PeerError`."""
@@ -117,7 +126,9 @@ class Peer:
             for offset in range(start, stop, _REQUEST_BYTES):
                 span = (offset, min(offset + _REQUEST_BYTES, stop))
                 name = self._name(directory, file.name)
-                data = self.client.read_replica(self.member, name, span, file.size, deadline=DATA_SECONDS)
+                data = _patiently(
+                    partial(self.client.read_replica, self.member, name, span, file.size, deadline=DATA_SECONDS)
+                )
                 if len(view) == len(data):
                     return data
                 view[offset - start : span[1] - start] = data
@@ -131,6 +142,18 @@ class Peer:
 
     def _responding(self) -> _Responding:
         return _Responding(self)
+
+
+def _patiently(request: Callable[[], _T], seconds: float | None = None) -> _T:
+    """Repeat a request while the member has too many connections: at a restore all ranks may send theirs at once."""
+    until = time.monotonic() + (seconds or DATA_SECONDS)
+    while True:
+        try:
+            return request()
+        except PeerRefusedError as error:
+            if error.status != _TOO_MANY or time.monotonic() >= until:
+                raise
+        time.sleep(random.uniform(*_PAUSE_SECONDS))
 
 
 class _Responding:
