@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integration.security.test_plane import Authority
 from tests.support.planes import Plane
 from tests.support.seen_events import seen_events
 from tests.support.waiting import wait_until
@@ -22,6 +25,7 @@ from millrace.checkpoint.storage.peer_files import Peer, PeerStorage
 from millrace.cluster import replicas as replicas_module
 from millrace.cluster.dataplane import wire
 from millrace.cluster.dataplane.client import PeerClient
+from millrace.cluster.dataplane.connections import tls_context
 from millrace.cluster.dataplane.server import Call
 from millrace.cluster.dataplane.wire import ReplicaName, ReplicaPut
 from millrace.cluster.membership import Member
@@ -172,21 +176,31 @@ def test_unreadable_range_of_a_replica_leaves_the_rest_of_its_node_readable(
     assert {name for _, name in peer.files} == {NAME.file, other.file}
 
 
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "TLS"])
 def test_list_of_replicas_of_a_node_with_too_many_connections_is_requested_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_tls: bool
 ) -> None:
     """All ranks request it at once. A rank without it cannot restore the newest save."""
     monkeypatch.setattr(peer_files, "LIST_SECONDS", 60.0)
-    node = Node(tmp_path, server={"max_connections": 1})
-    peer = Peer(node.client, node.member, RUN)
-    with node.plane, closing(node.replicas), closing(node.client):
-        with WireClient(node.plane.address) as other:
+    tls = Authority(tmp_path, "ours").member("node") if with_tls else None
+    node = Node(tmp_path / "cache", server={"max_connections": 1, "tls": tls})
+    context = None if tls is None else tls_context(tls, ssl.PROTOCOL_TLS_CLIENT)
+    turned_away, turn_away = threading.Event(), node.plane.server._turn_away
+
+    def note(accepted: socket.socket) -> None:
+        turn_away(accepted)
+        turned_away.set()
+
+    monkeypatch.setattr(node.plane.server, "_turn_away", note)
+    with node.plane, closing(node.replicas), closing(PeerClient(token=TOKEN, tls=tls)) as client:
+        peer = Peer(client, node.member, RUN)
+        with WireClient(node.plane.address, context=context) as other:
             head = wire.build_replica_put(ReplicaPut(NAME, 0, 4, 4), host="x", token=TOKEN)
             other.socket.sendall(head)  # the body does not follow
             wait_until(lambda: any(not each.is_spare for each in node.plane.server._connections))
             look = threading.Thread(target=peer.look)
             look.start()
-            wait_until(lambda: bool(node.plane.server._turned_away))
+            assert turned_away.wait(120)
         look.join(120)
         assert peer.failure is None
 

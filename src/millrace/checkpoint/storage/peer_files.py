@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import random
+import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -145,13 +146,18 @@ class Peer:
 
 
 def _patiently(request: Callable[[], _T], seconds: float | None = None) -> _T:
-    """Repeat a request while the member has too many connections: at a restore all ranks may send theirs at once."""
+    """Repeat a request while the member has too many connections: at a restore all ranks may send theirs at once.
+
+    With TLS it ends further ones without a response.
+    """
     until = time.monotonic() + (seconds or DATA_SECONDS)
     while True:
         try:
             return request()
-        except PeerRefusedError as error:
-            if error.status != _TOO_MANY or time.monotonic() >= until:
+        except PeerError as error:
+            is_turned_away = isinstance(error, PeerRefusedError) and error.status == _TOO_MANY
+            is_turned_away |= isinstance(error.__cause__, ConnectionResetError | ssl.SSLEOFError)
+            if not is_turned_away or time.monotonic() >= until:
                 raise
         time.sleep(random.uniform(*_PAUSE_SECONDS))
 
