@@ -36,10 +36,10 @@ export RAY_worker_niceness=0
 # Ray Data starts 32 processes for the footers of even one Parquet file, each for 1.5 s of CPU time; most are killed while they start.
 export RAY_DATA_PARQUET_FOOTER_NUM_ACTORS=1
 
-# Three files at a time, in the order of tests/conftest.py: most of what those do is wait, for leases, deadlines and
-# processes that start, so that two cores have room for a third.
+# Four files at a time, in the order of tests/conftest.py: most of what those do is wait, for leases, deadlines and
+# processes that start, so that two cores have room for two more.
 # The limit is far above what it takes; pyproject.toml limits each test.
-timeout --foreground --kill-after=30 4500 .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5 "$@" 2>&1 | tee "$scratch/output"
+timeout --foreground --kill-after=30 4500 .venv/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5 "$@" 2>&1 | tee "$scratch/output"
 status=${PIPESTATUS[0]}
 
 counts=$(grep -E '^=*.*(passed|failed|error|no tests ran).* in [0-9]' "$scratch/output" | tail -n 1 | tr -d '=')
