@@ -18,7 +18,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -139,9 +139,8 @@ class _Saver:
                 continue
         except OSError:
             os._exit(0)  # the training process has ended
-        except BaseException:  # noqa: BLE001 - a defect: the training process reports that this one has ended
-            traceback.print_exc()
-            os._exit(1)
+        except BaseException:  # noqa: BLE001 - a defect
+            _fail()
         os._exit(0)
 
     def _carry_out(self, message: object) -> bool:
@@ -234,6 +233,8 @@ class _Saver:
             result = engine.upload(written, report)
         except Exception as error:  # noqa: BLE001 - raised in the training process, whatever it is
             failure = _portable(error)
+        except BaseException:  # noqa: BLE001 - of a library, such as `asyncio.CancelledError`
+            _fail()
         self._acknowledged.pop(ticket, None)
         self._channel.send(Uploaded(ticket, result, failure))
         return written.result
@@ -284,6 +285,8 @@ class _Saver:
         descriptor = self._channel.take_descriptor()
         try:
             memory = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        except OSError as error:  # for `main` that would be the end of the training process
+            raise MemoryError(f"{nbytes} bytes of shared memory cannot be mapped ({error.strerror})") from error
         finally:
             os.close(descriptor)
         return _Mapping(memory, np.frombuffer(memory, dtype=np.uint8).ctypes.data, nbytes)
@@ -302,6 +305,12 @@ class _Saver:
             if not message.in_flight:
                 self._engine.renew_operation()
             self._engine.is_closing = True
+
+
+def _fail() -> NoReturn:
+    """End this process after an unexpected error, without waiting for its threads. The training process reports the end."""
+    traceback.print_exc()
+    os._exit(1)
 
 
 def _ignore(progress: SaveProgress) -> None:
@@ -365,3 +374,5 @@ def main(arguments: list[str]) -> None:
     except (EOFError, OSError):
         # `exit` could wait for a thread in the middle of a chunk.
         os._exit(0)
+    except BaseException:  # noqa: BLE001 - a defect, or no descriptor is left: `exit` would wait for an upload
+        _fail()

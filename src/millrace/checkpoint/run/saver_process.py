@@ -359,10 +359,12 @@ class _Child:
         self.process = found
 
     def send(self, message: object, region: Region | None = None) -> None:
-        """Send a message. To a process that has ended, nothing is sent: who waits for the answer is notified."""
-        with contextlib.suppress(OSError):
+        """Send a message. If that fails, the process ends or has ended, which the threads that wait for answers find."""
+        try:
             descriptor = None if region is None else region.descriptor
             self._channel.send(message, descriptor, look=_Looks(self.process))
+        except OSError:  # also where the kernel lacks memory: the process would wait for this message
+            self._channel.shut_down()
 
     def ask(self, message: Start | Decide | GiveState | Close) -> object:
         """Send a question and wait for its answer. None if the process has ended.
@@ -485,12 +487,12 @@ class _Child:
                 self._handle(self._channel.receive())
         except (EOFError, OSError):
             pass  # it has ended
-        except Exception as error:  # noqa: BLE001 - a message that cannot be unpickled: the process is of no use
+        except BaseException as error:  # noqa: BLE001 - of a hook, or a message that cannot be unpickled
             problem = f"{type(error).__name__}: {error!s:.200}"
             process.kill()
         self._channel.shut_down()
         status = process.wait()
-        self.death = problem or (signal.Signals(-status).name if status < 0 else f"exit status {status}")
+        self.death = problem or _ending(status)
         self._release_all()
         for inbox in list(self._inboxes.values()):
             inbox.put(None)
@@ -527,6 +529,13 @@ class _Child:
         while self._warned:
             warned = self._warned.popleft()
             warnings.warn(warned.text, warned.category, stacklevel=2)
+
+
+def _ending(status: int) -> str:
+    """How a process has ended, by its exit status. Real-time signals have no names."""
+    if status >= 0:
+        return f"exit status {status}"
+    return signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
 
 
 class _Looks:

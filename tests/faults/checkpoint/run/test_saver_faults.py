@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,10 @@ from millrace.checkpoint import CheckpointManager
 from millrace.checkpoint.run import saver_process, uploading
 from millrace.checkpoint.run.run_layout import parse_name
 from millrace.checkpoint.run.save_values import RunState
+from millrace.checkpoint.run.saver_protocol import Channel, Save
+from millrace.checkpoint.run.saving import SaveProgress
 from millrace.errors import CorruptCheckpointError, RunTakenError, SaverDiedError, UsageError
-from millrace.events import Event
+from millrace.events import Event, add_hook
 
 
 def state(value: float) -> dict[str, Any]:
@@ -263,6 +268,111 @@ run_saver.RunSaver.order = fails
         error = run.save_async(1, state(1.0)).exception()
         assert isinstance(error, ZeroDivisionError)
         assert "in fails" in "".join(error.__notes__)
+
+
+def test_saver_that_ends_while_an_upload_reports_its_progress_fails_the_saves(tmp_path: Path) -> None:
+    """It has no descriptor left for the memory of the second save, so that its thread which receives messages fails."""
+    uploading, continued = threading.Event(), threading.Event()
+
+    def report(progress: SaveProgress) -> None:
+        if progress.phase == "uploading":
+            uploading.set()
+            continued.wait(300)
+
+    with CheckpointManager(tmp_path / "run", local=tmp_path / "near", on_progress=report) as run:
+        first = run.save_async(1, state(1.0))
+        assert uploading.wait(300)
+        try:
+            _, most = resource.prlimit(pid_of(run), resource.RLIMIT_NOFILE)
+            resource.prlimit(pid_of(run), resource.RLIMIT_NOFILE, (3, most))
+            second = run.save_async(2, {**state(2.0), "more": torch.zeros(2_000_000)})
+            assert isinstance(second.near.exception(timeout=100), SaverDiedError)
+        finally:
+            continued.set()
+        assert isinstance(first.exception(timeout=100), SaverDiedError)
+        assert run.save_async(2, state(2.0)).exception() is None
+    with CheckpointManager(tmp_path / "run") as run:
+        assert run.steps() == [1, 2]
+
+
+def test_saver_that_cannot_map_the_state_reports_it_on_stderr(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save_async(1, state(1.0)).result()
+        used = int(Path(f"/proc/{pid_of(run)}/statm").read_text().split()[0]) * resource.getpagesize()
+        _, most = resource.prlimit(pid_of(run), resource.RLIMIT_AS)
+        resource.prlimit(pid_of(run), resource.RLIMIT_AS, (used + (16 << 20), most))
+        error = run.save_async(2, {"w": torch.zeros(16_000_000)}).exception(timeout=100)
+    assert isinstance(error, SaverDiedError)
+    assert "exit status 1" in error.message
+    assert "64000000 bytes of shared memory cannot be mapped (Cannot allocate memory)" in capfd.readouterr().err
+
+
+def test_upload_that_an_exception_of_any_kind_ends_is_an_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A library may raise a `BaseException`, such as `asyncio.CancelledError`."""
+    broken = """
+import asyncio
+from millrace.checkpoint.run.uploading import Uploader
+def cancelled(*arguments): raise asyncio.CancelledError("the upload was cancelled")
+Uploader.upload = cancelled
+"""
+    with CheckpointManager(tmp_path / "run", local=tmp_path / "near") as run:
+        with savers_with(broken):
+            pending = run.save_async(1, state(1.0))
+            assert pending.near.exception() is None
+            assert isinstance(pending.exception(timeout=100), SaverDiedError)
+        assert "the upload was cancelled" in capfd.readouterr().err
+        assert run.save_async(2, state(2.0)).exception() is None
+        assert run.steps() == [1, 2]
+
+
+def test_message_that_the_kernel_refuses_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The saver runs, and would wait for the message for ever."""
+    send = Channel.send
+
+    def refuse(self: Channel, message: object, *arguments: Any, **options: Any) -> None:
+        if isinstance(message, Save):
+            raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+        send(self, message, *arguments, **options)
+
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save_async(1, state(1.0)).result()
+        with monkeypatch.context() as patch:
+            patch.setattr(Channel, "send", refuse)
+            assert isinstance(run.save_async(2, state(2.0)).exception(timeout=100), SaverDiedError)
+        assert run.save_async(2, state(2.0)).exception() is None
+
+
+def test_hook_that_ends_the_receiving_thread_fails_the_save(tmp_path: Path) -> None:
+    def leave(event: Event) -> None:
+        if event.name == "run.saved":
+            remove()
+            sys.exit("a hook ends the program")
+
+    remove = add_hook(leave)
+    with CheckpointManager(tmp_path / "run") as run:
+        error = run.save_async(1, state(1.0)).exception(timeout=100)
+        assert isinstance(error, SaverDiedError)
+        assert "SystemExit: a hook ends the program" in error.message
+        assert run.save_async(1, state(2.0)).exception() is None
+        check(run, 1, 2.0)
+
+
+def test_saver_that_a_signal_without_a_name_ends_fails_the_save(tmp_path: Path) -> None:
+    number = signal.SIGRTMIN + 5
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save_async(1, state(1.0)).result()
+        os.kill(pid_of(run), signal.SIGSTOP)
+        pending = run.save_async(2, state(2.0))
+        os.kill(pid_of(run), number)
+        os.kill(pid_of(run), signal.SIGCONT)
+        error = pending.exception(timeout=100)
+        assert isinstance(error, SaverDiedError)
+        assert f"signal {number}" in error.message
+        assert run.save_async(2, state(2.0)).exception() is None
 
 
 # --- the end of the training process --------------------------------------------------------------
