@@ -424,12 +424,17 @@ class CheckpointManager:
             raise UsageError("no signals are watched", next_step="call watch_preemption() first")
         if not any(self._ranks.gather(self._watch.noted)):
             return False
-        self._drain()
+        self._runner.drain()
+        # An upload may outlast the grace period. A saver that uploads saves near at the same time; a move of the run waits.
+        is_uploading = self._is_in_saver and self._upload_runner.busy
+        votes = self._ranks.gather((self._newest_saved == step, is_uploading))
         # A save may have succeeded on some ranks only: all save again then.
-        if not all(self._ranks.gather(self._newest_saved == step)):
+        if not all(is_saved for is_saved, _ in votes):
             self._warn_of_failures()
+            is_async = any(each for _, each in votes)
             # After a restore that failed the step may be the newest one, with another state.
-            self._submit(step, state, metrics, None, waits=True, is_async=False).result()
+            self._submit(step, state, metrics, None, waits=True, is_async=is_async).result()
+        self._drain()
         self._watch.close()
         return True
 

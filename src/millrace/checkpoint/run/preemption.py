@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -69,10 +70,12 @@ class PreemptionWatch:
         self.noted, self._noted_at = True, time.monotonic()
         self._timer = threading.Timer(self._grace_seconds, self._give_up, (number,))
         self._timer.daemon = True
-        self._timer.start()
         # In a thread: a hook or a log handler may need a lock that the interrupted code holds.
         event = Event(name="run.preempted", subject=signal.Signals(number).name)
-        threading.Thread(target=emit, args=(event,), name="millrace-preempted", daemon=True).start()
+        report = threading.Thread(target=emit, args=(event,), name="millrace-preempted", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no more threads: an error would end the loop before it saves
+            self._timer.start()
+            report.start()
 
     def _give_up(self, number: int) -> None:
         os.write(

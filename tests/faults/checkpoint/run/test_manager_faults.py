@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from tests.support.interrupts import interrupted_inside
+from tests.support.savers import savers_with
+from tests.support.waiting import wait_until
 
 from millrace.checkpoint import CheckpointManager
 from millrace.checkpoint.run.restoring import Restorer
@@ -85,6 +88,54 @@ def test_unrestored_state_is_saved_on_preemption(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert run.preempted(5, weights(6))
     assert restored(tmp_path) == 6
+
+
+def test_signal_without_a_free_thread_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit of threads or processes the loop must still save once more."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with CheckpointManager(tmp_path) as run:
+        run.watch_preemption()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert run.preempted(5, weights(5))
+    assert restored(tmp_path) == 5
+
+
+def test_state_is_durable_on_preemption_while_an_upload_waits_for_the_origin(tmp_path: Path) -> None:
+    """The grace period may end before the origin responds."""
+    waits = f"""
+import os, time
+from millrace.checkpoint.run import uploading
+copy = uploading.copy_files
+def wait(*arguments, **options):
+    while not os.path.exists({str(tmp_path / "responds")!r}):
+        time.sleep(0.01)
+    copy(*arguments, **options)
+uploading.copy_files = wait
+"""
+    near = tmp_path / "near" / run_directory(tmp_path / "run")
+    found: list[bool] = []
+
+    def respond() -> None:
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: (near / checkpoint_name(2) / "manifest.millrace").exists(), seconds=100)
+        found.append((near / checkpoint_name(2) / "manifest.millrace").exists())
+        (tmp_path / "responds").touch()
+
+    with savers_with(waits), CheckpointManager(tmp_path / "run", local=tmp_path / "near") as run:
+        assert run.save_async(1, weights(1)).near.exception() is None
+        run.watch_preemption()
+        os.kill(os.getpid(), signal.SIGTERM)
+        origin = threading.Thread(target=respond)
+        origin.start()
+        assert run.preempted(2, weights(2))
+        origin.join()
+        assert found == [True]
+    assert restored(tmp_path / "run") == 2
 
 
 # --- interrupts -----------------------------------------------------------------------------------
