@@ -453,13 +453,15 @@ class _Child:
 
     def stop(self, *, patience: float) -> None:
         """Wait for the end of the process, then kill it. Idempotent."""
-        try:
-            self.process.wait(patience)
-        except subprocess.TimeoutExpired:
+        if threading.current_thread() is self._thread:  # where the collector may have ended up
             self.process.kill()
-        self._channel.shut_down()
-        self.process.wait()
-        if threading.current_thread() is not self._thread:  # where the collector may have ended up
+            self.process.wait()
+        else:
+            # Only the thread waits for the process: Ctrl-C inside `Popen.wait` can leave its lock locked.
+            self._thread.join(patience)
+            if self._thread.is_alive():
+                self.process.kill()
+            self._channel.shut_down()
             self._thread.join()
         self._channel.close()
 

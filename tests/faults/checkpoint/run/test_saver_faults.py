@@ -14,6 +14,7 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import torch
 from tests.support.interrupts import interrupted_inside
 from tests.support.runs import assert_whole, local_run
 from tests.support.savers import KILLED_AFTER, first_upload_fails, is_gone, pid_of, savers_with
-from tests.support.waiting import wait_until
+from tests.support.waiting import in_other_thread, wait_until
 
 from millrace.checkpoint import CheckpointManager
 from millrace.checkpoint.run import saver_process, uploading
@@ -474,6 +475,31 @@ def test_ctrl_c_during_a_save_does_not_end_it(tmp_path: Path) -> None:
         assert child.stdout.read().split() == ["interrupted", "2"]
         assert child.wait() == 0
     assert is_gone(saver)
+
+
+def test_ctrl_c_while_close_waits_for_the_end_of_the_saver_leaves_no_lock_behind(tmp_path: Path) -> None:
+    """`Popen.wait` with a timeout keeps its lock if Ctrl-C comes just after it was acquired."""
+
+    def interrupt(frame: FrameType, event: str, function: Any) -> None:
+        is_waiting = frame.f_code is subprocess.Popen._wait.__code__
+        if is_waiting and event == "c_return" and function.__name__ == "acquire":
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    run = CheckpointManager(tmp_path / "run")
+    run.save_async(1, state(1.0)).result()
+    assert run._saver is not None
+    child = run._saver._child
+    sys.setprofile(interrupt)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            run.close()
+        in_other_thread(lambda: child.stop(patience=0.0))
+    finally:
+        sys.setprofile(None)
+        if child.process._waitpid_lock.locked():
+            child.process._waitpid_lock.release()
+    assert is_gone(child.process.pid)
 
 
 def test_answer_to_an_interrupted_question_is_not_that_to_the_next_one(tmp_path: Path) -> None:
