@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from millrace.checkpoint.reading.load_planner import CheckpointLoadPlanner
 from millrace.checkpoint.reading.reader import CheckpointReader
-from millrace.checkpoint.run.ranks import Ranks, first_failure
+from millrace.checkpoint.run.ranks import Ranks, first_failure, lost_ranks_translated
 from millrace.checkpoint.run.save_values import Staged
 from millrace.checkpoint.state.staging import StagedState
 from millrace.checkpoint.state.wrappers import is_wrapper, take_apart
@@ -97,10 +97,14 @@ def save_staged(staged: Staged, writer: RankWriter, count: Callable[[int], None]
 
 
 def load(state: dict[str, Any], reader: CheckpointReader, planner: CheckpointLoadPlanner, ranks: Ranks) -> None:
-    """Load into a state dict of plain members, in place. Raises the error of any rank; then the state is partly loaded."""
+    """Load into a state dict of plain members, in place. Raises the error of any rank; then the state is partly loaded.
+
+    Raises `RetryableError` when another rank has ended.
+    """
     if ranks.count > 1:
         try:
-            dcp.load(state, storage_reader=reader, planner=planner, process_group=ranks.group)
+            with lost_ranks_translated():
+                dcp.load(state, storage_reader=reader, planner=planner, process_group=ranks.group)
         except CheckpointException as error:
             raise first_failure(error.failures) from error
         return

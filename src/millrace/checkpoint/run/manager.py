@@ -549,11 +549,11 @@ class CheckpointManager:
         """Call `function`. If it fails, the other ranks of the save `order` are notified, which wait for this one."""
         try:
             return function()
-        except Exception as error:
+        except BaseException as error:  # also one of a library, such as `asyncio.CancelledError`
             self._notify(order, error)
             raise
 
-    def _notify(self, order: SaveOrder | None, error: Exception) -> None:
+    def _notify(self, order: SaveOrder | None, error: BaseException) -> None:
         """Notify the other ranks of a save that this one has failed."""
         if order is not None:
             publish_failure(self._run.checkpoint(order.name), self._member.rank, order.save_id, error)

@@ -39,7 +39,7 @@ class Ranks:
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
-        with _lost_ranks_translated():
+        with lost_ranks_translated():
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -53,7 +53,7 @@ class Ranks:
                 outcome[0] = function()
             except Exception as error:  # noqa: BLE001 - every rank raises it, whatever it is
                 outcome[1] = picklable(error)
-        with _lost_ranks_translated():
+        with lost_ranks_translated():
             dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
             raise outcome[1]
@@ -80,7 +80,7 @@ class Ranks:
         if self.count == 1:
             return answers([value])[0]
         gathered: list[Any] | None = [None] * self.count if self.is_first else None
-        with _lost_ranks_translated():
+        with lost_ranks_translated():
             dist.gather_object(value, gathered, dst=0, group=self.group)
         replies: list[Any] | None = None
         if gathered is not None:
@@ -89,7 +89,7 @@ class Ranks:
             except Exception as error:  # noqa: BLE001 - as in `run_on_first`
                 replies = [(None, picklable(error))] * self.count
         received: list[Any] = [None]
-        with _lost_ranks_translated():
+        with lost_ranks_translated():
             dist.scatter_object_list(received, replies, src=0, group=self.group)
         answer, failure = received[0]
         if failure is not None:
@@ -112,7 +112,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def _lost_ranks_translated() -> Iterator[None]:
+def lost_ranks_translated() -> Iterator[None]:
     """Convert gloo's errors to `RetryableError`."""
     try:
         yield

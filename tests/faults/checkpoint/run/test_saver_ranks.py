@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from millrace.checkpoint import CheckpointManager
+from millrace.checkpoint.reading.reader import CheckpointReader
 from millrace.checkpoint.run.claims import Claim
 from millrace.checkpoint.run.run_layout import checkpoint_name, open_run
 from millrace.errors import MillraceError, RetryableError, SaverDiedError, UsageError
@@ -141,6 +143,35 @@ def interrupt_rank_1_before_its_save(root: Path) -> None:
                     run.save_async(1, state(1))
         assert run.save_async(2, state(2)).exception() is None
         check(run, 2, 2)
+
+
+def cancel_a_save_of_rank_1(root: Path) -> None:
+    def cancelled(*arguments: object) -> None:
+        raise asyncio.CancelledError
+
+    with CheckpointManager(root / "run", timeout="60s") as run:
+        run.save(1, state(1))
+        if not is_first():
+            run._engine._run_saver().write = cancelled
+        if is_first():
+            with pytest.raises(UsageError, match=r"a rank failed \(CancelledError"):
+                run.save(2, state(2))
+        else:
+            with pytest.raises(asyncio.CancelledError):
+                run.save(2, state(2))
+
+
+def kill_rank_1_in_a_restore(root: Path) -> None:
+    def die(*arguments: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with CheckpointManager(root / "run") as run:
+        run.save(1, state(1))
+        if not is_first():
+            CheckpointReader.read_data = die  # type: ignore[method-assign]
+        with pytest.raises(RetryableError, match="another rank has ended"):
+            run.restore(state(0))
+        os._exit(0)  # without the barrier of all ranks
 
 
 def end_after_a_save_that_failed_on_rank_1(root: Path) -> None:
@@ -338,6 +369,8 @@ PROGRAMS: dict[str, Callable[[Path], None]] = {
         kill_the_saver_of_rank_1,
         kill_the_saver_of_rank_0,
         interrupt_rank_1_before_its_save,
+        cancel_a_save_of_rank_1,
+        kill_rank_1_in_a_restore,
         end_after_a_save_that_failed_on_rank_1,
         kill_rank_1,
         arrive_late,
@@ -373,6 +406,14 @@ def test_saver_of_rank_0_killed_before_the_manifest_fails_the_save_on_all_ranks(
 
 def test_rank_that_is_interrupted_before_its_save_fails_it_on_all_ranks(tmp_path: Path) -> None:
     ranks.run(__file__, "interrupt_rank_1_before_its_save", 2, tmp_path)
+
+
+def test_rank_whose_save_an_exception_of_any_kind_ends_fails_it_on_all_ranks(tmp_path: Path) -> None:
+    ranks.run(__file__, "cancel_a_save_of_rank_1", 2, tmp_path)
+
+
+def test_rank_killed_during_a_restore_is_a_retryable_error_of_the_others(tmp_path: Path) -> None:
+    ranks.run(__file__, "kill_rank_1_in_a_restore", 2, tmp_path, codes=(0, -signal.SIGKILL))
 
 
 def test_ranks_that_differ_about_the_last_save_save_once_more_before_they_end(tmp_path: Path) -> None:
