@@ -91,6 +91,7 @@ def fine_tune(
             failure_config=ray.train.FailureConfig(max_failures=settings.max_failures, controller_failure_limit=-1),
         ),
     )
+    progress(f"starting {settings.workers} worker{'s' * (settings.workers != 1)}")
     _fit(trainer, _Follower(settings, outputs, progress))
     result = Result.read(settings, outputs)
     if importlib.util.find_spec("matplotlib") is None:

@@ -152,7 +152,7 @@ def wait_for_none_of(directory: Path) -> None:
     [
         (signal.SIGINT, 130, "starting Ray"),
         # Later than the other: while Ray starts, its own handler may receive SIGTERM, and aborts.
-        (signal.SIGTERM, 143, "training 0"),
+        (signal.SIGTERM, 143, "starting 1 worker"),
     ],
 )
 def test_demo_ended_by_signal_leaves_no_process_and_no_ray_directory(
@@ -174,7 +174,8 @@ def test_kill_9_leaves_no_process_and_no_file_elsewhere(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    process = start(directory, "training 0")
+    process = start(directory, "starting 1 worker")
+    time.sleep(3)
     assert (directory / "ray").stat().st_mode & 0o777 == 0o700  # no other user can use Ray's sockets
     process.kill()
     process.communicate(timeout=SECONDS)
