@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from tests.support import doc_pages
+from tests.support.fork_server import ForkedProcess, torch_server
 
 ROOT = Path(__file__).parents[2]
 _DOCS = ROOT / "docs"
@@ -28,16 +27,12 @@ RUN_WITH_RAY = [
 
 def run_page(page: Path, environment: Mapping[str, str], directory: Path) -> None:
     """Run a page from top to bottom in a directory; fails with its output."""
-    command = [sys.executable, "-W", "default", doc_pages.__file__, str(page)]
-    with open(directory / "output", "w+") as output:
-        process = subprocess.Popen(
-            command, cwd=directory, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            status = process.wait()
-        finally:
-            with suppress(ProcessLookupError):  # it ended, and left nothing in the background
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        output.seek(0)
-        assert status == 0, output.read()
+    log = directory / "output"
+    process = ForkedProcess(torch_server(), doc_pages.__file__, str(page), log=log, cwd=directory, env=environment)
+    try:
+        status = process.wait(timeout=600)
+    finally:
+        with suppress(ProcessLookupError):  # it ended, and left nothing in the background
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+    assert status == 0, log.read_text()

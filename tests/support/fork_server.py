@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
-import functools
 import gc
 import importlib
 import json
@@ -187,12 +186,34 @@ class ForkedProcess:
                 pipe.close()
 
 
-@functools.cache
 def node_server() -> ForkServer:
     """Forks nodes, and processes that read and write through them."""
-    return ForkServer(
+    return _server(
         "tests.support.settable_time", "millrace.cli.node", "millrace.node.process", "millrace.filesystem", "xxhash"
     )
+
+
+def torch_server() -> ForkServer:
+    """Forks ranks, and other processes that use torch."""
+    return _server(
+        "pytest",  # as the ranks' scripts, which are test modules
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.tensor",  # its first use loads `torch._dynamo`: a second of CPU
+        "millrace.checkpoint.run.manager",
+        "millrace.filesystem",
+    )
+
+
+_servers: dict[tuple[str, ...], ForkServer] = {}
+
+
+def _server(*modules: str) -> ForkServer:
+    """One for all tests of this process, or another one after its end."""
+    server = _servers.get(modules)
+    if server is None or not server.is_alive:
+        server = _servers[modules] = ForkServer(*modules)
+    return server
 
 
 # --- in the process that forks --------------------------------------------------------------------

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import gc
 import os
 import pathlib
@@ -18,19 +17,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
-from tests.support.fork_server import PATH, ForkedProcess, ForkServer
-
-
-@functools.cache
-def _server() -> ForkServer:
-    return ForkServer(
-        "pytest",  # as the scripts, which are test modules
-        "torch._dynamo",
-        "torch.distributed.checkpoint",
-        "torch.distributed.tensor",  # its first use loads `torch._dynamo`: a second of CPU
-        "millrace.checkpoint.run.manager",
-        "millrace.filesystem",
-    )
+from tests.support.fork_server import PATH, ForkedProcess, torch_server
 
 
 def run(
@@ -42,8 +29,6 @@ def run(
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a program of `script` on so many ranks, and `meanwhile` here; all must end with 0, or with `codes`."""
-    if not _server().is_alive:
-        _server.cache_clear()
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": PATH}
     with contextlib.ExitStack() as running:
         directory = pathlib.Path(running.enter_context(tempfile.TemporaryDirectory()))
@@ -52,7 +37,7 @@ def run(
         for rank, log in enumerate(logs):
             # The ranks meet at a file: a port that is free now may be taken when they have started.
             arguments = [program, str(rank), str(world), str(directory / "store"), str(root)]
-            process = ForkedProcess(_server(), script, *arguments, log=log, env=environment)
+            process = ForkedProcess(torch_server(), script, *arguments, log=log, env=environment)
             processes.append(process)
             running.callback(process.kill)
         meanwhile()
