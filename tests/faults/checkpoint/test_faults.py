@@ -8,13 +8,13 @@ import pathlib
 import resource
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.support.failures import failure_of
+from tests.support.fork_server import ForkedProcess, torch_server
 from tests.support.states import assert_same_state
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
@@ -70,16 +70,16 @@ def kept(tmp_path):
 def test_killed_save_leaves_the_previous_checkpoint_complete(tmp_path):
     place = tmp_path / "run"
     for attempt in range(2):
-        process = subprocess.Popen([sys.executable, "-c", SAVE_FOREVER, str(place)], stdout=subprocess.PIPE, text=True)
+        log = tmp_path / "log"
+        process = ForkedProcess(torch_server(), SAVE_FOREVER, str(place), log=log, pipes=True)
         try:
-            completed = int(process.stdout.readline())
+            completed = int(process.stdout.readline() or log.read_text())
             # In the middle of one of the next saves, wherever that is.
             time.sleep(0.05 + 0.06 * attempt)
         finally:
-            process.send_signal(signal.SIGKILL)
+            os.kill(process.pid, signal.SIGKILL)
             completed = max([completed, *map(int, process.stdout.read().split())])
-            process.wait()
-            process.stdout.close()
+            process.kill()
         state = {"x": torch.zeros(1 << 22), "y": torch.zeros(1 << 20), "step": None}
         dcp.load(state, storage_reader=CheckpointReader(place))
         assert state["step"] >= completed - 1

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.support.checkpoints import data_file
+from tests.support.fork_server import ForkedProcess, torch_server
 from tests.support.harms import flip_in_the_middle
 from tests.support.savers import no_files_in
 from tests.support.states import assert_same_state
@@ -772,18 +773,15 @@ def test_kill_9_in_the_middle_of_saves_and_prunes_loses_nothing_that_is_kept(tmp
     expected = torch.zeros(2_000_000)
     reached = -1
     for number in range(0, 8, 2):
-        child = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
-        )
-        assert child.stdout is not None
-        announced = [int(child.stdout.readline()) for _ in range(2 + number % 3)]
+        log = tmp_path / "log"
+        child = ForkedProcess(torch_server(), KILLED, str(tmp_path / "run"), log=log, pipes=True)
+        announced = [int(child.stdout.readline() or log.read_text()) for _ in range(2 + number % 3)]
         assert announced[0] >= reached  # nothing that was durable is lost
-        timer = threading.Timer(0.01 * number, child.send_signal, (signal.SIGKILL,))
+        timer = threading.Timer(0.01 * number, os.kill, (child.pid, signal.SIGKILL))
         timer.start()
         rest = [int(line) for line in child.stdout.read().split()]
         timer.join()
-        child.wait(300)
-        child.stdout.close()
+        child.kill()
         announced += rest
         state = {"x": torch.ones(2_000_000), "step": -2}
         with CheckpointManager(tmp_path / "run") as run:

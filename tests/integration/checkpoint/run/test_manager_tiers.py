@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -19,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.checkpoint.run.test_manager import change, damage, empty_like, make_state
+from tests.support.fork_server import ForkedProcess, torch_server
 from tests.support.seen_events import seen_events
 from tests.support.servers import steady_port
 from tests.support.states import assert_same_state
@@ -221,22 +225,17 @@ for step in range(first + 1, first + 1000):
 
 @pytest.mark.slow
 def test_kill_9_between_the_places_loses_nothing(tmp_path: Path, runs_server: S3Server) -> None:
-    import json
-    import signal
-
     url, options = "s3://runs/killed", runs_server.target_options
     expected = torch.zeros(1_000_000)
     for number in range(4):
-        command = [sys.executable, "-c", textwrap.dedent(KILLED), url, str(tmp_path / "near"), json.dumps(options)]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        announced = [int(child.stdout.readline()) for _ in range(2 + number % 2)]
-        timer = threading.Timer(0.03 * number, child.send_signal, (signal.SIGKILL,))
+        log, arguments = tmp_path / "log", (url, str(tmp_path / "near"), json.dumps(options))
+        child = ForkedProcess(torch_server(), KILLED, *arguments, log=log, pipes=True)
+        announced = [int(child.stdout.readline() or log.read_text()) for _ in range(2 + number % 2)]
+        timer = threading.Timer(0.03 * number, os.kill, (child.pid, signal.SIGKILL))
         timer.start()
         announced += [int(line) for line in child.stdout.read().split()]
         timer.join()
-        child.wait(300)
-        child.stdout.close()
+        child.kill()
         with CheckpointManager(url, local=tmp_path / "near", target_options=options) as run:
             state: dict[str, Any] = {"x": torch.ones(1_000_000), "step": -2}
             newest = run.restore(state)
