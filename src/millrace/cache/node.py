@@ -106,6 +106,14 @@ class CacheNode:
                 emit(Event(name="cache.disk.failed", subject=str(directory), detail=detail))
         return disks
 
+    def apply_limits(self) -> None:
+        """Apply the limits of this node's options to its disks again: another node of this process may have changed them."""
+        for disk in self.open_disks:
+            try:
+                disk.limit(self.options)
+            except StorageError as error:
+                disk.report(error)
+
     def unusable(self) -> StorageError:
         """The error of a call that needs a disk, when none can be used."""
         if isinstance(self._failure, DiskFullError):

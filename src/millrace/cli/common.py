@@ -128,9 +128,10 @@ def existing_node(cache_dir: Sequence[str]) -> tuple[CacheNode, list[str]]:
     Raises `ConfigurationError` if no directory has a cache, and `StorageError` if none can be used.
     """
     from millrace.cache.node import cache_node, store_exists
+    from millrace.cluster.attach import with_node_limits
     from millrace.config import resolve
 
-    options = resolve({"cache_dir": list(cache_dir) or None})
+    options = with_node_limits(resolve({"cache_dir": list(cache_dir) or None}))
     there = tuple(path for path in options.cache_dirs if store_exists(replace(options, cache_dirs=(path,))))
     missing = [str(path) for path in options.cache_dirs if path not in there]
     if not there:

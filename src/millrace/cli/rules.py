@@ -175,9 +175,10 @@ def resize(size: str | None, back: bool, node: str | None, cache_dir: tuple[str,
 def _resize_here(size: str | None, cache_dir: Sequence[str]) -> list[dict[str, Any]]:
     from millrace.cache import catalog
     from millrace.cache.node import cache_node
+    from millrace.cluster.attach import with_node_limits
     from millrace.config import parse_amount, resolve
 
-    node = cache_node(resolve({"cache_dir": list(cache_dir) or None}))
+    node = cache_node(with_node_limits(resolve({"cache_dir": list(cache_dir) or None})))
     catalog.resize(node, None if size is None else parse_amount(size, option="size"))
     for disk in node.open_disks:
         capacity, there = disk.store.space.capacity_bytes(), disk.store.space.disk_bytes()

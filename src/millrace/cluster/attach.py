@@ -8,6 +8,7 @@ own: only the first read of all waits for one. A process without a cluster impor
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ from millrace.runtime.private_files import make_folder
 
 if TYPE_CHECKING:
     from millrace.cluster.cluster import Cluster
-    from millrace.cluster.folder import FolderViews, NodeFacts
+    from millrace.cluster.folder import FolderViews, LocalNode, NodeFacts
     from millrace.cluster.membership import Membership, NodeLink
 
 _log = logging.getLogger("millrace.cluster")
@@ -164,6 +165,28 @@ def known_cluster(options: CacheOptions) -> Cluster | None:
     return None if link is None else _process.cluster(options, link)
 
 
+def node_holding(options: CacheOptions) -> LocalNode | None:
+    """The running node that holds the folder of `options` in a cache directory; None without one. Never raises."""
+    for cache_dir in options.cache_dirs:
+        directory = store_directory(cache_dir).with_name(f"{options.folder}.node")
+        if os.path.exists(directory / "node.json"):
+            with importing():
+                from millrace.cluster.folder import live_node
+
+            if (node := live_node(directory)) is not None:
+                return node
+    return None
+
+
+def with_node_limits(options: CacheOptions) -> CacheOptions:
+    """`options` with the limits of the node that holds their folder.
+
+    They apply to every process that uses the folder: with higher ones it would store what the node has to evict.
+    """
+    node = node_holding(options)
+    return options if node is None else replace(options, capacity=node.facts.capacity, min_free=node.facts.min_free)
+
+
 def start_ray_nodes(options: CacheOptions) -> set[str]:
     """Start a node on every Ray node that has none; returns the member ids of the running ones.
 
@@ -217,8 +240,10 @@ class _Attachment:
         def reopen() -> CacheNode:
             return Attached(self.options).node
 
+        options = self._limited(link)
+        node = cache_node(options)
+        node.apply_limits()
         if link is None:
-            node = cache_node(self.options)
             node.connect(source=direct, reopen=reopen)
         else:
             with importing():
@@ -226,9 +251,6 @@ class _Attachment:
                 from millrace.cluster.source import ClusterSources
 
             cluster = self.process.cluster(self.options, link)
-            # The node's limits hold in its folder: with higher ones this process would store what the node has to evict.
-            capacity, min_free = link.capacity or self.options.capacity, link.min_free or self.options.min_free
-            node = cache_node(replace(self.options, folder=link.folder, capacity=capacity, min_free=min_free))
             listings = ClusterListings(cluster, self.options.max_age_seconds)
             node.connect(source=ClusterSources(cluster), metadata_source=listings, reopen=reopen)
             cluster.distinguish_copies(node)
@@ -238,12 +260,16 @@ class _Attachment:
         self._next_alive = time.monotonic() + _ALIVE_SECONDS
         self._plan()
 
+    def _limited(self, link: NodeLink | None) -> CacheOptions:
+        """The options of the cache that belongs to `link`, with the limits of the node that holds its folder."""
+        options = self.options if link is None else replace(self.options, folder=link.folder)
+        if link is None or link.capacity is None or link.min_free is None:
+            return with_node_limits(options)
+        return replace(options, capacity=link.capacity, min_free=link.min_free)
+
     def _plan(self) -> None:
-        """Set the time of the next look: never, if nothing can change."""
-        if self._link is None and self.options.members != "auto":
-            self.next_look = float("inf")
-        else:
-            self.next_look = time.monotonic() + (_LOOK_SECONDS if self._link is not None else _ALIVE_SECONDS)
+        """Set the time of the next look."""
+        self.next_look = time.monotonic() + (_LOOK_SECONDS if self._link is not None else _ALIVE_SECONDS)
 
     def introduce(self, origin: Origin) -> None:
         """Make an origin known to a cluster in Ray. Other clusters do not need it."""
@@ -273,6 +299,10 @@ class _Attachment:
         if now < self._next_alive:
             return
         self._next_alive = now + _ALIVE_SECONDS
+        if self._limited(self._link) != self.node.options:  # the node that holds the folder has started or ended
+            self._use(self._link)
+        if self._link is None and self.options.members != "auto":
+            return
         if self._by_ray and is_in_ray() != self._in_ray:  # ray.init or ray.shutdown since the last check
             self._in_ray = not self._in_ray
             self._start_search()

@@ -167,6 +167,26 @@ def test_attached_returns_the_same_node_as_another(
     assert attached.node is node_for(wanted) is not first
 
 
+@pytest.mark.parametrize("given", [{"members": "none"}, {"members": "static://127.0.0.1:9", "cluster_token": TOKEN}])
+def test_process_outside_of_the_cluster_uses_the_limits_of_a_node_while_it_runs(
+    options: Options, node: Node, passing: Callable[[float], None], given: dict[str, str]
+) -> None:
+    mine = options(capacity="1GB", **given)
+
+    def capacity() -> int:
+        ((_, _, nbytes),) = node_for(mine).disks()
+        return nbytes
+
+    assert capacity() == 10**9
+    for nbytes in (5_000_000, 7_000_000):
+        folder = node(capacity=Amount(nbytes=nbytes))
+        passing(1.1)
+        assert capacity() == nbytes
+        folder.close()
+        passing(1.1)
+        assert capacity() == 10**9
+
+
 # --- a client -----------------------------------------------------------------------------------------------
 
 
