@@ -106,6 +106,14 @@ class Amount:
         """The amount in bytes on a disk of `disk_bytes`."""
         return self.nbytes if self.nbytes is not None else int((self.share or 0.0) * disk_bytes)
 
+    def text(self) -> str:
+        """The amount as it is written in an option: `7GB`, `64MiB` or `80%`, in the largest unit without a fraction."""
+        if self.nbytes is None:
+            return f"{round(100 * (self.share or 0.0), 6):g}%"
+        units = sorted(_UNITS.items(), key=lambda unit: -unit[1])
+        name, size = next((unit for unit in units if self.nbytes and self.nbytes % unit[1] == 0), ("B", 1))
+        return f"{self.nbytes // size}{(name or 'B').replace('IB', 'iB')}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:

@@ -30,6 +30,13 @@ from millrace.errors import ConfigurationError
 from millrace.option_types import FileSystemOptions
 
 
+@pytest.mark.parametrize("text", ["7GB", "64MiB", "1TiB", "1500MB", "123B", "0B", "80%", "12.5%"])
+def test_amount_as_text_parses_to_the_same_amount(text: str) -> None:
+    amount = parse_amount(text, option="capacity")
+    assert amount.text() == text
+    assert parse_amount(amount.text(), option="capacity") == amount
+
+
 @pytest.mark.parametrize(
     ("text", "amount"),
     [

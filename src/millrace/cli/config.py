@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +25,13 @@ def config() -> None:
 @cache_dir_option
 @json_option
 def show(cache_dir: tuple[str, ...], as_json: bool) -> None:
-    """Show each option with its value and its source: a variable, a file, or the default.
+    """Show each option with its value and its source: a variable, a file, a node, 'resize', or the default.
 
     These are the values that a file system without arguments uses here. A secret is shown as 'set'.
     """
-    from millrace.config import effective_options
     from millrace.errors import printable
 
-    options, variables = effective_options({"cache_dir": list(cache_dir) or None}), _variables(os.environ)
+    options, variables = options_here(cache_dir), _variables(os.environ)
     if as_json:
         print_json({"options": [asdict(each) for each in options], "variables": [asdict(each) for each in variables]})
         return
@@ -40,6 +39,40 @@ def show(cache_dir: tuple[str, ...], as_json: bool) -> None:
     rows = [("option", "value", "source"), *found]
     for line in columns_text(rows, left=3):
         click.echo(printable(line))
+
+
+def options_here(cache_dir: Sequence[str]) -> list[EffectiveOption]:
+    """The options that a file system without arguments uses here: also those of a node that runs here, and of `resize`.
+
+    Raises `ConfigurationError` for a value that cannot be used.
+    """
+    from millrace.cache.eviction.retention import RulesFile
+    from millrace.cache.node import store_directory
+    from millrace.cluster.attach import node_holding
+    from millrace.cluster.folder import node_of_cluster
+    from millrace.config import BY_RAY, LOCAL_FOLDER, EffectiveOption, effective_options, resolve
+
+    given = {"cache_dir": list(cache_dir) or None}
+    found, options = effective_options(given), resolve(given)
+    names = [each.name for each in found]
+    replaced: dict[str, tuple[Any, str]] = {}
+    own = None if options.members in ("none", *BY_RAY) else node_of_cluster(options)
+    node = own or node_holding(options)
+    if node is not None:
+        facts, source = node.facts, f"node {node.facts.address}"
+        replaced = {"capacity": (facts.capacity.text(), source), "min_free": (facts.min_free.text(), source)}
+        if own is not None:
+            tls = facts.to_json()["tls"]
+            replaced |= {"cluster_token": ("set", source), "tls": (tls, source), "replicas": (facts.replicas, source)}
+    folder = LOCAL_FOLDER if node is None else node.name
+    resized = [RulesFile(store_directory(each, folder)).current().capacity for each in options.cache_dirs]
+    if any(resized):
+        unchanged = replaced.get("capacity", (found[names.index("capacity")].value, ""))[0]
+        sizes = [unchanged if each is None else each.text() for each in resized]
+        replaced["capacity"] = sizes[0] if len(set(sizes)) == 1 else sizes, "resize"
+    for name, (value, source) in replaced.items():
+        found[names.index(name)] = EffectiveOption(name=name, value=value, source=source)
+    return found
 
 
 def _variables(environ: Mapping[str, str]) -> list[EffectiveOption]:

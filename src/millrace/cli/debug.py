@@ -80,15 +80,16 @@ def bundle(output: Path | None, node: str | None, cache_dir: tuple[str, ...], as
 
 def _parts(node: str | None, cache_dir: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
     """The functions that gather the parts, by name."""
+    from millrace.cli.config import options_here
     from millrace.cli.doctor import checks_of
     from millrace.cli.status import read_status
-    from millrace.config import effective_options, resolve
+    from millrace.config import resolve
 
     given = {"cache_dir": list(cache_dir) or None}
     return {
         "about": _about,
         "environment": lambda: environment_of(os.environ),
-        "options": lambda: [asdict(each) for each in effective_options(given)],
+        "options": lambda: [asdict(each) for each in options_here(cache_dir)],
         "checks": lambda: [asdict(check) for check in checks_of(resolve(given), None, None)],
         "status": lambda: read_status(node, cache_dir),
     }
