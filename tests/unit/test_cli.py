@@ -37,6 +37,15 @@ def test_help_and_version_are_printed(capsys: pytest.CaptureFixture[str]) -> Non
         (["checkpoints", "verify", "--threads", "0", "x"], 2, "--threads"),
         (["status", "--colour", "red"], 2, "--colour"),
         (["status", "--cache-dir", "/nonexistent-cache"], 1, "/nonexistent-cache: no cache"),
+        (["status", "--watch=abc"], 2, "see 'millrace status --help'"),
+        (["plan", "--json=abc"], 2, "see 'millrace plan --help'"),
+        (["checkpoints", "ls", "--watch=abc"], 2, "see 'millrace checkpoints ls --help'"),
+        (["checkpoints", "--help=abc"], 2, "see 'millrace checkpoints --help'"),
+        (["status", "-q"], 2, "'-q': it goes before the command: 'millrace -q status'"),
+        (["load", "x", "-vv"], 2, "'-v': it goes before the command: 'millrace -v load'"),
+        (["checkpoints", "ls", "--log-level", "info"], 2, "'millrace --log-level ... checkpoints ls'"),
+        (["status", "-y"], 2, "see 'millrace status --help'"),
+        (["-y", "status"], 2, "see 'millrace --help'"),
     ],
 )
 def test_command_with_invalid_input_prints_one_line_on_stderr(

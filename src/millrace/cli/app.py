@@ -116,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return error.exit_code
         path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "millrace"
         message = " ".join(error.format_message().split())  # click writes a choice's values below each other
-        print_message(f"{message.rstrip('.')}: see '{path} --help'")
+        next_step = _before_the_command(error, path) or f"see '{path} --help'"
+        print_message(f"{message.rstrip('.')}: {next_step}")
         return error.exit_code
     except MillraceError as error:
         print_message(str(error))
@@ -154,6 +155,17 @@ def add_commands() -> None:
         checkpoints, config, debug, doctor, files, free, limit, load, ls, node, pin, plan, resize, stats, status, unpin,
     ):  # fmt: skip
         millrace.add_command(command)
+
+
+def _before_the_command(error: click.ClickException, path: str) -> str | None:
+    """The next step if a command got an option of `millrace` itself; else None."""
+    if not isinstance(error, click.NoSuchOption) or path == "millrace":
+        return None
+    for option in millrace.params:
+        if isinstance(option, click.Option) and error.option_name in option.opts:
+            value = "" if option.is_flag or option.count else " ..."
+            return f"it goes before the command: 'millrace {error.option_name}{value}{path.removeprefix('millrace')}'"
+    return None
 
 
 def _unexpected(error: Exception) -> int:

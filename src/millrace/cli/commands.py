@@ -15,7 +15,18 @@ MAX_WIDTH = 110
 """The most columns of a help text. A narrower terminal wraps it; no text is cut."""
 
 
-class LibraryCommand(click.Command):
+class PlainCommand(click.Command):
+    """A command whose usage errors name it. click leaves it out of some, and the user is then sent to another help."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
+
+
+class LibraryCommand(PlainCommand):
     """A command that uses the library, which is loaded when the command begins and not for its help."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -27,7 +38,7 @@ class LibraryCommand(click.Command):
             return super().invoke(ctx)
 
 
-class GroupedCommands(click.Group):
+class GroupedCommands(PlainCommand, click.Group):
     """A group whose help lists its commands in sections, each with its whole first sentence."""
 
     command_class = LibraryCommand

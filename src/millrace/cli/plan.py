@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from millrace.cli.commands import PlainCommand
 from millrace.cli.common import NumberRange, columns_text, json_option, print_json, time_text
 from millrace.cli.rates import ratio_text
 from millrace.figures import size_text
@@ -49,7 +50,7 @@ _PRICE = NumberRange(min=0)
 _COUNT = click.IntRange(1, 10**9)
 
 
-@click.command()
+@click.command(cls=PlainCommand)
 @click.option("--data", type=_size, required=True, metavar="SIZE", help="Size of the data set.")
 @click.option("--nodes", type=_COUNT, default=1, show_default=True, metavar="N", help="Number of nodes.")
 @click.option("--disk", type=_size, required=True, metavar="SIZE", help="Cache capacity of one node.")
