@@ -55,10 +55,10 @@ def debug() -> None:
 @cache_dir_option
 @json_option
 def bundle(output: Path | None, node: str | None, cache_dir: tuple[str, ...], as_json: bool) -> None:
-    """Write versions, checks, options and status to a .tar.gz file for a bug report.
+    """Write versions, checks, options, status and the nodes' events and metrics to a .tar.gz file for a bug report.
 
-    It has no secret: tokens, keys and queries of URLs are removed. It does contain names of hosts, directories, and prefixes
-    with pins or limits: look at it before you publish it. A part that fails contains its error.
+    It has no secret: tokens, keys and queries of URLs are removed. It does contain names of hosts, directories, prefixes,
+    jobs and runs: look at it before you publish it. A part that fails contains its error.
     """
     from millrace.errors import ConfigurationError
 
@@ -66,7 +66,7 @@ def bundle(output: Path | None, node: str | None, cache_dir: tuple[str, ...], as
         raise click.UsageError("--output names no file")
     path = output or Path(time.strftime("millrace-debug-%Y%m%d-%H%M%S.tar.gz"))
     parts = {name: _gathered(gather) for name, gather in _parts(node, cache_dir).items()}
-    hide = hidden(secrets_of(os.environ))
+    hide = hidden(secrets_of(os.environ) | _tokens_here(cache_dir))
     files = {f"{name}.json": json.dumps(hide(content), indent=1) for name, content in parts.items()}
     try:
         _write(path, files)
@@ -81,18 +81,45 @@ def bundle(output: Path | None, node: str | None, cache_dir: tuple[str, ...], as
 def _parts(node: str | None, cache_dir: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
     """The functions that gather the parts, by name."""
     from millrace.cli.config import options_here
-    from millrace.cli.doctor import checks_of
+    from millrace.cli.doctor import checks_despite_errors
     from millrace.cli.status import read_status
-    from millrace.config import resolve
 
-    given = {"cache_dir": list(cache_dir) or None}
     return {
         "about": _about,
         "environment": lambda: environment_of(os.environ),
         "options": lambda: [asdict(each) for each in options_here(cache_dir)],
-        "checks": lambda: [asdict(check) for check in checks_of(resolve(given), None, None)],
+        "checks": lambda: [asdict(check) for check in checks_despite_errors(cache_dir)],
         "status": lambda: read_status(node, cache_dir),
+        "nodes": lambda: _nodes(node, cache_dir),
     }
+
+
+def _nodes(address: str | None, cache_dir: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The status of every member of the cluster with the figures of the status page, its last events, and its metrics."""
+    from millrace.cli.status import cluster_access
+    from millrace.config import resolve
+    from millrace.filesystem.cluster_access import metrics, statuses
+
+    access = cluster_access(resolve({"cache_dir": list(cache_dir) or None}), address)
+    if access is None:
+        return []
+    with access:
+        lines = metrics(access)
+        return [
+            {**status, "metrics": lines.get(status["address"], [])}
+            for status in statuses(access, query={"details": "1"})
+        ]
+
+
+def _tokens_here(cache_dir: tuple[str, ...]) -> set[str]:
+    """The tokens of the nodes on this machine, which may be in no variable and no file of options."""
+    from millrace.cluster.folder import live_nodes
+    from millrace.config import resolve
+    from millrace.errors import ConfigurationError
+
+    with contextlib.suppress(ConfigurationError):  # the part `checks` contains this error
+        return {node.facts.token for node in live_nodes(resolve({"cache_dir": list(cache_dir) or None}))}
+    return set()
 
 
 def _gathered(gather: Callable[[], Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _CONNECT_SECONDS = 3.0
 _LIBRARIES = ("pyarrow", "obstore", "lmdb", "fsspec")
+_PLACES = ("HOME", "XDG_CACHE_HOME", "MILLRACE_CACHE_DIR")  # the variables that name the default cache directory
 _OPTIONAL = {"ray": "ray", "torch": "torch"}
 # File locks and memory maps are not reliable on these.
 _REMOTE_FILE_SYSTEMS = ("nfs", "cifs", "smb", "ceph", "lustre", "gpfs", "glusterfs", "afs", "9p", "beegfs", "fuse.")
@@ -64,17 +66,48 @@ def doctor(url: str | None, cache_dir: tuple[str, ...], endpoint_url: str | None
 
 def checks_of(options: CacheOptions, url: str | None, endpoint_url: str | None) -> Iterator[Check]:
     """All checks of this machine, of its cluster, and of `url` if there is one."""
+    yield from machine_checks(options)
+    yield from _cluster_checks(options)
+    if url is not None:
+        yield _reach(url, endpoint_url)
+
+
+def checks_despite_errors(cache_dir: Sequence[str]) -> Iterator[Check]:
+    """`checks_of` this machine and its cluster. With an unusable option: that error, and the checks of the machine."""
+    from millrace.config import load_file, resolve
+    from millrace.errors import ConfigurationError
+
+    given = {"cache_dir": list(cache_dir) or None}
+    try:
+        options = resolve(given)
+    except ConfigurationError as error:
+        yield Check(name="configuration", state="failed", detail=str(error))
+    else:
+        yield from checks_of(options, None, None)
+        return
+    environ = {name: os.environ[name] for name in _PLACES if name in os.environ}
+    file: dict[str, Any] = {}
+    usable: CacheOptions | None = None
+    with contextlib.suppress(ConfigurationError):
+        file = load_file(os.environ)
+    with contextlib.suppress(ConfigurationError):
+        usable = resolve(given, environ=environ, file={"cache_dir": file.get("cache_dir")})
+    yield from machine_checks(usable)
+
+
+def machine_checks(options: CacheOptions | None) -> Iterator[Check]:
+    """The checks of Python, the libraries, the machine, and the cache directories of `options`."""
+    from millrace.cluster.attach import with_node_limits
+
     yield Check(name="python", state="ok", detail=f"{platform.python_version()} in {sys.prefix}")
     for name in _LIBRARIES:
         yield _library(name, None)
     for name, extra in _OPTIONAL.items():
         yield _library(name, extra)
     yield _boot()
-    for directory in options.cache_dirs:
-        yield from _cache_directory(directory, options)
-    yield from _cluster_checks(options)
-    if url is not None:
-        yield _reach(url, endpoint_url)
+    if options is not None:
+        for directory in options.cache_dirs:
+            yield from _cache_directory(directory, with_node_limits(options))
 
 
 def _library(name: str, extra: str | None) -> Check:

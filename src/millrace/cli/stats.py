@@ -11,6 +11,7 @@ import click
 from millrace.cli.commands import LibraryCommand
 from millrace.cli.common import cache_dir_option, columns_text, existing_node, json_option, node_option
 from millrace.cli.rates import rates, ratio_text
+from millrace.cli.status import cluster_access
 from millrace.cli.watch import interval_option, repeat
 from millrace.figures import hit_ratio, size_text
 
@@ -45,10 +46,8 @@ def stats(interval: float, count: int, node: str | None, cache_dir: tuple[str, .
     without a cluster, this machine's cache. A node that does not respond is missing in an output.
     """
     from millrace.config import resolve
-    from millrace.filesystem.cluster_access import access_from_here, access_through
 
-    options = resolve({"cache_dir": list(cache_dir) or None})
-    access = access_from_here(options) if node is None else access_through(node, options)
+    access = cluster_access(resolve({"cache_dir": list(cache_dir) or None}), node)
     if access is None:
         source = _Source(None, cache_dir)
         repeat(source.read, table_lines, interval=interval, as_json=as_json, count=count)

@@ -110,11 +110,16 @@ def _lines(state: Mapping[str, Any]) -> list[str]:
 # --- the cluster ------------------------------------------------------------------------------------------
 
 
-def _cluster(options: CacheOptions, address: str | None) -> dict[str, Any] | None:
-    """The status of every node of the cluster; None without a cluster."""
+def cluster_access(options: CacheOptions, address: str | None) -> ClusterAccess | None:
+    """Access to the cluster of the node at `address`, else to the cluster of this machine; None without one."""
     from millrace.filesystem.cluster_access import access_from_here, access_through
 
-    access = access_from_here(options) if address is None else access_through(address, options)
+    return access_from_here(options) if address is None else access_through(address, options)
+
+
+def _cluster(options: CacheOptions, address: str | None) -> dict[str, Any] | None:
+    """The status of every node of the cluster; None without a cluster."""
+    access = cluster_access(options, address)
     if access is None:
         return None
     with access:

@@ -94,6 +94,20 @@ def statuses(access: ClusterAccess, *, query: Mapping[str, str] | None = None) -
     return found
 
 
+def metrics(access: ClusterAccess) -> dict[str, list[str]]:
+    """The lines of `/metrics` of every member that answers, by address. All are requested at once."""
+
+    def request(member: Member) -> tuple[str, list[str]]:
+        try:
+            page = access.client.page(member.address, "GET", "/metrics", deadline=_DEADLINE_SECONDS)
+        except MillraceError:
+            return member.address, []
+        return member.address, page.decode("utf-8", "replace").splitlines()
+
+    pages = side_by_side(request, access.members(), _THREADS, "millrace-cluster-access")
+    return {address: lines for address, lines in pages if lines}
+
+
 def counted(access: ClusterAccess, *, settled: bool = False) -> dict[str, dict[str, dict[str, int]]]:
     """The counters of every member that answers (`NodeFigures.counters`), by member id. All are requested at once.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from millrace.cli import main
 from millrace.cluster.attach import close_all
 from millrace.config import resolve
+from millrace.events import Event, emit
 from millrace.node.process import NodeProcess
 from millrace.origin import open_origin
 from millrace.testing.process import free_ports
@@ -99,3 +101,26 @@ for path in sys.argv[1:]:
     subprocess.run([sys.executable, "-c", code, *paths], check=True, timeout=300)
     ((_, used, capacity),) = node.node.disks()
     assert 0 < used <= capacity == CAPACITY
+
+
+def test_debug_bundle_next_to_a_node_has_its_limits_events_and_metrics_and_no_secret(
+    node: NodeProcess, printed: Json, tmp_path: Path
+) -> None:
+    emit(
+        Event(name="cluster.member.lost", subject="10.0.0.5:1", detail=f"uses {TOKEN}, https://host/key?signature=abc")
+    )
+    printed("debug", "bundle", "--output", str(tmp_path / "bundle.tar.gz"))
+    with tarfile.open(tmp_path / "bundle.tar.gz") as archive:
+        files = {entry.name.rpartition("/")[2]: archive.extractfile(entry) for entry in archive}
+        texts = {name: file.read().decode() for name, file in files.items() if file is not None}
+    parts = {name: json.loads(text) for name, text in texts.items()}
+    assert shown({"options": parts["options.json"]})["capacity"] == ("3MB", f"node {node.address}")
+    assert parts["status.json"]["disks"][0]["capacity_bytes"] == CAPACITY
+    (status,) = parts["nodes.json"]
+    assert (status["address"], status["answers"], status["capacity_bytes"]) == (node.address, True, CAPACITY)
+    details = {event["subject"]: event["detail"] for event in status["details"]["events"]}
+    assert details["10.0.0.5:1"] == "uses ***, https://host/key?..."
+    assert any(line.startswith("millrace_capacity_bytes") for line in status["metrics"])
+    everything = "".join(texts.values())
+    assert TOKEN not in everything
+    assert "signature=abc" not in everything

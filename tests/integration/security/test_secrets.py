@@ -13,6 +13,7 @@ import pickle
 import stat
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -136,6 +137,14 @@ def test_node_and_commands_show_no_secret(node: RunningNode, planted: Planted, s
     for arguments in (("ls", "--long"), ("status",), ("status", "--json"), ("doctor", f"s3://{bucket}/data")):
         assert node.run(*arguments, code=None)
     node.run("doctor", f"s3://{bucket}/data", "--json", code=None)
+    bundle = node.cache_dir.parent / "bundle.tar.gz"
+    node.run("debug", "bundle", "--output", str(bundle))
+    with tarfile.open(bundle) as archive:
+        files = {entry.name: archive.extractfile(entry) for entry in archive}
+        parts = {name: file.read() for name, file in files.items() if file is not None}
+    assert b"millrace_reads_total" in parts["millrace-debug/nodes.json"]
+    for name, text in parts.items():
+        planted.saw(f"{name} of the bundle", text)
     node.run("load", f"s3://{bucket}/nothing", code=1)
     node.run("load", "s3://no-such-bucket-at-all/x", code=1)
     node.run("load", f"s3://{bucket}/data/small", code=None, AWS_PROFILE="of-nobody")

@@ -129,7 +129,8 @@ def test_debug_bundle_of_a_used_cache_has_all_parts_and_no_secret(
     assert json.loads(capsys.readouterr().out)["path"] == str(path)
     assert path.stat().st_mode & 0o777 == 0o600
     parts = contents(path)
-    assert sorted(parts) == ["about.json", "checks.json", "environment.json", "options.json", "status.json"]
+    names = ["about.json", "checks.json", "environment.json", "nodes.json", "options.json", "status.json"]
+    assert sorted(parts) == names
     documents: dict[str, Any] = {name: json.loads(text) for name, text in parts.items()}
     assert documents["about.json"]["packages"]["pyarrow"]
     assert {"name": "cluster_token", "value": "set", "source": "MILLRACE_CLUSTER_TOKEN"} in documents["options.json"]
@@ -140,6 +141,27 @@ def test_debug_bundle_of_a_used_cache_has_all_parts_and_no_secret(
     for secret in (*SECRETS.values(), "another-token", "password", "signature=abc"):
         assert secret not in everything
         assert json.dumps(secret)[1:-1] not in everything
+
+
+@pytest.mark.parametrize("place", ["variable", "file"])
+def test_debug_bundle_with_an_unusable_option_has_the_error_and_the_checks_of_the_machine(
+    configured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    members = "static://user:hunter22222@10.0.0.5:1"
+    if place == "variable":
+        monkeypatch.setenv("MILLRACE_MEMBERS", members)
+    else:
+        monkeypatch.delenv("MILLRACE_CACHE_DIR")
+        configured.write_text(f'members = "{members}"\ncache_dir = "{tmp_path}/b"\n')
+    path = tmp_path / "bundle.tar.gz"
+    assert main(["debug", "bundle", "--output", str(path)]) == 0
+    parts = contents(path)
+    checks = {check["name"]: check for check in json.loads(parts["checks.json"])}
+    assert checks["configuration"]["state"] == "failed"
+    assert "members has a user or a password" in checks["configuration"]["detail"]
+    assert {"python", "lmdb", "boot id"} <= set(checks)
+    assert checks["room"]["detail"].startswith(f"{tmp_path}/b: ")
+    assert "hunter22222" not in "".join(parts.values())
 
 
 def test_debug_bundle_on_a_full_disk_leaves_no_file(

@@ -168,6 +168,24 @@ class PeerClient:
         waits: bool = True,
     ) -> Any:
         """As `call`, for a node of which only the address `host:port` is known."""
+        text = self.page(address, method, path, body, query=query, deadline=deadline, waits=waits)
+        try:
+            return json.loads(text) if text else None
+        except (ValueError, RecursionError) as error:
+            raise PeerError(f"{address}: the response to {path} is not JSON") from error
+
+    def page(
+        self,
+        address: str,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        deadline: float = 5.0,
+        waits: bool = True,
+    ) -> bytes:
+        """As `call_address`, for a response of any type."""
         encoded = None if body is None else json.dumps(body).encode()
         head = build_command(method, path, host=address, token=self._token, query=query, body=encoded, waits=waits)
         request = [head] if encoded is None else [head, encoded]
@@ -176,10 +194,7 @@ class PeerClient:
         head_received, text = exchange.response(_MAX_JSON_BYTES)
         if not 200 <= head_received.status < 300:
             raise _refusal(address, head_received.status, text)
-        try:
-            return json.loads(text) if text else None
-        except (ValueError, RecursionError) as error:
-            raise PeerError(f"{address}: the response to {path} is not JSON") from error
+        return text
 
     def _get(
         self,
