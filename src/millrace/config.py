@@ -478,11 +478,11 @@ def load_file(environ: Mapping[str, str]) -> dict[str, Any]:
 
     Raises `ConfigurationError` when the file named does not exist, is not TOML, or has an unknown key.
     """
-    return _find_file(environ)[1]
+    return find_file(environ)[1]
 
 
-def _find_file(environ: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
-    """The path of the configuration file, or None, and its content. Raises `ConfigurationError` as `load_file`."""
+def find_file(environ: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
+    """The path (None without a file) and the content of the configuration file. Raises `ConfigurationError` as `load_file`."""
     named = environ.get("MILLRACE_CONFIG")
     home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".config")
     candidates = [named] if named else ["millrace.toml", os.path.join(home, "millrace", "millrace.toml")]
@@ -616,7 +616,7 @@ def effective_options(
     Raises `ConfigurationError` for a value that cannot be used, as `resolve` does.
     """
     environ = os.environ if environ is None else environ
-    path, file = _find_file(environ)
+    path, file = find_file(environ)
     given = {name: value for name, value in (arguments or {}).items() if value is not None}
     options = resolve(given, environ=environ, file=file)
     settings = _settings(given, environ, file)

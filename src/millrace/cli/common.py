@@ -320,3 +320,10 @@ def time_text(seconds: float) -> str:
     if whole < 86400 or whole % 86400:
         return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
     return f"{whole // 86400} d"
+
+
+def duration_text(seconds: float) -> str:
+    """A duration that was measured, below 10 s with a digit more: `35 ms`, `0.4 s`, `2:05`."""
+    if seconds >= 9.95:
+        return time_text(seconds)
+    return f"{seconds:.1f} s" if seconds >= 0.0995 else f"{1000 * seconds:.0f} ms"

@@ -78,7 +78,7 @@ def options_here(cache_dir: Sequence[str]) -> list[EffectiveOption]:
 def _variables(environ: Mapping[str, str]) -> list[EffectiveOption]:
     """The variables that are not options of a file system. Raises `ConfigurationError` for an unusable value."""
     from millrace.cache.attribution import job_of
-    from millrace.config import EffectiveOption
+    from millrace.config import EffectiveOption, find_file
     from millrace.errors import ConfigurationError
     from millrace.node.measures import Prices
 
@@ -90,6 +90,8 @@ def _variables(environ: Mapping[str, str]) -> list[EffectiveOption]:
             "MILLRACE_PUBLIC_METRICS is neither true nor false", next_step="write true or false"
         ) from error
     values = {
+        "MILLRACE_CONFIG": find_file(environ)[0],
+        "MILLRACE_DEBUG": environ.get("MILLRACE_DEBUG") == "1",
         "MILLRACE_JOB": job_of(environ) or None,
         "MILLRACE_PRICE_PER_1000_REQUESTS": prices.per_1000_requests,
         "MILLRACE_PRICE_PER_GB": prices.per_gb,

@@ -8,11 +8,11 @@ from millrace.cli.commands import LibraryCommand
 from millrace.cli.common import (
     cache_dir_option,
     counted,
+    duration_text,
     endpoint_option,
     file_system,
     json_option,
     print_json,
-    time_text,
 )
 from millrace.cli.load import LoadDisplay, run_load
 from millrace.figures import size_text
@@ -64,6 +64,6 @@ def files(
         return 0
     click.echo(
         f"{made.path}: {counted(made.objects, 'file')}, {size_text(made.linked_bytes)} linked and "
-        f"{size_text(made.copied_bytes)} copied; {size_text(made.fetched_bytes)} fetched in {time_text(seconds)}"
+        f"{size_text(made.copied_bytes)} copied; {size_text(made.fetched_bytes)} fetched in {duration_text(seconds)}"
     )
     return 0

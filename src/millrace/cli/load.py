@@ -16,6 +16,7 @@ from millrace.cli.common import (
     ProgressLine,
     cache_dir_option,
     counted,
+    duration_text,
     endpoint_option,
     file_system,
     json_option,
@@ -77,7 +78,7 @@ def load(
     verb = "is" if done.done_objects == 1 else "are"
     click.echo(
         f"{counted(done.done_objects, 'object')}, {size_text(done.done_bytes)}, {verb} in the cache: "
-        f"{size_text(done.fetched_bytes)} fetched in {time_text(done.seconds)}{speed}, {before} were cached before"
+        f"{size_text(done.fetched_bytes)} fetched in {duration_text(done.seconds)}{speed}, {before} were cached before"
         + (f"; on {done.nodes} nodes" if done.nodes > 1 else "")
     )
     if verify:

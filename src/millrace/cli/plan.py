@@ -179,7 +179,7 @@ def lines_of(work: Workload, result: Plan) -> list[str]:
         ("time", *(time_text(each.seconds) for each in both)),
         ("from the storage", *(size_text(each.origin_bytes) for each in both)),
         ("requests", *(f"{each.origin_requests:,}" for each in both)),
-        ("cost", *(f"{each.cost.total:,.2f}" for each in both)),
+        ("cost, in the currency of your prices", *(f"{each.cost.total:,.2f}" for each in both)),
     ]
     return [head, *(epochs if work.epochs > 1 else epochs[:1]), "", *columns_text(rows, left=1)]
 

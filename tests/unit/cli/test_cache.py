@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from millrace.cache.node import close_nodes
 from millrace.cli import main
 from millrace.cli.checkpoints.common import table
-from millrace.cli.common import columns_text, time_text
+from millrace.cli.common import columns_text, duration_text, time_text
 from millrace.cli.load import progress_text
 from millrace.figures import size_text
 from millrace.filesystem.loading import LoadProgress
@@ -56,7 +57,7 @@ def _content(text: str) -> Any:
 
 def test_load_and_ls_of_local_files_report_the_cached_objects(millrace: Any, data: Path) -> None:
     text = millrace("load", data / "train")
-    assert text.startswith("2 objects, 2.00 MB, are in the cache: 2.00 MB fetched in ")
+    assert re.match(r"2 objects, 2\.00 MB, are in the cache: 2\.00 MB fetched in (\d+ ms|\d\.\d s|\d\d s) \(", text)
     assert text.endswith("0 B were cached before\n")
     assert millrace("load", data / "train" / "a.bin").startswith("1 object, 2.00 MB, is in the cache: 0 B fetched in ")
     again = millrace("load", data, "--verify", "--json")
@@ -225,6 +226,14 @@ def test_size_text_of_bytes_has_a_short_number_and_a_unit(nbytes: float, text: s
 )
 def test_time_text_of_seconds_is_seconds_clock_time_or_days(seconds: float, text: str) -> None:
     assert time_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.035, "35 ms"), (0.0999, "0.1 s"), (0.404, "0.4 s"), (9.94, "9.9 s"), (9.96, "10 s"), (125, "2:05")],
+)
+def test_duration_text_below_ten_seconds_has_a_digit_more(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
 
 
 def test_progress_text_during_listing_and_loading_is_one_line() -> None:

@@ -92,6 +92,8 @@ def test_config_show_lists_the_variables_that_are_not_options(
     assert main(["config", "show", "--json"]) == 0
     found = {each["name"]: (each["value"], each["source"]) for each in json.loads(capsys.readouterr().out)["variables"]}
     assert found == {
+        "MILLRACE_CONFIG": (str(configured), "MILLRACE_CONFIG"),
+        "MILLRACE_DEBUG": (False, "default"),
         "MILLRACE_JOB": (None, "default"),
         "MILLRACE_PRICE_PER_1000_REQUESTS": (0.0004, "default"),
         "MILLRACE_PRICE_PER_GB": (0.02, "MILLRACE_PRICE_PER_GB"),
@@ -101,6 +103,18 @@ def test_config_show_lists_the_variables_that_are_not_options(
     assert main(["config", "show"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["MILLRACE_JOB", "nightly", "MILLRACE_JOB"] in rows
+
+
+def test_config_show_without_millrace_config_prints_the_file_that_is_used(
+    capsys: pytest.CaptureFixture[str], configured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MILLRACE_CONFIG")
+    monkeypatch.setenv("MILLRACE_DEBUG", "1")
+    monkeypatch.chdir(configured.parent)
+    assert main(["config", "show"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["MILLRACE_CONFIG", "millrace.toml", "default"] in rows
+    assert ["MILLRACE_DEBUG", "true", "MILLRACE_DEBUG"] in rows
 
 
 def test_config_show_of_an_unusable_value_is_an_error(
@@ -248,6 +262,7 @@ def test_plan_prints_figures_with_and_without_cache_as_text_and_json(capsys: pyt
     assert lines[0] == "cache: 5.00 TB on 10 nodes hold 50.0% of 10.0 TB"
     assert lines[1] == "first epoch: 16:40, limited by the origin"
     assert " ".join(lines[5].split()) == "hit ratio 40.0% 0.0%"
+    assert lines[-1].startswith("cost, in the currency of your prices  ")
     assert main([*arguments, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["schema_version"], document["total"]["origin_bytes"]) == (1, 30 * 10**12)

@@ -237,11 +237,6 @@ def ratio_text(stored_bytes: int, raw_bytes: int) -> str:
     return f"{stored_bytes / raw_bytes:.2f}" if raw_bytes else "-"
 
 
-def duration_text(seconds: float) -> str:
-    """A duration; a short one with a tenth of a second."""
-    return f"{seconds:.1f} s" if seconds < 10 else time_text(seconds)
-
-
 def date_text(seconds: float) -> str:
     """A point in time, local: `2026-11-22 01:32:53`."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -9,7 +9,6 @@ import click
 from millrace.cli.checkpoints.common import (
     Display,
     checkpoint_url,
-    duration_text,
     keys_option,
     options_of,
     shown,
@@ -19,7 +18,7 @@ from millrace.cli.checkpoints.common import (
     trusted_types,
 )
 from millrace.cli.commands import LibraryCommand
-from millrace.cli.common import counted, endpoint_option, json_option, print_json
+from millrace.cli.common import counted, duration_text, endpoint_option, json_option, print_json
 from millrace.config import parse_amount
 from millrace.errors import ConfigurationError, printable
 from millrace.figures import listed, size_text

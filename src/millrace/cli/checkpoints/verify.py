@@ -12,7 +12,6 @@ from millrace.cli.checkpoints.common import (
     DIFFERENT,
     Display,
     checkpoint_url,
-    duration_text,
     is_checkpoint,
     options_of,
     shown,
@@ -20,7 +19,7 @@ from millrace.cli.checkpoints.common import (
     threads_option,
 )
 from millrace.cli.commands import LibraryCommand
-from millrace.cli.common import counted, endpoint_option, json_option, print_json, print_note
+from millrace.cli.common import counted, duration_text, endpoint_option, json_option, print_json, print_note
 from millrace.errors import printable
 from millrace.figures import listed, size_text
 
