@@ -482,7 +482,7 @@ def load_file(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def find_file(environ: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
-    """The path (None without a file) and the content of the configuration file. Raises `ConfigurationError` as `load_file`."""
+    """The configuration file's path (None without a file) and its content. Raises `ConfigurationError` as `load_file`."""
     named = environ.get("MILLRACE_CONFIG")
     home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".config")
     candidates = [named] if named else ["millrace.toml", os.path.join(home, "millrace", "millrace.toml")]

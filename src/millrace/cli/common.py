@@ -22,7 +22,9 @@ from millrace.errors import ConfigurationError, UsageError, printable, without_q
 if TYPE_CHECKING:
     from millrace.cache.eviction.retention import Place
     from millrace.cache.node import CacheNode
+    from millrace.config import CacheOptions
     from millrace.filesystem import MillraceFileSystem
+    from millrace.filesystem.cluster_access import ClusterAccess
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -144,6 +146,13 @@ def existing_node(cache_dir: Sequence[str]) -> tuple[CacheNode, list[str]]:
     if not node.open_disks:
         raise node.unusable()
     return node, missing
+
+
+def cluster_access(options: CacheOptions, address: str | None) -> ClusterAccess | None:
+    """Access to the cluster of the node at `address`, else to the cluster of this machine; None without one."""
+    from millrace.filesystem.cluster_access import access_from_here, access_through
+
+    return access_from_here(options) if address is None else access_through(address, options)
 
 
 def places_of(node: CacheNode, url: str, endpoint_url: str | None) -> tuple[str, list[Place]]:

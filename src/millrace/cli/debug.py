@@ -19,7 +19,7 @@ import click
 
 from millrace._version import __version__
 from millrace.cli.commands import GroupedCommands
-from millrace.cli.common import cache_dir_option, json_option, node_option, print_json
+from millrace.cli.common import cache_dir_option, cluster_access, json_option, node_option, print_json
 
 _RELEVANT = re.compile(r"(MILLRACE|AWS|AZURE|GOOGLE|GCS|HF|RAY|TORCH|OMP)_.*|.*_PROXY|PYTHON.*", re.IGNORECASE)
 _SECRET = re.compile(
@@ -96,7 +96,6 @@ def _parts(node: str | None, cache_dir: tuple[str, ...]) -> dict[str, Callable[[
 
 def _nodes(address: str | None, cache_dir: tuple[str, ...]) -> list[dict[str, Any]]:
     """The status of every member of the cluster with the figures of the status page, its last events, and its metrics."""
-    from millrace.cli.status import cluster_access
     from millrace.config import resolve
     from millrace.filesystem.cluster_access import metrics, statuses
 

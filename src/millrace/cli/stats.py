@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from millrace.cli.commands import LibraryCommand
-from millrace.cli.common import cache_dir_option, columns_text, existing_node, json_option, node_option
+from millrace.cli.common import cache_dir_option, cluster_access, columns_text, existing_node, json_option, node_option
 from millrace.cli.rates import rates, ratio_text
-from millrace.cli.status import cluster_access
 from millrace.cli.watch import interval_option, repeat
 from millrace.figures import hit_ratio, size_text
 

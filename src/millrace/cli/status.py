@@ -11,6 +11,7 @@ import click
 from millrace.cli.commands import LibraryCommand
 from millrace.cli.common import (
     cache_dir_option,
+    cluster_access,
     columns_text,
     counted,
     existing_node,
@@ -108,13 +109,6 @@ def _lines(state: Mapping[str, Any]) -> list[str]:
 
 
 # --- the cluster ------------------------------------------------------------------------------------------
-
-
-def cluster_access(options: CacheOptions, address: str | None) -> ClusterAccess | None:
-    """Access to the cluster of the node at `address`, else to the cluster of this machine; None without one."""
-    from millrace.filesystem.cluster_access import access_from_here, access_through
-
-    return access_from_here(options) if address is None else access_through(address, options)
 
 
 def _cluster(options: CacheOptions, address: str | None) -> dict[str, Any] | None:
