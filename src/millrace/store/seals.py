@@ -77,7 +77,9 @@ class _Background:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _ending(self) -> bool:
-        return self._closed or not threading.main_thread().is_alive()
+        main = threading.main_thread()
+        # Not in the main thread itself: an interrupt (Ctrl-C) inside of `is_alive` marks the thread as ended.
+        return self._closed or not (threading.current_thread() is main or main.is_alive())
 
 
 class Sealer(_Background):
@@ -119,7 +121,8 @@ class Sealer(_Background):
     def start(self, entry: Entry) -> None:
         """Seal a complete object in the background. Errors are reported."""
         with self._lock:
-            if self._closed or entry.generation in self._waiting or entry.generation in self._running:
+            running = self._running.get(entry.generation)
+            if self._closed or entry.generation in self._waiting or (running is not None and not running.done()):
                 return
             self._waiting.add(entry.generation)
         try:
@@ -155,21 +158,26 @@ class Sealer(_Background):
             self._report(error)
 
     def _seal_or_join(self, entry: Entry) -> Entry | None:
-        with self._lock:
-            theirs = self._running.get(entry.generation)
-            if theirs is None:
-                mine = self._running[entry.generation] = Outcome()
-        if theirs is not None:
-            return theirs.result()
+        mine = outcome = Outcome[Entry | None]()
         try:
-            mine.set_result(self._seal(entry))
-        except BaseException as error:  # raised in every thread that waits for the same file
+            with self._lock:
+                outcome = self._running.get(entry.generation, mine)
+                if outcome.done():  # an interrupt has left it
+                    outcome = mine
+                self._running[entry.generation] = outcome
+            if outcome is mine:
+                mine.set_result(self._seal(entry))
+        except Exception as error:  # raised in every thread that waits for the same file
             mine.set_exception(error)
+            raise
+        except BaseException:  # an interrupt of this thread only: the others read through blocks
+            mine.set_result(None)
             raise
         finally:
             with self._lock:
-                del self._running[entry.generation]
-        return mine.result()
+                if self._running.get(entry.generation) is mine:
+                    del self._running[entry.generation]
+        return outcome.result()
 
     def _seal(self, entry: Entry) -> Entry | None:
         descriptor = self._store.open_data(entry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import random
 import signal
@@ -11,11 +12,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from tests.support.forked import in_child
 from tests.support.harms import kept_times
+from tests.support.interrupts import interrupted_at
+from tests.support.waiting import in_other_thread, wait_until
 
 from millrace.cache.rebuild import rebuild
 from millrace.config import Amount
@@ -85,6 +89,40 @@ def test_object_with_a_block_of_pages_only_is_not_sealed(
     os.close(descriptor)
     assert not link(store, sealer, current(store), str(tmp_path / "file"))
     assert not current(store).sealed
+
+
+def test_interrupt_at_any_moment_of_a_seal_stops_no_later_one(store: Store, sealer: Sealer) -> None:
+    entry = fill(store)
+    for number in itertools.count():
+        store.index.unseal(entry)
+        interrupt = interrupted_at(number, lambda: sealer.sealed(current(store)))
+        sealed = in_other_thread(lambda: sealer.sealed(current(store)))
+        assert sealed is not None
+        assert sealed.sealed
+        if interrupt is None:
+            break
+    assert number > 10
+
+
+def test_interrupt_of_a_seal_is_not_raised_in_threads_that_wait_for_it(
+    store: Store, sealer: Sealer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = fill(store)
+    waiting: list[Future[Entry | None]] = []
+
+    def interrupt(*_: object, **__: object) -> None:
+        waiting.append(pool.submit(sealer.sealed, entry))
+        wait_until(lambda: bool(sealer._running[entry.generation]._waiting))
+        raise KeyboardInterrupt
+
+    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
+        patch.setattr(store, "drop_wrong_blocks", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sealer.sealed(entry)
+        assert waiting[0].result() is None
+    sealed = sealer.sealed(entry)
+    assert sealed is not None
+    assert sealed.sealed
 
 
 def test_linked_file_is_read_only_and_keeps_its_seal(
