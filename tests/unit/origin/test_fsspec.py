@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
@@ -19,7 +20,7 @@ from urllib.parse import quote, quote_plus
 
 import fsspec
 import pytest
-from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from millrace.errors import (
@@ -289,6 +290,18 @@ def test_read_of_changing_file_raises_object_changed(tmp_path: Path, monkeypatch
         origin.read("x", 0, 5, version=info.version)
 
 
+def test_missing_directory_is_empty_whatever_the_class_of_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = over(tmp_path)
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise NumberedError(errno.ENOENT)
+
+    monkeypatch.setattr(LocalFileSystem, "ls", missing)
+    assert origin.list_level("none").objects == ()
+
+
 def test_archive_in_another_storage_is_read_only(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         for name in ("data/one", "data/two/three", "top"):
@@ -347,7 +360,60 @@ def test_conditional_put_without_library_support_raises() -> None:
         uploads.create(Plain(), "x", b"1", "plain://x")
 
 
+def test_conditional_put_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest of a checkpoint is written in this way: its first part would be a checkpoint that cannot be read."""
+    origin = over(tmp_path)
+
+    def fill_the_disk(self: Any, data: bytes) -> int:
+        self.f.write(data[:3])
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with monkeypatch.context() as full:
+        full.setattr(LocalFileOpener, "write", fill_the_disk)
+        with pytest.raises(MillraceError, match="no space left"):
+            origin.put("manifest", b"12345", if_absent=True)
+    assert os.listdir(tmp_path) == []
+    origin.put("manifest", b"12345", if_absent=True)
+    with pytest.raises(ObjectExistsError):
+        origin.put("manifest", b"other", if_absent=True)
+    assert (tmp_path / "manifest").read_bytes() == b"12345"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_overwrite_where_a_rename_replaces_no_file_keeps_one_of_the_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """As smb renames. Its errors have the numbers of Python's classes, and a class of its own."""
+    origin = over(tmp_path)
+    origin.put("x", b"old")
+    renames: list[str] = []
+
+    def rename(self: Any, source: str, target: str, **_: Any) -> None:
+        renames.append(source)
+        if os.path.exists(target):
+            raise NumberedError(errno.EEXIST)
+        if fails and len(renames) == 3:
+            raise ConnectionResetError("lost")
+        os.rename(source, target)
+
+    monkeypatch.setattr(LocalFileSystem, "mv", rename)
+    if fails:
+        with pytest.raises(OriginUnavailableError):
+            origin.put("x", b"newer")
+    else:
+        origin.put("x", b"newer")
+    assert (tmp_path / "x").read_bytes() == (b"old" if fails else b"newer")
+    assert os.listdir(tmp_path) == ["x"]
+
+
 # --- errors -------------------------------------------------------------------------------------
+
+
+class NumberedError(OSError):
+    """As smbprotocol's error, which is of none of Python's classes for numbers."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, os.strerror(number))
 
 
 class StatusError(Exception):
@@ -360,6 +426,9 @@ class StatusError(Exception):
     ("error", "expected"),
     [
         (FileNotFoundError("x"), ObjectNotFoundError),
+        (NumberedError(errno.ENOENT), ObjectNotFoundError),
+        (NumberedError(errno.EEXIST), ObjectExistsError),
+        (NumberedError(errno.EACCES), DeniedError),
         (PermissionError("x"), DeniedError),
         (FileExistsError("x"), ObjectExistsError),
         (IsADirectoryError("x"), UsageError),

@@ -34,7 +34,7 @@ from millrace.origin.fsspec_origin.naming import (
     needs_secret_for_identity,
     this_process,
 )
-from millrace.origin.fsspec_origin.translation import describe, is_directory, translated
+from millrace.origin.fsspec_origin.translation import describe, is_directory, kind_of, translated
 from millrace.origin.options.store import unusable_in
 from millrace.origin.protocol import Listing, ListingPage, ObjectInfo
 from millrace.origin.upload import ObjectUpload
@@ -141,7 +141,9 @@ class FsspecOrigin(BaseOrigin):
             fs.invalidate_cache()
             try:
                 entries = fs.ls(path, detail=True)
-            except (FileNotFoundError, NotADirectoryError):
+            except Exception as error:
+                if not issubclass(kind_of(error), FileNotFoundError | NotADirectoryError):
+                    raise
                 return Listing((), ())
             base = f"{prefix}/" if prefix else ""
             named = [(self._key(str(entry["name"])), entry) for entry in entries]

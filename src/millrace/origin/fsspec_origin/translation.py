@@ -64,14 +64,14 @@ def translated(url: str, options: Mapping[str, Any]) -> Iterator[None]:
 
 def translate(error: BaseException, url: str, options: Mapping[str, Any]) -> MillraceError:
     """Our error for one of a library. An unknown error counts as a failed service."""
-    status = _status(error)
-    if isinstance(error, FileNotFoundError | NotADirectoryError) or status in (404, 410):
+    status, kind = _status(error), kind_of(error)
+    if issubclass(kind, FileNotFoundError | NotADirectoryError) or status in (404, 410):
         return ObjectNotFoundError(f"{url} does not exist", next_step="check the name and 'target_options'")
-    if isinstance(error, PermissionError) or status in _DENIED or _is_refused_login(error):
+    if issubclass(kind, PermissionError) or status in _DENIED or _is_refused_login(error):
         return DeniedError(f"access to {url} was denied", next_step="check the credentials in 'target_options'")
-    if isinstance(error, FileExistsError):
+    if issubclass(kind, FileExistsError):
         return ObjectExistsError(f"{url} exists already", next_step="choose another name")
-    if isinstance(error, IsADirectoryError):
+    if issubclass(kind, IsADirectoryError):
         return IsDirectoryError(f"{url} is a directory", next_step="name an object in it")
     if isinstance(error, NotImplementedError):
         return UsageError(f"the library behind {url} cannot do this", next_step="copy it to a storage that can")
@@ -92,6 +92,12 @@ def translate(error: BaseException, url: str, options: Mapping[str, Any]) -> Mil
     failed.brief_seconds = cause.seconds if cause is not None else None
     failed.is_final = is_panic(error)
     return failed
+
+
+def kind_of(error: BaseException) -> type[BaseException]:
+    """The class of an error. For an `OSError` of a class of its own, as those of smb, Python's class for its number."""
+    python_s = type(OSError(error.errno, "")) if isinstance(error, OSError) and error.errno else OSError
+    return type(error) if python_s is OSError else python_s
 
 
 def _is_wrong_call(error: BaseException, status: int | None) -> bool:

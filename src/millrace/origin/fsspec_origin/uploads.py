@@ -70,13 +70,19 @@ def create(fs: Any, path: str, data: Buffer, url: str) -> None:
     if parent and not fs.isdir(parent):
         _make_directory(fs, parent)
     try:
-        with fs.open(path, "xb") as file:
-            file.write(data)
+        file = fs.open(path, "xb")
     except FileExistsError:
         raise
     except OSError as error:
         if _is_sftp(inner) and fs.exists(path):  # its protocol has one code for every failure
             raise ObjectExistsError(f"{url} exists already", next_step="choose another name") from error
+        raise
+    try:
+        with file:
+            file.write(data)
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first failure is the one to report
+            fs.rm_file(path)
         raise
 
 
@@ -155,9 +161,20 @@ def _make_directory(fs: Any, path: str) -> None:
 def _rename(fs: Any, source: str, target: str) -> None:
     try:
         fs.mv(source, target)
-    except FileExistsError:  # smb does not replace a file
-        fs.rm_file(target)
-        fs.mv(source, target)
+    except OSError as error:
+        if error.errno != errno.EEXIST:
+            raise
+        # smb does not replace a file. The old one is removed last: the second step may fail, too.
+        old = f"{source}-old"
+        fs.mv(target, old)
+        try:
+            fs.mv(source, target)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first failure is the one to report
+                fs.mv(old, target)
+            raise
+        with contextlib.suppress(Exception):  # the new one is complete
+            fs.rm_file(old)
 
 
 def _renames(fs: Any) -> bool:
