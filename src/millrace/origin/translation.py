@@ -65,6 +65,8 @@ _PERMANENT = {
 _NO_BUCKET = frozenset(
     {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "InvalidBucketName", "InvalidResourceName"}
 )
+# Responses to the last request of an upload in parts, when the same request has succeeded before and its response was lost.
+_NO_UPLOAD = frozenset({"NoSuchUpload", "InvalidBlockList"})
 
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -143,6 +145,13 @@ def translate(
             f"the {bucket_word(url.partition(':')[0])} of {url} does not exist",
             next_step=f"check {bucket} and the endpoint",
         )
+    if code in _NO_UPLOAD:
+        failed = OriginUnavailableError(
+            f"{url}: {identity} no longer has its upload, which was published, and the response was lost, or aborted",
+            next_step="read the object to see which, or write it again",
+        )
+        failed.is_final = True
+        return failed
     if isinstance(error, FileNotFoundError):
         scheme = url.partition(":")[0]
         check = "name" if scheme == "file" else f"{bucket_word(scheme)}, the name and the endpoint"

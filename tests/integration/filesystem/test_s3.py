@@ -17,6 +17,7 @@ from tests.support.impatience import impatient
 import millrace
 from millrace.errors import DeniedError, ObjectChangedError, ObjectExistsError, OriginUnavailableError
 from millrace.origin import open_origin
+from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
 
@@ -154,3 +155,18 @@ def test_folder_markers_are_directories(fs: millrace.MillraceFileSystem, bucket:
         (info.path, info.type) for info in reference.get_file_info(selector)
     )
     assert fs.find(f"{bucket}/d") == [f"{bucket}/d/e/x.bin", f"{bucket}/d/empty.bin"]
+
+
+def test_upload_in_parts_whose_last_response_is_lost_raises_a_passing_error(
+    s3_options: dict[str, Any], bucket: str, region: EmulatedRegion
+) -> None:
+    """Many stores refuse to publish it again. As a missing object, the upload of a save from a node would be given up."""
+    s3_options["target_options"] = {**s3_options["target_options"], "endpoint_url": region.endpoint_url}
+    fs = millrace.filesystem("s3", **s3_options)
+    data = os.urandom(17 << 20)
+    region.fail("reset", method="POST", path="*/x.bin*", skip=1, count=1)
+    region.fail("status", method="POST", path="*/x.bin*", skip=1, count=1, status=404, code="NoSuchUpload")
+    with pytest.raises(OriginUnavailableError, match="the response was lost"):
+        fs.pipe_file(f"{bucket}/x.bin", data)
+    assert region.fault_hits() == [1, 1]
+    assert fs.cat_file(f"{bucket}/x.bin") == data
