@@ -1,14 +1,27 @@
-"""Writes the pages of `docs/reference` that are generated from declarations: `python tools/reference.py`."""
+"""Writes what `docs/reference` has from declarations, whole pages and tables in pages: `python tools/reference.py`.
+
+A table in a page is between the lines `<!-- generated: NAME -->` and `<!-- end -->`.
+"""
 
 from __future__ import annotations
 
+import ast
+import builtins
+import inspect
 import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
+import click
+
+from millrace import cli, errors, option_types
 from millrace.event_log import EVENTS, package_of
 from millrace.metrics import METRICS
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
+_TABLE = re.compile(r"(<!-- generated: (.+?) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
 def events_page() -> str:
@@ -71,7 +84,97 @@ def metrics_page() -> str:
     )
 
 
-PAGES = {"events.md": events_page, "metrics.md": metrics_page}
+def command_tables() -> dict[str, str]:
+    """The table of options of each command, by the command's whole name."""
+    cli.add_commands()
+    return {name: _options_table(command) for name, command in _commands("millrace", cli.millrace)}
+
+
+def _commands(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    """The command, and those below it; without groups that have no options."""
+    if any(isinstance(parameter, click.Option) for parameter in command.params):
+        yield name, command
+    if isinstance(command, click.Group):
+        for below, each in command.commands.items():
+            yield from _commands(f"{name} {below}", each)
+
+
+def _options_table(command: click.Command) -> str:
+    rows = []
+    for option in command.params:
+        if isinstance(option, click.Option) and not option.hidden and option.name != "version":
+            names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
+            text, default = _split_default(option.help or "")
+            if isinstance(option.type, click.Choice):
+                text += f" One of {', '.join(option.type.choices)}."
+            if option.required:
+                default = "required"
+            elif option.show_default:
+                default = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
+            elif option.is_flag:
+                default = f"`{option.envvar}`, else off" if option.envvar else "off"
+            text = re.sub(r"([\\*|<`])", r"\\\1", text)  # Markdown's characters
+            rows.append(f"| {names} | {default} | {text} |")
+    return _table("option | default | meaning", rows)
+
+
+def option_tables() -> dict[str, str]:
+    """The table of the options of a file system."""
+    rows = []
+    for declared in ast.parse(inspect.getsource(option_types)).body:
+        if isinstance(declared, ast.ClassDef):
+            for field, text in zip(declared.body, declared.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    meaning, default = _split_default(_first_paragraph(ast.literal_eval(text.value)))
+                    rows.append(f"| `{ast.unparse(field.target)}` | {default} | {meaning} |")
+    return {"options": _table("option | default | meaning", rows)}
+
+
+def error_tables() -> dict[str, str]:
+    """The table of the errors, in the order of their declaration."""
+    rows = []
+    for cls in vars(errors).values():
+        if isinstance(cls, type) and issubclass(cls, errors.MillraceError):
+            bases = (base for each in cls.__mro__ for base in each.__bases__)
+            builtin = next(base for base in bases if base.__module__ == builtins.__name__)
+            text = _first_paragraph(inspect.getdoc(cls) or "")
+            rows.append(f"| `{cls.__name__}` | `{cls.code}` | `{builtin.__name__}` | {text} |")
+    return {"errors": _table("class | code | also a | meaning, and what to do", rows)}
+
+
+def _split_default(text: str) -> tuple[str, str]:
+    """A text, and the default that its last sentence states."""
+    text, _, default = text.partition(" Default: ")
+    return text, default.removesuffix(".")
+
+
+def _first_paragraph(text: str) -> str:
+    return " ".join(text.partition("\n\n")[0].split())
+
+
+def _table(head: str, rows: list[str]) -> str:
+    return "\n".join([f"| {head} |", "|---" * (head.count("|") + 1) + "|", *rows, ""])
+
+
+def with_tables(page: str, tables: Mapping[str, str]) -> str:
+    """The page with its generated tables replaced. Raises ValueError if it does not have exactly those of `tables`."""
+    present = [name for _, name, _ in _TABLE.findall(page)]
+    if sorted(present) != sorted(tables):
+        raise ValueError(f"the page has the tables {sorted(present)}, the declarations {sorted(tables)}")
+    return _TABLE.sub(lambda match: f"{match[1]}\n{tables[match[2]]}\n{match[3]}", page)
+
+
+def _page_with_tables(name: str, tables: Callable[[], Mapping[str, str]]) -> str:
+    return with_tables((REFERENCE / name).read_text(), tables())
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "events.md": events_page,
+    "metrics.md": metrics_page,
+    "command-line.md": partial(_page_with_tables, "command-line.md", command_tables),
+    "options.md": partial(_page_with_tables, "options.md", option_tables),
+    "errors.md": partial(_page_with_tables, "errors.md", error_tables),
+}
 
 
 if __name__ == "__main__":

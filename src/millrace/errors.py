@@ -51,7 +51,7 @@ def _rebuild(cls: type[MillraceError], message: str, next_step: str, fields: dic
 
 
 class MillraceError(Exception):
-    """Base of every Millrace error.
+    """Base of every Millrace error. Read its next step.
 
     `message` names the thing (object, node, file) and the problem; `next_step` is what the user can do. `str(error)` is one
     line. Neither shows the query of a web address.
@@ -82,57 +82,60 @@ class MillraceError(Exception):
 
 
 class UsageError(MillraceError, ValueError):
-    """The call cannot work as it stands."""
+    """The call is not valid. Change it."""
 
     code = "usage"
 
 
 class ConfigurationError(UsageError):
-    """An option, environment variable or configuration file has a value that cannot be used."""
+    """An option, environment variable or configuration file has an invalid value. Correct it; the error names it."""
 
     code = "configuration"
 
 
 class MissingDependencyError(UsageError, ImportError):
-    """An optional library is needed for this call; the next step names the extra to install."""
+    """An optional library is not installed. Install the extra that the error names."""
 
     code = "missing-dependency"
 
 
 class UnsupportedObjectError(UsageError):
-    """A value cannot be stored safely; the message names its key."""
+    """A value of a state dict cannot be stored safely. Remove the named key, or make its value a tensor."""
 
     code = "unsupported-object"
 
 
 class UnsupportedFormatError(UsageError):
-    """A directory or file was written by a newer or a foreign program; it is left untouched."""
+    """A newer or foreign program wrote it; it is left unchanged. Use the newer version, or another location."""
 
     code = "unsupported-format"
 
 
 class StateMismatchError(UsageError):
-    """A state dict to load into does not fit the checkpoint. `keys` names every value that does not."""
+    """Values of a state dict have another shape or kind in the checkpoint. Build it as it was saved; `keys` names them."""
 
     code = "state-mismatch"
     keys: tuple[str, ...] = ()
 
 
 class MissingKeyError(StateMismatchError, KeyError):
-    """A state dict to load into has keys that the checkpoint lacks. `keys` names all of them."""
+    """The checkpoint lacks `keys` of a state dict. Use the names of the save, or pass `allow_partial_load=True`."""
 
     code = "missing-key"
 
 
 class IsDirectoryError(UsageError, IsADirectoryError):
-    """The call is for one object, and this is a directory."""
+    """The call needs one object, and the path is a directory. Pass `recursive=True`, or name the object."""
 
     code = "is-directory"
     _errno = errno.EISDIR
 
 
 class NotDirectoryError(UsageError, NotADirectoryError):
-    """The call is for a directory, and this is an object."""
+    """The path is an object where a directory is needed, or ends in a slash.
+
+    Name the object without the slash, or its directory.
+    """
 
     code = "not-directory"
     _errno = errno.ENOTDIR
@@ -142,20 +145,20 @@ class NotDirectoryError(UsageError, NotADirectoryError):
 
 
 class MissingError(MillraceError, FileNotFoundError):
-    """The object, prefix or checkpoint does not exist."""
+    """The named object, prefix or checkpoint does not exist. Check the name."""
 
     code = "missing"
     _errno = errno.ENOENT
 
 
 class ObjectNotFoundError(MissingError):
-    """The origin has no object of this name."""
+    """The origin has no such object, prefix or bucket. Check bucket, key and endpoint."""
 
     code = "object-not-found"
 
 
 class CheckpointNotFoundError(MissingError):
-    """There is no complete checkpoint at this location."""
+    """There is no complete checkpoint; unfinished saves do not count. Use an earlier one."""
 
     code = "checkpoint-not-found"
 
@@ -164,7 +167,7 @@ class CheckpointNotFoundError(MissingError):
 
 
 class DeniedError(MillraceError, PermissionError):
-    """The origin refused the credentials, or they do not suffice."""
+    """The credentials are missing, wrong or insufficient. Correct them, or the policy of the bucket."""
 
     code = "denied"
     _errno = errno.EACCES
@@ -174,33 +177,36 @@ class DeniedError(MillraceError, PermissionError):
 
 
 class ChangedError(MillraceError, OSError):
-    """The thing has changed since this operation began."""
+    """Another program has changed the object or file since this operation began. Open it again."""
 
     code = "changed"
     _errno = errno.ESTALE
 
 
 class ObjectChangedError(ChangedError):
-    """The object was overwritten after it was opened; a read would mix two versions."""
+    """The object was overwritten after it was opened. Open it again; a read never mixes two versions."""
 
     code = "object-changed"
 
 
 class ObjectExistsError(ChangedError, FileExistsError):
-    """A conditional write found that the object already exists."""
+    """A write that must create a new object found an existing one. Choose another name, or remove the old one."""
 
     code = "object-exists"
     _errno = errno.EEXIST
 
 
 class BaseGoneError(ChangedError):
-    """Files of an earlier checkpoint, which the one being saved builds on, are gone; nothing was published."""
+    """Files of an earlier checkpoint that the new one refers to are missing; nothing was published. Save without a base."""
 
     code = "base-gone"
 
 
 class RunTakenError(ChangedError):
-    """Another process saves into this run of checkpoints, and only one may; or the claim of this process was removed."""
+    """Another process saves into this run, or the claim of this one was removed. End one of them, or use another run.
+
+    Only one process may save into a run. Open the run again afterwards.
+    """
 
     code = "run-taken"
 
@@ -209,13 +215,13 @@ class RunTakenError(ChangedError):
 
 
 class RetryableError(MillraceError, OSError):
-    """A service failed. The retries inside Millrace are used up."""
+    """A service failed, and the retries are used up. Try again later."""
 
     code = "retryable"
 
 
 class OriginUnavailableError(RetryableError):
-    """The origin cannot be reached, or keeps failing.
+    """The origin cannot be reached, or keeps failing. Check network and endpoint, and try again.
 
     `is_final`: the origin rejected the request (a 400, a 501), so it was not repeated. `brief_seconds`: set when the cause
     is known and a longer wait rarely helps: the time for which the request is repeated, unless the origin has responded
@@ -229,7 +235,7 @@ class OriginUnavailableError(RetryableError):
 
 
 class OriginBusyError(OriginUnavailableError):
-    """The origin requests a lower rate (429, 503 SlowDown and the like).
+    """The origin requests a lower rate (429, 503). Try again later, or lower `request_rate` and `max_requests`.
 
     `retry_after` is the pause in seconds that it requested, or None.
     """
@@ -242,31 +248,36 @@ class OriginBusyError(OriginUnavailableError):
 
 
 class OutcomeUnknownError(RetryableError):
-    """A request was sent and not acknowledged, and its outcome cannot be determined now."""
+    """The response to a request was lost. Check the state, then repeat the request if it had no effect."""
 
     code = "outcome-unknown"
 
 
 class SaverDiedError(RetryableError):
-    """The process that carries out asynchronous saves has ended during a save. The next save starts another one."""
+    """The process that carries out asynchronous saves ended during a save. Save again, which starts another one.
+
+    stderr and the kernel's log have the cause.
+    """
 
     code = "saver-died"
 
 
 class PeerError(RetryableError):
-    """Another node of the cluster failed a request. Reads continue without it, and do not raise this."""
+    """Another node failed a request. Repeat the command later; reads continue without the node and do not raise this."""
 
     code = "peer"
 
 
 class PeerSilentError(PeerError):
-    """A node cannot be reached, closed the connection, or was silent for too long."""
+    """A node cannot be reached, closed the connection, or was silent for too long. Check the node and the network."""
 
     code = "peer-silent"
 
 
 class PeerRefusedError(PeerError):
-    """A node refused a request. `status` is an HTTP status, 0 when the node supports no common protocol version.
+    """A node refused a request. Follow the message: often the token or a version is wrong.
+
+    `status` is an HTTP status, 0 when the node supports no common protocol version.
 
     `reason` is the `code` of its error, if any; `has_lease` is True when it requests the blocks that it cannot fetch.
     """
@@ -281,7 +292,10 @@ class PeerRefusedError(PeerError):
 
 
 class WireError(PeerError):
-    """A message violates the protocol of the data plane. `status` is the status with which a server responds."""
+    """A message violates the protocol of the data plane. Check the program at the node's address, and the nodes' versions.
+
+    `status` is the status with which a server responds.
+    """
 
     code = "wire"
 
@@ -294,13 +308,13 @@ class WireError(PeerError):
 
 
 class StorageError(MillraceError, OSError):
-    """A local disk cannot be written or read."""
+    """A local disk or file, or host memory for a save, cannot be used. Check disk, permissions and limits of memory."""
 
     code = "storage"
 
 
 class DiskFullError(StorageError):
-    """A local disk has no space left."""
+    """A local disk has no space left. Free some, or lower `capacity`."""
 
     code = "disk-full"
     _errno = errno.ENOSPC
@@ -310,12 +324,12 @@ class DiskFullError(StorageError):
 
 
 class DamagedError(MillraceError, OSError):
-    """Stored bytes do not match their checksum and no intact copy is left."""
+    """Bytes do not match their checksum, and no intact copy is left. Restore the data from another source."""
 
     code = "damaged"
 
 
 class CorruptCheckpointError(DamagedError):
-    """A checkpoint's manifest or data differs from the written bytes."""
+    """A checkpoint differs from the one that was written. Use an earlier one."""
 
     code = "corrupt-checkpoint"

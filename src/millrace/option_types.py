@@ -15,49 +15,53 @@ class CacheArguments(TypedDict, total=False):
     """The options of the cache. Each can also come from `MILLRACE_*` variables and `millrace.toml`; None means not given."""
 
     cache_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
-    """Where blocks are kept: a directory on a local disk, or a list with one for each disk. Default: ~/.cache/millrace."""
+    """Where blocks are kept: a directory on a local disk, or a list with one for each disk. Default: `~/.cache/millrace`."""
 
     capacity: str | int | None
-    """The most bytes that the cache may hold on a disk: "200GB", bytes, or a share of the disk. Default: "80%"."""
+    """The most bytes that the cache may hold on a disk: `"200GB"`, bytes, or a share of the disk. Default: `"80%"`."""
 
     min_free: str | int | None
-    """Disk space that the cache leaves free: "50GB", bytes, or a share of the disk. Default: "10%"."""
+    """Disk space that the cache leaves free: `"50GB"`, bytes, or a share of the disk. Default: `"10%"`."""
 
     members: str | None
-    """The cluster: "auto" (the default), "none", "ray", "etcd://host:port[,...]" or "static://host:port,...".
-
-    "auto" is "ray" inside a Ray job, otherwise this node alone.
+    """The cluster: `"none"`, `"ray"`, `"etcd://host:port[,...][/name]"`, `"static://host:port,..."`, or `"auto"`: `"ray"`
+    inside a Ray job, otherwise this node alone. Default: `"auto"`.
     """
 
     consistency: str | float | None
-    """How long sizes, versions and listings are fresh: "immutable", "always", or a time. Default: "60s"."""
+    """How long sizes, versions and listings are fresh: `"immutable"`, `"always"`, or a time. Default: `"60s"`."""
 
     native: bool | None
-    """False: no memory maps; a checksum is verified at every read. Default: True."""
+    """False: no memory maps; a checksum is verified at every read. Default: true."""
 
     etcd_host: str | None
-    """Short for `members="etcd://HOST:2379"`."""
+    """Short for `members="etcd://HOST:2379"`. Of the two, the one of the stronger source is used. Default: none."""
 
     etcd_port: int | str | None
     """The port for `etcd_host`. Default: 2379."""
 
     cluster_token: str | None
-    """The secret that the members of a cluster share: at least 8 printable characters. In Ray the cluster makes it."""
+    """The members' shared secret: at least 8 printable characters. Default: none; in Ray, made by the cluster."""
 
     tls: str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None
-    """TLS between members: a folder with cert.pem, key.pem and ca.pem, or a mapping of "cert", "key" and "ca" to files."""
+    """TLS between members: a folder with `cert.pem`, `key.pem`, `ca.pem`, or a mapping of `cert`, `key`, `ca` to files.
+
+    Members accept only clients with a certificate of this `ca`.
+    """
 
     replicas: int | str | None
     """The number of nodes that keep each block, from 1 to 16. Default: 1."""
 
     max_requests: int | str | None
-    """The most requests of this node in flight to one origin, from 1 to 1024. Default: 128; 16 for http(s)."""
+    """The most requests of this node in flight to one origin, from 1 to 1024. Default: 128; 16 for `http(s)`."""
 
     request_rate: str | float | None
-    """The most requests of this node to one origin in a time: 200, "200/s", "5000/5min". Default: "none"."""
+    """The most requests of this node to one origin in a time: `200`, `"200/s"`, `"5000/5min"`. Default: `"none"`."""
 
     timeout: str | float | None
-    """How long one operation may take if the origin does not respond, with all attempts: "30s". Default: "none"."""
+    """How long one operation may take if the origin does not respond, with all attempts: `30`, `"30s"`, `"2min"`, at least
+    a second. Default: `"none"`.
+    """
 
 
 class FileSystemOptions(CacheArguments, total=False):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import click
 import pytest
+from tools.reference import command_tables, error_tables, option_tables, with_tables
 
-from millrace import checkpoint, cli, config, errors, ray
+from millrace import checkpoint, ray
 from millrace.checkpoint import integrations
 from millrace.cli import main
-from millrace.errors import MillraceError
+from millrace.option_types import FileSystemOptions
 from millrace.origin import SCHEMES
 from millrace.origin.hub.options import HUB_OPTIONS
 from millrace.origin.options.azure import AZURE_OPTIONS
@@ -30,36 +29,18 @@ def test_api_page_lists_every_public_name() -> None:
         assert sorted(name for package, name in listed if package == module.__name__) == sorted(module.__all__)
 
 
-def test_each_error_has_a_row_in_the_reference() -> None:
-    classes = [value for _, value in inspect.getmembers(errors, inspect.isclass) if issubclass(value, MillraceError)]
-    rows = re.findall(r"^\| `(\w+)` \| `([\w-]+)` \| `(\w+)` \|", (REFERENCE / "errors.md").read_text(), re.MULTILINE)
-    assert sorted(name for name, _, _ in rows) == sorted(cls.__name__ for cls in classes)
-    for name, code, builtin in rows:
-        cls = getattr(errors, name)
-        assert cls.code == code
-        assert builtin in [base.__name__ for base in cls.__mro__ if base.__module__ == "builtins"]
-
-
-def test_each_command_and_option_is_in_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--version"])  # adds the commands
-    page = (REFERENCE / "command-line.md").read_text()
-    sections = dict(re.findall(r"^## millrace ([\w ]+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
-    commands = dict(_commands(cli.millrace, ""))
-    assert sorted(sections) == sorted(commands)
-    for name, command in commands.items():
-        rows = [row for row in sections[name].splitlines() if row.startswith("| `--")]
-        reported = {option for row in rows for option in re.findall(r"`(--?[\w-]+)`", row.split("|")[1])}
-        options = [option for option in command.params if isinstance(option, click.Option) and not option.hidden]
-        assert reported == {text for option in options for text in (*option.opts, *option.secondary_opts)}
-
-
-def _commands(group: click.Group, before: str) -> Iterator[tuple[str, click.Command]]:
-    """Every command that does something, by its whole name."""
-    for name, command in group.commands.items():
-        if isinstance(command, click.Group):
-            yield from _commands(command, f"{before}{name} ")
-        else:
-            yield f"{before}{name}", command
+@pytest.mark.parametrize("tables", [command_tables, option_tables, error_tables])
+def test_page_with_another_table_than_declared_is_refused(tables: Callable[[], dict[str, str]]) -> None:
+    declared = tables()
+    page = "".join(f"<!-- generated: {name} -->\n<!-- end -->\n" for name in declared)
+    assert all(table in with_tables(page, declared) for table in declared.values())
+    for wrong in (
+        page.replace("generated", "written", 1),
+        page + page,
+        page + page.replace(next(iter(declared)), "other"),
+    ):
+        with pytest.raises(ValueError, match="the page has the tables"):
+            with_tables(wrong, declared)
 
 
 def test_each_exit_code_is_in_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,10 +51,9 @@ def test_each_exit_code_is_in_the_reference(capsys: pytest.CaptureFixture[str]) 
     assert codes == set(re.findall(r"^\| (\d+) \|", page, re.MULTILINE))
 
 
-def test_each_file_system_option_is_in_the_reference() -> None:
-    page = (REFERENCE / "options.md").read_text()
-    for name in config.OPTION_NAMES:
-        assert f"`{name}`" in page
+def test_table_of_options_has_each_option_with_a_meaning() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| .* \| \S.* \|$", option_tables()["options"], re.MULTILINE)
+    assert rows == [*FileSystemOptions.__annotations__]
 
 
 def test_each_storage_option_is_in_the_reference() -> None:

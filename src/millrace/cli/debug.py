@@ -49,7 +49,7 @@ def debug() -> None:
     "--output",
     "-o",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The file to write. Default: millrace-debug-DATE-TIME.tar.gz in this directory.",
+    help="The file to write, readable by this user only. Default: millrace-debug-DATE-TIME.tar.gz in this directory.",
 )
 @node_option
 @cache_dir_option

@@ -50,14 +50,29 @@ def node() -> None:
 
 
 @node.command()
-@click.option("--listen", metavar="HOST:PORT", help="Address at which the other nodes reach this one.")
-@click.option("--members", help="The cluster: etcd://host:port[,...][/name] or static://host:port,host:port,...")
-@click.option("--etcd-host", help="Short for --members etcd://HOST:2379.")
+@click.option(
+    "--listen",
+    metavar="HOST:PORT",
+    help="Address for the other nodes. Default: this machine's in static://, or the one towards etcd, port 7411.",
+)
+@click.option(
+    "--members",
+    help="The cluster: etcd://host:port[,...][/name] or static://host:port,... Default: from the configuration.",
+)
+@click.option("--etcd-host", help="Short for --members etcd://HOST:2379. Default: from the configuration.")
 @cache_dir_option
-@click.option("--capacity", help="Largest size on a disk: 200GB, or 80% of it.")
-@click.option("--min-free", help="Space that stays free on a disk: 50GB, or 10% of it.")
-@click.option("--replicas", type=int, help="Number of nodes that keep each block; the same on all nodes.")
-@click.option("--tls", metavar="FOLDER", help="A folder with cert.pem, key.pem and ca.pem.")
+@click.option("--capacity", help="Largest size on a disk: 200GB, or 80% of it. Default: from the configuration.")
+@click.option(
+    "--min-free", help="Space that stays free on a disk: 50GB, or 10% of it. Default: from the configuration."
+)
+@click.option(
+    "--replicas",
+    type=int,
+    help="Number of nodes that keep each block; the same on all nodes. Default: from the configuration.",
+)
+@click.option(
+    "--tls", metavar="FOLDER", help="A folder with cert.pem, key.pem and ca.pem. Default: from the configuration."
+)
 @click.option(
     "--origin",
     "origins",

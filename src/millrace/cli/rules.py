@@ -64,7 +64,7 @@ def unpin(urls: tuple[str, ...], cache_dir: tuple[str, ...], endpoint_url: str |
 
 @click.command(cls=LibraryCommand)
 @click.argument("urls", nargs=-1, metavar="[URL...]")
-@click.option("--all", "everything", is_flag=True, help="Free everything, instead of URLs.")
+@click.option("--all", "everything", is_flag=True, help="Free everything, instead of URLs; asks for confirmation.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation of --all.")
 @cache_dir_option
 @endpoint_option
@@ -110,8 +110,10 @@ def free(
 
 @click.command(cls=LibraryCommand)
 @click.argument("url")
-@click.option("--quota", help="Largest size in the cache: 10GB, or 20% of the disks.")
-@click.option("--ttl", help="Remove objects that were not used for this time: 12h, 7d.")
+@click.option(
+    "--quota", help="Largest size in the cache: 10GB, or 20% of the disks; each of several disks gets its share."
+)
+@click.option("--ttl", help="Remove objects that were not used for this time: 90s, 12h, 7d.")
 @click.option("--none", "unlimited", is_flag=True, help="Remove both limits.")
 @cache_dir_option
 @endpoint_option

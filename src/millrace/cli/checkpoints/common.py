@@ -38,7 +38,9 @@ def step_option(command: F) -> F:
 
 def keys_option(command: F) -> F:
     """`--keys`, several times."""
-    text = "Only these keys: a key, a prefix up to a dot, or a pattern ('model.*.weight'). Repeat for several."
+    text = (
+        "Only these keys: a key, a prefix up to a dot, or a pattern ('a.*.b'; * also matches dots). Repeat for several."
+    )
     return click.option("--keys", multiple=True, metavar="PATTERN", help=text)(command)
 
 
