@@ -1,6 +1,6 @@
 """Draws the plots of the documentation from the JSON of benchmark runs.
 
-    python -m benchmarks opens --json docs/figures/results.json
+    python -m benchmarks opens scans checkpoint_sizes --json docs/figures/results.json
     python -m benchmarks.plots
 
 Reads `docs/figures/results.json`, a list of results of `python -m benchmarks --json`, and writes a page of SVG for each plot
@@ -57,6 +57,45 @@ PLOTS = (
             "fsspec blockcache over s3fs": "fsspec, local files",
         },
     ),
+    Plot(
+        file="figures-scans.svg",
+        case="scans",
+        title="CPU time of scans of cached Parquet, to local files (lower is better)",
+        figure="CPU s",
+        phases={
+            "read_table": "pyarrow's read_table",
+            "data set, pre-buffered": "a pyarrow data set",
+            "data set, buffered as by Ray": "a data set, as Ray Data reads it",
+            "read_table, one column": "read_table of one column",
+        },
+        contenders={"Millrace": "LocalFileSystem"},
+    ),
+    Plot(
+        file="figures-sizes.svg",
+        case="checkpoint_sizes",
+        title="Size of a checkpoint, to its raw bytes (lower is better)",
+        figure="size to raw",
+        phases={
+            "save bf16": "bf16 weights",
+            "save fp32": "fp32 weights",
+            "save bf16 + Adam": "bf16 weights and Adam",
+            "save fp32 + Adam": "fp32 weights and Adam",
+        },
+        contenders={"Millrace": None, "Millrace max": None, "stock ZStandard": None},
+    ),
+    Plot(
+        file="figures-saves.svg",
+        case="checkpoint_sizes",
+        title="CPU time of one thread, to torch's uncompressed save and load (lower is better)",
+        figure="CPU s",
+        phases={
+            "save bf16": "save bf16 weights",
+            "load bf16": "load bf16 weights",
+            "save fp32 + Adam": "save fp32 weights and Adam",
+            "load fp32 + Adam": "load fp32 weights and Adam",
+        },
+        contenders={"Millrace": "stock plain", "Millrace max": "stock plain", "stock ZStandard": "stock plain"},
+    ),
 )
 
 
@@ -102,14 +141,15 @@ def draw(plot: Plot, result: Mapping[str, Any]) -> str:
     one = _LEFT + scale
     machine = result["machine"]
     when = f"{machine['time'][:10]}, {machine['revision']}"
-    note = f"{result['rounds']} rounds on {machine['cores']} cores {machine['processor']}, {when}"
+    rounds = f"{result['rounds']} round{'s' if result['rounds'] > 1 else ''}"
+    note = f"{rounds} on {machine['cores']} cores {machine['processor']}, {when}"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y + 24}" width="{_WIDTH}" role="img" '
             'font-family="sans-serif" font-size="12">',
             f"<title>{escape(plot.title)}</title>",
             "<style>text{fill:#222}path{stroke:#222;fill:none}.name,.value{font-size:11px}.name{text-anchor:end}"
-            ".group{font-weight:bold}.note{font-size:10px}.one{stroke-dasharray:4 3}"
+            ".group{font-weight:bold}.note{font-size:10px}.one{stroke-dasharray:4 3;opacity:.5}"
             ".bar0{fill:#00897b}.bar1{fill:#4db6ac}.bar2{fill:#b0bec5}.bar3{fill:#cfd8dc}"
             "@media (prefers-color-scheme:dark){text{fill:#ddd}path{stroke:#ddd}.bar2{fill:#607d8b}.bar3{fill:#455a64}}"
             "</style>",
