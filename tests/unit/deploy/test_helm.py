@@ -180,3 +180,15 @@ def test_image_recipe_copies_existing_files_and_runs_as_a_user() -> None:
     assert all((ROOT / name).exists() for name in copied)
     assert re.findall(r"^USER (\S+)$", text, re.MULTILINE)[-1] == str(VALUES["runAsUser"])
     assert f"EXPOSE {DEFAULT_PORT}" in text
+
+
+def test_kubernetes_page_has_only_values_of_the_chart() -> None:
+    page = (ROOT / "docs" / "how-to" / "deploy-kubernetes.md").read_text()
+    section = page[page.index("## One cache for several clusters") : page.index("## Where the cache is stored")]
+    cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    names = [*re.findall(r"--set ([\w.]+)=", section), *re.findall(r"`([\w.]+)`", " ".join(cells))]
+    assert len(names) > 10
+    for name in names:
+        value = VALUES
+        for key in name.split("."):
+            value = value[key]
