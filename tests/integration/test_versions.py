@@ -1,6 +1,7 @@
 """Two installed versions of Millrace work together: version N and version N+1, each from its own wheel.
 
-N is the commit `OLDER` until there is a release; N+1 is this working tree with the next minor version number.
+There is no release yet. The commit `OLDER` is a stand-in for version N, installed as `0.1.0+stand.in`. N+1 is this working
+tree with the next minor version number.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Version:
         pytest.skip(f"needs the history of the repository with {OLDER}")
     with zipfile.ZipFile(io.BytesIO(done.stdout)) as archive:
         archive.extractall(source)
-    return install(source, tmp_path_factory.mktemp("older"), "0.1.0")
+    return install(source, tmp_path_factory.mktemp("older"), "0.1.0+stand.in")
 
 
 @pytest.fixture(scope="module")
