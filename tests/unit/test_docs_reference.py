@@ -58,7 +58,7 @@ def test_table_of_options_has_each_option_with_a_meaning() -> None:
 
 def test_each_storage_option_is_in_the_reference() -> None:
     page = (REFERENCE / "options.md").read_text()
-    section = page[page.index("## target_options") : page.index("**Where credentials")]
+    section = page[page.index("## target_options") : page.index("**Credentials for S3")]
     rows = dict(re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", section, re.MULTILINE))
     known = {
         "s3": (*S3_OPTIONS, *S3_CLIENT_KWARGS),

@@ -66,7 +66,7 @@ def _bytes_of(size: str) -> int:
     metavar="SIZE",
     help="For safetensors: TARGET is a directory of files of this size, such as 5GB, with an index for transformers.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace what is at TARGET.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing TARGET.")
 @trust_option
 @threads_option
 @endpoint_option
