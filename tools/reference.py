@@ -113,7 +113,7 @@ def _options_table(command: click.Command) -> str:
                 default = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
             elif option.is_flag:
                 default = f"`{option.envvar}`, else off" if option.envvar else "off"
-            text = re.sub(r"([\\*|<`])", r"\\\1", text)  # Markdown's characters
+            text = re.sub(r"([\\*|<`\[])", r"\\\1", text)  # Markdown's characters
             rows.append(f"| {names} | {default} | {text} |")
     return _table("option | default | meaning", rows)
 
