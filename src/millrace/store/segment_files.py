@@ -136,7 +136,8 @@ def unlink_files(directory: Path, generation: int) -> None:
 
     A directory that is not empty stays, and an event is emitted.
     """
-    for path in (idx_path(directory, generation), data_path(directory, generation)):
+    # `.idx` last: by it the other file is found again if the process is killed in between (`Leftovers`).
+    for path in (data_path(directory, generation), idx_path(directory, generation)):
         try:
             os.unlink(path)
         except FileNotFoundError:

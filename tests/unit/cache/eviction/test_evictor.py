@@ -1,6 +1,7 @@
 """Eviction from a real store: the evicted units, the kept ones, and reads of evicted objects."""
 
 import itertools
+import os
 import random
 import threading
 import time
@@ -360,6 +361,35 @@ def test_files_that_a_killed_process_left_are_removed_and_no_others(make_node: C
     assert all(path.exists() for path in kept)
     assert disk.store.index.segment(other.generation) is not None
     assert hit_ratio(node, origin, [*list(objects(30))[10:], *objects(3, "other")]) == 1
+
+
+def test_segment_whose_removal_ended_between_its_files_is_removed_later(
+    make_node: Callable[..., CacheNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = ComputedOrigin(objects(6, "small", 2000))
+    node = make_node(capacity="1GB")
+    for key in objects(6, "small"):
+        read(node, origin, key)
+    disk = node.open_disks[0]
+    (segment,) = disk.store.index.segment_records()
+    removed: list[str] = []
+
+    def end(path: str) -> None:
+        if removed:
+            raise SystemExit
+        removed.append(path)
+        remove(path)
+
+    remove = os.unlink
+    with monkeypatch.context() as killed:
+        killed.setattr(os, "unlink", end)
+        with pytest.raises(SystemExit):
+            disk._evict_segment(segment.generation)
+    assert len(os.listdir(disk.segments.directory)) == 1
+    leftovers = Leftovers(disk.store, disk.segments)
+    for _ in range(257):
+        leftovers.look()
+    assert os.listdir(disk.segments.directory) == []
 
 
 def test_leftovers_in_replaced_directory_are_ignored(
