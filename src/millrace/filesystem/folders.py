@@ -11,6 +11,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -93,12 +94,22 @@ class LocalFolder:
     def __exit__(self, *_: object) -> None:
         self._remove()
 
+    def __del__(self) -> None:
+        with suppress(AttributeError, StorageError):  # not initialized; or reported by the end of the block
+            self._remove()  # what an interrupt has left: its links would keep their objects on the disk
+
     def _remove(self) -> None:
         """Remove the folders in the stores."""
         if self._owner.is_this_process:  # not in a forked child that leaves the block
-            folders, self._folders = self._folders, {}
-            for folder in folders.values():
-                folder.remove()
+            for disk, folder in list(self._folders.items()):
+                try:
+                    folder.remove()
+                except Exception:
+                    raise
+                except BaseException:  # an impatient Ctrl-C: a large folder takes a while
+                    folder.remove()
+                    raise
+                del self._folders[disk]
 
     def _clear(self, made: bool) -> None:
         """Remove the files from a directory of the user after an error, and the directory if it was created here."""

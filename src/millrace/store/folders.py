@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from millrace.errors import StorageError
 from millrace.runtime.directories import locked_directory
 from millrace.runtime.failures import LostDataError, disk_errors
 from millrace.runtime.private_files import make_folder
@@ -35,22 +36,35 @@ class Folder:
 
     def __init__(self, directory: Path) -> None:
         root = directory / FOLDERS_NAME
-        with disk_errors(root):
-            make_folder(root)
-            # Between its creation and its lock a folder looks abandoned.
-            with locked_directory(root, fcntl.LOCK_EX):
-                self.path = root / f"{os.getpid()}-{secrets.token_hex(4)}"
-                os.mkdir(self.path, 0o700)
-                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        self.path = root / f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._descriptor = -1
+        try:
+            with disk_errors(root):
+                make_folder(root)
+                # Between its creation and its lock a folder looks abandoned.
+                with locked_directory(root, fcntl.LOCK_EX):
+                    os.mkdir(self.path, 0o700)
+                    self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                    fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        except BaseException:
+            with suppress(StorageError):  # the first failure is the one to report
+                self.remove()
+            raise
 
     def remove(self) -> None:
-        """Remove the folder. Files and maps that are open stay readable."""
+        """Remove the folder. Files and maps that are open stay readable. After an interrupt here, call it again."""
         try:
             with disk_errors(self.path), suppress(FileNotFoundError):
                 shutil.rmtree(self.path)
-        finally:
-            os.close(self._descriptor)
+        except Exception:
+            self._unlock()
+            raise
+        self._unlock()
+
+    def _unlock(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def remove_abandoned(directory: Path) -> Iterator[str]:

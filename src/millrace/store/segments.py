@@ -154,13 +154,12 @@ class Segments:
                 if segment.generation == generation:
                     self._open.pop(group).close()
             descriptor = open_file(idx_path(self.directory, generation), os.O_WRONLY)
-            try:
+            # A file object: an interrupt cannot leave it open, and thus locked.
+            with open(descriptor, "wb", buffering=0) if descriptor >= 0 else contextlib.nullcontext():
                 if descriptor >= 0 and not try_lock_byte(descriptor, 0):
                     return False
                 unrecord()
                 unlink_files(self.directory, generation)
-            finally:
-                _close(descriptor)
             return True
 
     def close(self) -> None:
@@ -251,13 +250,15 @@ class _Refusal(Enum):
 class _Segment:
     """A segment that this process appends to. Not thread-safe."""
 
+    _data = _idx = -1
+
     def __init__(self, generation: int, data: int, idx: int) -> None:
         self.generation = generation
         self.appended = time.monotonic()
-        self._data, self._idx = data, idx
         # After all written bytes: the rest of a failed append is never read.
         self._data_end = _data_aligned(os.fstat(data).st_size)
         self._idx_end = aligned(os.fstat(idx).st_size)
+        self._data, self._idx = data, idx  # last: from here on this object closes them
 
     @classmethod
     def create(cls, directory: Path, generation: int, group: str) -> _Segment:
@@ -287,6 +288,7 @@ class _Segment:
                 data = open_file(data_path(directory, generation), os.O_WRONLY)
             if data >= 0:
                 segment = cls(generation, data, idx)
+                data = idx = -1
                 if not segment.removed() and segment._data_end <= _ROOMY_BYTES and segment._idx_end <= _ROOMY_IDX_BYTES:
                     return segment
         except BaseException:
@@ -324,7 +326,17 @@ class _Segment:
         return Placed(self.generation, offset, checksum)
 
     def close(self) -> None:
-        _close(self._data, self._idx)
+        """Close the descriptors, and thus release the lock. Idempotent."""
+        # By no function in Python: an interrupt (Ctrl-C) comes only when a descriptor is closed.
+        descriptor, self._idx = self._idx, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        descriptor, self._data = self._data, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()  # an interrupt has lost it; locked, it could not be evicted before this process ends
 
 
 def _write_all(descriptor: int, data: Buffer, offset: int) -> None:

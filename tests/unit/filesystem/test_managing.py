@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -470,3 +471,22 @@ def test_resize_to_less_evicts_all_but_pinned_objects(fs: millrace.MillraceFileS
     assert "a.bin" in names(fs)
     fs.resize("1MB")
     assert "a.bin" in names(fs)
+
+
+def test_local_folder_whose_removal_is_interrupted_is_removed_at_once(
+    fs: millrace.MillraceFileSystem, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An impatient second Ctrl-C. Its links would keep the objects on the disk as long as this process runs."""
+    remove, calls = shutil.rmtree, list[str]()
+
+    def interrupted(path: str, *arguments: Any, **options: Any) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        remove(path, *arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt), fs.local_folder(f"{data}/train") as folder:
+        assert os.path.exists(f"{folder}/a.bin")
+    assert not os.path.exists(folder)
+    assert len(calls) == 2

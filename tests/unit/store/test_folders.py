@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -379,3 +380,27 @@ def test_anything_else_among_the_folders_stays(tmp_path: Path) -> None:
     (tmp_path / "folders" / "file").write_text("x")
     assert list(remove_abandoned(tmp_path)) == []
     assert (tmp_path / "elsewhere").is_dir()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of an iterator over a directory
+def test_interrupt_at_any_moment_of_a_folder_leaves_none(tmp_path: Path) -> None:
+    root, folders = tmp_path / "folders", list[Folder]()
+    for number in itertools.count():
+        interrupt = interrupted_at(number, lambda: folders.append(Folder(tmp_path)))
+        assert len(os.listdir(root) if root.exists() else []) == len(folders)
+        if interrupt is None:
+            break
+    folder = folders.pop()
+    for other in folders:  # interrupted when it was complete
+        other.remove()
+    (folder.path / "file").touch()
+    for number in itertools.count():
+        with suppress(StorageError):  # after an interrupt `shutil.rmtree` may close a descriptor twice
+            if interrupted_at(number, folder.remove) is None:
+                break
+        folder.remove()
+        assert os.listdir(root) == []
+        folder = Folder(tmp_path)
+        (folder.path / "file").touch()
+    assert number > 10
+    assert os.listdir(root) == []

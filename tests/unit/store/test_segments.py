@@ -15,6 +15,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.descriptors import open_below
+from tests.support.interrupts import interrupted_at
 
 from millrace.errors import StorageError
 from millrace.store import segments as segments_module
@@ -227,6 +228,28 @@ def test_segments_beyond_the_limit_are_closed_and_reused(tmp_path: Path) -> None
         assert open_below(tmp_path)
     assert open_below(tmp_path) == []
     assert len(everything(tmp_path)) == 60
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of an iterator over a directory
+def test_interrupt_at_any_moment_leaves_no_segment_locked(tmp_path: Path) -> None:
+    """A segment that stays locked cannot be evicted by any process before this one ends."""
+    for number in itertools.count():
+        directory = tmp_path / str(number)
+        segments = Segments(directory, Table())
+
+        def work(segments: Segments = segments) -> None:
+            placed = append(segments, 1, b"x" * 100)
+            segments.remove(placed.segment, lambda: None)
+
+        interrupt = interrupted_at(number, work)
+        ended = interrupt is None
+        del interrupt  # its traceback refers to all that was interrupted
+        segments.close()
+        for generation in generations(directory):
+            assert segments.remove(generation, lambda: None), number
+        if ended:
+            break
+    assert number > 20
 
 
 def test_segment_that_was_removed_is_not_appended_to(tmp_path: Path) -> None:
