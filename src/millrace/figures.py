@@ -24,7 +24,8 @@ def listed(names: Sequence[str], most: int) -> str:
 def hit_ratio(counters: Mapping[str, int]) -> float | None:
     """The share of the bytes read on a machine that came from its own cache; None before the first read."""
     cached = counters.get("cache_bytes", 0)
-    read = cached + counters.get("origin_bytes", 0) + counters.get("peer_bytes", 0)
+    fetched = counters.get("origin_bytes", 0) + counters.get("peer_bytes", 0) - counters.get("relayed_bytes", 0)
+    read = cached + max(0, fetched)
     return cached / read if read else None
 
 

@@ -70,7 +70,7 @@ UNCACHED_BYTES = Metric(
 JOB_READS = Metric(
     "millrace_job_reads_total",
     "counter",
-    "Reads by job and prefix (two levels below the bucket), from the disks of this machine (cache) or not (fetched).",
+    "Reads by job and prefix (two levels below the bucket), from the disks of this machine (cache), a peer or the origin.",
     ("job", "prefix", "source"),
 )
 JOB_BYTES = Metric(
@@ -84,6 +84,15 @@ JOB_BYTES = Metric(
 
 SERVED_REQUESTS = Metric("millrace_served_requests_total", "counter", "Requests of other nodes that this node served.")
 SERVED_BYTES = Metric("millrace_served_bytes_total", "counter", "Bytes that this node sent to other nodes.")
+SERVED_CACHED_BYTES = Metric(
+    "millrace_served_cached_bytes_total", "counter", "Bytes that this node sent to readers and had cached before."
+)
+RELAYED_BYTES = Metric(
+    "millrace_relayed_bytes_total",
+    "counter",
+    "Bytes that this node fetched for reads of other nodes. millrace_read_bytes_total has them twice: here with their "
+    "source, and on the other node as peer.",
+)
 PEER_FAILURES = Metric(
     "millrace_peer_failures_total", "counter", "Requests that a peer did not answer, or not correctly."
 )
@@ -153,7 +162,7 @@ SAVED_REQUESTS = Metric(
 SAVED_BYTES = Metric(
     "millrace_saved_bytes_total",
     "counter",
-    "Bytes from this machine's disks and from peers, which did not leave an origin. A mapped object counts with its size.",
+    "Bytes that readers got from this machine's disks, also on other nodes. A mapped object counts with its size.",
 )
 SAVED_COST = Metric(
     "millrace_saved_cost_total",
@@ -194,6 +203,8 @@ COUNTERS = (
     Series("uncached_bytes", UNCACHED_BYTES),
     Series("served_requests", SERVED_REQUESTS),
     Series("served_bytes", SERVED_BYTES),
+    Series("served_cached_bytes", SERVED_CACHED_BYTES),
+    Series("relayed_bytes", RELAYED_BYTES),
     Series("peer_failures", PEER_FAILURES),
     Series("moved_bytes", MOVED_BYTES),
     Series("evictions", EVICTIONS),

@@ -19,6 +19,7 @@ from millrace.metrics import (
     READ_BYTES,
     READ_SECONDS,
     READS,
+    SERVED_CACHED_BYTES,
     Distribution,
     Metric,
     Sample,
@@ -123,12 +124,13 @@ def test_opentelemetry_exports_the_samples() -> None:
     }
 
 
-def test_savings_are_reads_and_bytes_that_did_not_reach_the_origin() -> None:
+def test_savings_are_reads_from_disks_and_bytes_that_a_node_had_cached_for_another() -> None:
     samples = samples_from([])
     assert {sample.value for sample in Prices().savings(samples)} == {0}
     tiers = {"mapped": (2000, 4e9), "disk": (1000, 1e9), "peer": (500, 3e9), "origin": (7, 7e9)}
     samples = [Sample(metric, (tier,), pair[place]) for tier, pair in tiers.items() for place, metric in PLACES]
-    assert [sample.value for sample in Prices(0.5, 0.01).savings(samples)] == [3000, 8e9, pytest.approx(1.5 + 0.08)]
+    samples.append(Sample(SERVED_CACHED_BYTES, (), 2e9))
+    assert [sample.value for sample in Prices(0.5, 0.01).savings(samples)] == [3000, 7e9, pytest.approx(1.5 + 0.07)]
 
 
 def test_prices_come_from_the_environment() -> None:

@@ -36,7 +36,7 @@ ROWS = 256
 """The most pairs of a job and a prefix with rows of their own. One more row is for all others."""
 
 _ROW_BYTES = 384
-_NUMBERS = struct.Struct("QQQQ")  # native and aligned: other processes read whole numbers only
+_NUMBERS = struct.Struct("QQQQQQ")  # native and aligned: other processes read whole numbers only
 _HEAD = struct.Struct("QQ")  # checksum of the label, which is 0 for a free row, and its length
 _LABEL_AT = _HEAD.size + _NUMBERS.size
 _LABEL_BYTES = _ROW_BYTES - _LABEL_AT
@@ -47,12 +47,14 @@ _SUMS_TEXT = "what jobs read of which prefixes"
 
 
 class Reads(NamedTuple):
-    """Reads and bytes from this machine's disks, and requests to others and their bytes."""
+    """Reads and bytes from this machine's disks; requests to others and their bytes, and those of them to peers."""
 
     cached_reads: int
     cached_bytes: int
     fetched_reads: int
     fetched_bytes: int
+    peer_reads: int = 0
+    peer_bytes: int = 0
 
     def plus(self, other: Reads) -> Reads:
         return Reads(*(a + b for a, b in zip(self, other, strict=True)))
@@ -108,9 +110,10 @@ class Attribution:
     def _note(self, tally: Tally) -> None:
         name = ObjectName.unpack(tally.packed_name)
         part = _stored_form(Part(self._job, printable(group_of("", name.key.partition("?")[0]).strip())))
-        # Bytes that were served to another node are attributed there, to the job that read them.
+        # Reads for other nodes are attributed there, to the job that read the bytes.
         hits, hit_bytes = tally.hits - tally.served, tally.hit_bytes - tally.served_bytes
-        reads = Reads(hits, hit_bytes, tally.misses, tally.miss_bytes)
+        misses, miss_bytes = tally.misses - tally.relayed, tally.miss_bytes - tally.relayed_bytes
+        reads = Reads(hits, hit_bytes, misses, miss_bytes, tally.peer_reads, tally.peer_bytes)
         if not any(reads):
             return
         if part not in self._pending and len(self._pending) >= _MOST_PENDING:

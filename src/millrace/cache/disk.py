@@ -102,7 +102,7 @@ class Disk:
         )
         self.locks = NamedLocks(directory / "locks")
         self.counters = Counters(directory / "counters")
-        self.attribution = Attribution(directory / "counters" / "attribution", job=job_of(os.environ))
+        self.attribution = Attribution(directory / "counters" / "reads", job=job_of(os.environ))
         self.sealer = Sealer(self.store, report=self.report)
         self.verified = VerifiedBlocks()
         self.maps = MapCache()
@@ -309,9 +309,11 @@ class Disk:
         self.write_down_uses()
         return self._copies.mark_all()
 
-    def missed(self, entry: Entry, nbytes: int, group: FindGroup) -> None:
-        """Note bytes from the origin. Uses are written down often enough for eviction to see them one after the other."""
-        self.usage.missed(entry, nbytes, group, kept=False)
+    def missed(self, entry: Entry, nbytes: int, group: FindGroup, *, peer_bytes: int = 0, served: bool = False) -> None:
+        """Note bytes that were not cached, see `UsageLog.missed`. Uses are written down often enough for eviction to see them
+        one after the other.
+        """
+        self.usage.missed(entry, nbytes, group, kept=False, peer_bytes=peer_bytes, served=served)
         self._missed_bytes += nbytes  # threads may lose an addition, which delays the next check a little
         if self._missed_bytes <= self._settle_after:
             return

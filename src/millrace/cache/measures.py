@@ -160,13 +160,13 @@ def _attributed(totals: Iterable[Mapping[Part, Reads]]) -> list[Sample]:
             sums[part] = sums[part].plus(reads) if part in sums else reads
     samples = []
     for part, reads in sums.items():
-        cache, fetched = (*part, "cache"), (*part, "fetched")
-        samples += [
-            Sample(JOB_READS, cache, reads.cached_reads),
-            Sample(JOB_READS, fetched, reads.fetched_reads),
-            Sample(JOB_BYTES, cache, reads.cached_bytes),
-            Sample(JOB_BYTES, fetched, reads.fetched_bytes),
-        ]
+        sources = {
+            "cache": (reads.cached_reads, reads.cached_bytes),
+            "peer": (reads.peer_reads, reads.peer_bytes),
+            "origin": (reads.fetched_reads - reads.peer_reads, reads.fetched_bytes - reads.peer_bytes),
+        }
+        for source, (number, nbytes) in sources.items():
+            samples += [Sample(JOB_READS, (*part, source), number), Sample(JOB_BYTES, (*part, source), nbytes)]
     return samples
 
 

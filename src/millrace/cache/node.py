@@ -246,11 +246,12 @@ class CacheNode:
         threads: Threads | None = None,
         source: MakeSource | None = None,
         verify: bool = False,
+        for_peers: bool = False,
     ) -> ObjectReader:
         """Random access to an object, from the disk and from the origin. The caller closes it.
 
         `threads` fetch for it in place of the node's own, from `source` in place of the node's. `verify` checks every read
-        from the disk, as without the option `native`.
+        from the disk, as without the option `native`. `for_peers`: see `CachedReader`.
         Without a usable disk the bytes come from the origin.
         """
         make = source or self._source
@@ -270,7 +271,8 @@ class CacheNode:
                     threads=threads or self._threads,
                     verify=verify or not self.options.native,
                     group=lambda: self._group_of(origin, info),
-                    reopen=lambda: self._reopen().open_reader(origin, info, verify=verify),
+                    reopen=lambda: self._reopen().open_reader(origin, info, verify=verify, for_peers=for_peers),
+                    for_peers=for_peers,
                 )
             except LostDataError as error:
                 self._give_up(disk, name, error)

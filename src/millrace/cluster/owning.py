@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 from typing_extensions import Buffer
 
+from millrace.cache.counters import Counters
 from millrace.cache.node import CacheNode
-from millrace.cache.reading.fetching import MakeSource
+from millrace.cache.reading.fetching import Fetched, MakeSource, Source
 from millrace.cache.reading.reader import CachedReader, ObjectReader
 from millrace.cache.reading.threads import CALLERS_THREAD
 from millrace.cluster.dataplane import wire
@@ -218,7 +220,12 @@ class OwnedBlocks:
 
     def _open_reader(self, origin: Origin, what: ObjectDescription, source: MakeSource | None = None) -> ObjectReader:
         info = ObjectInfo(key=what.key, size=what.size, version=what.version, modified=0.0)
-        return self._node.open_reader(origin, info, threads=CALLERS_THREAD, source=source)
+        return self._node.open_reader(
+            origin, info, threads=CALLERS_THREAD, source=source or self._relay, for_peers=True
+        )
+
+    def _relay(self, origin: Origin, info: ObjectInfo, object_id: bytes, counters: Counters | None) -> Source:
+        return _RelaySource(self._node.source(origin, info, object_id, counters), counters)
 
     # --- placement ----------------------------------------------------------------------------------
 
@@ -227,6 +234,23 @@ class OwnedBlocks:
         if view.version != placement.view.version:
             placement = self._placement = Placement(view, replicas=self._replicas)
         return placement
+
+
+@dataclass(frozen=True, slots=True)
+class _RelaySource:
+    """The node's `Source` for reads of other nodes. Counts their bytes, which the readers count, too."""
+
+    inner: Source
+    counters: Counters | None
+
+    def read(self, start: int, stop: int) -> Fetched:
+        found = self.inner.read(start, stop)
+        if self.counters is not None:
+            self.counters.add("relayed_bytes", stop - start)
+        return found
+
+    def fetches_through_peer(self, start: int) -> bool:
+        return self.inner.fetches_through_peer(start)
 
 
 class UploadLeases:
@@ -296,7 +320,6 @@ def _fetch(reader: ObjectReader, blocks: list[int]) -> dict[int, Buffer]:
 
 def _read_part(reader: ObjectReader, block: int, span: Span) -> dict[int, Buffer]:
     """The bytes of a part of a block, which is fetched if it is missing."""
-    reader.prefetch_ranges([span], wait=True)  # the parts of one request are not a scan
     return {block: reader.read(*span)}
 
 

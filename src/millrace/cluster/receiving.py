@@ -79,7 +79,11 @@ class ReceivedObject:
             what = self._what
             info = ObjectInfo(key=what.key, size=what.size, version=what.version, modified=0.0)
             reader = self._node.open_reader(
-                NamedOrigin(what.origin), info, threads=CALLERS_THREAD, source=lambda *_: self._received
+                NamedOrigin(what.origin),
+                info,
+                threads=CALLERS_THREAD,
+                source=lambda *_: self._received,
+                for_peers=True,
             )
             if not isinstance(reader, CachedReader):
                 return None

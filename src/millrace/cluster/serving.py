@@ -137,6 +137,8 @@ class BlockService:
         stored.disk.usage.hit(entry, nbytes, served=True)
         stored.disk.counters.add("served_requests")
         stored.disk.counters.add("served_bytes", nbytes)
+        if get.ask is Ask.FETCH:
+            stored.disk.counters.add("served_cached_bytes", nbytes)
         head = wire.build_framed_head(get.span, entry.size, hot=hot)
         return Content(head, (part, checksum.to_bytes(wire.SUM_BYTES, "little")))
 
@@ -159,7 +161,7 @@ class BlockService:
             stored = self._objects.find(get.object_id)
         else:
             return Refusal(status=503, message="the blocks are evicted before they can be sent", code="retryable")
-        hot = self._count(get.object_id, stored, pieces, size, fresh)
+        hot = self._count(get, stored, pieces, size, fresh)
         parts = self._framed_parts(stored, pieces, size, memory)
         return Content(
             head=wire.build_framed_head(get.span, size, hot=hot),
@@ -215,9 +217,7 @@ class BlockService:
 
     # --- counting -----------------------------------------------------------------------------------
 
-    def _count(
-        self, object_id: bytes, stored: StoredObject | None, pieces: Sequence[Span], size: int, fresh: set[int]
-    ) -> bool:
+    def _count(self, get: Get, stored: StoredObject | None, pieces: Sequence[Span], size: int, fresh: set[int]) -> bool:
         """Count a response, whose blocks in `fresh` were just fetched; returns whether any block is hot."""
         hot = False
         nbytes = used = 0
@@ -225,14 +225,16 @@ class BlockService:
             block = start // BLOCK_BYTES
             nbytes += stop - start
             used += 0 if block in fresh else stop - start  # a fetch was already counted as a use
-            hot |= self._heat.count((object_id, block), stop - start, min(size, BLOCK_BYTES))
+            hot |= self._heat.count((get.object_id, block), stop - start, min(size, BLOCK_BYTES))
         counters: Counters | None
         if stored is not None:
             counters = stored.disk.counters
             if used:
                 stored.disk.usage.hit(stored.entry, used, served=True)
+                if get.ask is Ask.FETCH:
+                    counters.add("served_cached_bytes", used)
         else:
-            disk = self._node.disk_of(object_id)
+            disk = self._node.disk_of(get.object_id)
             counters = None if disk is None else disk.counters
         if counters is not None:
             counters.add("served_requests")

@@ -127,12 +127,13 @@ class ClusterSource:
         parts = list(_parts(start, stop, self._what.size))
         if len(parts) == 1:
             return self._read_part(start, stop)
-        data, keep = bytearray(), Keep.OWNED
+        data, keep, peer_bytes = bytearray(), Keep.OWNED, 0
         for part in parts:
             fetched = self._read_part(*part)
             data += memoryview(fetched.data).cast("B")
             keep = fetched.keep if keep is Keep.OWNED else keep
-        return Fetched(data, keep)
+            peer_bytes += fetched.peer_bytes
+        return Fetched(data, keep, peer_bytes)
 
     def fetches_through_peer(self, start: int) -> bool:
         steps = self._steps(self._cluster.placement(), stripe_of(start, self._what.size))
@@ -158,7 +159,8 @@ class ClusterSource:
         visit = _Visit(self, placement, stripe, start, stop)
         found = visit.request(steps)
         if found is not None:
-            return Fetched(found.data, Keep.OWNED if found.hot or visit.is_mine() else Keep.COPY)
+            keep = Keep.OWNED if found.hot or visit.is_mine() else Keep.COPY
+            return Fetched(found.data, keep, stop - start)
         return self._from_origin(visit, start, stop)
 
     def _from_origin(self, visit: _Visit, start: int, stop: int) -> Fetched:

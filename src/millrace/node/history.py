@@ -26,13 +26,14 @@ _QUIET_LEVEL = 10  # DEBUG: for example every eviction
 
 
 def tiers(counters: Mapping[str, int]) -> dict[str, int]:
-    """The bytes that were read from each tier, as in `millrace_read_bytes_total`."""
+    """The bytes that were read from each tier, as in `millrace_read_bytes_total`; `relayed` of them were for other nodes."""
     mapped = counters.get("mapped_bytes", 0)
     return {
         "mapped": mapped,
         "disk": max(0, counters.get("cache_bytes", 0) - mapped),
         "peer": counters.get("peer_bytes", 0),
         "origin": counters.get("origin_bytes", 0),
+        "relayed": counters.get("relayed_bytes", 0),
     }
 
 

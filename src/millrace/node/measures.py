@@ -38,6 +38,7 @@ from millrace.metrics import (
     SAVED_COST,
     SAVED_REQUESTS,
     SCRAPE_SECONDS,
+    SERVED_CACHED_BYTES,
     START_TIME,
     Distribution,
     Metric,
@@ -120,13 +121,14 @@ class Prices:
     def savings(self, samples: Sequence[Sample]) -> list[Sample]:
         """What the reads of `samples` have saved, compared with reads from the origin. Pure."""
         requests = _sum(samples, READS, ("mapped", "disk"))
-        nbytes = _sum(samples, READ_BYTES, ("mapped", "disk", "peer"))
+        # Bytes from peers count on the node that had them cached. It may have fetched them for the read.
+        nbytes = _sum(samples, READ_BYTES, ("mapped", "disk")) + _sum(samples, SERVED_CACHED_BYTES)
         cost = requests / 1000 * self.per_1000_requests + nbytes / 1e9 * self.per_gb
         return [Sample(SAVED_REQUESTS, (), requests), Sample(SAVED_BYTES, (), nbytes), Sample(SAVED_COST, (), cost)]
 
 
-def _sum(samples: Iterable[Sample], metric: Metric, tiers: Sequence[str]) -> float:
-    values = [each.value for each in samples if each.metric is metric and each.labels[0] in tiers]
+def _sum(samples: Iterable[Sample], metric: Metric, tiers: Sequence[str] = ()) -> float:
+    values = [each.value for each in samples if each.metric is metric and (not tiers or each.labels[0] in tiers)]
     return sum(value for value in values if not isinstance(value, Distribution))
 
 

@@ -68,7 +68,9 @@ def _throughput(history: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """A history with the rates and the hit ratio of its last ten seconds. `recent_hit_ratio` is None without reads."""
     recent = {tier: sum(series[-_RECENT_SAMPLES:]) for tier, series in history.items()}
     taken = max((len(series[-_RECENT_SAMPLES:]) for series in history.values()), default=0)
-    cached, read = recent.get("mapped", 0) + recent.get("disk", 0), sum(recent.values())
+    cached = recent.get("mapped", 0) + recent.get("disk", 0)
+    # Relayed bytes are in two tiers. Other nodes count them, too, as reads from this node.
+    read = cached + max(0, recent.get("peer", 0) + recent.get("origin", 0) - recent.get("relayed", 0))
     return {
         "history": {tier: list(series) for tier, series in history.items()},
         "per_second": {tier: total / taken if taken else 0.0 for tier, total in recent.items()},

@@ -8,12 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from tests.support.origins import MemoryOrigin
 from tests.support.planes import Views
 
+from millrace.cache.attribution import NO_READS
+from millrace.cache.counters import NAMES
+from millrace.cache.measures import samples_of
 from millrace.cache.node import CacheNode
 from millrace.cluster.breakers import Breakers
 from millrace.cluster.cluster import Cluster
@@ -25,6 +29,9 @@ from millrace.cluster.source import ClusterSources
 from millrace.config import resolve
 from millrace.errors import ObjectChangedError
 from millrace.events import Event
+from millrace.figures import hit_ratio
+from millrace.metrics import JOB_BYTES, SAVED_BYTES
+from millrace.node.measures import Prices
 from millrace.origin import ObjectInfo
 from millrace.store.records import BLOCK_BYTES, object_id
 
@@ -286,6 +293,67 @@ def test_read_with_two_views_succeeds(make: Callable[..., Nodes]) -> None:
     assert TOTAL <= fetched <= 2 * TOTAL
     assert nodes.epoch(nodes.all) == 0
     assert nodes.counted("peer_failures") == 0
+
+
+def saved_bytes(nodes: Nodes) -> float:
+    samples = [sample for node in nodes.all for sample in Prices().savings(samples_of(node.reading))]
+    return sum(float(sample.value) for sample in samples if sample.metric is SAVED_BYTES)
+
+
+def reads_of(nodes: Nodes) -> int:
+    return sum(nodes.counted(name) for name in ("cache_bytes", "peer_bytes", "origin_bytes")) - nodes.counted(
+        "relayed_bytes"
+    )
+
+
+def test_savings_of_first_read_in_cluster_are_zero_and_of_later_reads_their_bytes(make: Callable[..., Nodes]) -> None:
+    nodes = make(2)
+    first, second = nodes.all
+    for key, info in nodes.infos.items():
+        assert nodes.read(first, info) == nodes.data[key]
+    assert nodes.counted("peer_bytes") == nodes.counted("relayed_bytes") > 0
+    assert nodes.origin.bytes_read() == reads_of(nodes) == TOTAL
+    assert saved_bytes(nodes) == 0
+    assert hit_ratio({name: nodes.counted(name) for name in NAMES}) == 0
+    for count, node in enumerate((first, second), start=1):
+        for info in nodes.infos.values():
+            nodes.read(node, info)
+        assert saved_bytes(nodes) == count * TOTAL
+        assert reads_of(nodes) == (1 + count) * TOTAL
+    assert nodes.origin.bytes_read() == TOTAL
+
+
+@pytest.mark.parametrize("span", [(BLOCK_BYTES + 100_000, BLOCK_BYTES + 300_000), (100_000, 300_000)])
+def test_savings_of_part_that_owner_fetches_are_zero_and_its_bytes_afterwards(
+    make: Callable[..., Nodes], span: tuple[int, int]
+) -> None:
+    nodes = make(3)
+    key = "bucket/2"
+    others = [node for node in nodes.all if node.id != nodes.owner(key)]
+    for count, node in enumerate(others):
+        with closing(node.reading.open_reader(nodes.origin, nodes.infos[key])) as reader:
+            assert bytes(memoryview(reader.read(*span)).cast("B")) == nodes.data[key][slice(*span)]
+        assert nodes.counted("cache_bytes") == 0
+        assert saved_bytes(nodes) == count * node.reading.counters()["peer_bytes"]
+    assert saved_bytes(nodes) >= span[1] - span[0]
+
+
+def test_reads_for_other_nodes_are_attributed_to_the_job_of_the_reader_only(make: Callable[..., Nodes]) -> None:
+    nodes = make(2)
+    for info in nodes.infos.values():
+        nodes.read(nodes.all[0], info)
+    disks = [disk for node in nodes.all for disk in (*node.reading.open_disks, *node.serving.open_disks)]
+    for disk in disks:
+        disk.write_down_uses()
+    reads, others = (node.reading.open_disks[0].attributed() for node in nodes.all)
+    assert set(others.values()) <= {NO_READS}
+    [found] = reads.values()
+    assert found.fetched_bytes == TOTAL
+    assert found.peer_bytes == nodes.counted("peer_bytes")
+    values = {
+        sample.labels[2]: sample.value for sample in samples_of(nodes.all[0].reading) if sample.metric is JOB_BYTES
+    }
+    assert values == {"cache": 0, "peer": found.peer_bytes, "origin": TOTAL - found.peer_bytes}
 
 
 def test_read_of_damaged_peer_bytes_is_repaired(make: Callable[..., Nodes], events: list[Event]) -> None:

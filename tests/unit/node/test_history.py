@@ -23,12 +23,12 @@ def history_of(*readings: dict[str, int], seconds: float = 2.0) -> History:
 
 def test_tiers_divide_cached_bytes_into_mapped_and_read_ones() -> None:
     counters = {"cache_bytes": 10, "mapped_bytes": 4, "peer_bytes": 3, "origin_bytes": 2}
-    assert tiers(counters) == {"mapped": 4, "disk": 6, "peer": 3, "origin": 2}
+    assert tiers(counters) == {"mapped": 4, "disk": 6, "peer": 3, "origin": 2, "relayed": 0}
     assert tiers({"cache_bytes": 3, "mapped_bytes": 4})["disk"] == 0
 
 
 def test_history_of_fewer_than_two_samples_is_empty() -> None:
-    empty = {"mapped": [], "disk": [], "peer": [], "origin": []}
+    empty = {"mapped": [], "disk": [], "peer": [], "origin": [], "relayed": []}
     assert history_of().rates() == history_of({"origin_bytes": 5}).rates() == empty
 
 

@@ -85,6 +85,7 @@ def test_skipped_peers_are_named_by_their_addresses() -> None:
         ({"mapped": [], "origin": []}, {"mapped": 0.0, "origin": 0.0}, None),
         ({"mapped": [0, 0], "origin": [0, 0]}, {"mapped": 0.0, "origin": 0.0}, None),
         ({"mapped": [30], "origin": [10]}, {"mapped": 30.0, "origin": 10.0}, 0.75),
+        ({"mapped": [6], "origin": [9], "relayed": [7]}, {"mapped": 6.0, "origin": 9.0, "relayed": 7.0}, 0.75),
         ({"mapped": [900, 0, 0, 0, 0, 5], "origin": [900, 0, 0, 0, 0, 15]}, {"mapped": 1.0, "origin": 3.0}, 0.25),
     ],
 )

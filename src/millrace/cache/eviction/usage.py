@@ -33,7 +33,8 @@ class AccessRecord:
 @dataclass(slots=True)
 class Tally:
     """The uses of one unit: reads and bytes from this disk (hits), and from elsewhere (misses). `served` of the hits, and
-    `served_bytes` of their bytes, were for other nodes.
+    `served_bytes` of their bytes, were for other nodes, and so were `relayed` of the misses. `peer_reads` of the other misses
+    had bytes from other nodes.
 
     `nbytes` is the known size of the unit, `segment` its generation (0: an object with its
     own file, or one that was not kept). `kept`: a part of it is cached. `copy`: another node owns the bytes that were stored
@@ -52,9 +53,16 @@ class Tally:
     misses: int = 0
     served: int = 0
     served_bytes: int = 0
+    relayed: int = 0
+    relayed_bytes: int = 0
+    peer_reads: int = 0
+    peer_bytes: int = 0
     kept: bool = False
     copy: bool | None = None
     joined: list[bytes] = field(default_factory=list)
+
+
+_MISSES = ("misses", "miss_bytes", "relayed", "relayed_bytes", "peer_reads", "peer_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,7 @@ class _Read:
     copy: bool | None = None
     count: int = 1
     served: bool = False
+    peer_bytes: int = 0
 
 
 class UsageLog:
@@ -101,14 +110,24 @@ class UsageLog:
         self._reads.append(_Read(entry, nbytes, True, True, group, served=served))
 
     def missed(
-        self, entry: Entry, nbytes: int, group: FindGroup | None = None, *, kept: bool, copy: bool | None = None
+        self,
+        entry: Entry,
+        nbytes: int,
+        group: FindGroup | None = None,
+        *,
+        kept: bool,
+        copy: bool | None = None,
+        peer_bytes: int = 0,
+        served: bool = False,
     ) -> None:
-        """Note that `nbytes` of an object were fetched, and whether they were kept, as a copy or not.
+        """Note that `nbytes` of an object were fetched, `peer_bytes` of them from other nodes, and whether they were kept, as a
+        copy or not. `served`: for another node.
 
         Bytes that were counted before they were stored are noted as kept with 0 bytes, which is not another read.
         The record of a small object that was not kept may be created for this call; its `place` is 0.
         """
-        self._reads.append(_Read(entry, nbytes, False, kept, group, copy, count=1 if nbytes else 0))
+        count = 1 if nbytes else 0
+        self._reads.append(_Read(entry, nbytes, False, kept, group, copy, count, served, peer_bytes))
 
     def settle(self) -> int:
         """Add up the accesses that were noted so far. Returns the bytes that `drain` would return."""
@@ -153,8 +172,8 @@ class UsageLog:
             if not read.hit:
                 tally.joined.append(entry.object_id)
                 alone = self._tallies.pop(entry.object_id, None)
-                tally.miss_bytes += 0 if alone is None else alone.miss_bytes
-                tally.misses += 0 if alone is None else alone.misses
+                for name in _MISSES if alone is not None else ():
+                    setattr(tally, name, getattr(tally, name) + getattr(alone, name))
         if read.hit:
             tally.hit_bytes += read.nbytes
             tally.hits += read.count
@@ -164,6 +183,12 @@ class UsageLog:
         else:
             tally.miss_bytes += read.nbytes
             tally.misses += read.count
+            if read.served:
+                tally.relayed += read.count
+                tally.relayed_bytes += read.nbytes
+            elif read.peer_bytes:
+                tally.peer_reads += read.count
+                tally.peer_bytes += read.peer_bytes
         tally.kept = tally.kept or read.kept
         tally.copy = tally.copy if read.copy is None else read.copy
         tally.group = tally.group or read.group

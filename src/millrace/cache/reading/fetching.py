@@ -46,10 +46,11 @@ fetched_here = _FetchedHere()
 
 
 class Fetched(NamedTuple):
-    """The requested bytes from the origin or a peer, and how they may be kept."""
+    """The requested bytes, how they may be kept, and how many of them came from peers (the others: from the origin)."""
 
     data: Buffer
     keep: Keep
+    peer_bytes: int = 0
 
 
 class Source(Protocol):
@@ -94,6 +95,11 @@ def log_fetch(key: str, start: int, stop: int, source: str, seconds: float) -> N
         _log.debug(text, shown_key(key), start, stop, source, seconds, fetch_id.get())
 
 
+def cached_counter(*, for_peers: bool) -> str:
+    """The name of the counter of bytes that were read from this disk."""
+    return "served_cached_bytes" if for_peers else "cache_bytes"
+
+
 def lock_key(source: Source, object_id: bytes, block: int, start: int) -> int:
     """The lock of one block's fetch between the processes of a node; `start` is the block's first byte.
 
@@ -117,7 +123,7 @@ def direct(origin: Origin, info: ObjectInfo, object_id: bytes, counters: Counter
 
 
 class Fetcher:
-    """Fetches blocks for one reader. Thread-safe."""
+    """Fetches blocks for one reader. Thread-safe. `for_peers`: see `CachedReader`."""
 
     def __init__(
         self,
@@ -128,6 +134,7 @@ class Fetcher:
         disk: Disk,
         threads: Threads,
         group: FindGroup,
+        for_peers: bool = False,
     ) -> None:
         self.source = source
         self.key = key
@@ -136,6 +143,7 @@ class Fetcher:
         self.disk = disk
         self.threads = threads
         self.group = group
+        self.for_peers = for_peers
 
     def start(self, blocks: Sequence[int], *, waited_for: bool) -> dict[int, Flight]:
         """Start to fetch missing blocks; returns a flight for each of them.
@@ -231,7 +239,7 @@ class Fetcher:
             return False
         if data is None:
             return False
-        self.disk.counters.add("cache_bytes", memoryview(data).nbytes)
+        self.disk.counters.add(cached_counter(for_peers=self.for_peers), memoryview(data).nbytes)
         self.disk.flights.complete((self.entry.object_id, block), flight, data)
         return True
 
@@ -239,9 +247,9 @@ class Fetcher:
         """Request neighbouring blocks; store them, then complete their flights. Without a location nothing is stored."""
         entry, counters = self.entry, self.disk.counters
         start, stop = span_of(part.start, part.stop, entry.size, entry.block_bytes)
-        answer, how, fetched_bytes = self._read_uncached(start, stop, location)
+        (answer, how, peer_bytes), fetched_bytes = self._read_uncached(start, stop, location)
         fetched_here.nbytes += fetched_bytes
-        self.disk.missed(entry, fetched_bytes, self.group)
+        self.disk.missed(entry, fetched_bytes, self.group, peer_bytes=peer_bytes, served=self.for_peers)
         candidate = Candidate(entry.object_id, entry.size, lambda: entry.name, self.group, how)
         nbytes = 0 if location is None else location.stored_bytes(fetched_bytes)
         with self.disk.reserved(nbytes, candidate) if location else nullcontext(Room(self.disk.store, 0)) as room:
@@ -262,12 +270,12 @@ class Fetcher:
                 self.disk.flights.complete((entry.object_id, block), flights[block], piece)
 
     def request(self, start: int, stop: int) -> Fetched:
-        """The bytes `[start, stop)` from a peer or the origin, and how they may be kept."""
-        data, keep = self.source.read(start, stop)
-        return Fetched(data, Keep.CHECKPOINT if is_checkpoint_file(self.key) else keep)
+        """The bytes `[start, stop)` from a peer or the origin."""
+        found = self.source.read(start, stop)
+        return found._replace(keep=Keep.CHECKPOINT) if is_checkpoint_file(self.key) else found
 
-    def _read_uncached(self, start: int, stop: int, location: Location | None) -> tuple[Buffer, Keep, int]:
-        """The bytes of neighbouring blocks, how to keep them, and how many were fetched. Cached pages are not."""
+    def _read_uncached(self, start: int, stop: int, location: Location | None) -> tuple[Fetched, int]:
+        """The bytes of neighbouring blocks, and how many of them were fetched. Cached pages are not."""
         gaps: list[tuple[int, int]] = []
         if isinstance(location, FileLocation):
             try:
@@ -275,19 +283,20 @@ class Fetcher:
             except StorageError as error:
                 location.report(error)
         if not isinstance(location, FileLocation) or sum(end - begin for begin, end in gaps) in (0, stop - start):
-            return *self.request(start, stop), stop - start
-        data, keep, fetched_bytes = bytearray(stop - start), Keep.OWNED, 0
+            return self.request(start, stop), stop - start
+        data, keep, fetched_bytes, peer_bytes = bytearray(stop - start), Keep.OWNED, 0, 0
         most = MOST_REQUESTS * len(blocks_of(start, stop, self.entry.block_bytes))
         for begin, end, is_gap in _with_gaps(start, stop, bridged(gaps, 0, most=most), self.entry.block_bytes):
             # Verified, since the block's checksum is computed over these bytes.
             piece: Buffer | None = None if is_gap else self.cached_pages(location, begin, end, verify=True)
             if piece is None:
-                piece, how = self.request(begin, end)
+                piece, how, from_peers = self.request(begin, end)
                 keep = how if keep is Keep.OWNED else keep
                 fetched_bytes += end - begin
+                peer_bytes += from_peers
             data[begin - start : end - start] = memoryview(piece).cast("B")
-        self.disk.counters.add("cache_bytes", stop - start - fetched_bytes)
-        return memoryview(data), keep, fetched_bytes
+        self.disk.counters.add(cached_counter(for_peers=self.for_peers), stop - start - fetched_bytes)
+        return Fetched(memoryview(data), keep, peer_bytes), fetched_bytes
 
     def cached_pages(self, location: FileLocation, start: int, stop: int, *, verify: bool = False) -> bytes | None:
         """A range inside one block that is not complete; None when any of its pages is missing, wrong or unreadable."""

@@ -210,8 +210,8 @@ class PageFetcher:
     def _request_one(self, start: int, stop: int, location: FileLocation | None) -> Buffer:
         """Send one request and store its pages. Without a location, or without space, they are not stored."""
         disk, entry, group = self._disk, self._entry, self._fetcher.group
-        data, keep = self._fetcher.request(start, stop)
-        disk.missed(entry, stop - start, group)
+        data, keep, peer_bytes = self._fetcher.request(start, stop)
+        disk.missed(entry, stop - start, group, peer_bytes=peer_bytes, served=self._fetcher.for_peers)
         candidate = Candidate(entry.object_id, entry.size, lambda: entry.name, group, keep)
         kept = False
         if location is not None:

@@ -16,7 +16,7 @@ from millrace.cache.eviction.copies import Keep
 from millrace.cache.eviction.evictor import Candidate
 from millrace.cache.eviction.usage import FindGroup, is_checkpoint_file
 from millrace.cache.held import HELD_BYTES, MOST_TAIL_BYTES
-from millrace.cache.reading.fetching import Fetcher, Source, log_wait
+from millrace.cache.reading.fetching import Fetched, Fetcher, Source, cached_counter, log_wait
 from millrace.cache.reading.locations import FileLocation, Location, SegmentLocation
 from millrace.cache.reading.pages import PageFetcher, without
 from millrace.cache.reading.threads import Threads
@@ -25,7 +25,7 @@ from millrace.events import fetch_id
 from millrace.origin import ObjectInfo
 from millrace.runtime import forks
 from millrace.runtime.locks import in_fetch, new_fetch_id
-from millrace.store.records import BLOCK_BYTES, RUN_BLOCKS, ReadAhead, blocks_of, span_of
+from millrace.store.records import BLOCK_BYTES, RUN_BLOCKS, Entry, ReadAhead, blocks_of, span_of
 
 _log = logging.getLogger("millrace.cache")
 
@@ -93,7 +93,7 @@ class OriginReader:
         start, stop = max(0, start), min(stop, self._info.size)
         if stop <= start:
             return b""
-        return read_through(self._source, start, stop, self._counters)
+        return read_through(self._source, start, stop, self._counters).data
 
     def is_fetched_by_peer(self, start: int, stop: int) -> bool:
         """Whether another node fetches, and stores, the blocks at the beginning and the end of a range."""
@@ -112,12 +112,12 @@ class OriginReader:
         """Nothing to release."""
 
 
-def read_through(source: Source, start: int, stop: int, counters: Counters | None) -> Buffer:
+def read_through(source: Source, start: int, stop: int, counters: Counters | None) -> Fetched:
     """Read a range without storing it. Counts the bytes if `counters` is given."""
-    data = in_fetch(fetch_id.get() or new_fetch_id(), lambda: source.read(start, stop)).data
+    found = in_fetch(fetch_id.get() or new_fetch_id(), lambda: source.read(start, stop))
     if counters is not None:
         counters.add("uncached_bytes", stop - start)
-    return data
+    return found
 
 
 class CachedReader:
@@ -125,7 +125,8 @@ class CachedReader:
 
     After a fork, or when the object was removed from the store, it continues with a reader that `reopen` returns: an
     inherited reader has no threads, and blocks of a removed object cannot be stored. `group` is called when a block is
-    about to be stored. `verify` reads from the disk with a checksum on every read.
+    about to be stored. `verify` reads from the disk with a checksum on every read. `for_peers`: the reads serve other nodes,
+    which count them; they fetch missing pages only.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class CachedReader:
         verify: bool,
         group: FindGroup,
         reopen: Callable[[], ObjectReader],
+        for_peers: bool = False,
     ) -> None:
         self._source = source
         self._info = info
@@ -147,6 +149,7 @@ class CachedReader:
         self._verify = verify
         self._group = group
         self._reopen = reopen
+        self._for_peers = for_peers
         self._owner = forks.Owner()
         self._reopened: ObjectReader | None = None
         self._whole: Buffer | None = None if info.size else b""
@@ -297,6 +300,7 @@ class CachedReader:
                 disk=self._disk,
                 threads=self._threads,
                 group=self._group,
+                for_peers=self._for_peers,
             )
         return self._fetcher_made
 
@@ -315,7 +319,14 @@ class CachedReader:
             reopened = self._reopened = self._reopen()
         return reopened
 
+    def _count_cached(self, entry: Entry, nbytes: int) -> None:
+        """Count bytes that were read from this disk."""
+        self._disk.counters.add(cached_counter(for_peers=self._for_peers), nbytes)
+        self._disk.usage.hit(entry, nbytes, self._group, served=self._for_peers)
+
     def _measure_disk_read(self, start: int, stop: int, began: float) -> None:
+        if self._for_peers:
+            return
         seconds = time.perf_counter() - began
         self._disk.counters.observe("disk_seconds", seconds)
         if _log.isEnabledFor(logging.DEBUG):
@@ -347,8 +358,7 @@ class CachedReader:
         if found is None:
             return None
         entry, data = found
-        self._disk.counters.add("cache_bytes", entry.size)
-        self._disk.usage.hit(entry, entry.size)
+        self._count_cached(entry, entry.size)
         return data
 
     # --- objects of many blocks -------------------------------------------------------------------
@@ -365,22 +375,24 @@ class CachedReader:
         may_have_tail = missing and start >= entry.size - MOST_TAIL_BYTES
         tail = self._disk.footers.read(entry.object_id, start, stop) if may_have_tail else None
         if tail is not None:
-            self._disk.counters.add("cache_bytes", stop - start)
+            self._disk.counters.add(cached_counter(for_peers=self._for_peers), stop - start)
             self._measure_disk_read(start, stop, began)
             return tail
         reads = self._reads = self._reads.after(start, stop)
         by_pages, gaps = False, list[tuple[int, int]]()
         if missing and not self._disk.held.get(entry.object_id, missing):
             gaps = self.gaps(start, stop)
-            by_pages = not gaps or not (reads.scans or start == 0)
+            by_pages = not gaps or not (reads.scans or start == 0) or self._for_peers
         if missing and (gaps or not by_pages) and self._better_read_alone(start, stop, missing, reads):
             spans = gaps if by_pages else self._spans(missing)
             if not self._can_store(spans):
                 wanted = read_through(self._source, start, stop, self._disk.counters)
                 # The policy counts the bytes that would have been stored; else it would never admit them.
-                self._disk.missed(entry, sum(stop - start for start, stop in spans), self._group)
-                self._keep_footer(start, stop, wanted)
-                return wanted
+                nbytes = sum(stop - start for start, stop in spans)
+                peer_bytes = nbytes if wanted.peer_bytes else 0
+                self._disk.missed(entry, nbytes, self._group, peer_bytes=peer_bytes, served=self._for_peers)
+                self._keep_footer(start, stop, wanted.data)
+                return wanted.data
         if by_pages:
             return self._read_pages(location, start, stop, set(missing), began)
         fetched = self.fetch(missing)
@@ -388,8 +400,7 @@ class CachedReader:
             self._keep_footer(blocks[-1] * entry.block_bytes, stop, fetched[blocks[-1]])
         cached = stop - start - sum(self._overlap(block, start, stop) for block in fetched)
         if cached:
-            self._disk.counters.add("cache_bytes", cached)
-            self._disk.usage.hit(entry, cached, self._group)
+            self._count_cached(entry, cached)
         if not fetched and location.are_verified(blocks) and not self._verify:
             verified = self._read_verified(location, start, stop)
             self._measure_disk_read(start, stop, began)
@@ -461,8 +472,7 @@ class CachedReader:
                 result[low - start : high - start] = memoryview(part).cast("B")
         nbytes = sum(end - first for first, end in cached)
         if nbytes:
-            self._disk.counters.add("cache_bytes", nbytes)
-            self._disk.usage.hit(location.entry, nbytes, self._group)
+            self._count_cached(location.entry, nbytes)
         if nbytes == stop - start:
             self._measure_disk_read(start, stop, began)
         return result
@@ -514,7 +524,7 @@ class CachedReader:
         except StorageError as error:
             self._location.report(error)
             ((start, stop),) = self._spans([block])
-            return read_through(self._source, start, stop, self._disk.counters)
+            return read_through(self._source, start, stop, self._disk.counters).data
         return self.fetch([block])[block] if data is None else data
 
 
