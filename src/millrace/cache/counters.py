@@ -65,8 +65,8 @@ NAMES = (
 `origin_bytes` left the origin; `cache_bytes` were served from this disk (a natively opened file counts once, with its
 size, whatever part of it is read); `uncached_bytes` were fetched and not stored, for lack of space. In a cluster
 `peer_bytes` came from other nodes and `served_bytes` went to them; `peer_failures` are requests to a peer that failed.
-`served_cached_bytes` is the part of `served_bytes` that was cached before the request of a reader. `relayed_bytes` were fetched to serve
-other nodes: they are in `origin_bytes` or `peer_bytes` here, and in `peer_bytes` of the reader, for one read.
+`served_cached_bytes` is the part of `served_bytes` that was cached before the request of a reader. `relayed_bytes` were
+fetched to serve other nodes: they are in `origin_bytes` or `peer_bytes` here, and in `peer_bytes` of the reader.
 `moved_bytes` came from other nodes because members joined or left; they count as neither `peer_bytes` nor `cache_bytes`.
 `corrupt_records` of the index did not verify and were removed. `mapped_bytes` is the part of `cache_bytes` that was
 mapped. `evictions` removed `evicted_bytes`. The others count checkpoints that processes of this machine saved, from

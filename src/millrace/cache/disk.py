@@ -310,8 +310,9 @@ class Disk:
         return self._copies.mark_all()
 
     def missed(self, entry: Entry, nbytes: int, group: FindGroup, *, peer_bytes: int = 0, served: bool = False) -> None:
-        """Note bytes that were not cached, see `UsageLog.missed`. Uses are written down often enough for eviction to see them
-        one after the other.
+        """Note bytes that were fetched; see `UsageLog.missed`.
+
+        Uses are written down often enough for eviction to see them one after the other.
         """
         self.usage.missed(entry, nbytes, group, kept=False, peer_bytes=peer_bytes, served=served)
         self._missed_bytes += nbytes  # threads may lose an addition, which delays the next check a little

@@ -28,7 +28,15 @@ from millrace.cluster.membership import Member
 from millrace.cluster.origins import NamedOrigin, Origins
 from millrace.cluster.placement import Placement
 from millrace.config import SILENCE_SECONDS
-from millrace.errors import OriginUnavailableError, PeerError, PeerSilentError, UsageError
+from millrace.errors import (
+    MissingError,
+    ObjectNotFoundError,
+    OriginUnavailableError,
+    PeerError,
+    PeerRefusedError,
+    PeerSilentError,
+    UsageError,
+)
 from millrace.events import Event, emit
 from millrace.origin import Listing, ListingPage, ObjectInfo, Origin
 
@@ -39,6 +47,7 @@ _OPEN_LISTINGS = 64  # that a metadata owner keeps to continue
 _PAGES_AHEAD = 5  # that one response of an origin contains at most: those of Azure have 5,000 keys
 _MOST_STALE = 1000  # directories
 _LARGEST = 1 << 60  # bytes of an object
+_NOT_FOUND = (MissingError.code, ObjectNotFoundError.code)  # responses of an owner that works normally
 
 LISTING, LEVEL, HEAD = "/v1/listing", "/v1/level", "/v1/head"
 
@@ -136,7 +145,10 @@ class ClusterListings:
                 self._cluster.breakers.worked(member.id)
                 return read(response)
             except PeerError as error:
-                record_failure(self._cluster, member, error)
+                if isinstance(error, PeerRefusedError) and error.reason in _NOT_FOUND:
+                    self._cluster.breakers.worked(member.id)
+                else:
+                    record_failure(self._cluster, member, error)
                 if not isinstance(error, PeerSilentError):
                     return None  # the origin's own error is the one to raise
             except (KeyError, TypeError, ValueError, OverflowError) as error:

@@ -30,6 +30,7 @@ from millrace.cluster.origins import Origins
 from millrace.cluster.serving import BlockService
 from millrace.config import SILENCE_SECONDS, resolve
 from millrace.errors import ObjectNotFoundError, PeerRefusedError
+from millrace.events import Event
 from millrace.origin import ListingPage
 from millrace.testing.conformance.members import eventually
 
@@ -281,6 +282,16 @@ def test_owner_serves_no_metadata_from_before_its_absence_from_the_members(
     origin.put(keys[1], b"written while nobody knew the owner")
     absences[0] += 1
     assert others[1].reading.metadata.stat(origin, keys[1]) == origin.head(keys[1])
+
+
+def test_missing_object_is_not_reported_as_refusal_of_its_metadata_owner(
+    make_nodes: MakeNodes, origin: MemoryOrigin, events: list[Event]
+) -> None:
+    filled(origin, 2)
+    _, other = in_order(make_nodes(2, "immutable"))
+    with pytest.raises(ObjectNotFoundError):
+        other.reading.metadata.stat(origin, "b/train")  # a prefix is not an object
+    assert not [event for event in events if event.name.startswith("peer.")]
 
 
 def test_origin_error_is_raised_unchanged(make_nodes: MakeNodes, origin: MemoryOrigin) -> None:

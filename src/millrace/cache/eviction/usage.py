@@ -33,8 +33,8 @@ class AccessRecord:
 @dataclass(slots=True)
 class Tally:
     """The uses of one unit: reads and bytes from this disk (hits), and from elsewhere (misses). `served` of the hits, and
-    `served_bytes` of their bytes, were for other nodes, and so were `relayed` of the misses. `peer_reads` of the other misses
-    had bytes from other nodes.
+    `served_bytes` of their bytes, were for other nodes, and so were `relayed` of the misses. Of the other misses,
+    `peer_reads` had bytes from other nodes.
 
     `nbytes` is the known size of the unit, `segment` its generation (0: an object with its
     own file, or one that was not kept). `kept`: a part of it is cached. `copy`: another node owns the bytes that were stored
@@ -120,8 +120,9 @@ class UsageLog:
         peer_bytes: int = 0,
         served: bool = False,
     ) -> None:
-        """Note that `nbytes` of an object were fetched, `peer_bytes` of them from other nodes, and whether they were kept, as a
-        copy or not. `served`: for another node.
+        """Note that `nbytes` of an object were fetched, and whether they were kept, as a copy or not.
+
+        `peer_bytes` of them came from other nodes. With `served` they were fetched for another node.
 
         Bytes that were counted before they were stored are noted as kept with 0 bytes, which is not another read.
         The record of a small object that was not kept may be created for this call; its `place` is 0.
