@@ -19,7 +19,7 @@ from millrace.runtime.locks import in_fetch
 SOURCE = Path(__file__).parents[2] / "src" / "millrace"
 # Names that the code composes.
 COMPOSED = {
-    *(f"cluster.member.{what}" for what in ("here", "leaving", "lost")),
+    *(f"cluster.member.{what}" for what in ("awaited", "here", "leaving", "lost", "no_response")),
     "cache.store.rebuilding",
     "cache.store.rebuilt",
     "origin.limits.default",

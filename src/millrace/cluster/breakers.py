@@ -93,11 +93,18 @@ class Breakers:
     """The breakers of all peers. Thread- and process-safe, usable after a fork. Never raises.
 
     `path` is the file that the machine's processes share, created if it is missing; None keeps the states in this process.
-    `clock` returns seconds of a clock that all these processes share.
+    `clock` returns seconds of a clock that all these processes share. For `start_seconds` after the creation, a peer that has
+    not responded yet may not have started: its breaker opens without an event.
     """
 
-    def __init__(self, path: Path | None, *, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, path: Path | None, *, clock: Callable[[], float] | None = None, start_seconds: float = 0.0
+    ) -> None:
         self._clock = clock or boot_seconds
+        self._started_by = self._clock() + start_seconds
+        self._responded: set[str] = set()
+        self._reported: set[str] = set()
+        """The peers with an open breaker whose event this process has emitted."""
         self._own: dict[str, OpenBreaker] = {}
         self._lock = threading.Lock()
         self._descriptor = -1 if path is None else _open(path)
@@ -129,21 +136,45 @@ class Breakers:
             after = after_failure(before, now)
             if after != before:
                 self._write(member_id, after, now)
-        if before is None:
+            if before is None:
+                self._reported.discard(member_id)  # another process may have closed it since
+            is_new = before is None and self._is_to_report(member_id, now)
+        if is_new:
             emit(Event(name="peer.breaker.opened", subject=member_id))
 
     def worked(self, member_id: str) -> None:
         """Record a response."""
         now = self._clock()
+        self._responded.add(member_id)
         if self._read(member_id, now) is None:
             return
         with self._locked():
             before = self._read(member_id, now)
             self._write(member_id, None, now)
+            self._reported.discard(member_id)
         if before is not None:
             emit(Event(name="peer.breaker.closed", subject=member_id))
 
+    def report(self, member_id: str) -> None:
+        """Emit the event of a change that another process has made. For the node, which reports for its machine."""
+        now = self._clock()
+        is_open = self._read(member_id, now) is not None
+        with self._lock:
+            was_open = member_id in self._reported
+            is_new = self._is_to_report(member_id, now) if is_open else was_open
+            if not is_open:
+                self._reported.discard(member_id)
+        if is_new:
+            emit(Event(name=f"peer.breaker.{'opened' if is_open else 'closed'}", subject=member_id))
+
     # --- inside -----------------------------------------------------------------------------------
+
+    def _is_to_report(self, member_id: str, now: float) -> bool:
+        """Whether to emit the event of an open breaker now; then it counts as emitted. Under the lock."""
+        if member_id in self._reported or (now < self._started_by and member_id not in self._responded):
+            return False
+        self._reported.add(member_id)
+        return True
 
     def _read(self, member_id: str, now: float) -> OpenBreaker | None:
         own = valid(self._own.get(member_id), now) if self._own else None

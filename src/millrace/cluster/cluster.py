@@ -87,15 +87,22 @@ class Cluster:
         """Whether to send a member a request. A member with an open breaker is probed in the background."""
         if not self.is_skipped(member):
             return True
-        if not self.breakers.is_open(member.id):
-            try:
-                threading.Thread(target=self._probe, args=(member,), name="millrace-probe", daemon=True).start()
-            except RuntimeError:  # the interpreter is ending
-                return True
-        return False
+        return not self.breakers.is_open(member.id) and not self.probe(member)
+
+    def probe(self, member: Member) -> bool:
+        """Check in the background whether a member responds, which opens or closes its breaker; False if that is too late."""
+        try:
+            threading.Thread(target=self._probe, args=(member,), name="millrace-probe", daemon=True).start()
+        except RuntimeError:  # the interpreter is ending
+            return False
+        return True
+
+    def follow(self, member: Member) -> None:
+        """Probe a member with an open breaker, and report changes of the breaker by other processes of the machine."""
+        self.is_available(member)
+        self.breakers.report(member.id)
 
     def _probe(self, member: Member) -> None:
-        """Check whether a member responds again."""
         try:
             self.client.require_version(member)
             self.client.call(member, "GET", "/v1/view", deadline=SILENCE_SECONDS)

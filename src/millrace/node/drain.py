@@ -17,6 +17,7 @@ from millrace.events import Event, emit
 _LOOK_SECONDS = 1.0
 _REQUEST_SECONDS = 2.0
 _REQUEST_THREADS = 32
+_NO_RESPONSE = "cluster.member.no_response"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +45,16 @@ class DrainCoordinator:
 
     def announce(self, state: MemberState) -> None:
         """Send this node's state to all members. For static members, which have no service that does it."""
-        self._missed = self._request(self._others(), "POST", "/v1/state", {"member": self._me, "state": str(state)})
+        # At the start of this node, others may not have started yet.
+        event = "cluster.member.awaited" if state is MemberState.HERE else _NO_RESPONSE
+        body = {"member": self._me, "state": str(state)}
+        self._missed = self._request(self._others(), "POST", "/v1/state", body, event=event)
 
     def announce_again(self, state: MemberState) -> None:
         """As `announce`, to members that were not reached: they could regard this node as leaving for ever."""
         others = [member for member in self._others() if member.id in self._missed]
         body = {"member": self._me, "state": str(state)}
-        self._missed = self._request(others, "POST", "/v1/state", body, repeated=True)
+        self._missed = self._request(others, "POST", "/v1/state", body, event=None)
 
     def taken_over(self, member_id: str, owners: Iterable[str] = ()) -> None:
         """Record that a member has taken over its share, as determined among `owners`.
@@ -100,19 +104,19 @@ class DrainCoordinator:
         return [member for member in self._cluster.link.views.view().members if member.id != self._me]
 
     def _request(
-        self, others: Sequence[Member], method: str, path: str, body: Any = None, *, repeated: bool = False
+        self, others: Sequence[Member], method: str, path: str, body: Any = None, *, event: str | None = _NO_RESPONSE
     ) -> set[str]:
         """Send a request to all of `others` at once; returns the ids of those that failed. Records silent members.
 
-        Emits an event for each failure, unless the request is `repeated` or the member was silent before.
+        Emits `event`, if any, for each failure, unless the member was silent before.
         """
 
         def request(member: Member) -> bool:
             try:
                 self._cluster.client.call(member, method, path, body, deadline=_REQUEST_SECONDS, waits=False)
             except MillraceError as error:
-                if not repeated and member.id not in self._gone:
-                    emit(Event(name="cluster.member.no_response", subject=member.address, detail=str(error)))
+                if event is not None and member.id not in self._gone:
+                    emit(Event(name=event, subject=member.address, detail=str(error)))
                 if isinstance(error, PeerSilentError):
                     self._gone.add(member.id)
                 return False

@@ -52,6 +52,7 @@ _log = logging.getLogger("millrace.node")
 _LOOK_SECONDS = 1.0
 _WEIGHT_SECONDS = 10.0
 _SEEN_SECONDS = 10.0
+_START_SECONDS = 60.0  # in which the other nodes may not have started yet
 _SEEN_LOOK_SECONDS = 0.02
 _ANNOUNCE_SECONDS = 10.0  # between two announcements to members that were not reached
 
@@ -160,7 +161,7 @@ class NodeProcess:
             tls=options.tls,
             replicas=options.replicas,
         )
-        self._cluster = Cluster(link, breakers=Breakers(self._folder.breakers_path))
+        self._cluster = Cluster(link, breakers=Breakers(self._folder.breakers_path, start_seconds=_START_SECONDS))
         opened.callback(self._cluster.close)
         self.drains = DrainCoordinator(self._cluster, me=self.member_id)
         self._node.connect(source=ClusterSources(self._cluster, serving=True))
@@ -276,6 +277,9 @@ class NodeProcess:
                 published_at = time.monotonic()
             if self._is_unwritten:
                 self._view_changed()
+            for member in self.view().members:
+                if member.id != self.member_id:
+                    self._cluster.follow(member)
             if self._membership.absences() // 2 != absences:
                 absences = self._membership.absences() // 2
                 # The others have read its share for it. They are asked for that for a while only.
@@ -406,6 +410,12 @@ class NodeProcess:
     def open_breakers(self) -> list[str]:
         """The ids of the members that this machine skips."""
         return sorted(member.id for member in self.view().members if self._cluster.is_skipped(member))
+
+    def probe(self, member_ids: Iterable[str]) -> None:
+        """Check in the background whether these members respond. Emits an event for each that has become silent."""
+        for member in map(self.view().member, member_ids):
+            if member is not None and not self._cluster.is_skipped(member):  # else the node's thread probes it
+                self._cluster.probe(member)
 
     def view(self) -> View:
         """This node's view of the members."""

@@ -60,6 +60,7 @@ class StatusDocuments:
     def _collect(self) -> dict[str, Any]:
         node = self._node
         others = statuses(ClusterAccess(views=_Others(node), client=node.client), query=DETAILS)
+        node.probe(report["member_id"] for report in others if not report["answers"])
         reports = sorted([_report_of(node), *others], key=lambda report: str(report["address"]))
         return status_document(reports, address=node.address, now=time.time())
 

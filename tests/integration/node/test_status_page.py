@@ -230,11 +230,13 @@ def test_status_page_after_a_node_was_killed_shows_it_as_silent(page: Tab, clust
     try:
         until_text(page, "#nodes", "✕ silent")
         until_text(page, "#totals", "1 of 2", f"1 node silent: {second.address}")
+        until_text(page, "#events", f"{second.address}: ⚠ the peer does not respond; reads skip it")
         shot(page, "status-page-node-killed", dark=True)
     finally:
         second.start()
         cluster.wait(second)
     until_text(page, "#totals", "all respond")
+    until_text(page, "#events", f"{second.address}: the peer responds")
     assert not page.problems()
     first.kill()
     try:

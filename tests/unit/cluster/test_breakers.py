@@ -107,6 +107,44 @@ def test_open_breaker_lets_one_request_through_at_a_time(
     ]
 
 
+def test_breaker_changed_by_another_process_is_reported_once(
+    open_: Callable[[], Breakers], clock: Clock, events: list[Event]
+) -> None:
+    node, reader = open_(), open_()
+    opened, closed = ("peer.breaker.opened", "a"), ("peer.breaker.closed", "a")
+    for _ in range(2):
+        reader.failed("a")
+        for _ in range(2):
+            node.report("a")
+        assert [(event.name, event.subject) for event in events] == [opened, opened]
+        reader.worked("a")
+        for _ in range(2):
+            node.report("a")
+        assert [(event.name, event.subject) for event in events] == [opened, opened, closed, closed]
+        events.clear()
+    node.failed("a")
+    node.report("a")
+    reader.worked("a")
+    node.failed("a")
+    assert [event.name for event in events] == ["peer.breaker.opened", "peer.breaker.closed", "peer.breaker.opened"]
+
+
+def test_breaker_of_peer_that_has_not_responded_at_the_start_is_reported_later(
+    path: Path, clock: Clock, events: list[Event]
+) -> None:
+    breakers = Breakers(path, clock=clock, start_seconds=60)
+    breakers.worked("b")
+    breakers.failed("b")
+    breakers.failed("a")
+    clock.now += 59
+    breakers.report("a")
+    assert breakers.is_known_open("a")
+    assert [(event.name, event.subject) for event in events] == [("peer.breaker.opened", "b")]
+    clock.now += 1
+    breakers.report("a")
+    assert [event.subject for event in events] == ["b", "a"]
+
+
 def test_breakers_of_two_processes_are_shared(open_: Callable[[], Breakers], clock: Clock) -> None:
     one, other = open_(), open_()
     one.failed("a")
