@@ -149,7 +149,7 @@ class EventLog:
         self._quiet_until: dict[tuple[str, str], float] = {}
 
     def __call__(self, event: Event) -> None:
-        level, text = EVENTS.get(event.name, _UNKNOWN)
+        level = EVENTS.get(event.name, _UNKNOWN).level
         if level is None:
             return
         logger = _LOGGERS.get(event.name) or logging.getLogger(f"millrace.{package_of(event.name)}")
@@ -159,7 +159,7 @@ class EventLog:
             level = _DEBUG
             if not logger.isEnabledFor(level):
                 return
-        logger.log(level, "%s", _line(event, text), extra={"event": event.name})
+        logger.log(level, "%s", _with_fetch(line_of(event)), extra={"event": event.name})
 
     def _is_repeated(self, event: Event) -> bool:
         now, key = self._clock(), (event.name, event.subject)
@@ -171,13 +171,27 @@ class EventLog:
         return False
 
 
-def _line(event: Event, text: str) -> str:
-    """One line: subject, what happened, the detail, and the fetch that it was a part of."""
-    line = f"{event.subject}: {text}" if event.subject else text
-    if event.detail:
-        line += f": {event.detail}"
+def detail_of(event: Event) -> str:
+    """The detail without the subject, which errors begin with."""
+    return "" if event.detail == event.subject else event.detail.removeprefix(f"{event.subject}: ")
+
+
+def line_of(event: Event) -> str:
+    """One line: the subject, what happened, and the detail."""
+    parts = (event.subject, EVENTS.get(event.name, _UNKNOWN).text, detail_of(event))
+    return printable(without_queries(": ".join(part for part in parts if part)))
+
+
+def level_of(event: Event) -> int:
+    """The level of an event; WARNING for those whose line is logged by the code that emits them."""
+    level = EVENTS.get(event.name, _UNKNOWN).level
+    return _WARNING if level is None else level
+
+
+def _with_fetch(line: str) -> str:
+    """A line with the fetch that the event was a part of."""
     found = fetch_id.get()
-    return printable(without_queries(f"{line} (fetch {found})" if found else line))
+    return f"{line} (fetch {found})" if found else line
 
 
 add_hook(EventLog())

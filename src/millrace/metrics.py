@@ -70,7 +70,7 @@ UNCACHED_BYTES = Metric(
 JOB_READS = Metric(
     "millrace_job_reads_total",
     "counter",
-    "Reads by job and prefix (two levels below the bucket), from the disks of this machine (cache), a peer or the origin.",
+    "Reads by job and prefix (a URL, two levels below the bucket), from this machine's disks (cache), a peer or the origin.",
     ("job", "prefix", "source"),
 )
 JOB_BYTES = Metric(

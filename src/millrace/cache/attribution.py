@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from millrace.cache.eviction.usage import Tally, group_of
+from millrace.cache.eviction.usage import Tally, group_of, url_of
 from millrace.errors import StorageError, printable
 from millrace.events import Event, emit
 from millrace.runtime.directories import locked_directory
@@ -64,7 +64,7 @@ NO_READS = Reads(0, 0, 0, 0)
 
 
 class Part(NamedTuple):
-    """A job (empty: unknown) and a prefix (empty: all others)."""
+    """A job (empty: unknown) and the URL of a prefix (empty: all others)."""
 
     job: str
     prefix: str
@@ -109,7 +109,8 @@ class Attribution:
 
     def _note(self, tally: Tally) -> None:
         name = ObjectName.unpack(tally.packed_name)
-        part = _stored_form(Part(self._job, printable(group_of("", name.key.partition("?")[0]).strip())))
+        prefix = group_of("", name.key.partition("?")[0]).strip()
+        part = _stored_form(Part(self._job, printable(url_of(name.origin, prefix))))
         # Reads for other nodes are attributed there, to the job that read the bytes.
         hits, hit_bytes = tally.hits - tally.served, tally.hit_bytes - tally.served_bytes
         misses, miss_bytes = tally.misses - tally.relayed, tally.miss_bytes - tally.relayed_bytes

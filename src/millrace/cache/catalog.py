@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from millrace.cache.disk import Disk
 from millrace.cache.eviction.retention import Place, Rule, Rules, covers, prefixes_of
+from millrace.cache.eviction.usage import url_of
 from millrace.cache.node import CacheNode
 from millrace.config import Amount
 from millrace.errors import UsageError
@@ -71,14 +72,6 @@ class PlacedRule(NamedTuple):
     def url(self) -> str:
         """The URL of the prefix."""
         return url_of(self.origin, self.prefix)
-
-
-def url_of(origin: str, key: str) -> str:
-    """The URL of a key at the origin of this identity."""
-    kind = origin.partition("+")[0]
-    scheme = kind.removeprefix("fsspec-")
-    # With an empty host, for the libraries that read one from a URL.
-    return f"{scheme}:///{key}" if scheme != kind else f"{scheme}://{key}"
 
 
 def origins(node: CacheNode) -> set[str]:

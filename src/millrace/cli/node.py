@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -108,8 +109,9 @@ def run(
 
     A second signal ends it at once. The cluster token comes from MILLRACE_CLUSTER_TOKEN or from 'cluster_token' in
     millrace.toml; credentials for the origin come from the environment. The line that begins with READY contains the
-    address of the node. Each important event is one more line. GET /metrics on that address returns the metrics for
-    Prometheus, with the token; /healthz and /readyz are for probes. 'millrace node link' prints the link to its status page.
+    address of the node. Each important event is one more line; other warnings are logged to stderr. GET /metrics on that
+    address returns the metrics for Prometheus, with the token; /healthz and /readyz are for probes. 'millrace node link'
+    prints the link to its status page.
     """
     from millrace.config import resolve
     from millrace.node import telemetry
@@ -284,13 +286,15 @@ def _signals() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def _events(as_json: bool) -> Iterator[None]:
-    """Print a line for each important event while the block runs."""
+    """Print a line for each important event while the block runs. Other warnings are logged to stderr."""
+    from millrace.cli.app import log_others_to_stderr
     from millrace.events import add_hook
 
     def on_event(event: Event) -> None:
         if event.name.startswith(_IMPORTANT):
             _print(json_text(_as_json(event)) if as_json else _as_text(event))
 
+    log_others_to_stderr(_IMPORTANT)
     remove = add_hook(on_event)
     try:
         yield
@@ -309,10 +313,9 @@ def _as_json(event: Event) -> dict[str, Any]:
 
 
 def _as_text(event: Event) -> str:
-    from millrace.errors import printable, without_queries
+    from millrace.event_log import level_of, line_of
 
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    return printable(without_queries(" ".join(f"{stamp} {event.name} {event.subject} {event.detail}".split())))
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {logging.getLevelName(level_of(event))} {line_of(event)}"
 
 
 _printing = threading.Lock()

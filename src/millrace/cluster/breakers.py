@@ -93,8 +93,8 @@ class Breakers:
     """The breakers of all peers. Thread- and process-safe, usable after a fork. Never raises.
 
     `path` is the file that the machine's processes share, created if it is missing; None keeps the states in this process.
-    `clock` returns seconds of a clock that all these processes share. For `start_seconds` after the creation, a peer that has
-    not responded yet may not have started: its breaker opens without an event.
+    `clock` returns seconds of a clock that all these processes share. For `start_seconds` after the creation, a peer that
+    has not responded yet may not have started: its breaker opens without an event.
     """
 
     def __init__(

@@ -90,7 +90,10 @@ class Cluster:
         return not self.breakers.is_open(member.id) and not self.probe(member)
 
     def probe(self, member: Member) -> bool:
-        """Check in the background whether a member responds, which opens or closes its breaker; False if that is too late."""
+        """Check in the background whether a member responds, which opens or closes its breaker.
+
+        Returns False if that cannot be started, because the interpreter is ending.
+        """
         try:
             threading.Thread(target=self._probe, args=(member,), name="millrace-probe", daemon=True).start()
         except RuntimeError:  # the interpreter is ending

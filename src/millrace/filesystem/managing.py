@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from millrace.cache import catalog
 from millrace.cache.catalog import CachedObject
 from millrace.cache.eviction.retention import Place
+from millrace.cache.eviction.usage import url_of
 from millrace.config import CacheOptions, parse_amount, parse_seconds
 from millrace.errors import UsageError
 from millrace.filesystem.listing import ListingFileSystem
@@ -151,7 +152,7 @@ class CacheManagement(ListingFileSystem):
     def unpin(self, urls: str | Iterable[str]) -> None:
         """Remove every pin at or below `urls`. Raises `UsageError`, before any change, for a URL without one."""
         places = [self._place(url) for url in _several(urls)]
-        catalog.unpin(self.node, [(catalog.url_of(*place), [place]) for place in places])
+        catalog.unpin(self.node, [(url_of(*place), [place]) for place in places])
 
     def limit(self, prefix: str, *, quota: int | str | None = None, ttl: float | str | None = None) -> None:
         """Set the limits of `prefix` in this node's cache. Replaces both.

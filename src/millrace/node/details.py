@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from millrace.cache import catalog
 from millrace.cache.attribution import NO_READS, Part, Reads
+from millrace.cache.eviction.usage import url_of
 from millrace.cache.measures import runs_of, samples_from
 from millrace.errors import MillraceError
 from millrace.metrics import (
@@ -34,7 +34,7 @@ def details_of(node: NodeProcess, contents: Contents, history: History, events: 
     """The part of `node` as plain values. Lists are limited to the 200 largest rows."""
     cache = node.node
     datasets = [
-        {"origin": origin, "url": catalog.url_of(origin, prefix), **asdict(dataset)}
+        {"origin": origin, "url": url_of(origin, prefix), **asdict(dataset)}
         for (origin, prefix), dataset in contents.datasets.items()
     ]
     reads: dict[Part, Reads] = {}

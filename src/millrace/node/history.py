@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from millrace.errors import printable, without_queries
-from millrace.event_log import EVENTS
+from millrace.event_log import EVENTS, detail_of, level_of
 from millrace.events import Event, add_hook
 from millrace.figures import growth
 from millrace.runtime import forks
@@ -22,7 +22,7 @@ MOST_SAMPLES = 301
 """Ten minutes, and the sample before them."""
 MOST_EVENTS = 100
 
-_QUIET_LEVEL = 10  # DEBUG: for example every eviction
+_QUIET_LEVEL, _INFO_LEVEL = 10, 20  # DEBUG: for example every eviction
 
 
 def tiers(counters: Mapping[str, int]) -> dict[str, int]:
@@ -104,10 +104,10 @@ class RecentEvents:
         recent = RecentEvent(
             time=self._clock(),
             name=event.name,
-            is_warning=declared.level is None or declared.level > 20,
+            is_warning=level_of(event) > _INFO_LEVEL,
             subject=printable(without_queries(event.subject)),
             text=declared.text,
-            detail=printable(without_queries(event.detail)),
+            detail=printable(without_queries(detail_of(event))),
         )
         with self._lock:
             before = self._events.pop((event.name, event.subject), None)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from millrace.cache.catalog import url_of
+from millrace.cache.eviction.usage import url_of
 from millrace.cache.node import CacheNode
 from millrace.cluster.load_order import LoadOrder
 from millrace.cluster.placement import Placement, stripe_count, stripe_span

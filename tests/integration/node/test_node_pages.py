@@ -161,7 +161,7 @@ def test_every_metric_of_the_declarations_is_exported(start: Start) -> None:
     assert found["millrace_events_total", "cache.over_capacity"] == 1
     assert found["millrace_events_total", "other"] == 1
     # The labels are in the order of their names: job, prefix, source.
-    assert found["millrace_job_read_bytes_total", "", "bucket/train", "cache"] == 20
+    assert found["millrace_job_read_bytes_total", "", "s3://bucket/train", "cache"] == 20
 
 
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def test_status_document_contains_reads_rules_and_events(
     assert dataset["nodes"] == {node.address: 30_000}
     [rule] = found["rules"]
     assert (rule["url"], rule["pinned"], rule["quota_bytes"]) == (f"s3://{bucket}/train", True, None)
-    assert {(job["job"], job["prefix"]) for job in found["jobs"]} == {("a-job", f"{bucket}/train")}
+    assert {(job["job"], job["prefix"]) for job in found["jobs"]} == {("a-job", f"s3://{bucket}/train")}
     assert found["loads"] == found["runs"] == []
 
 

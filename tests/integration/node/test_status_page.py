@@ -145,7 +145,7 @@ def test_status_page_of_an_idle_cluster_shows_nodes_and_no_reads(page: Tab, clus
 
 def test_status_page_reads_change_its_figures(page: Tab, cluster: LocalCluster, readers: None) -> None:
     until_text(page, "#datasets", "s3://speech/train/clips")
-    until_text(page, "#jobs", "train-speech", "speech/train/clips")
+    until_text(page, "#jobs", "train-speech", "s3://speech/train/clips")
     before = page.text("#totals")
     page.until(f"document.querySelector('#totals').innerText !== {json.dumps(before)}")
     page.until(
@@ -165,6 +165,20 @@ def test_status_page_reads_change_its_figures(page: Tab, cluster: LocalCluster, 
     rules = until_text(page, "#rules", "s3://speech/train", "s3://images")
     assert "pinned" in rules
     assert "quota 30.0 MB, removed after 12 h without use" in rules
+
+
+def test_status_page_in_1200_pixels_shows_all_columns(browser: Chromium, cluster: LocalCluster, readers: None) -> None:
+    tab = browser.open(link_of(cluster.nodes[0]), width=1200)
+    until_text(tab, "#nodes", "Remarks", "shows this page")
+    until_text(tab, "#jobs", "train-speech")
+    for section in ("nodes", "datasets", "jobs"):
+        assert (
+            tab.evaluate(
+                f"(table => table.scrollWidth - table.clientWidth)(document.querySelector('#{section} .scroll'))"
+            )
+            == 0
+        )
+    tab.close()
 
 
 def test_status_watch_in_a_terminal_shows_the_reads(cluster: LocalCluster, readers: None, browser: Chromium) -> None:

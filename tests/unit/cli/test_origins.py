@@ -12,7 +12,7 @@ import pytest
 from tests.support.hub_server import HubServer
 from tests.support.web_server import WebServer
 
-from millrace.cache.catalog import url_of
+from millrace.cache.eviction.usage import url_of
 from millrace.cli import common, main
 from millrace.errors import ConfigurationError, ObjectNotFoundError
 from millrace.filesystem import filesystem

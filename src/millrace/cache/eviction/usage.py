@@ -211,6 +211,14 @@ _COPIES = " (copies)"
 _LEVELS_BELOW_BUCKET = 2
 
 
+def url_of(origin: str, key: str) -> str:
+    """The URL of a key at the origin of this identity."""
+    kind = origin.partition("+")[0]
+    scheme = kind.removeprefix("fsspec-")
+    # With an empty host, for the libraries that read one from a URL.
+    return f"{scheme}:///{key}" if scheme != kind else f"{scheme}://{key}"
+
+
 def group_of(origin_identity: str, key: str, listing_root: str | None = None) -> str:
     """The group of the object `key` of an origin.
 
