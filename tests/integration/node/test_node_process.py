@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import Counter
@@ -34,6 +35,7 @@ from millrace.errors import (
     PeerSilentError,
     UsageError,
 )
+from millrace.event_log import level_of
 from millrace.events import Event
 from millrace.filesystem.cluster_access import access_from_here, access_through, statuses
 from millrace.filesystem.cluster_loading import load_on_cluster
@@ -568,6 +570,15 @@ def test_leave_does_not_wait_for_a_member_whose_disk_hangs(nodes: Nodes, monkeyp
     goes_on.set()
     wait_until(lambda: bool(waited))
     assert waited == [True]
+
+
+def test_static_node_that_starts_first_reports_the_others_without_a_warning(nodes: Nodes, events: list[Event]) -> None:
+    first = nodes.start(0)
+    assert first.wait_here(300)
+    wait_until(lambda: any(event.name == "cluster.joined" for event in events))
+    assert first.open_breakers()
+    assert {event.name for event in events if event.subject in first.open_breakers()} == {"cluster.member.awaited"}
+    assert [event for event in events if level_of(event) > logging.INFO] == []
 
 
 def test_static_node_repeats_its_state_to_unreached_members(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ import pytest
 import millrace as package
 from millrace import cli
 from millrace.cli import main
-from millrace.cli.app import SECTIONS, log_to_stderr
+from millrace.cli.app import SECTIONS, log_others_to_stderr, log_to_stderr
 from millrace.cli.commands import first_sentence
+from millrace.events import Event, emit
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +101,17 @@ def test_command_with_log_options_prints_their_levels_on_stderr(
     assert captured.out == ""
     assert [line.split()[2].lower() for line in lines] == levels
     assert all(line.endswith(r"of\nhttps://host/key?...") for line in lines)
+
+
+def test_node_run_logs_other_warnings_with_time_and_level(capsys: pytest.CaptureFixture[str]) -> None:
+    log_others_to_stderr(("cluster.",))
+    emit(Event(name="cluster.member.lost", subject="10.0.0.5:7411"))  # the command prints it
+    emit(Event(name="cache.over_capacity", subject="a disk", detail="a disk: 3 GB of 2 GB"))
+    emit(Event(name="run.saved", subject="a run"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"[-0-9]+ [:,0-9]+ WARNING a disk: the cache is larger than its capacity, .*: 3 GB of 2 GB", line
+    )
 
 
 def test_command_with_quiet_and_verbose_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
