@@ -287,7 +287,7 @@ def _signals() -> Iterator[threading.Event]:
 @contextlib.contextmanager
 def _events(as_json: bool) -> Iterator[None]:
     """Print a line for each important event while the block runs. Other warnings are logged to stderr."""
-    from millrace.cli.app import log_others_to_stderr
+    from millrace.cli.logs import log_others_to_stderr
     from millrace.events import add_hook
 
     def on_event(event: Event) -> None:

@@ -13,8 +13,9 @@ import pytest
 import millrace as package
 from millrace import cli
 from millrace.cli import main
-from millrace.cli.app import SECTIONS, log_others_to_stderr, log_to_stderr
+from millrace.cli.app import SECTIONS
 from millrace.cli.commands import first_sentence
+from millrace.cli.logs import log_others_to_stderr, log_to_stderr
 from millrace.events import Event, emit
 
 
