@@ -271,7 +271,9 @@ class CacheNode:
                     threads=threads or self._threads,
                     verify=verify or not self.options.native,
                     group=lambda: self._group_of(origin, info),
-                    reopen=lambda: self._reopen().open_reader(origin, info, verify=verify, for_peers=for_peers),
+                    reopen=lambda: self._reopen().open_reader(
+                        origin, info, threads=threads, source=source, verify=verify, for_peers=for_peers
+                    ),
                     for_peers=for_peers,
                 )
             except LostDataError as error:

@@ -16,7 +16,7 @@ MAX_WIDTH = 110
 
 
 class PlainCommand(click.Command):
-    """A command whose usage errors name it. click leaves it out of some, and the user is then sent to another help."""
+    """A command whose usage errors name it. In some errors click leaves it out."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:

@@ -222,6 +222,7 @@ class _Attachment:
         self._by_ray = options.members in BY_RAY
         self._in_ray = is_in_ray()
         self._gone_since: float | None = None
+        self._own_limits_from: float | None = None
         self._use(self._first_link(origin))
 
     def _first_link(self, origin: Origin | None) -> NodeLink | None:
@@ -299,8 +300,7 @@ class _Attachment:
         if now < self._next_alive:
             return
         self._next_alive = now + _ALIVE_SECONDS
-        if self._limited(self._link) != self.node.options:  # the node that holds the folder has started or ended
-            self._use(self._link)
+        self._follow_limits(now)
         if self._link is None and self.options.members != "auto":
             return
         if self._by_ray and is_in_ray() != self._in_ray:  # ray.init or ray.shutdown since the last check
@@ -310,6 +310,23 @@ class _Attachment:
             self._gone_since = None
         elif self._other_node_runs() or self._is_gone_for_good(now):
             self._start_search()
+
+    def _follow_limits(self, now: float) -> None:
+        """Take over the limits of the node that holds the folder, or this process's own when the node has ended for good."""
+        limited = self._limited(self._link)
+        if limited == self.node.options:
+            self._own_limits_from = None
+            return
+        if node_holding(limited) is None:
+            if self._own_limits_from is None:
+                self._own_limits_from = now + _FOR_GOOD_SECONDS
+            if now < self._own_limits_from:
+                return
+        self._own_limits_from = None
+        try:
+            self._use(self._link)
+        except (MillraceError, OSError) as error:
+            _log.warning("the limits of this machine's node cannot be applied: %s", error)
 
     def _facts(self) -> NodeFacts | None:
         """The newest facts of the node behind the link, if that node is still in our cluster."""

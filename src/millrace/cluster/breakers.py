@@ -158,8 +158,8 @@ class Breakers:
     def report(self, member_id: str) -> None:
         """Emit the event of a change that another process has made. For the node, which reports for its machine."""
         now = self._clock()
-        is_open = self._read(member_id, now) is not None
         with self._lock:
+            is_open = self._read(member_id, now) is not None
             was_open = member_id in self._reported
             is_new = self._is_to_report(member_id, now) if is_open else was_open
             if not is_open:

@@ -150,13 +150,13 @@ class ReplicaFiles:
     def files(self, call: Call) -> Any:
         """The complete files of a run's replicas: `[checkpoint, file, bytes, modified]` each."""
         run = parse_replica_name(call.path_rest, 1)
-        rows = []
-        for place in self._places:  # also of a disk that failed, or whose index did: most files can be read
+        rows = {}
+        for place in reversed(self._readable_places()):
             with contextlib.suppress(StorageError), self._reporting(place):
                 for stored in _walk(place.root, run.run):
                     if not stored.is_part:
-                        rows.append([stored.name.checkpoint, stored.name.file, stored.nbytes, stored.modified])
-        return {"files": rows}
+                        rows[stored.name] = [stored.name.checkpoint, stored.name.file, stored.nbytes, stored.modified]
+        return {"files": list(rows.values())}
 
     def reserve(self, call: Call) -> Any:
         """Reserve space for files of a checkpoint that follow. Raises `DiskFullError`."""
@@ -179,8 +179,10 @@ class ReplicaFiles:
             raise UsageError("the files to delete are not a list", next_step="use the same version on all nodes")
         wanted = None if files is None else [parse_replica_name(f"{call.path_rest}/{file}", 3) for file in files]
         with self._lock:
-            for place in self._open_places():
-                with self._reporting(place):
+            for place in self._readable_places():
+                # On a disk that failed as far as that is possible: its files are listed, too.
+                errors = (StorageError,) if place.disk.failed else ()
+                with contextlib.suppress(*errors), self._reporting(place):
                     self._delete(place, name, wanted)
         return {}
 
@@ -188,7 +190,7 @@ class ReplicaFiles:
 
     def get(self, name: ReplicaName, span: Span) -> Answer:
         """The framed bytes of a range of a file."""
-        for place in self._places:
+        for place in self._readable_places():
             path = place.directory(name) / name.file
             try:
                 file = OpenFile(opener(str(path), os.O_RDONLY))
@@ -290,6 +292,10 @@ class ReplicaFiles:
 
     def _open_places(self) -> Sequence[_Place]:
         return [place for place in self._places if not place.disk.failed]
+
+    def _readable_places(self) -> Sequence[_Place]:
+        """The open ones first; then those of disks that failed, or whose index did: most of their files can be read."""
+        return sorted(self._places, key=lambda place: place.disk.failed)
 
     def _take(self, place: _Place, name: ReplicaName, nbytes: int) -> None:
         """Reserve space for a checkpoint, for which cached data may be evicted. Raises `DiskFullError`."""

@@ -106,7 +106,7 @@ class LocalFolder:
                     folder.remove()
                 except Exception:
                     raise
-                except BaseException:  # an impatient Ctrl-C: a large folder takes a while
+                except BaseException:  # a second Ctrl-C: a large folder takes a while
                     folder.remove()
                     raise
                 del self._folders[disk]

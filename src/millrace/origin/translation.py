@@ -147,7 +147,7 @@ def translate(
         )
     if code in _NO_UPLOAD:
         failed = OriginUnavailableError(
-            f"{url}: {identity} no longer has its upload, which was published, and the response was lost, or aborted",
+            f"{url}: {identity} no longer has its upload: it was published and the response was lost, or it was aborted",
             next_step="read the object to see which, or write it again",
         )
         failed.is_final = True

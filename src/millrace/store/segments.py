@@ -250,51 +250,53 @@ class _Refusal(Enum):
 class _Segment:
     """A segment that this process appends to. Not thread-safe."""
 
-    _data = _idx = -1
-
-    def __init__(self, generation: int, data: int, idx: int) -> None:
+    def __init__(self, generation: int) -> None:
         self.generation = generation
         self.appended = time.monotonic()
+        # Only this object closes them: closed twice, they could be another thread's.
+        self._data = self._idx = -1
+        self._data_end = self._idx_end = 0
+
+    def _measure(self) -> None:
         # After all written bytes: the rest of a failed append is never read.
-        self._data_end = _data_aligned(os.fstat(data).st_size)
-        self._idx_end = aligned(os.fstat(idx).st_size)
-        self._data, self._idx = data, idx  # last: from here on this object closes them
+        self._data_end = _data_aligned(os.fstat(self._data).st_size)
+        self._idx_end = aligned(os.fstat(self._idx).st_size)
 
     @classmethod
     def create(cls, directory: Path, generation: int, group: str) -> _Segment:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        data = idx = -1
+        segment = cls(generation)
         try:
-            data = os.open(data_path(directory, generation), flags, 0o600)
-            idx = os.open(idx_path(directory, generation), flags, 0o600)
+            segment._data = os.open(data_path(directory, generation), flags, 0o600)
+            segment._idx = os.open(idx_path(directory, generation), flags, 0o600)
             # Other processes ignore a segment without a header, so the lock is free.
-            try_lock_byte(idx, 0)
-            _write_all(idx, encode_header(generation, group), 0)
-            return cls(generation, data, idx)
+            try_lock_byte(segment._idx, 0)
+            _write_all(segment._idx, encode_header(generation, group), 0)
+            segment._measure()
+            return segment
         except BaseException:
-            _close(data, idx)
+            segment.close()
             unlink_files(directory, generation)
             raise
 
     @classmethod
     def adopt(cls, directory: Path, generation: int) -> _Segment | _Refusal:
-        data = idx = -1
+        segment = cls(generation)
         try:
-            idx = open_file(idx_path(directory, generation), os.O_WRONLY)
-            if idx >= 0:
-                if not try_lock_byte(idx, 0):
-                    _close(idx)
+            segment._idx = open_file(idx_path(directory, generation), os.O_WRONLY)
+            if segment._idx >= 0:
+                if not try_lock_byte(segment._idx, 0):
+                    segment.close()
                     return _Refusal.BUSY
-                data = open_file(data_path(directory, generation), os.O_WRONLY)
-            if data >= 0:
-                segment = cls(generation, data, idx)
-                data = idx = -1
+                segment._data = open_file(data_path(directory, generation), os.O_WRONLY)
+            if segment._data >= 0:
+                segment._measure()
                 if not segment.removed() and segment._data_end <= _ROOMY_BYTES and segment._idx_end <= _ROOMY_IDX_BYTES:
                     return segment
         except BaseException:
-            _close(data, idx)
+            segment.close()
             raise
-        _close(data, idx)
+        segment.close()
         return _Refusal.USELESS
 
     def removed(self) -> bool:
@@ -344,12 +346,6 @@ def _write_all(descriptor: int, data: Buffer, offset: int) -> None:
     position = 0
     while position < len(view):
         position += os.pwrite(descriptor, view[position:], offset + position)
-
-
-def _close(*descriptors: int) -> None:
-    for descriptor in descriptors:
-        if descriptor >= 0:
-            os.close(descriptor)
 
 
 def _data_aligned(position: int) -> int:

@@ -380,10 +380,11 @@ def test_conditional_put_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("library", ["smb", "dbfs"])
 def test_overwrite_where_a_rename_replaces_no_file_keeps_one_of_the_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool, library: str
 ) -> None:
-    """As smb renames. Its errors have the numbers of Python's classes, and a class of its own."""
+    """The errors of smb have the numbers of Python's classes, and a class of its own; those of DBFS have no number."""
     origin = over(tmp_path)
     origin.put("x", b"old")
     renames: list[str] = []
@@ -391,7 +392,7 @@ def test_overwrite_where_a_rename_replaces_no_file_keeps_one_of_the_two(
     def rename(self: Any, source: str, target: str, **_: Any) -> None:
         renames.append(source)
         if os.path.exists(target):
-            raise NumberedError(errno.EEXIST)
+            raise NumberedError(errno.EEXIST) if library == "smb" else FileExistsError("it exists")
         if fails and len(renames) == 3:
             raise ConnectionResetError("lost")
         os.rename(source, target)
@@ -409,8 +410,14 @@ def test_overwrite_where_a_rename_replaces_no_file_keeps_one_of_the_two(
 # --- errors -------------------------------------------------------------------------------------
 
 
+class ConnectorError(OSError):
+    """As aiohttp's error for a connection."""
+
+
 class NumberedError(OSError):
     """As smbprotocol's error, which is of none of Python's classes for numbers."""
+
+    __module__ = "smbprotocol.exceptions"
 
     def __init__(self, number: int) -> None:
         super().__init__(number, os.strerror(number))
@@ -429,6 +436,7 @@ class StatusError(Exception):
         (NumberedError(errno.ENOENT), ObjectNotFoundError),
         (NumberedError(errno.EEXIST), ObjectExistsError),
         (NumberedError(errno.EACCES), DeniedError),
+        (ConnectorError(errno.EACCES, "refused by a firewall"), OriginUnavailableError),
         (PermissionError("x"), DeniedError),
         (FileExistsError("x"), ObjectExistsError),
         (IsADirectoryError("x"), UsageError),

@@ -433,7 +433,7 @@ class CheckpointManager:
             self._warn_of_failures()
             is_async = any(each for _, each in votes)
             # After a restore that failed the step may be the newest one, with another state.
-            self._submit(step, state, metrics, None, waits=True, is_async=is_async).result()
+            self._submit(step, state, metrics, None, waits=True, is_async=is_async, is_last=True).result()
         self._drain()
         self._watch.close()
         return True
@@ -449,8 +449,12 @@ class CheckpointManager:
         *,
         waits: bool,
         is_async: bool,
+        is_last: bool = False,
     ) -> PendingSave:
-        """Check the arguments on all ranks, copy the state, and start the save in a thread. Collective."""
+        """Check the arguments on all ranks, copy the state, and start the save in a thread. Collective.
+
+        With `is_last`, errors of earlier saves only warn.
+        """
         self._open()
         # A wrong argument of one rank is an error on all: none waits for a rank that has left.
         step, figures, notes = self._ranks.run_on_all(lambda: _checked_save(step, state, metrics, user))
@@ -463,7 +467,7 @@ class CheckpointManager:
         if waits_for_save:
             self._ranks.run_on_first(self._warn_of_waiting)
         began = time.monotonic()
-        staged = self._stage(state)
+        staged = self._stage(state, is_last=is_last)
         self._engine.renew_operation()
         with part_of(self._engine.operation):
             order = self._agree(step, staged, is_async=is_async)
@@ -615,12 +619,15 @@ class CheckpointManager:
             self._is_in_saver = False
             self._engine.take_state(state, previous)
 
-    def _stage(self, state: Mapping[str, Any]) -> StagedState:
+    def _stage(self, state: Mapping[str, Any], *, is_last: bool) -> StagedState:
         """Copy the state. An error on one rank, or of an earlier save, is raised on all: none begins to save alone."""
         staged: list[StagedState] = []
         failure: Exception | None = None
         try:
-            self._check()
+            if is_last:
+                self._warn_of_failures()
+            else:
+                self._check()
             staged.append(self._stager.stage(state))
         except Exception as error:  # noqa: BLE001 - whatever an object's `state_dict` raises
             failure = error

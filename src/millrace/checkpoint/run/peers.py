@@ -154,6 +154,7 @@ class Peers:
         self._lock = threading.Lock()
         self._link: NodeLink | None = None
         self._client: PeerClient | None = None
+        self._replaced: list[PeerClient] = []
         self._peers: dict[str, Peer] | None = None
 
     def look(self) -> Sequence[Peer]:
@@ -258,8 +259,8 @@ class Peers:
 
     def close(self) -> None:
         """Close the connections. The next use opens others."""
-        if self._client is not None:
-            self._client.close()
+        for client in (*self._replaced, *filter(None, (self._client,))):
+            client.close()
 
     # --- inside -------------------------------------------------------------------------------------
 
@@ -277,6 +278,9 @@ class Peers:
                 with importing():
                     from millrace.cluster.dataplane.client import PeerClient
 
+                if self._client is not None:
+                    self._replaced.append(self._client)  # other threads may use it
+                    self._peers = None
                 self._client = PeerClient(token=link.token, tls=link.tls)
             self._link = link
             return link, self._client

@@ -330,6 +330,7 @@ class _Child:
         """Raises `SaverUnavailable` if the process cannot start."""
         self._url = url
         self.death: str | None = None
+        self._unsent = ""
         """How the process has ended; None while it runs."""
         self.claim = claim
         self._questions = itertools.count(1)
@@ -359,11 +360,12 @@ class _Child:
         self.process = found
 
     def send(self, message: object, region: Region | None = None) -> None:
-        """Send a message. If that fails, the process ends or has ended, which the threads that wait for answers find."""
+        """Send a message. If that fails, the process ends or has ended. Whatever waits for its answer gets that error."""
         try:
             descriptor = None if region is None else region.descriptor
             self._channel.send(message, descriptor, look=_Looks(self.process))
-        except OSError:  # also where the kernel lacks memory: the process would wait for this message
+        except OSError as error:  # also where the kernel lacks memory: the process would wait for this message
+            self._unsent = f"a message could not be sent ({error.strerror or error})"
             self._channel.shut_down()
 
     def ask(self, message: Start | Decide | GiveState | Close) -> object:
@@ -494,7 +496,8 @@ class _Child:
             process.kill()
         self._channel.shut_down()
         status = process.wait()
-        self.death = problem or _ending(status)
+        # A process that was killed or failed is the reason why a message could not be sent; one that ended with 0 is not.
+        self.death = problem or (self._unsent if status == 0 else "") or _ending(status)
         self._release_all()
         for inbox in list(self._inboxes.values()):
             inbox.put(None)

@@ -69,7 +69,7 @@ class Peer:
         try:
             self.client.require_version(self.member)
             path = f"{_ROUTE}/{self.run}"
-            rows = _patiently(
+            rows = _retried_while_busy(
                 lambda: self.client.call(self.member, "GET", path, deadline=LIST_SECONDS, waits=False), LIST_SECONDS
             )["files"]
             self.files = {
@@ -118,7 +118,7 @@ class Peer:
                 piece = view[offset : offset + _REQUEST_BYTES]
                 begin = start + offset
                 put = ReplicaPut(self._name(directory, name), begin, begin + len(piece), size)
-                _patiently(partial(self.client.put_replica, self.member, put, piece, deadline=DATA_SECONDS))
+                _retried_while_busy(partial(self.client.put_replica, self.member, put, piece, deadline=DATA_SECONDS))
 
     def read(self, directory: str, file: StoredFile, start: int, stop: int) -> Buffer:
         """The bytes `[start, stop)` of a file. Raises `ObjectNotFoundError` or `PeerError`."""
@@ -127,7 +127,7 @@ class Peer:
             for offset in range(start, stop, _REQUEST_BYTES):
                 span = (offset, min(offset + _REQUEST_BYTES, stop))
                 name = self._name(directory, file.name)
-                data = _patiently(
+                data = _retried_while_busy(
                     partial(self.client.read_replica, self.member, name, span, file.size, deadline=DATA_SECONDS)
                 )
                 if len(view) == len(data):
@@ -145,7 +145,7 @@ class Peer:
         return _Responding(self)
 
 
-def _patiently(request: Callable[[], _T], seconds: float | None = None) -> _T:
+def _retried_while_busy(request: Callable[[], _T], seconds: float | None = None) -> _T:
     """Repeat a request while the member has too many connections: at a restore all ranks may send theirs at once.
 
     With TLS it ends further ones without a response.

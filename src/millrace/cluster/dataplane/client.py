@@ -152,7 +152,7 @@ class PeerClient:
     ) -> Any:
         """Run a JSON command on a peer; returns its result.
 
-        `waits`: longer than `deadline` while the peer reports that it works on the command, even on a disk that hangs.
+        With `waits` it waits longer than `deadline` while the peer reports that it works, even on a disk that hangs.
         """
         return self.call_address(member.address, method, path, body, query=query, deadline=deadline, waits=waits)
 

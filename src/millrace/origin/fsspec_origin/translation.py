@@ -95,9 +95,14 @@ def translate(error: BaseException, url: str, options: Mapping[str, Any]) -> Mil
 
 
 def kind_of(error: BaseException) -> type[BaseException]:
-    """The class of an error. For an `OSError` of a class of its own, as those of smb, Python's class for its number."""
-    python_s = type(OSError(error.errno, "")) if isinstance(error, OSError) and error.errno else OSError
-    return type(error) if python_s is OSError else python_s
+    """The class of an error. For an `OSError` of smb, which has a class of its own, Python's class for its number.
+
+    Not for those of other libraries: a connection that a firewall refuses is not a denied access to an object.
+    """
+    if not isinstance(error, OSError) or not type(error).__module__.startswith("smbprotocol"):
+        return type(error)
+    builtin = type(OSError(error.errno, "")) if error.errno else OSError
+    return type(error) if builtin is OSError else builtin
 
 
 def _is_wrong_call(error: BaseException, status: int | None) -> bool:

@@ -24,6 +24,7 @@ from typing_extensions import Buffer
 from millrace.errors import ObjectExistsError, UsageError
 from millrace.origin.fsspec_origin.clients import innermost
 from millrace.origin.fsspec_origin.naming import PART_PREFIX
+from millrace.origin.fsspec_origin.translation import kind_of
 
 
 def write(fs: Any, path: str, parts: Iterable[Buffer]) -> None:
@@ -162,7 +163,7 @@ def _rename(fs: Any, source: str, target: str) -> None:
     try:
         fs.mv(source, target)
     except OSError as error:
-        if error.errno != errno.EEXIST:
+        if not issubclass(kind_of(error), FileExistsError):
             raise
         # smb does not replace a file. The old one is removed last: the second step may fail, too.
         old = f"{source}-old"
