@@ -104,9 +104,9 @@ def test_joins_and_leaves_are_logged(own_etcd: EtcdServer, s3: S3Server, tmp_pat
     with cluster_of(own_etcd, s3, tmp_path / "cluster", 1, later=1) as cluster:
         first, other = cluster.nodes
         cluster.start_one(1)
-        wait_until(lambda: f"cluster.member.here {other.address}" in log_of(first))
+        wait_until(lambda: f"{other.address}: a node has joined" in log_of(first))
         other.kill()
-        wait_until(lambda: f"cluster.member.lost {other.address}" in log_of(first))
+        wait_until(lambda: f"{other.address}: a node was lost" in log_of(first))
 
 
 def test_nodes_with_different_replicas_are_reported(
