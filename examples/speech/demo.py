@@ -43,6 +43,7 @@ from sample_data import write_common_voice
 
 DATA = "s3://datasets/common-voice-11-de"
 NEEDED_BYTES = 1_500_000_000
+_MIN_FREE = "2%"
 SOCKET_PATH = "/r/session_2026-01-02_03-04-05_678901_4194304/sockets/plasma_store"
 """What Ray appends to its folder; the path of a socket has at most 107 characters."""
 
@@ -94,8 +95,9 @@ def run_demo(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         progress(f"S3 server on {server.endpoint_url}, read through an emulated region on {region.endpoint_url}")
         os.environ["MPLCONFIGDIR"] = str(directory / "matplotlib")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory / "torch")
-        os.environ["MILLRACE_CACHE_DIR"] = str(directory / "cache-outputs")  # also for uncached access
-        cache = {"members": "none", "min_free": "2%"}
+        # Also for uncached access, and for the node that Ray starts.
+        os.environ |= {"MILLRACE_CACHE_DIR": str(directory / "cache-outputs"), "MILLRACE_MIN_FREE": _MIN_FREE}
+        cache = {"members": "none", "min_free": _MIN_FREE}
         data = millrace.filesystem(
             "s3",
             target_options={**server.target_options, "endpoint_url": region.endpoint_url},

@@ -42,6 +42,8 @@ _ROUTE = "/v1/replicas"
 _TOO_MANY = 503
 _PAUSE_SECONDS = 0.05, 0.25
 
+_ENDED = (ConnectionResetError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+
 _T = TypeVar("_T")
 
 
@@ -156,7 +158,7 @@ def _retried_while_busy(request: Callable[[], _T], seconds: float | None = None)
             return request()
         except PeerError as error:
             is_turned_away = isinstance(error, PeerRefusedError) and error.status == _TOO_MANY
-            is_turned_away |= isinstance(error.__cause__, ConnectionResetError | ssl.SSLEOFError)
+            is_turned_away |= isinstance(error.__cause__, _ENDED)
             if not is_turned_away or time.monotonic() >= until:
                 raise
         time.sleep(random.uniform(*_PAUSE_SECONDS))
