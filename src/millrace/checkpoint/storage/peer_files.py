@@ -150,7 +150,7 @@ class Peer:
 def _retried_while_busy(request: Callable[[], _T], seconds: float | None = None) -> _T:
     """Repeat a request while the member has too many connections: at a restore all ranks may send theirs at once.
 
-    With TLS it ends further ones without a response.
+    With TLS, the member closes such a connection without a response.
     """
     until = time.monotonic() + (seconds or DATA_SECONDS)
     while True:
