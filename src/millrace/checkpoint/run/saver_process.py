@@ -360,7 +360,7 @@ class _Child:
         self.process = found
 
     def send(self, message: object, region: Region | None = None) -> None:
-        """Send a message. If that fails, the process ends or has ended, and a caller that waits for its answer gets an error."""
+        """Send a message. If that fails, the process ends or has ended, and callers that wait for answers get an error."""
         try:
             descriptor = None if region is None else region.descriptor
             self._channel.send(message, descriptor, look=_Looks(self.process))
