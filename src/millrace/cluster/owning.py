@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from typing_extensions import Buffer
@@ -40,7 +41,7 @@ from millrace.errors import (
 )
 from millrace.events import Event, emit
 from millrace.origin import ObjectInfo, Origin
-from millrace.runtime.locks import BlockKey
+from millrace.runtime.locks import BlockKey, in_fetch, new_fetch_id
 from millrace.store.records import BLOCK_BYTES, RUN_BLOCKS, coalesce, span_of
 
 _log = logging.getLogger("millrace.cluster")
@@ -93,11 +94,12 @@ class OwnedBlocks:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def fetch(
-        self, what: ObjectDescription, missing: Mapping[int, Span], exchange: Exchange, *, rank: int
+        self, what: ObjectDescription, missing: Mapping[int, Span], exchange: Exchange, *, rank: int, fetch_id: str
     ) -> dict[int, Buffer] | Refusal:
         """Fetch missing blocks, each for the requested part of it, if this node is among the first `rank` + 1 owners.
 
         Returns the blocks that were not stored, and the requested bytes of those of which only a part is requested.
+        The requests to the origin are part of the reader's fetch `fetch_id`; empty: of a new one.
         """
         placed = self._placed()
         for stripe in {stripe_of(block * BLOCK_BYTES, what.size) for block in missing}:
@@ -109,7 +111,7 @@ class OwnedBlocks:
         while not self._budget.reserve(nbytes, _WAIT_SECONDS):
             exchange.processing()
         try:
-            return self._fetch_within(what, missing, exchange)
+            return self._fetch_within(what, missing, exchange, fetch_id or new_fetch_id())
         finally:
             self._budget.release(nbytes)
 
@@ -155,7 +157,7 @@ class OwnedBlocks:
         return not reader.missing([block])
 
     def _fetch_within(
-        self, what: ObjectDescription, missing: Mapping[int, Span], exchange: Exchange
+        self, what: ObjectDescription, missing: Mapping[int, Span], exchange: Exchange, fetch_id: str
     ) -> dict[int, Buffer] | Refusal:
         origin = self._origins.find(what.origin)
         bucket = (what.origin, what.key.partition("/")[0])
@@ -166,9 +168,10 @@ class OwnedBlocks:
         try:
             whole = {block for block, span in missing.items() if span == _span(block, what.size)}
             for run in coalesce(whole, RUN_BLOCKS):
-                futures.append(self._pool.submit(_fetch, reader, list(run)))
+                futures.append(self._pool.submit(in_fetch, fetch_id, partial(_fetch, reader, list(run))))
             for block in missing.keys() - whole:
-                futures.append(self._pool.submit(_read_part, reader, block, missing[block]))
+                read = partial(_read_part, reader, block, missing[block])
+                futures.append(self._pool.submit(in_fetch, fetch_id, read))
             self._await(futures, exchange)
             return {block: data for future in futures for block, data in future.result().items()}
         except DeniedError as error:

@@ -250,7 +250,7 @@ class BlockService:
         if get.ask is Ask.CACHED:
             return Refusal(status=404, message="the blocks are not cached", code="missing")
         what = self._described(get) if get.described else _named(stored)
-        return self._owning.fetch(what, missing, exchange, rank=get.rank)
+        return self._owning.fetch(what, missing, exchange, rank=get.rank, fetch_id=get.fetch_id)
 
     def _described(self, get: Get) -> ObjectDescription:
         what = ObjectDescription.from_header(get.described)

@@ -30,6 +30,7 @@ import struct
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from contextvars import copy_context
@@ -600,11 +601,12 @@ class Flights:
 # --- the fetch that an event belongs to -----------------------------------------------------------
 
 _fetches = itertools.count(1)
+_MACHINE = f"{zlib.crc32(os.uname().nodename.encode()) & 0xFFFF:04x}"
 
 
 def new_fetch_id() -> str:
-    """An id that no other fetch on this machine has at this time."""
-    return f"{os.getpid():x}-{next(_fetches):x}"
+    """An id that no other fetch on this machine has at this time, and hardly one on another machine."""
+    return f"{_MACHINE}-{os.getpid():x}-{next(_fetches):x}"
 
 
 def in_fetch(identifier: str, action: Callable[[], Value]) -> Value:

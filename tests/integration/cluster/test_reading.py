@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -163,6 +165,23 @@ def test_read_by_all_nodes_uses_the_origin_once(make: Callable[..., Nodes]) -> N
     assert nodes.counted("origin_bytes") == TOTAL
     assert nodes.counted("peer_failures") == 0
     assert nodes.counted("peer_bytes") == nodes.counted("served_bytes") > 0
+
+
+def test_read_from_owner_is_linked_to_its_requests_at_the_origin(
+    make: Callable[..., Nodes], caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = make()
+    reader = nodes.all[0]
+    key = next(key for key in nodes.infos if nodes.owner(key) != reader.id)
+    caplog.set_level(logging.DEBUG, "millrace")
+    nodes.read(reader, nodes.infos[key])
+    received, waited, requested = (
+        set(re.findall(rf"{key}: {text} .*\(fetch ([\w, -]+)\)", caplog.text))
+        for text in (r"bytes \d+ to \d+ from peer node-\d", r"waited", r"bytes \d+ to \d+ from the origin")
+    )
+    assert received
+    assert received == requested
+    assert received <= set(", ".join(waited).split(", "))
 
 
 def test_read_by_many_at_once_uses_the_origin_once(make: Callable[..., Nodes]) -> None:

@@ -24,6 +24,7 @@ from millrace.store.records import BLOCK_BYTES
 texts = st.text(st.characters(codec=None), max_size=50)
 sizes = st.integers(0, 10**15)
 described = st.builds(ObjectDescription, texts, texts, texts, sizes)
+fetch_ids = st.text("0123456789abcdef-", max_size=40)
 tokens = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=40)
 
 
@@ -59,17 +60,18 @@ def test_parser_of_any_text_returns_or_raises_wire_error(text: str) -> None:
         wire.parse_put(wire.Request("PUT", text, "", {"content-range": text, "millrace-object": text}))
 
 
-@given(described, spans(), tokens, st.sampled_from(Ask), st.integers(0, 99), st.booleans())
+@given(described, spans(), tokens, st.sampled_from(Ask), st.integers(0, 99), st.booleans(), fetch_ids)
 def test_get_round_trip_is_equal(
-    what: ObjectDescription, span: tuple[int, int], token: str, ask: Ask, rank: int, verify: bool
+    what: ObjectDescription, span: tuple[int, int], token: str, ask: Ask, rank: int, verify: bool, fetch_id: str
 ) -> None:
-    head = wire.build_get(what, span, host="h:1", token=token, ask=ask, rank=rank, verify=verify)
+    head = wire.build_get(what, span, host="h:1", token=token, ask=ask, rank=rank, verify=verify, fetch_id=fetch_id)
     assert wire.head_bytes(head + b"more") == len(head)
     request = wire.parse_request(head)
     get = wire.parse_get(request)
     assert request.headers["authorization"] == f"Bearer {token}"
     assert (get.object_id, get.ask, get.rank, get.verify) == (what.object_id(), ask, rank, verify)
     assert get.span == span
+    assert get.fetch_id == fetch_id
     if ask is Ask.FETCH:
         assert ObjectDescription.from_header(get.described) == what
 
@@ -91,22 +93,38 @@ def test_framed_bytes_is_the_length_of_the_pieces(start: int, nbytes: int) -> No
     assert wire.parse_response_head(wire.build_framed_head(span, 10**12)).length == wire.framed_bytes(span)
 
 
-@given(described, spans(), spans(), st.data())
+@given(described, spans(), spans(), fetch_ids, fetch_ids, st.data())
 def test_repeated_request_equals_the_parsed_one(
-    what: ObjectDescription, first: tuple[int, int], second: tuple[int, int], data: st.DataObject
+    what: ObjectDescription,
+    first: tuple[int, int],
+    second: tuple[int, int],
+    first_fetch: str,
+    second_fetch: str,
+    data: st.DataObject,
 ) -> None:
     """Also with changed bytes: then it is not found, or equals the parsed request."""
     repeated = RepeatedRequests()
-    head = wire.build_get(what, first, host="h", token="a-token", rank=1)
+    head = wire.build_get(what, first, host="h", token="a-token", rank=1, fetch_id=first_fetch)
     request = wire.parse_request(head)
     repeated.keep(head, request, wire.parse_get(request))
-    again = wire.build_get(what, second, host="h", token="a-token", rank=1)
+    again = wire.build_get(what, second, host="h", token="a-token", rank=1, fetch_id=second_fetch)
     assert repeated.find(again) == wire.parse_get(wire.parse_request(again))
     place = data.draw(st.integers(0, len(again) - 1))
     changed = again[:place] + data.draw(st.binary(max_size=3)) + again[place + 1 :]
     found = repeated.find(changed)
     if found is not None:
         assert found == wire.parse_get(wire.parse_request(changed))
+
+
+@pytest.mark.parametrize("value", ["A-1", "a b", "1" * 41, "a\u00e91", "-\t-"])
+def test_fetch_of_another_form_is_ignored(value: str) -> None:
+    what = ObjectDescription("s3://b", "k", "v1", 10)
+    head = wire.build_get(what, (0, 5), host="h", token="a-token", fetch_id="ab-1")
+    head = head.replace(b"ab-1", value.encode("latin-1"))
+    assert wire.parse_get(wire.parse_request(head)).fetch_id == ""
+    repeated = RepeatedRequests()
+    repeated.keep(head, wire.parse_request(head), wire.parse_get(wire.parse_request(head)))
+    assert repeated.find(head) is None
 
 
 # --- a server -----------------------------------------------------------------------------------------

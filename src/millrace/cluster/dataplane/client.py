@@ -43,7 +43,7 @@ from millrace.errors import (
     WireError,
     shown_key,
 )
-from millrace.events import Event, emit
+from millrace.events import Event, emit, fetch_id
 
 _MAX_JSON_BYTES = 64 << 20
 
@@ -205,7 +205,7 @@ class PeerClient:
         rank: int,
         verify: bool,
     ) -> bytes:
-        """The request for a range. Only the range is built again in repeated requests for one object."""
+        """The request for a range. Only the range and the fetch are built again in repeated requests for one object."""
         key = (what.object_id(), address, ask, rank, verify)
         cut = self._requests.get(key)
         if cut is None:
@@ -222,7 +222,10 @@ class PeerClient:
             if len(self._requests) >= _MOST_REQUESTS:
                 self._requests.clear()
             cut = self._requests[key] = before + b"\r\nRange: ", b"\r\n" + after
-        return b"%b%b%b" % (cut[0], format_range(span).encode("ascii"), cut[1])
+        varied = format_range(span)
+        if ask is Ask.FETCH and (found := fetch_id.get()):
+            varied = f"{varied}\r\nMillrace-Fetch: {found}"
+        return b"%b%b%b" % (cut[0], varied.encode("ascii"), cut[1])
 
     def require_version(self, member: Member) -> None:
         """Raises `PeerRefusedError` unless the member has this program's wire version."""

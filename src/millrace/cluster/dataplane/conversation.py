@@ -303,7 +303,7 @@ class Connection:
         self._send_answer(answer, request)
 
     def _answer_again(self, get: protocol.Get) -> bool:
-        """Respond to a request that equals an earlier one except for its range."""
+        """Respond to a request that equals an earlier one except for its range and fetch."""
         self._interim, self._last_interim = True, 0.0
         try:
             answer = self._server.service.get(get, self)
@@ -433,12 +433,12 @@ def _parse_query(text: str) -> dict[str, str]:
 # --- repeated requests ------------------------------------------------------------------------------
 
 # Parsing a head costs more than sending 64 KiB. Therefore a valid framed `GET` is kept under the bytes of its head without
-# the `Range` line. A later head with the same bytes is not parsed again.
+# the lines `Range` and `Millrace-Fetch`. A later head with the same bytes is not parsed again.
 
 _MAX_KEPT = 4096
 
 _LINE = b"\r\nRange: bytes="
-_RANGE = re.compile(rb"(\d{1,18})-(\d{1,18})\r\n")
+_RANGE = re.compile(rb"(\d{1,18})-(\d{1,18})\r\n(?:Millrace-Fetch: ([0-9a-f-]{1,40})\r\n)?")
 
 # Requests with one of these headers need more than blocks.
 _SPECIAL = frozenset(("connection", "content-length", "expect"))
@@ -455,7 +455,7 @@ class RepeatedRequests:
         return len(self._known)
 
     def find(self, head: bytes) -> protocol.Get | None:
-        """The parsed request for a head that was kept with another range; None if it must be parsed."""
+        """The parsed request for a head that was kept with another range or fetch; None if it must be parsed."""
         place = head.find(_LINE)
         if place < 0:
             return None
@@ -468,7 +468,8 @@ class RepeatedRequests:
         start, stop = int(match[1]), int(match[2]) + 1
         if stop <= start:
             return None
-        return protocol.Get(get[0], (start, stop), get[2], get[3], get[4], get[5])
+        fetch_id = "" if match[3] is None else match[3].decode("ascii")
+        return protocol.Get(get[0], (start, stop), get[2], get[3], get[4], get[5], fetch_id)
 
     def keep(self, head: bytes, request: protocol.Request, get: protocol.Get) -> None:
         """Keep a parsed request, if it is for a framed range and nothing else."""
@@ -476,7 +477,7 @@ class RepeatedRequests:
             return
         place = head.find(_LINE)
         match = None if place < 0 else _RANGE.match(head, place + len(_LINE))
-        if match is None:
+        if match is None or (match[3] is None and "millrace-fetch" in request.headers):
             return
         if len(self._known) >= self._max_kept:
             self._known = {}

@@ -51,6 +51,7 @@ _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
 _STATUS = re.compile(r"HTTP/1\.1 ([1-5]\d\d)(?: [\t\x20-\x7e\x80-\xff]*)?", re.ASCII)
 _OBJECT_ID = re.compile(r"[0-9a-f]{32}")
+_FETCH_ID = re.compile(r"[0-9a-f-]{1,40}")
 # No part begins with a dot, so that none leaves its directory or names a hidden file.
 _REPLICA_NAMES = tuple(
     re.compile(pattern, re.ASCII)
@@ -301,6 +302,7 @@ class Get(NamedTuple):
     """A request for a range of an object.
 
     `described` is the header `Millrace-Object` as received, or empty. It is parsed only if the node has to fetch.
+    `fetch_id` is the reader's id of its fetch (`events.fetch_id`), or empty: an id of another form is ignored.
     """
 
     object_id: bytes
@@ -309,6 +311,7 @@ class Get(NamedTuple):
     rank: int
     verify: bool
     described: str
+    fetch_id: str = ""
 
 
 def parse_object_path(path: str) -> bytes:
@@ -335,6 +338,7 @@ def parse_get(request: Request) -> Get:
         rank=parse_number(headers.get("millrace-rank", "0"), "Millrace-Rank"),
         verify=headers.get("millrace-verify") == "1",
         described=headers.get("millrace-object", ""),
+        fetch_id=found[0] if (found := _FETCH_ID.fullmatch(headers.get("millrace-fetch", ""))) else "",
     )
 
 
@@ -354,9 +358,13 @@ def build_get(
     ask: Ask = Ask.FETCH,
     rank: int = 0,
     verify: bool = False,
+    fetch_id: str = "",
 ) -> bytes:
     """The framed request for a half-open range that is not empty. Raises `WireError`."""
-    fields = [*_who(host, token), ("Range", format_range(span)), _VERSION_FIELD]
+    fields = [*_who(host, token), ("Range", format_range(span))]
+    if fetch_id:
+        fields.append(("Millrace-Fetch", fetch_id))
+    fields.append(_VERSION_FIELD)
     fields.append(("Millrace-Ask", ask.value))
     if ask is Ask.FETCH:
         fields.append(("Millrace-Object", what.to_header()))
