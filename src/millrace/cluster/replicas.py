@@ -148,15 +148,20 @@ class ReplicaFiles:
     # --- commands -----------------------------------------------------------------------------------
 
     def files(self, call: Call) -> Any:
-        """The complete files of a run's replicas: `[checkpoint, file, bytes, modified]` each."""
+        """The complete files of a run's replicas: `[checkpoint, file, bytes, modified]` each.
+
+        `endangered` are those that are only on a disk that failed, as `[checkpoint, file]`: they may be readable.
+        """
         run = parse_replica_name(call.path_rest, 1)
         rows = {}
+        endangered: set[ReplicaName] = set()
         for place in reversed(self._readable_places()):
             with contextlib.suppress(StorageError), self._reporting(place):
                 for stored in _walk(place.root, run.run):
                     if not stored.is_part:
                         rows[stored.name] = [stored.name.checkpoint, stored.name.file, stored.nbytes, stored.modified]
-        return {"files": list(rows.values())}
+                        (endangered.add if place.disk.failed else endangered.discard)(stored.name)
+        return {"files": list(rows.values()), "endangered": [[name.checkpoint, name.file] for name in endangered]}
 
     def reserve(self, call: Call) -> Any:
         """Reserve space for files of a checkpoint that follow. Raises `DiskFullError`."""

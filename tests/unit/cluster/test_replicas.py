@@ -20,6 +20,7 @@ from tests.support.seen_events import seen_events
 from tests.support.waiting import wait_until
 from tests.support.wire_client import TOKEN, WireClient
 
+from millrace.checkpoint.run.peers import ClusterAccess, Peers
 from millrace.checkpoint.storage import peer_files
 from millrace.checkpoint.storage.peer_files import Peer, PeerStorage
 from millrace.cluster import replicas as replicas_module
@@ -30,8 +31,17 @@ from millrace.cluster.dataplane.server import Call
 from millrace.cluster.dataplane.wire import ReplicaName, ReplicaPut
 from millrace.cluster.membership import Member
 from millrace.cluster.replicas import IDLE_SECONDS, PART_SECONDS, REPLICA_SHARE, ROUTE, ReplicaFiles
-from millrace.errors import DiskFullError, ObjectExistsError, PeerError, PeerRefusedError, PeerSilentError, WireError
+from millrace.config import resolve
+from millrace.errors import (
+    DiskFullError,
+    ObjectExistsError,
+    PeerError,
+    PeerRefusedError,
+    PeerSilentError,
+    WireError,
+)
 from millrace.runtime import maintenance
+from millrace.runtime.failures import FailingDiskError
 
 RUN, STEP = "run-0123456789abcdef", "step-000000000007"
 NAME = ReplicaName(RUN, STEP, "data-0.millrace")
@@ -48,7 +58,7 @@ class Node:
         self.replicas.add_routes(self.plane.server)
         self.client = PeerClient(token=TOKEN)
         self.member = Member(id="me", address=self.plane.address)
-        (self.disk,) = self.plane.node.open_disks
+        self.disk = self.plane.node.open_disks[0]
         self.root = self.disk.store.directory / "replicas"
 
     def put(self, name: ReplicaName, start: int, data: bytes, size: int) -> None:
@@ -89,6 +99,27 @@ def test_file_in_pieces_is_visible_when_all_of_it_has_arrived(node: Node) -> Non
     assert node.read(NAME, 4 * MIB - 7, 4 * MIB + 9, len(data)) == data[4 * MIB - 7 : 4 * MIB + 9]
     assert node.used() == len(data)
     assert [path.stat().st_mode & 0o777 for path in node.root.rglob("data*")] == [0o600]
+
+
+def test_file_on_a_failed_disk_is_listed_and_does_not_count_as_held(tmp_path: Path) -> None:
+    node = Node(tmp_path, capacity="400MB", cache_dir=[str(tmp_path / "first"), str(tmp_path / "second")])
+    with node.plane, closing(node.client), closing(node.replicas):
+        node.put(NAME, 0, b"data", 4)
+        access = ClusterAccess(
+            options=resolve({"members": f"static://{node.plane.address}", "cluster_token": TOKEN}, environ={}, file={})
+        )
+        with closing(Peers(access, RUN, count=1)) as peers:
+            place = (STEP, NAME.file)
+            peers.look()
+            assert peers.held() == {place: 4}
+            [holder] = [disk for disk in node.plane.node.open_disks if list(disk.store.directory.rglob(NAME.file))]
+            holder.report(FailingDiskError("a disk: failed", next_step="replace it"))
+            [peer] = peers.look()
+            assert list(peer.files) == [place]
+            assert peers.held() == {}
+            node.put(NAME, 0, b"data", 4)  # now on the other disk, too
+            peers.look()
+            assert peers.held() == {place: 4}
 
 
 def test_repeated_request_has_the_same_result(node: Node) -> None:

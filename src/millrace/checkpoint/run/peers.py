@@ -191,8 +191,13 @@ class Peers:
         return [Run(PeerStorage(peer, ""), _PeerPlace(peer)) for peer in self.responding() if peer.files]
 
     def held(self) -> dict[tuple[str, str], int]:
-        """The size of each file of the replicas on all members, by directory and file name."""
-        return {place: file.size for peer in self.responding() for place, file in peer.files.items()}
+        """The size of each file of the replicas on the working disks of all members, by directory and file name."""
+        return {
+            place: file.size
+            for peer in self.responding()
+            for place, file in peer.files.items()
+            if place not in peer.endangered
+        }
 
     def copy(
         self,

@@ -6,7 +6,7 @@ import posixpath
 import random
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -59,6 +59,8 @@ class Peer:
     run: str
     files: Mapping[tuple[str, str], StoredFile] = field(default_factory=dict)
     """By directory and name of the file."""
+    endangered: Set[tuple[str, str]] = frozenset()
+    """Those of `files` that are only on a disk that failed."""
     failure: PeerError | None = None
 
     @property
@@ -71,13 +73,14 @@ class Peer:
         try:
             self.client.require_version(self.member)
             path = f"{_ROUTE}/{self.run}"
-            rows = _retried_while_busy(
+            found = _retried_while_busy(
                 lambda: self.client.call(self.member, "GET", path, deadline=LIST_SECONDS, waits=False), LIST_SECONDS
-            )["files"]
+            )
             self.files = {
                 (str(directory), str(name)): StoredFile(str(name), int(size), "", float(modified))
-                for directory, name, size, modified in rows
+                for directory, name, size, modified in found["files"]
             }
+            self.endangered = {(str(directory), str(name)) for directory, name in found.get("endangered", ())}
             self.failure = None
         except PeerError as error:
             self.files, self.failure = {}, error
