@@ -15,36 +15,40 @@ from millrace.cache.node import close_nodes
 from millrace.filesystem import filesystem
 
 _PROCESSES = 200
-_LARGE, _SMALL = 9_000_000, 30_000
+_LARGE, _SMALL = 5_000_000, 30_000  # two blocks; a segment's object
 _PATIENCE_SECONDS = 400  # they take some seconds, and on a machine with other work to do some minutes
 _PR_SET_PDEATHSIG = 1
 
 
-def _content(number: int) -> bytes:
-    return bytes((number * 31 + position) % 251 for position in range(251)) * (_LARGE // 251 + 1)
+def _contents() -> dict[str, bytes]:
+    """The content of each file, by its name."""
+    contents = {}
+    for number in range(8):
+        pattern = bytes((number * 31 + position) % 251 for position in range(251))
+        contents[str(number)] = (pattern * (_LARGE // 251 + 1))[: _LARGE if number < 3 else _SMALL]
+    return contents
 
 
-def _read_everything(data: Path, cache: Path, number: int) -> None:
+def _read_everything(data: Path, cache: Path, contents: dict[str, bytes], number: int) -> None:
     """The work of one process: all objects, beginning at its own, through fsspec or pyarrow."""
     fs = filesystem("file", cache_dir=str(cache), min_free=0, capacity="200MB", consistency="immutable")
     files = sorted(data.iterdir())
     for step in range(len(files)):
         path = files[(number + step) % len(files)]
-        expected = _content(int(path.name))[: _LARGE if path.name < "3" else _SMALL]
         if number % 2:
             with fs.open_input_file(str(path)) as file:
                 read = file.read()
         else:
             read = fs.cat_file(str(path))
-        assert read == expected, path
+        assert read == contents[path.name], path
 
 
-def _run(data: Path, cache: Path, number: int, start: int) -> int:
+def _run(data: Path, cache: Path, contents: dict[str, bytes], number: int, start: int) -> int:
     """In a forked child: wait for the start, then read; returns the exit status."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # however the test ends, no process remains
     try:
         os.read(start, 1)
-        _read_everything(data, cache, number)
+        _read_everything(data, cache, contents, number)
     except BaseException:  # noqa: BLE001 - a forked child reports and ends, whatever happened
         traceback.print_exc()
         return 1
@@ -66,13 +70,14 @@ def _wait(children: list[int]) -> list[int]:
 
 def _fork_all(data: Path, cache: Path) -> list[int]:
     """The exit statuses of all children of this process."""
+    contents = _contents()
     start, release = os.pipe()
     children = []
     for number in range(_PROCESSES):
         child = os.fork()
         if child == 0:
             os.close(release)
-            os._exit(_run(data, cache, number, start))
+            os._exit(_run(data, cache, contents, number, start))
         children.append(child)
     os.close(start)
     os.close(release)  # everybody reads the end of the pipe at once
@@ -83,8 +88,8 @@ def _fork_all(data: Path, cache: Path) -> list[int]:
 def test_two_hundred_concurrent_processes_read_right_bytes(tmp_path: Path) -> None:
     data, cache = tmp_path / "data", tmp_path / "cache"
     data.mkdir()
-    for number in range(8):
-        (data / str(number)).write_bytes(_content(number)[: _LARGE if number < 3 else _SMALL])
+    for name, content in _contents().items():
+        (data / name).write_bytes(content)
     # Children of a process of their own: those of one that has run a thousand tests inherit its heap, two hundred times.
     ran = subprocess.run(
         [sys.executable, __file__, str(data), str(cache)],

@@ -24,9 +24,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 
-EPOCHS = 8
+EPOCHS = 6
 _SMALL = ("--hidden-size", "32", "--layers", "1", "--batch-size", "4")
-_AWAY_SECONDS = 30.0
+_AWAY_SECONDS = 20.0
 _CLIPS = 48
 
 

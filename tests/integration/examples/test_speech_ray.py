@@ -5,6 +5,7 @@ The tests of the demo kill its worker, those of tests/faults one of two.
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -84,7 +85,7 @@ def settings(fs: MillraceFileSystem, bucket: str, tmp_path: Path) -> Settings:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_run_of_two_workers_trains_on_every_clip_once_per_epoch(settings: Settings, fs: MillraceFileSystem) -> None:
+def test_run_of_two_workers_trains_on_every_clip_once_and_continues_up_to_a_damaged_one(settings: Settings, fs: MillraceFileSystem) -> None:
     lines: list[str] = []
     result = fine_tune(settings, fs, fs, progress=lines.append)
     names = read_splits(fs, settings)["train"]["name"].to_pylist()
@@ -109,22 +110,19 @@ def test_run_of_two_workers_trains_on_every_clip_once_per_epoch(settings: Settin
     with open_checkpoints(fs, settings) as checkpoints:
         assert checkpoints.steps() == [1, 2]
 
-    # A complete run is not repeated; with more epochs it continues.
+    # A complete run is not repeated.
     lines.clear()
     assert fine_tune(settings, fs, fs, progress=lines.append).metrics == result.metrics
     assert [line for line in lines if "is complete" in line] == lines
-    more = fine_tune(replace(settings, epochs=3, workers=1), fs, fs, progress=lines.append)
-    assert [(epoch.epoch, len(epoch.workers)) for epoch in more.epochs] == [(1, 2), (2, 2), (3, 1)]
-    assert {epoch.clips_digest for epoch in more.epochs} == {digest}
 
-
-@pytest.mark.usefixtures("cluster")
-def test_undecodable_clip_fails_the_run_with_its_error(settings: Settings, fs: MillraceFileSystem) -> None:
-    name = read_splits(fs, settings)["train"]["name"][3].as_py()
-    fs.pipe_file(f"{settings.data}/clips/{name}", b"no audio")
-    broken = replace(settings, workers=1, epochs=1, max_failures=0)
-    with pytest.raises(DamagedError, match=f"{name}: cannot be decoded"):
-        fine_tune(broken, fs, fs, progress=lambda _: None)
+    # With more epochs it continues, here with another number of workers, up to a clip that cannot be decoded.
+    fs.pipe_file(f"{settings.data}/clips/{names[3]}", b"no audio")
+    more = replace(settings, epochs=3, workers=1, max_failures=0)
+    with pytest.raises(DamagedError, match=f"{names[3]}: cannot be decoded"):
+        fine_tune(more, fs, fs, progress=lines.append)
+    log = [json.loads(line) for line in fs.cat_file(f"{base}/training.jsonl").splitlines()]
+    starts = [(event["workers"], event["resumed_after"]) for event in log if event["event"] == "start"]
+    assert starts == [(2, 0), (1, 2)]
 
 
 @pytest.mark.usefixtures("cluster")

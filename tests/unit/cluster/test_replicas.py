@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import socket
 import ssl
@@ -78,6 +79,12 @@ class Node:
         return self.disk.store.index.used_bytes()
 
 
+def access_to(node: Node) -> ClusterAccess:
+    """The cluster of this one node."""
+    options = {"members": f"static://{node.plane.address}", "cluster_token": TOKEN}
+    return ClusterAccess(options=resolve(options, environ={}, file={}))
+
+
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
     node = Node(tmp_path, capacity="400MB")
@@ -105,10 +112,7 @@ def test_file_on_a_failed_disk_is_listed_and_does_not_count_as_held(tmp_path: Pa
     node = Node(tmp_path, capacity="400MB", cache_dir=[str(tmp_path / "first"), str(tmp_path / "second")])
     with node.plane, closing(node.client), closing(node.replicas):
         node.put(NAME, 0, b"data", 4)
-        access = ClusterAccess(
-            options=resolve({"members": f"static://{node.plane.address}", "cluster_token": TOKEN}, environ={}, file={})
-        )
-        with closing(Peers(access, RUN, count=1)) as peers:
+        with closing(Peers(access_to(node), RUN, count=1)) as peers:
             place = (STEP, NAME.file)
             peers.look()
             assert peers.held() == {place: 4}
@@ -253,6 +257,31 @@ def test_list_of_replicas_of_a_node_whose_disk_hangs_ends_at_the_deadline(
     peer.look()
     goes_on.set()
     assert isinstance(peer.failure, PeerSilentError)
+
+
+def test_patient_look_finds_the_replicas_of_a_node_that_was_silent_at_first(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at a restore, while the other nodes of the job are busy."""
+    node.put(NAME, 0, b"data", 4)
+    goes_on = threading.Event()
+    walk = replicas_module._walk
+    asked = itertools.count(1)
+
+    def hanging(*arguments: Any) -> Any:
+        if next(asked) % 3:
+            goes_on.wait(30)
+        return walk(*arguments)
+
+    monkeypatch.setattr(peer_files, "LIST_SECONDS", 0.5)
+    with closing(Peers(access_to(node), RUN, count=1)) as peers:
+        monkeypatch.setattr(replicas_module, "_walk", hanging)
+        assert peers.look() == []
+        next(asked)
+        next(asked)
+        assert peers.look(patient=True) != []
+        assert peers.held() == {(STEP, NAME.file): 4}
+        goes_on.set()
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])

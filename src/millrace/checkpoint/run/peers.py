@@ -31,6 +31,7 @@ from millrace.errors import (
     MillraceError,
     ObjectExistsError,
     PeerError,
+    PeerSilentError,
     UsageError,
 )
 from millrace.events import Event, emit
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from millrace.cluster.membership import NodeLink
 
 _LOOK_THREADS = 32
+_PATIENT_LOOKS = 3
 _SLOWEST_BYTES_PER_SECOND = 10e6
 _FIRST_SECONDS = 30.0
 _SPARE_ATTEMPTS = 1  # with a further member, after a failure
@@ -157,10 +159,11 @@ class Peers:
         self._replaced: list[PeerClient] = []
         self._peers: dict[str, Peer] | None = None
 
-    def look(self) -> Sequence[Peer]:
+    def look(self, *, patient: bool = False) -> Sequence[Peer]:
         """Request the lists of replicas of all members at the same time. Returns those that responded, this node first.
 
-        Takes a deadline at most, and never raises. A member that does not respond is an event.
+        Takes a deadline at most, and never raises. A member that does not respond is an event. `patient`: those that were
+        silent are asked three times, because one of them may be the only holder of the newest checkpoint.
         """
         try:
             link, client = self._open()
@@ -169,8 +172,11 @@ class Peers:
             return ()
         members = sorted(link.views.view().members, key=lambda member: member.id != link.member_id)
         peers = {member.id: Peer(client, member, self.name) for member in members}
-        for _ in run_in_order(peers.values(), Peer.look, min(_LOOK_THREADS, max(1, len(peers)))):
-            pass
+        asked = list(peers.values())
+        for _ in range(_PATIENT_LOOKS if patient else 1):
+            for _ in run_in_order(asked, Peer.look, min(_LOOK_THREADS, max(1, len(asked)))):
+                pass
+            asked = [peer for peer in asked if isinstance(peer.failure, PeerSilentError)]
         with self._lock:
             self._peers = peers
         for peer in peers.values():

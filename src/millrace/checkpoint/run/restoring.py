@@ -69,7 +69,7 @@ class Restorer:
 
     def candidates(self, step: int | None) -> list[Placed]:
         """Complete checkpoints in the order in which a restore tries them. Raises `CheckpointNotFoundError` for none."""
-        complete, url = self.tiers.complete(), self.tiers.origin.url
+        complete, url = self.tiers.complete(patient=True), self.tiers.origin.url
         found = [each for each in newest_first(complete) if step is None or each.step == step]
         if not found and step is None:
             raise CheckpointNotFoundError(f"no complete checkpoint in {url}", next_step="save one first")
@@ -85,9 +85,12 @@ class Restorer:
         """Names and steps of the `candidates` on every rank; an empty list for an empty run where no step is given."""
 
         def names() -> list[tuple[str, int]]:
-            if step is None and not self.tiers.complete():
+            try:
+                return [(each.name, each.step) for each in self.candidates(step)]
+            except CheckpointNotFoundError:
+                if step is not None:
+                    raise
                 return []
-            return [(each.name, each.step) for each in self.candidates(step)]
 
         return self.ranks.run_on_first(names)
 
@@ -120,7 +123,11 @@ class Restorer:
 
         def missing() -> list[str]:
             self.tiers.look()
-            return self.tiers.missing_files(name, save_id)
+            files = self.tiers.missing_files(name, save_id)
+            if files and self.tiers.peers is not None:
+                self.tiers.look(patient=True)
+                files = self.tiers.missing_files(name, save_id)
+            return files
 
         lists = self.ranks.gather(self.ranks.run_on_all(missing))
         return sorted({file for each in lists for file in each})

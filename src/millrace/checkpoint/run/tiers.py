@@ -96,18 +96,19 @@ class Tiers:
         near = () if self.local is None else (self.local,)
         return (*near, *(() if self.peers is None else self.peers.runs()), self.origin)
 
-    def look(self) -> None:
-        """Ask the other nodes for their replicas again."""
+    def look(self, *, patient: bool = False) -> None:
+        """Ask the other nodes for their replicas again. `patient` as in `Peers.look`."""
         if self.peers is not None:
-            self.peers.look()
+            self.peers.look(patient=patient)
 
-    def complete(self) -> list[Placed]:
+    def complete(self, *, patient: bool = False) -> list[Placed]:
         """The complete checkpoints of all places, each once, by step and revision; of copies the one in the farthest place.
 
         Those of an outdated history (`outdated`) are left out, with an event. A place that does not respond is skipped with
         an event (`checkpoint.tier.unreachable`). If no place has any checkpoint, the error of the last one is raised.
+        `patient` as in `Peers.look`.
         """
-        self.look()
+        self.look(patient=patient)
         found: dict[str, Placed] = {}
         errors: dict[str, MillraceError] = {}
         for run in self.places:
