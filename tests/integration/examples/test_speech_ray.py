@@ -85,7 +85,9 @@ def settings(fs: MillraceFileSystem, bucket: str, tmp_path: Path) -> Settings:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_run_of_two_workers_trains_on_every_clip_once_and_continues_up_to_a_damaged_one(settings: Settings, fs: MillraceFileSystem) -> None:
+def test_run_of_two_workers_trains_on_every_clip_once_and_continues_up_to_a_damaged_one(
+    settings: Settings, fs: MillraceFileSystem
+) -> None:
     lines: list[str] = []
     result = fine_tune(settings, fs, fs, progress=lines.append)
     names = read_splits(fs, settings)["train"]["name"].to_pylist()
