@@ -265,20 +265,22 @@ def test_patient_look_finds_the_replicas_of_a_node_that_was_silent_at_first(
     """As at a restore, while the other nodes of the job are busy."""
     node.put(NAME, 0, b"data", 4)
     goes_on = threading.Event()
-    walk = replicas_module._walk
-    asked = itertools.count(1)
+    walk, look = replicas_module._walk, Peer.look
+    looks = itertools.count(1)
 
     def hanging(*arguments: Any) -> Any:
-        if next(asked) % 3:
+        if peer_files.LIST_SECONDS < 1:
             goes_on.wait(30)
         return walk(*arguments)
 
-    monkeypatch.setattr(peer_files, "LIST_SECONDS", 0.5)
+    def with_time_at_the_fourth(peer: Peer) -> None:
+        monkeypatch.setattr(peer_files, "LIST_SECONDS", 30.0 if next(looks) == 4 else 0.3)
+        look(peer)
+
+    monkeypatch.setattr(replicas_module, "_walk", hanging)
+    monkeypatch.setattr(Peer, "look", with_time_at_the_fourth)
     with closing(Peers(access_to(node), RUN, count=1)) as peers:
-        monkeypatch.setattr(replicas_module, "_walk", hanging)
         assert peers.look() == []
-        next(asked)
-        next(asked)
         assert peers.look(patient=True) != []
         assert peers.held() == {(STEP, NAME.file): 4}
         goes_on.set()
