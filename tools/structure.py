@@ -7,7 +7,7 @@ Columns:
   lines, files, classes   of Python source
   locks     places that create a lock or lock a file (threading, fcntl, multiprocessing)
   forks     `os.register_at_fork` calls
-  pids      `os.getpid` calls, most of which guard state that a forked child must not use
+  pids      `os.getpid` calls and uses of `Owner.is_this_process`, most of which guard state that a forked child must not use
   mutable   module-level names bound to a mutable value, or rebound with `global`
   cycles    groups of files that import each other, also inside functions; imports under TYPE_CHECKING excluded
   words     matches of the pattern of words that treat a component as a person, without calls and definitions of a
@@ -97,6 +97,8 @@ def count_code(tree: ast.Module, row: Row) -> None:
             row.locks += called in LOCKS
             row.forks += called == "register_at_fork"
             row.pids += called == "getpid"
+        elif isinstance(node, ast.Attribute):
+            row.pids += node.attr == "is_this_process"
     rebound = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
     mutable = {target for target, value in module_assignments(tree) if is_mutable(value)}
     row.mutable += len(rebound | mutable)
