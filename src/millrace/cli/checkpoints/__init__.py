@@ -1,4 +1,13 @@
-"""`millrace checkpoints`: list, show, verify, compare, export and prune the checkpoints of a run."""
+"""`millrace checkpoints`: list, show, verify, compare, export and prune the checkpoints of a run.
+
+Key terms:
+- run: the directory with the checkpoints of one training run; each command takes the URL of a run or of one checkpoint.
+- step: selects a checkpoint of a run. Without it, the newest complete checkpoint is used.
+- torch's own checkpoint: one that torch's writer made. A command's help states if it refuses these.
+
+The commands are thin: `millrace.checkpoint.tools` and `millrace.checkpoint.run` do the work.
+Start reading in `common.py` (selecting a checkpoint, tables, progress), then `ls.py` or `show.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,11 @@
 """Finds credentials in the usual places of users; one module per scheme.
 
-Explicit credentials are used as they are. Each process finds others for itself, and they are never pickled.
+Key terms:
+- explicit credentials: given as options. They are used as they are, and never renewed.
+- place: where other credentials are found: the environment, a profile, a file, a program, or a service of the cloud.
+- provider: the function that obstore calls for credentials, and again when they expire.
+
+Each process finds credentials in a place for itself. They are never pickled.
 Start reading in `provider.py`, then `s3.py`.
 """
 

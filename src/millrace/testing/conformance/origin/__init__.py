@@ -1,4 +1,13 @@
-"""What Millrace requires of remote storage, as tests."""
+"""The suite of tests that every origin must pass: reads, writes, listings, names and processes.
+
+Key terms:
+- origin: the implementation of `millrace.origin.Origin` under test, which the subclass provides as a fixture.
+- root: an empty key prefix, one for each test.
+- capability: a class attribute such as `writes` or `lists`; False replaces the tests of a feature by tests of its error.
+
+Start reading in `base.py` (capabilities and fixtures), then `reads.py`. The guide is
+docs/contributing/new-origin.md.
+"""
 
 from __future__ import annotations
 
