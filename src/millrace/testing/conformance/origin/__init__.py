@@ -3,7 +3,8 @@
 Key terms:
 - origin: the implementation of `millrace.origin.Origin` under test, which the subclass provides as a fixture.
 - root: an empty key prefix, one for each test.
-- capability: a class attribute such as `writes` or `lists`; False replaces the tests of a feature by tests of its error.
+- capability: a class attribute such as `writes` or `lists`; False skips the tests of a feature, which must
+  then raise `UsageError`.
 
 Start reading in `base.py` (capabilities and fixtures), then `reads.py`. The guide is
 docs/contributing/new-origin.md.
