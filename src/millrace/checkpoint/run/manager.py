@@ -55,7 +55,7 @@ from millrace.checkpoint.run.timeline import timeline
 from millrace.checkpoint.run.uploading import TieredSave
 from millrace.checkpoint.state.staging import StagedState, StateStager
 from millrace.config import absolute_path, parse_timeout, shown
-from millrace.errors import ConfigurationError, MillraceError, RetryableError, UsageError
+from millrace.errors import ConfigurationError, MillraceError, RetryableError, SaverDiedError, UsageError
 from millrace.events import Event, emit
 from millrace.origin.base import part_of
 from millrace.runtime import forks
@@ -417,24 +417,34 @@ class CheckpointManager:
             if run.preempted(step, state):
                 break
 
-        Call it after each step, on every rank: all ranks save the same step. Raises `UsageError` before `watch_preemption`.
+        Call it after each step, on every rank: all ranks save the same step. If the saver process dies with that save, the
+        save is repeated once without it. Raises `UsageError` before `watch_preemption`.
         """
         step = _checked_step(step)
         if self._watch is None:
             raise UsageError("no signals are watched", next_step="call watch_preemption() first")
         if not any(self._ranks.gather(self._watch.noted)):
             return False
-        self._runner.drain()
-        # An upload may outlast the grace period. A saver that uploads saves near at the same time; a move of the run waits.
-        is_uploading = self._is_in_saver and self._upload_runner.busy
-        votes = self._ranks.gather((self._newest_saved == step, is_uploading))
-        # A save may have succeeded on some ranks only: all save again then.
-        if not all(is_saved for is_saved, _ in votes):
-            self._warn_of_failures()
-            is_async = any(each for _, each in votes)
-            # After a restore that failed the step may be the newest one, with another state.
-            self._submit(step, state, metrics, None, waits=True, is_async=is_async, is_last=True).result()
-        self._drain()
+        pending: PendingSave | None = None
+        for may_repeat in (True, False):
+            self._runner.drain()
+            # An upload may outlast the grace period. A saver that uploads saves near at the same time; a move of the run
+            # waits.
+            is_uploading = self._is_in_saver and self._upload_runner.busy
+            votes = self._ranks.gather((self._newest_saved == step, is_uploading))
+            # A save may have succeeded on some ranks only: all save again then.
+            if not all(is_saved for is_saved, _ in votes):
+                self._warn_of_failures()
+                is_async = any(each for _, each in votes)
+                # After a restore that failed the step may be the newest one, with another state.
+                pending = self._submit(step, state, metrics, None, waits=True, is_async=is_async, is_last=True)
+            self._drain()
+            # The saver may have died with the save or its upload. No upload is in flight now, so this process saves.
+            if not (may_repeat and any(self._ranks.gather(self._has_lost_saver()))):
+                break
+            self._newest_saved = None
+        if pending is not None:
+            pending.result()
         self._watch.close()
         return True
 
@@ -659,6 +669,10 @@ class CheckpointManager:
             Recovery(self._engine.uploader, self._ranks).recover()
         except MillraceError as error:
             emit(Event(name="checkpoint.tier.left", subject=self.url, detail=str(error)))
+
+    def _has_lost_saver(self) -> bool:
+        """Whether the last save, or the last upload, has failed by the death of the saver process."""
+        return any(isinstance(each.last_error, SaverDiedError) for each in (self._runner, self._upload_runner))
 
     def _drain(self) -> float:
         return self._runner.drain() + self._upload_runner.drain()

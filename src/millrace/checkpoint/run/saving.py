@@ -214,6 +214,12 @@ class SaveRunner:
         current = self._current
         return current is not None and not current.done()
 
+    @property
+    def last_error(self) -> BaseException | None:
+        """The error of the last save, if it has ended with one. This does not count as seen."""
+        current = self._current
+        return None if current is None else current._known_error()
+
     def submit(
         self,
         step: int,

@@ -138,6 +138,45 @@ uploading.copy_files = wait
     assert restored(tmp_path / "run") == 2
 
 
+_DIES_IN = {
+    # The upload of the first save is in flight, so that the saver saves the last one, too.
+    "save": """
+import os, signal
+from millrace.checkpoint.run import engine, uploading
+uploading.copy_files = lambda *arguments, **options: signal.pause()
+save = engine.SaveEngine.save
+def killed(self, request, *arguments):
+    if request.step == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return save(self, request, *arguments)
+engine.SaveEngine.save = killed
+""",
+    "upload": """
+import os, signal
+from millrace.checkpoint.run import uploading
+def killed(*arguments, **options):
+    if arguments[0].url.endswith("step-000000000002"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+uploading.copy_files = killed
+""",
+}
+
+
+@pytest.mark.parametrize("part", _DIES_IN)
+def test_last_save_whose_saver_dies_is_repeated_on_preemption(tmp_path: Path, part: str) -> None:
+    with savers_with(_DIES_IN[part]), CheckpointManager(tmp_path / "run", local=tmp_path / "near") as run:
+        if part == "save":
+            assert run.save_async(1, weights(1)).near.exception() is None
+        else:
+            assert run.save_async(2, weights(1)).near.exception() is None
+        run.watch_preemption(grace_seconds=300)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.warns(RuntimeWarning, match="the saver process"):
+            assert run.preempted(2, weights(2))
+    assert restored(tmp_path / "run") == 2
+
+
 # --- interrupts -----------------------------------------------------------------------------------
 
 

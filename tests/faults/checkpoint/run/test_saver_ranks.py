@@ -193,6 +193,41 @@ run_saver.complete = lambda *arguments, **options: os.kill(os.getpid(), signal.S
         check(run, 1, 2)
 
 
+def end_while_the_saver_of_rank_1_dies(root: Path) -> None:
+    """The upload of the first save is in flight, so that the savers save the last one, too."""
+    waits = f"""
+import os, time
+from millrace.checkpoint.run import uploading
+copy = uploading.copy_files
+def wait(*arguments, **options):
+    while not os.path.exists({str(root / "died")!r}):
+        time.sleep(0.01)
+    copy(*arguments, **options)
+uploading.copy_files = wait
+"""
+    dies = f"""
+import signal
+from millrace.checkpoint.run import engine
+save = engine.SaveEngine.save
+def killed(self, request, *arguments):
+    if request.step == 2:
+        open({str(root / "died")!r}, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return save(self, request, *arguments)
+engine.SaveEngine.save = killed
+"""
+    with savers_with(waits if is_first() else waits + dies), on_nodes(root) as run:
+        assert run.save_async(1, state(1)).near.exception() is None
+        run.watch_preemption(grace_seconds=300)
+        if is_first():
+            os.kill(os.getpid(), signal.SIGTERM)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert run.preempted(2, state(2))
+    with CheckpointManager(root / "run") as run:
+        check(run, 2, 2)
+
+
 def kill_rank_1(root: Path) -> None:
     hangs = """
 import signal
@@ -372,6 +407,7 @@ PROGRAMS: dict[str, Callable[[Path], None]] = {
         cancel_a_save_of_rank_1,
         kill_rank_1_in_a_restore,
         end_after_a_save_that_failed_on_rank_1,
+        end_while_the_saver_of_rank_1_dies,
         kill_rank_1,
         arrive_late,
         cannot_start_on_rank_1,
@@ -461,6 +497,10 @@ def test_near_saves_of_two_ranks_are_uploaded_by_their_savers(tmp_path: Path) ->
 
 def test_saver_of_rank_1_killed_in_an_upload_fails_it_on_all_ranks(tmp_path: Path) -> None:
     ranks.run(__file__, "kill_the_saver_of_rank_1_in_an_upload", 2, tmp_path)
+
+
+def test_last_save_is_repeated_on_all_ranks_when_the_saver_of_rank_1_dies(tmp_path: Path) -> None:
+    ranks.run(__file__, "end_while_the_saver_of_rank_1_dies", 2, tmp_path)
 
 
 def test_second_restore_of_a_job_uploads_what_its_savers_left_on_the_nodes(tmp_path: Path) -> None:
