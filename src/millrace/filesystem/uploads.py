@@ -12,6 +12,7 @@ from typing import Any
 from typing_extensions import Buffer
 
 from millrace.origin import ObjectWriter
+from millrace.origin.side_by_side import at_late_end
 from millrace.runtime import forks
 
 _log = logging.getLogger("millrace.filesystem")
@@ -112,7 +113,8 @@ class UploadFile(io.RawIOBase):
                 self._writer.abort()
             else:
                 try:
-                    self._writer.close()
+                    with at_late_end(self._on_published):
+                        self._writer.close()
                 finally:
                     self._on_published()  # also after an error: the object may have been published
         finally:

@@ -6,7 +6,7 @@ import codecs
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ from millrace.errors import (
 from millrace.filesystem.listing import ListingFileSystem, parents
 from millrace.filesystem.paths import names_directory
 from millrace.filesystem.uploads import CompressedUpload, UploadFile
+from millrace.origin.side_by_side import at_late_end
 from millrace.runtime.failures import disk_errors
 from millrace.runtime.forks import importing
 
@@ -113,14 +114,12 @@ class WritingFileSystem(ListingFileSystem):
             )
         self.require_new_file_name(path)
         key = self.key_of(path)
-        try:
+        with self._changing(key):
             if mode != "create" and memoryview(value).nbytes > _PIPE_BYTES:
                 with self._origin.open_writer(key) as writer:
                     writer.write(value)
             else:
                 self._origin.put(key, value, if_absent=mode == "create")
-        finally:
-            self._changed(key)  # also after an error: the object may have been written
 
     def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
         if truncate or not self.exists(path):
@@ -336,10 +335,8 @@ class WritingFileSystem(ListingFileSystem):
     def _delete(self, keys: Sequence[str]) -> None:
         for start in range(0, len(keys), _DELETE_KEYS):
             batch = keys[start : start + _DELETE_KEYS]
-            try:
+            with self._changing(*batch):
                 self._origin.delete(batch)
-            finally:
-                self._changed(*batch)
 
     def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
         """Create a local directory. Does nothing for object stores, where a directory exists through its objects."""
@@ -370,6 +367,19 @@ class WritingFileSystem(ListingFileSystem):
         self._changed(key)
 
     # --- inside -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _changing(self, *keys: str) -> Iterator[None]:
+        """Drop the cached metadata of `keys` after a `with` block that changes them.
+
+        Also after an error, because the objects may have changed. A request that an interrupt leaves in the background
+        changes them later: then the metadata is dropped once more.
+        """
+        try:
+            with at_late_end(lambda: self._changed(*keys)):
+                yield
+        finally:
+            self._changed(*keys)
 
     def _changed(self, *keys: str) -> None:
         """Drop the cached metadata of `keys`."""

@@ -24,6 +24,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeVar
 
+from millrace.origin.side_by_side import action_at_late_end
 from millrace.runtime import forks
 from millrace.runtime.forks import importing
 
@@ -155,8 +156,8 @@ _idle: list[_Caller] = []
 def interruptible(action: Callable[[], Result]) -> Result:
     """Return or raise the outcome of `action`. In the main thread signal handlers run meanwhile, and may raise.
 
-    After such an exception `action` continues in the background. Costs some 50 microseconds in the main thread, nothing in
-    others. Safe across fork.
+    After such an exception `action` continues in the background (`at_late_end`). Costs some 50 microseconds in the main
+    thread, nothing in others. Safe across fork.
     """
     if threading.current_thread() is not threading.main_thread():
         return action()
@@ -173,7 +174,9 @@ def interruptible(action: Callable[[], Result]) -> Result:
         while not call.done.acquire(timeout=_LOOK_SECONDS):
             pass
     except BaseException:
-        caller.calls.put(None)  # it ends after the call
+        if (after := action_at_late_end()) is not None:
+            caller.calls.put(_Call(after))
+        caller.calls.put(None)  # it ends after the calls
         raise
     if _idle:
         caller.calls.put(None)

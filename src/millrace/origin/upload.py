@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -10,8 +11,9 @@ from typing import Self
 
 from typing_extensions import Buffer
 
-from millrace.errors import UsageError
+from millrace.errors import MillraceError, UsageError
 from millrace.origin.base import byte_view, note_failure
+from millrace.origin.side_by_side import action_at_late_end
 from millrace.runtime import forks
 
 PART_BYTES = 16 << 20
@@ -31,8 +33,8 @@ class ObjectUpload:
 
     Memory is bounded by the parts in the queue and in flight. An object that fits one part becomes a single PUT.
     Not thread-safe: one writer at a time. An exception of a signal handler (Ctrl-C) in `write` or `close` aborts the upload,
-    unless all of it was sent. After such a `write`, or one that failed, `close` raises `UsageError`. In a forked process,
-    `write` and `close` raise `UsageError`, and `abort` does nothing.
+    unless all of it was sent: then it continues, see `at_late_end`. After such a `write`, or one that failed, `close` raises
+    `UsageError`. In a forked process, `write` and `close` raise `UsageError`, and `abort` does nothing.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class ObjectUpload:
         self._finished = False
         self._is_cut = False  # a write did not return
         self._is_sent = False
+        self._after: Callable[[], None] | None = None
         self._owner = forks.Owner()
 
     def send_whole_by(self, put_whole: Callable[[Buffer], None]) -> None:
@@ -99,6 +102,7 @@ class ObjectUpload:
         except BaseException:
             if not self._is_sent:
                 self.abort()
+            self._after = action_at_late_end()  # if the upload has ended by now, it is not called
             raise
         self._raise_error()
 
@@ -163,6 +167,9 @@ class ObjectUpload:
             self._upload(self._pull())
         except BaseException as error:  # noqa: BLE001 - raised again in the writer's thread
             self._error = error
+        if self._after is not None:
+            with contextlib.suppress(MillraceError):  # there is no caller any more
+                self._after()
 
     def _pull(self) -> Iterator[Buffer]:
         while (part := self._parts.get()) is not None:

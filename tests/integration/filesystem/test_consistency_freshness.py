@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any
 
 import pytest
 from tests.support.asked_processes import AskedProcess
+from tests.support.interrupts import interrupted_inside
 from tests.support.versioned import PAGE, content, versions_in
+from tests.support.waiting import wait_until
 
 import millrace
 from millrace.errors import ConfigurationError
 from millrace.origin import Origin, open_origin
+from millrace.origin.obstore_library import interruptible, obstore_library
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -194,3 +198,31 @@ def test_short_consistency_expires_on_the_real_clock(bucket: str, s3: S3Server, 
 def test_invalid_consistency_is_refused(options: dict[str, Any], consistency: object) -> None:
     with pytest.raises(ConfigurationError, match="consistency"):
         millrace.filesystem("s3", **{**options, "consistency": consistency})
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "waits_in"), [(PAGE, interruptible), (17 << 20, threading.Thread.join)], ids=["one request", "parts"]
+)
+def test_write_that_continues_after_ctrl_c_is_seen_when_it_has_ended(
+    bucket: str,
+    s3_options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    nbytes: int,
+    waits_in: Callable[..., object],
+) -> None:
+    fs = millrace.filesystem("s3", **s3_options, consistency="immutable")
+    key, library, continues = f"{bucket}/key", obstore_library(), threading.Event()
+    put = library.put
+
+    def put_late(client: Any, path: str, data: Any, **options: Any) -> Any:
+        data = data if isinstance(data, memoryview) else iter(list(data))
+        assert continues.wait(300)
+        return put(client, path, data, **options)
+
+    fs.pipe_file(key, b"old")
+    monkeypatch.setattr(library, "put", put_late)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_inside(waits_in, lambda: fs.pipe_file(key, bytes(nbytes)))
+    assert fs.info(key)["size"] == 3  # cached from now on
+    continues.set()
+    wait_until(lambda: fs.info(key)["size"] == nbytes)

@@ -11,7 +11,7 @@ from tests.support.interrupts import interrupts
 from tests.support.waiting import wait_until
 
 from millrace.errors import DeniedError
-from millrace.origin.side_by_side import _next, side_by_side
+from millrace.origin.side_by_side import _next, at_late_end, side_by_side
 
 
 def test_side_by_side_results_are_in_the_order_of_the_items() -> None:
@@ -54,6 +54,20 @@ def test_side_by_side_raises_the_first_error_at_once() -> None:
         go_on.set()
     wait_until(lambda: not any(thread.name.startswith("test-side") for thread in threading.enumerate()))
     assert set(begun) <= {0, 1, 2, 3}  # three at once, and those after the failed one
+
+
+def test_action_at_late_end_is_called_after_items_that_an_error_leaves_in_the_background() -> None:
+    go_on, called = threading.Event(), list[bool]()
+
+    def action(item: int) -> None:
+        if item == 1:
+            raise DeniedError("no")
+        go_on.wait(300)
+
+    with pytest.raises(DeniedError), at_late_end(lambda: called.append(go_on.is_set())):
+        side_by_side(action, range(2), 2, "test-late")
+    go_on.set()
+    wait_until(lambda: True in called)
 
 
 def test_interrupt_while_all_items_hang_ends_the_wait() -> None:
