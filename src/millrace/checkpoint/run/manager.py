@@ -232,6 +232,7 @@ class CheckpointManager:
             ranks=self._ranks,
             reader_options={"target_options": target_options, "trusted_types": trusted_types},
             damaged=self._damaged,
+            handles_node=self._member.handles_node,
         )
         self._last_save: tuple[int, float] | None = None
         self._owner = forks.Owner()

@@ -29,7 +29,7 @@ from millrace.checkpoint.run.timeline import newest_first, timeline
 from millrace.checkpoint.state.flattening import PLAIN_TENSORS, flatten, refuse_nested_objects, state_dict_of
 from millrace.checkpoint.state.tensors import WrapperMetadata
 from millrace.checkpoint.state.wrappers import WrapperSlot
-from millrace.checkpoint.storage.layered import LayeredStorage
+from millrace.checkpoint.storage.layered import LayeredStorage, StoredManifest
 from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.errors import (
     CheckpointNotFoundError,
@@ -59,13 +59,15 @@ _MAX_LIST_INDEX = 1 << 20
 class Restorer:
     """Chooses a checkpoint of a run and loads it. Every rank has one; all methods except `candidates` are collective.
 
-    `damaged` receives the names of checkpoints that could not be restored.
+    `damaged` receives the names of checkpoints that could not be restored. `handles_node`: whether this rank copies files of
+    its node's disk to other nodes, as one rank of each node does.
     """
 
     tiers: Tiers
     ranks: Ranks
     reader_options: Mapping[str, Any]
     damaged: set[str]
+    handles_node: bool
 
     def candidates(self, step: int | None) -> list[Placed]:
         """Complete checkpoints in the order in which a restore tries them. Raises `CheckpointNotFoundError` for none."""
@@ -112,11 +114,15 @@ class Restorer:
                 stored = self.ranks.run_on_first(functools.partial(self.tiers.manifest, name))
                 if not self._missing(name, stored.manifest.save_id):
                     return True
-                self.ranks.run_on_all(functools.partial(self.tiers.share, name, stored))
+                self.ranks.run_on_all(functools.partial(self._share, name, stored))
                 return not self._missing(name, stored.manifest.save_id)
         except MillraceError:  # the same on every rank; the restore reports it
             pass
         return False
+
+    def _share(self, name: str, stored: StoredManifest) -> None:
+        if self.handles_node:
+            self.tiers.share(name, stored)
 
     def _missing(self, name: str, save_id: str) -> list[str]:
         """Files of a checkpoint that any rank cannot read."""

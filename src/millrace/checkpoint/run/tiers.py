@@ -200,7 +200,7 @@ class Tiers:
             return [MANIFEST_NAME]
 
     def share(self, name: str, stored: StoredManifest) -> None:
-        """Copy the files of a save that only this node's disk has to other nodes, for the ranks there.
+        """Copy the files of a save that only this node's disk has to other nodes, for the ranks there. Once for each node.
 
         A failure is an event. This node may have other files of it than the node of the first rank, which has read the
         manifest `stored`.

@@ -6,14 +6,18 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.support import ranks
+from tests.support.replicas import ReplicaNodes
+from tests.support.savers import PATIENT_WITH_NODES
 
 from millrace.checkpoint.run import uploading
 from millrace.checkpoint.run.manager import CheckpointManager
+from millrace.checkpoint.run.peers import Peers
 from millrace.checkpoint.run.run_layout import checkpoint_name, rank_of_part
 from millrace.checkpoint.run.tiers import Tiers, open_tiers
 from millrace.checkpoint.storage.layered import missing_files
@@ -121,6 +125,32 @@ def restore(root: Path, step: int = STEPS) -> None:
     assert loaded["step"] == step
 
 
+def leave_files_on_one_node(root: Path) -> None:
+    def die(*args: object, **options: object) -> None:
+        os._exit(9)
+
+    uploading.copy_files = die  # type: ignore[assignment]
+    weights = {f"weights {number}": torch.full((1000,), 3.0) for number in range(4)}
+    CheckpointManager(root / "origin", local=root / "node0").save(1, weights)
+
+
+def restore_on_two_nodes(root: Path) -> None:
+    """Ranks 0 and 1 on the node that has the files, rank 2 on another one."""
+    exec(PATIENT_WITH_NODES, {})
+    rank, copy = dist.get_rank(), Peers.copy
+
+    def copy_and_note(self: Peers, *arguments: Any, **options: Any) -> list[str]:
+        (root / f"copied by {rank}").touch()
+        return copy(self, *arguments, **options)
+
+    Peers.copy = copy_and_note  # type: ignore[method-assign]
+    found = {f"weights {number}": torch.zeros(1000) for number in range(4)}
+    with CheckpointManager(root / "origin", local=root / f"node{rank // 2}", replicas=1) as run:
+        assert run.restore(found) == 1
+    for weights in found.values():
+        assert torch.equal(weights, torch.full((1000,), 3.0))
+
+
 # --- the tests ------------------------------------------------------------------------------------
 
 
@@ -189,6 +219,13 @@ def test_checkpoint_in_parts_on_two_nodes_is_joined(tmp_path: Path) -> None:
     assert missing_files(read_manifest(origin).manifest, origin) == []
 
 
+def test_files_of_a_node_with_two_ranks_are_copied_to_other_nodes_once(tmp_path: Path) -> None:
+    ranks.run(__file__, "leave_files_on_one_node", 2, tmp_path, codes=(9, 9))
+    with ReplicaNodes(tmp_path / "nodes") as nodes, nodes.on(0):
+        ranks.run(__file__, "restore_on_two_nodes", 3, tmp_path)
+    assert [path.name for path in tmp_path.glob("copied by *")] == ["copied by 0"]
+
+
 if __name__ == "__main__":
     programs = (
         save,
@@ -198,5 +235,7 @@ if __name__ == "__main__":
         restore_the_later,
         find_only_half,
         refuse_one_manifest,
+        leave_files_on_one_node,
+        restore_on_two_nodes,
     )
     ranks.main({program.__name__: program for program in programs})
