@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,7 +14,7 @@ from millrace.cache.node import CacheNode
 from millrace.cluster.cluster import Cluster
 from millrace.cluster.membership import Member, MemberState, View
 from millrace.cluster.moving import Mover
-from millrace.errors import MillraceError
+from millrace.errors import MillraceError, PeerError
 from millrace.events import Event, emit
 
 _log = logging.getLogger("millrace.node")
@@ -22,6 +22,7 @@ _log = logging.getLogger("millrace.node")
 _T = TypeVar("_T")
 
 _DEADLINE_SECONDS = 5.0
+_REPORT_TRIES, _REPORT_PAUSE_SECONDS = 10, 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,15 +143,29 @@ class Moves:
             moved = self._try(f"taking over from {leaver.address}", lambda: self._mover.take_over(leaver))
             if not self._stopped.is_set():
                 report = {"member": self._me, "owners": owners}
-                self._try(
-                    f"reporting to {leaver.address}",
-                    lambda: self._cluster.client.call(
-                        leaver, "POST", "/v1/drained", report, deadline=_DEADLINE_SECONDS
-                    ),
-                )
+                self._try(f"reporting to {leaver.address}", lambda: self._report(leaver, report))
         # A member that fails while it leaves is not lost in any later view.
         if self._cluster.link.replicas > 1 and moved is not None and (moved.failed_bytes or moved.unread):
             self._restore()
+
+    def _report(self, leaver: Member, report: Mapping[str, object]) -> None:
+        """Send a report to a leaving member, which waits for it: again after a failure, until the member has left.
+
+        Raises `PeerError` after the last try.
+        """
+        for left in reversed(range(_REPORT_TRIES)):
+            try:
+                self._cluster.client.call(
+                    leaver, "POST", "/v1/drained", report, deadline=_DEADLINE_SECONDS, waits=False
+                )
+                return
+            except PeerError:
+                if not left:
+                    raise
+            if self._stopped.wait(_REPORT_PAUSE_SECONDS):
+                return
+            if all(each.id != leaver.id for each in self._cluster.link.views.view().members):
+                return
 
     def _try(self, what: str, act: Callable[[], _T]) -> _T | None:
         """The result of `act`; None after an error, which is reported."""

@@ -382,6 +382,25 @@ def test_drain_waits_for_the_shares_of_a_member_that_leaves_meanwhile(
     assert (done.done_objects, done.fetched_bytes, fetched(region)) == (OBJECTS, 0, TOTAL)
 
 
+def test_drain_ends_after_the_first_report_of_a_take_over_is_lost(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (nodes.start(number) for number in range(3))
+    nodes.load()
+    call, lost = PeerClient.call, []
+
+    def lose_the_first(self: PeerClient, member: Member, method: str, path: str, *arguments: Any, **more: Any) -> Any:
+        if path == "/v1/drained" and not lost:
+            lost.append(path)
+            raise PeerSilentError("the request is lost")
+        return call(self, member, method, path, *arguments, **more)
+
+    monkeypatch.setattr(PeerClient, "call", lose_the_first)
+    report = first.drain(60)
+    assert lost
+    assert (report.took_over, report.did_not) == (tuple(sorted((second.member_id, third.member_id))), ())
+
+
 class _Members:
     """One node's membership in a list that all nodes of a test share."""
 
