@@ -3,9 +3,9 @@
 A write returns when every reachable member has dropped the keys. A bucket's metadata owners come first: a member that is
 invalidated later and then sends them a request must not receive the old metadata again. While the cluster changes, a member
 may know members, or name owners, that the writer does not: its response names its view, and the invalidation is sent
-again to the members of both. Members that cannot be reached receive the invalidation later, from a thread of this process
-and from one of this machine's node (or of another member), since this process may end before. Both try for ten minutes at
-most. Until then their readers see what `consistency` allows.
+again to the members of both. Members that cannot be reached, or whose disk hangs, receive the invalidation later, from a
+thread of this process and from one of this machine's node (or of another member), since this process may end before. Both
+try for ten minutes at most. Until then their readers see what `consistency` allows.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class Invalidations:
             for batch in batches(keys):
                 body = {"origin": identity, "keys": batch, "missed": [*missed]}
                 deadline = SILENCE_SECONDS + len(batch) * _KEY_SECONDS
-                response = self._cluster.client.call(member, "POST", FORGET, body, deadline=deadline)
+                # The write does not wait for a disk that hangs.
+                response = self._cluster.client.call(member, "POST", FORGET, body, deadline=deadline, waits=False)
         except PeerError as error:
             record_failure(self._cluster, member, error)
             return None

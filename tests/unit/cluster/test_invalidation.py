@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.planes import Plane
+from tests.support.seen_events import seen_events
+from tests.support.waiting import in_other_thread
+from tests.support.wire_client import TOKEN
 
 from millrace.cluster import invalidation
-from millrace.cluster.invalidation import Invalidations
+from millrace.cluster.dataplane import client
+from millrace.cluster.dataplane.client import PeerClient
+from millrace.cluster.invalidation import FORGET, Invalidations
 from millrace.cluster.membership import Member, View
 from millrace.cluster.placement import Placement
 from millrace.errors import PeerSilentError
@@ -23,7 +31,7 @@ def test_invalidation_during_a_late_one_is_sent_too(monkeypatch: pytest.MonkeyPa
     is_away, is_asked, may_answer = threading.Event(), threading.Event(), threading.Event()
     reported: list[Any] = []
 
-    def call(_member: Member, _verb: str, _path: str, body: Any, *, deadline: float) -> None:
+    def call(_member: Member, _verb: str, _path: str, body: Any, *, deadline: float, waits: bool) -> None:
         if not answers.is_set():
             raise PeerSilentError("away", next_step="wait")
         is_asked.set()
@@ -48,3 +56,28 @@ def test_invalidation_during_a_late_one_is_sent_too(monkeypatch: pytest.MonkeyPa
     is_away.clear()
     eventually(lambda: len(reported) == 2)
     eventually(lambda: not invalidations._pending)
+
+
+def test_invalidation_of_a_node_whose_disk_hangs_does_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node reports that it works, for as long as the disk hangs."""
+    monkeypatch.setattr(client, "WORKING_SECONDS", math.inf)
+    responds = threading.Event()
+    with seen_events() as seen, Plane(tmp_path) as plane:
+        plane.server.route("POST", FORGET, lambda _: responds.wait(300))
+        member = Member(id="m", address=plane.address)
+        cluster: Any = SimpleNamespace(
+            placement=lambda: Placement(View.of([member])),
+            is_available=lambda _: not responds.is_set(),
+            client=PeerClient(token=TOKEN),
+            link=SimpleNamespace(member_id=None),
+            breakers=SimpleNamespace(failed=lambda _: None, worked=lambda _: None),
+        )
+        try:
+            invalidations = Invalidations(cluster)
+            assert in_other_thread(lambda: invalidations.send("origin", ["bucket/key"])) == {"m"}
+        finally:
+            responds.set()
+            cluster.client.close()
+    assert [(event.name, event.subject) for event in seen][:1] == [("peer.failed", "m")]
