@@ -23,7 +23,13 @@ from millrace.checkpoint.run.restoring import Restorer
 from millrace.checkpoint.run.run_layout import checkpoint_name
 from millrace.checkpoint.run.saving import SaveProgress, wait_for
 from millrace.checkpoint.run.tiers import run_directory
-from millrace.errors import MissingKeyError, StateMismatchError, UnsupportedObjectError, UsageError
+from millrace.errors import (
+    CorruptCheckpointError,
+    MissingKeyError,
+    StateMismatchError,
+    UnsupportedObjectError,
+    UsageError,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -63,6 +69,29 @@ def test_restore_next_to_a_job_that_prunes_loads_a_newer_checkpoint(
             assert run.restore(state) == 8
     assert state["note"] == 8
     assert names == [checkpoint_name(2), checkpoint_name(8)]
+
+
+def test_first_parts_of_a_claim_and_a_manifest_do_not_block_the_run(tmp_path: Path) -> None:
+    """A conditional write that is killed leaves them over files and on sftp."""
+    url, options = "dir://runs/run", {"target_protocol": "file", "path": str(tmp_path)}
+    directory = tmp_path / "runs" / "run"
+    claim, manifest = directory / "writer-000000000001.json", directory / checkpoint_name(2) / "manifest.millrace"
+    directory.mkdir(parents=True)
+    claim.write_bytes(b'{"pro')
+    with CheckpointManager(url, target_options=options) as run:
+        run.save(1, weights(1))
+        run.save(2, weights(2))
+    assert not claim.exists()
+    manifest.write_bytes(manifest.read_bytes()[:5])
+    state = weights(0)
+    with CheckpointManager(url, target_options=options) as run:
+        with pytest.raises(CorruptCheckpointError):
+            run.restore(state)
+        with pytest.warns(RuntimeWarning, match="trying step 1"):
+            assert run.restore(state, fallback=True) == 1
+        run.save(2, weights(3))
+        assert run.restore(state) == 2
+    assert state["note"] == 3
 
 
 # --- preemption -----------------------------------------------------------------------------------
