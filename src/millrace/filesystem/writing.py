@@ -18,6 +18,7 @@ from millrace.errors import (
     ObjectChangedError,
     ObjectExistsError,
     ObjectNotFoundError,
+    OutcomeUnknownError,
     StorageError,
     UsageError,
 )
@@ -122,8 +123,20 @@ class WritingFileSystem(ListingFileSystem):
                 self._origin.put(key, value, if_absent=mode == "create")
 
     def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
-        if truncate or not self.exists(path):
+        """Write an empty object; without `truncate` only if there is none.
+
+        Of a storage without conditional requests, an object that another process writes at the same moment may be lost.
+        """
+        if truncate:
             self.pipe_file(path, b"")
+        elif not self.exists(path):
+            try:
+                self.pipe_file(path, b"", mode="create")
+            except (ObjectExistsError, OutcomeUnknownError):
+                if not self.exists(path):
+                    raise
+            except UsageError:  # the storage has no conditional requests
+                self.pipe_file(path, b"")
 
     # --- names that end in a slash: directories -------------------------------------------------------
 

@@ -348,3 +348,33 @@ def test_end_of_an_inherited_file_in_a_forked_process_has_no_effect(
     assert in_child(child) == "0 warnings, 0 lines"
     file.close()
     assert (data / "x.bin").read_bytes() == b"x" * 100
+
+
+def test_touch_without_truncation_next_to_a_write_keeps_the_object(
+    fs: millrace.MillraceFileSystem, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exists, path = fs.exists, data / "x"
+
+    def exists_before_a_write(key: str) -> bool:
+        found = exists(key)
+        path.write_bytes(b"written")
+        return found
+
+    monkeypatch.setattr(fs, "exists", exists_before_a_write)
+    fs.touch(str(path), truncate=False)
+    assert path.read_bytes() == b"written"
+
+
+def test_touch_without_conditional_requests_creates_an_empty_object(
+    fs: millrace.MillraceFileSystem, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, path = fs._origin.put, data / "x"
+
+    def put_without_conditions(key: str, value: bytes, *, if_absent: bool = False) -> None:
+        if if_absent:
+            raise UsageError("there are no conditional requests", next_step="use another storage")
+        put(key, value)
+
+    monkeypatch.setattr(fs._origin, "put", put_without_conditions)
+    fs.touch(str(path), truncate=False)
+    assert path.read_bytes() == b""
