@@ -308,8 +308,10 @@ class _Registration:
                 return
             try:
                 if published is None or published.state is not MemberState.LEAVING:
-                    # Without this state, a leave looks like lost data. An outage may have kept it from etcd.
-                    self._put(replace(me, state=MemberState.LEAVING), lease)
+                    # Without this state, a leave looks like lost data. An outage may have kept it from etcd. An etcd that is
+                    # full refuses it, but not the next request.
+                    with contextlib.suppress(EtcdDownError):
+                        self._put(replace(me, state=MemberState.LEAVING), lease)
                 self._call("/v3/lease/revoke", {"ID": lease})
             except MillraceError as error:
                 _log.warning("%s: cannot remove it from etcd; its lease expires instead: %s", me.id, error)

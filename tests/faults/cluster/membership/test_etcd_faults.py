@@ -16,7 +16,7 @@ from tests.support.etcd import EtcdServer
 
 from millrace.cluster.membership import Member, MemberState, View
 from millrace.cluster.membership.etcd import EtcdMembers
-from millrace.cluster.membership.etcd_gateway import EtcdDownError, encode
+from millrace.cluster.membership.etcd_gateway import EtcdDownError, encode, prefix_range
 from millrace.testing.conformance.members import eventually, wait_for
 from millrace.testing.process import free_ports
 
@@ -452,3 +452,14 @@ def test_members_with_malformed_values_below_the_prefix_are_followed(etcd: EtcdS
     wait_for(client, A, B)
     late = connect(etcd.address)
     wait_for(late, A, B)
+
+
+def test_member_of_an_etcd_that_is_full_leaves_at_once(own_etcd: EtcdServer, connect: Connect) -> None:
+    a, client = connect(own_etcd.address), connect(own_etcd.address)
+    a.join(A)
+    wait_for(client, A)
+    a.gateway.call("/v3/maintenance/alarm", {"action": "ACTIVATE", "alarm": "NOSPACE"})
+    with pytest.raises(EtcdDownError, match="space"):
+        client.gateway.call("/v3/kv/put", {"key": encode("key"), "value": encode("value")})
+    a.leave()
+    assert not client.gateway.call("/v3/kv/range", prefix_range(client._prefix)).get("kvs")
