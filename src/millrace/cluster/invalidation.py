@@ -32,6 +32,7 @@ MOST_PENDING = 10_000
 """Pending keys over all members. Beyond that the oldest are dropped, with an event."""
 
 _KEY_SECONDS = 0.005  # ten times the usual duration
+_WORKING_SECONDS = 20.0  # a busy node takes seconds; a disk may hang
 _THREADS = 16
 _PAUSE_SECONDS = 1.0
 _KEPT_SECONDS = 600.0
@@ -120,8 +121,9 @@ class Invalidations:
             for batch in batches(keys):
                 body = {"origin": identity, "keys": batch, "missed": [*missed]}
                 deadline = SILENCE_SECONDS + len(batch) * _KEY_SECONDS
-                # The write does not wait for a disk that hangs.
-                response = self._cluster.client.call(member, "POST", FORGET, body, deadline=deadline, waits=False)
+                response = self._cluster.client.call(
+                    member, "POST", FORGET, body, deadline=deadline, working_seconds=_WORKING_SECONDS
+                )
         except PeerError as error:
             record_failure(self._cluster, member, error)
             return None

@@ -31,7 +31,7 @@ def test_invalidation_during_a_late_one_is_sent_too(monkeypatch: pytest.MonkeyPa
     is_away, is_asked, may_answer = threading.Event(), threading.Event(), threading.Event()
     reported: list[Any] = []
 
-    def call(_member: Member, _verb: str, _path: str, body: Any, *, deadline: float, waits: bool) -> None:
+    def call(_member: Member, _verb: str, _path: str, body: Any, *, deadline: float, working_seconds: float) -> None:
         if not answers.is_set():
             raise PeerSilentError("away", next_step="wait")
         is_asked.set()
@@ -58,11 +58,12 @@ def test_invalidation_during_a_late_one_is_sent_too(monkeypatch: pytest.MonkeyPa
     eventually(lambda: not invalidations._pending)
 
 
-def test_invalidation_of_a_node_whose_disk_hangs_does_not_wait_for_it(
+def test_invalidation_of_a_node_whose_disk_hangs_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node reports that it works, for as long as the disk hangs."""
     monkeypatch.setattr(client, "WORKING_SECONDS", math.inf)
+    monkeypatch.setattr(invalidation, "_WORKING_SECONDS", 1.0)
     responds = threading.Event()
     with seen_events() as seen, Plane(tmp_path) as plane:
         plane.server.route("POST", FORGET, lambda _: responds.wait(300))

@@ -148,13 +148,14 @@ class PeerClient:
         *,
         query: Mapping[str, str] | None = None,
         deadline: float = 5.0,
-        waits: bool = True,
+        working_seconds: float | None = None,
     ) -> Any:
         """Run a JSON command on a peer; returns its result.
 
-        With `waits` it waits longer than `deadline` while the peer reports that it works, even on a disk that hangs.
+        While the peer reports that it works, even on a disk that hangs, this waits longer than `deadline`: up to
+        `working_seconds`, by default `WORKING_SECONDS`.
         """
-        return self.call_address(member.address, method, path, body, query=query, deadline=deadline, waits=waits)
+        return self.call_address(member.address, method, path, body, query=query, deadline=deadline, working_seconds=working_seconds)
 
     def call_address(
         self,
@@ -165,10 +166,10 @@ class PeerClient:
         *,
         query: Mapping[str, str] | None = None,
         deadline: float = 5.0,
-        waits: bool = True,
+        working_seconds: float | None = None,
     ) -> Any:
         """As `call`, for a node of which only the address `host:port` is known."""
-        text = self.page(address, method, path, body, query=query, deadline=deadline, waits=waits)
+        text = self.page(address, method, path, body, query=query, deadline=deadline, working_seconds=working_seconds)
         try:
             return json.loads(text) if text else None
         except (ValueError, RecursionError) as error:
@@ -183,14 +184,22 @@ class PeerClient:
         *,
         query: Mapping[str, str] | None = None,
         deadline: float = 5.0,
-        waits: bool = True,
+        working_seconds: float | None = None,
     ) -> bytes:
         """As `call_address`, for a response of any type."""
         encoded = None if body is None else json.dumps(body).encode()
+        waits = working_seconds != 0
         head = build_command(method, path, host=address, token=self._token, query=query, body=encoded, waits=waits)
         request = [head] if encoded is None else [head, encoded]
         # A kept connection may have ended, so only repeatable requests use one.
-        exchange = _Exchange(self._pool, address, request, deadline, fresh=method not in ("GET", "PUT"))
+        exchange = _Exchange(
+            self._pool,
+            address,
+            request,
+            deadline,
+            fresh=method not in ("GET", "PUT"),
+            working_seconds=working_seconds,
+        )
         head_received, text = exchange.response(_MAX_JSON_BYTES)
         if not 200 <= head_received.status < 300:
             raise _refusal(address, head_received.status, text)
@@ -251,11 +260,13 @@ class _Exchange:
         deadline: float,
         *,
         fresh: bool = False,
+        working_seconds: float | None = None,
     ) -> None:
         self._pool = pool
         self.address = address
         self._request = request
         self._deadline = deadline
+        self._working_seconds = WORKING_SECONDS if working_seconds is None else working_seconds
         self._connection = self._send(fresh)
 
     def _send(self, fresh: bool) -> Connection:
@@ -287,9 +298,9 @@ class _Exchange:
             self.fail()
             raise
         while head.is_interim:
-            if time.monotonic() - self._sent > WORKING_SECONDS:
+            if time.monotonic() - self._sent > self._working_seconds:
                 self.fail()
-                raise PeerSilentError(f"{self.address}: no response after {WORKING_SECONDS:.0f} s of work")
+                raise PeerSilentError(f"{self.address}: no response after {self._working_seconds:.0f} s of work")
             head = self._guarded(connection.receive_head)
         return head
 
