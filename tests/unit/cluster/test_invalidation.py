@@ -58,9 +58,7 @@ def test_invalidation_during_a_late_one_is_sent_too(monkeypatch: pytest.MonkeyPa
     eventually(lambda: not invalidations._pending)
 
 
-def test_invalidation_of_a_node_whose_disk_hangs_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalidation_of_a_node_whose_disk_hangs_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The node reports that it works, for as long as the disk hangs."""
     monkeypatch.setattr(client, "WORKING_SECONDS", math.inf)
     monkeypatch.setattr(invalidation, "_WORKING_SECONDS", 1.0)

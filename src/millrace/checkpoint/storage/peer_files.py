@@ -74,7 +74,8 @@ class Peer:
             self.client.require_version(self.member)
             path = f"{_ROUTE}/{self.run}"
             found = _retried_while_busy(
-                lambda: self.client.call(self.member, "GET", path, deadline=LIST_SECONDS, working_seconds=0), LIST_SECONDS
+                lambda: self.client.call(self.member, "GET", path, deadline=LIST_SECONDS, working_seconds=0),
+                LIST_SECONDS,
             )
             self.files = {
                 (str(directory), str(name)): StoredFile(str(name), int(size), "", float(modified))

@@ -155,7 +155,9 @@ class PeerClient:
         While the peer reports that it works, even on a disk that hangs, this waits longer than `deadline`: up to
         `working_seconds`, by default `WORKING_SECONDS`.
         """
-        return self.call_address(member.address, method, path, body, query=query, deadline=deadline, working_seconds=working_seconds)
+        return self.call_address(
+            member.address, method, path, body, query=query, deadline=deadline, working_seconds=working_seconds
+        )
 
     def call_address(
         self,
