@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.support.patience import patient
 from tests.support.ports import reserved_port
 from tests.support.prometheus import find_prometheus
 from tests.support.seen_events import seen_events
+from tests.support.small_disks import small_disk
 
 from millrace.cache.node import close_nodes, nodes_are_open
 from millrace.cluster.attach import close_all
@@ -180,6 +180,12 @@ def s3_options(s3: S3Server, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
+def options(s3: S3Server, region: EmulatedRegion) -> dict[str, Any]:
+    """Target options for `s3` through the emulated region."""
+    return {**s3.target_options, "endpoint_url": region.endpoint_url}
+
+
+@pytest.fixture
 def make(tmp_path: Path) -> Callable[..., MillraceFileSystem]:
     """Makes file systems over local files, with a cache of the test's own."""
 
@@ -291,15 +297,7 @@ def _slow_files_first(items: list[pytest.Item]) -> None:
     items.sort(key=key)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 10 MB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", str(place)], check=False, capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("this machine allows no mounts")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+@pytest.fixture(name="small_disk")
+def _disk_of_10_mb(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "small", "size=10m") as disk:
+        yield disk

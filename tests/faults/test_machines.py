@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.support.machines.namespaces import ROOT, Machine, Machines
-from tests.support.machines.rays import wait_until
+from tests.support.waiting import wait_until
 
 import millrace
 

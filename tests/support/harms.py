@@ -1,7 +1,7 @@
 """Damage to a file, and other things in its place."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +25,17 @@ def kept_times(path: Path) -> Iterator[None]:
     status = path.stat()
     yield
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def and_set_back_the_times(harm: Callable[[Path], None]) -> Callable[[Path], None]:
+    """`harm`, after which the file has its former times. A test id has the name of the result."""
+
+    def harm_and_set_back(path: Path) -> None:
+        with kept_times(path):
+            harm(path)
+
+    harm_and_set_back.__name__ = f"{harm.__name__}_and_set_back_the_times"
+    return harm_and_set_back
 
 
 def empty(path: Path) -> None:

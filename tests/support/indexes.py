@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from millrace.errors import StorageError
 from millrace.store.index import Index
 
 
@@ -18,3 +19,8 @@ def new_index(directory: Path) -> Iterator[Index]:
         yield index
     finally:
         index.close()
+
+
+def fail_on(error: StorageError) -> None:
+    """A callback for errors of an index in a test that expects none."""
+    raise error

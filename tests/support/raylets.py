@@ -174,13 +174,5 @@ def on(node_id: str, function: Callable[..., Any], *arguments: Any) -> Any:
     return ray.get(task.remote(*arguments), timeout=_PATIENCE_SECONDS)
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for something that takes Ray a moment."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
-
-
 def _nothing(*_: Any) -> None:
     pass

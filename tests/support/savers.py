@@ -63,6 +63,18 @@ def pid_of(run: CheckpointManager) -> int:
     return run._saver.pid
 
 
+def child_of(run: CheckpointManager) -> saver_process._Child:
+    """The saver process as its parent has it, which a save has started."""
+    assert run._saver is not None
+    assert run._saver._child is not None
+    return run._saver._child
+
+
+def child_has_died(run: CheckpointManager) -> bool:
+    """Whether the parent has noticed that its saver process ended."""
+    return run._saver is not None and run._saver._child is not None and run._saver._child.death is not None
+
+
 @contextlib.contextmanager
 def no_files_in(run: CheckpointManager) -> Iterator[None]:
     """Every file that the saver writes is too large."""

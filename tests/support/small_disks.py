@@ -8,14 +8,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from millrace.cache.node import close_nodes
 
 
 @contextmanager
 def small_disk(place: Path, options: str) -> Iterator[Path]:
-    """A tmpfs with these options at `place`, which is created. Closes all caches before it is unmounted."""
+    """A tmpfs with these options at `place`, which is created. Closes all caches before it is unmounted.
+
+    The test is skipped on a machine that allows no mounts.
+    """
     place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(place)], check=True)
+    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(place)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("this machine allows no mounts")
     try:
         yield place
     finally:

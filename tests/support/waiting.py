@@ -10,16 +10,20 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def wait_until(condition: Callable[[], bool], *, seconds: float = 300.0) -> None:
-    """Wait until `condition()` is true; fails after `seconds`, which a working test never needs."""
-    deadline = time.monotonic() + seconds
+def wait_until(condition: Callable[[], bool], problem: str = "not true", *, seconds: float = 300.0) -> None:
+    """Wait until `condition()` is true; fails with `problem` after `seconds`, which a working test never needs.
+
+    It is checked every 5 ms, after some seconds ten times per second.
+    """
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, f"not true after {seconds} seconds"
-        time.sleep(0.005)
+        waited = time.monotonic() - began
+        assert waited < seconds, f"{problem} after {seconds} seconds"
+        time.sleep(min(0.1, max(0.005, waited / 50)))
 
 
 def in_other_thread(action: Callable[[], Result], *, seconds: float = 120.0) -> Result:
-    """What `action` returns or raises in a thread of its own; fails when it does not end in time."""
+    """Return or raise the result of `action`, called in a thread of its own; fails when it does not end in time."""
     results: list[Result] = []
     errors: list[BaseException] = []
 
@@ -32,7 +36,7 @@ def in_other_thread(action: Callable[[], Result], *, seconds: float = 120.0) -> 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    assert not thread.is_alive(), "it waits for ever"
+    assert not thread.is_alive(), "it does not end"
     if errors:
         raise errors[0]
     return results[0]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.computed import ComputedOrigin
+from tests.support.small_disks import small_disk
 from tests.support.waiting import wait_until
 
 import millrace
@@ -28,20 +29,10 @@ MIB = 1 << 20
 SIZE = 2 * MIB
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(place)], check=False, capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("this machine allows no mounts")
-    try:
-        yield place
-    finally:
-        close_nodes()
-        subprocess.run(["umount", "-l", str(place)], check=True)
+@pytest.fixture(name="small_disk")
+def disk_of_64_mb(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "size=64m") as disk:
+        yield disk
 
 
 def open_node(directory: Path, **options: object) -> CacheNode:

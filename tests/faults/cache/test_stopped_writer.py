@@ -22,17 +22,15 @@ from millrace.runtime.locks import FileLock
 WRITER = """
 import signal, sys
 import millrace
-from millrace.cache.node import cache_node
 
 fs = millrace.filesystem("file", cache_dir=sys.argv[1], min_free=0)
 fs.cat_file(sys.argv[2] + "/small.bin")
-node = cache_node(fs._options)
 def write(txn):
     print("writing", flush=True)
     signal.pause()
 
 
-node._disks[0].store.index.write(write)
+fs.node.open_disks[0].store.index.write(write)
 """
 
 READER = """

@@ -42,11 +42,6 @@ def data(s3: S3Server) -> dict[str, str]:
     return keys
 
 
-@pytest.fixture
-def options(s3: S3Server, region: EmulatedRegion) -> dict[str, str]:
-    return {**s3.target_options, "endpoint_url": region.endpoint_url}
-
-
 def downloaded(region: EmulatedRegion) -> int:
     """Bytes of objects that left the origin."""
     kinds = region.stats("/cluster-faults/").by_kind

@@ -17,7 +17,8 @@ import pytest
 import xxhash
 from tests.support.machines.cloud import Cloud
 from tests.support.machines.namespaces import ROOT, Machine, Machines
-from tests.support.machines.rays import ENVIRONMENT, wait_until
+from tests.support.machines.rays import ENVIRONMENT
+from tests.support.waiting import wait_until
 
 from millrace.filesystem import filesystem
 from millrace.testing.process import log_tail

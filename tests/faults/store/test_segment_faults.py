@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import xxhash
 from tests.support.harms import (
+    and_set_back_the_times,
     empty,
-    kept_times,
     replace_by_a_fifo,
     replace_by_a_folder,
     replace_by_a_full_folder,
@@ -153,7 +153,7 @@ def test_appenders_killed_lose_no_acknowledged_object(tmp_path: Path) -> None:
 
 
 @pytest.fixture(name="small_disk")
-def mounted_disk(tmp_path: Path) -> Iterator[Path]:
+def disk_of_8_mb(tmp_path: Path) -> Iterator[Path]:
     with small_disk(tmp_path / "disk", "size=8m") as disk:
         yield disk
 
@@ -239,11 +239,6 @@ def flip(path: Path) -> None:
     flip_byte(path, path.stat().st_size // 3)  # between two objects or records there may be unused bytes
 
 
-def flip_and_set_back_the_times(path: Path) -> None:
-    with kept_times(path):
-        flip(path)
-
-
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
@@ -259,7 +254,7 @@ def move_away_and_make_a_folder(path: Path) -> None:
     path.mkdir()
 
 
-IN_PLACE: list[Callable[[Path], None]] = [flip, flip_and_set_back_the_times, cut, empty, zeros]
+IN_PLACE: list[Callable[[Path], None]] = [flip, and_set_back_the_times(flip), cut, empty, zeros]
 REPLACED: list[Callable[[Path], None]] = [
     Path.unlink,
     replace_by_noise,

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from tests.support.harms import (
+    and_set_back_the_times,
     empty,
-    kept_times,
     replace_by_a_fifo,
     replace_by_a_folder,
     replace_by_a_full_folder,
@@ -75,11 +75,6 @@ def flip(path: Path) -> None:
     flip_byte(path, BLOCK + 5)
 
 
-def flip_and_set_back_the_times(path: Path) -> None:
-    with kept_times(path):
-        flip(path)
-
-
 def cut(path: Path) -> None:
     os.truncate(path, BLOCK + 100)
 
@@ -94,7 +89,7 @@ def replace_by_a_symlink(path: Path) -> None:
 
 HARMS: list[Callable[[Path], None]] = [
     flip,
-    flip_and_set_back_the_times,
+    and_set_back_the_times(flip),
     cut,
     empty,
     zeros,

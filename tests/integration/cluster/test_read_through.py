@@ -60,11 +60,6 @@ def state() -> dict[str, torch.Tensor]:
     return make_state()
 
 
-@pytest.fixture
-def options(s3: S3Server, region: EmulatedRegion) -> dict[str, Any]:
-    return {**s3.target_options, "endpoint_url": region.endpoint_url}
-
-
 def variables(cluster: LocalCluster, node: LocalNode) -> dict[str, str]:
     """The environment of a process on a node's machine."""
     return {

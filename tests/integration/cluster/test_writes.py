@@ -32,7 +32,7 @@ from millrace.cluster.listings import metadata_id
 from millrace.cluster.membership import View
 from millrace.cluster.placement import Placement
 from millrace.errors import OriginUnavailableError
-from millrace.origin import Origin, open_origin
+from millrace.origin import Origin
 from millrace.testing.s3 import S3Server
 
 MB = 1 << 20
@@ -57,11 +57,6 @@ def readers(cluster: LocalCluster) -> Iterator[list[AskedProcess]]:
     yield started
     for reader in started:
         reader.stop()
-
-
-@pytest.fixture
-def origin(s3: S3Server) -> Origin:
-    return open_origin("s3", s3.target_options)
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import yaml
 from tests.support.deploying import cluster_file
 from tests.support.machines.cloud import Cloud
 from tests.support.machines.namespaces import ROOT, Machines
-from tests.support.machines.rays import ENVIRONMENT, wait_until
+from tests.support.machines.rays import ENVIRONMENT
+from tests.support.waiting import wait_until
 
 pytest.importorskip("ray")
 

@@ -27,12 +27,6 @@ SIZES = {"small.bin": 4 * PAGE, "large.bin": (4 << 20) + 4 * PAGE}
 
 
 @pytest.fixture
-def origin(s3: S3Server) -> Origin:
-    """Writes behind the back of the cache, and is not counted."""
-    return open_origin("s3", s3.target_options)
-
-
-@pytest.fixture
 def options(s3: S3Server, region: EmulatedRegion, s3_options: dict[str, Any]) -> dict[str, Any]:
     return {**s3_options, "target_options": {**s3.target_options, "endpoint_url": region.endpoint_url}}
 

@@ -21,11 +21,6 @@ from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
 
-@pytest.fixture
-def fs(s3_options: dict[str, Any]) -> millrace.MillraceFileSystem:
-    return millrace.filesystem("s3", **s3_options)
-
-
 def table(rows: int = 200_000) -> pa.Table:
     values = np.random.default_rng(1).random(rows)
     return pa.table({"a": np.arange(rows), "b": values, "c": [f"row {i % 97}" for i in range(rows)]})

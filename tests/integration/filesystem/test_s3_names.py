@@ -16,11 +16,6 @@ from millrace.testing.s3 import S3Server
 
 
 @pytest.fixture
-def fs(s3_options: dict[str, Any]) -> millrace.MillraceFileSystem:
-    return millrace.filesystem("s3", **s3_options)
-
-
-@pytest.fixture
 def reference(s3: S3Server) -> pafs.S3FileSystem:
     return pafs.S3FileSystem(
         access_key=s3.key, secret_key=s3.secret, endpoint_override=s3.endpoint_url, allow_bucket_creation=False

@@ -34,7 +34,7 @@ OBJECTS, OBJECT_BYTES = 24, 1_500_000
 TOTAL = OBJECTS * OBJECT_BYTES
 URL = "s3://cluster-loads/train"
 
-pytestmark = pytest.mark.usefixtures("patient_peers")
+pytestmark = pytest.mark.usefixtures("patient_peers", "data")
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +43,6 @@ def data(s3: S3Server) -> None:
     origin = open_origin("s3", s3.target_options)
     for number in range(OBJECTS):
         origin.put(f"cluster-loads/train/{number}.bin", os.urandom(OBJECT_BYTES))
-
-
-@pytest.fixture
-def region(s3: S3Server, data: None) -> Iterator[EmulatedRegion]:
-    """For one test: requests in progress continue in it for a while."""
-    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None) as region:
-        yield region
-
-
-@pytest.fixture
-def options(s3: S3Server, region: EmulatedRegion) -> dict[str, str]:
-    return {**s3.target_options, "endpoint_url": region.endpoint_url}
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ from millrace.testing.process import free_ports
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
-pytestmark = pytest.mark.usefixtures("patient_peers")
+pytestmark = pytest.mark.usefixtures("patient_peers", "data")
 
 OBJECTS, OBJECT_BYTES = 30, 300_000
 TOTAL = OBJECTS * OBJECT_BYTES
@@ -64,13 +64,6 @@ def data(s3: S3Server) -> None:
     origin = open_origin("s3", s3.target_options)
     for number in range(OBJECTS):
         origin.put(f"nodes/train/{number}.bin", os.urandom(OBJECT_BYTES))
-
-
-@pytest.fixture
-def region(s3: S3Server, data: None) -> Iterator[EmulatedRegion]:
-    """For one test: requests in progress continue in it for a while."""
-    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0.0, bytes_per_second=None) as region:
-        yield region
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.support.raylets import Raylets, on, peer_failures, raylets, through_region, wait_until
+from tests.support.raylets import Raylets, on, peer_failures, raylets, through_region
+from tests.support.waiting import wait_until
 
 import millrace
 from millrace.cluster.attach import close_all

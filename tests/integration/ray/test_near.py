@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.support.raylets import Raylets, raylets, through_region, wait_until
+from tests.support.raylets import Raylets, raylets, through_region
+from tests.support.waiting import wait_until
 
 import millrace
 from millrace.errors import UsageError

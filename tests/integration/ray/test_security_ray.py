@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.support.planted import Planted
 from tests.support.ray_sessions import start_ray
-from tests.support.raylets import wait_until
+from tests.support.waiting import wait_until
 
 import millrace
 from millrace.cluster.attach import close_all

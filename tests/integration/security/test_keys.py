@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -65,11 +64,6 @@ REFUSED = [
     "é" * 600,
 ]
 """No names of objects; `..` above all: a proxy or a server that resolves it would answer with another object."""
-
-
-@pytest.fixture
-def fs(s3_options: dict[str, Any]) -> millrace.MillraceFileSystem:
-    return millrace.filesystem("s3", **s3_options)
 
 
 def test_odd_name_names_a_separate_object(fs: millrace.MillraceFileSystem, s3: S3Server, bucket: str) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
 from tests.support.machines.namespaces import Command, Machine
+from tests.support.waiting import wait_until
 
 ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 """The environment of every Ray command: no tokens, and no usage reports."""
-PATIENCE_SECONDS = 300.0
 _IMPATIENT = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
@@ -86,11 +85,3 @@ def get_json(url: str, *, seconds: float = 10.0) -> Any:
     with suppress(OSError, ValueError), build_opener(ProxyHandler({})).open(url, timeout=seconds) as answer:
         return json.load(answer)
     return None
-
-
-def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = PATIENCE_SECONDS) -> None:
-    """Wait for something that takes a moment."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)

@@ -11,20 +11,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.support.clocks import Clock
+from tests.support.indexes import fail_on
 from tests.support.origins import MemoryOrigin
 
 from millrace.cache.held import MOST_TAIL_BYTES, TAIL_BYTES, Footers, parquet_tail
 from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.config import resolve
-from millrace.errors import StorageError
 from millrace.filesystem.files import CachedFile
 from millrace.store.index import Index
 
 pytestmark = pytest.mark.usefixtures("no_maintenance")
-
-
-def fail_on(error: StorageError) -> None:
-    raise error
 
 
 def ending(footer: int, body: int = 200_000) -> bytes:

@@ -13,11 +13,6 @@ from millrace.errors import ObjectChangedError, ObjectNotFoundError, OriginUnava
 
 
 @pytest.fixture
-def fs(tmp_path: Path) -> millrace.MillraceFileSystem:
-    return millrace.filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0, consistency="immutable")
-
-
-@pytest.fixture
 def data(tmp_path: Path) -> Path:
     (tmp_path / "d" / "s" / "t").mkdir(parents=True)
     for name in ("x", "s/y", "s/t/z"):

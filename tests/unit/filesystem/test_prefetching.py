@@ -32,11 +32,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return sorted(map(str, folder.iterdir()))
 
 
-@pytest.fixture
-def fs(tmp_path: Path) -> millrace.MillraceFileSystem:
-    return millrace.filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0, consistency="immutable")
-
-
 def fetched(fs: millrace.MillraceFileSystem) -> int:
     return fs.cache_counters()["origin_bytes"]
 

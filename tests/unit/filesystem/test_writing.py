@@ -25,11 +25,6 @@ from millrace.filesystem.uploads import UploadFile
 
 
 @pytest.fixture
-def fs(tmp_path: Path) -> millrace.MillraceFileSystem:
-    return millrace.filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0, consistency="immutable")
-
-
-@pytest.fixture
 def data(tmp_path: Path) -> Path:
     (tmp_path / "d").mkdir()
     return tmp_path / "d"
@@ -292,12 +287,17 @@ def test_file_whose_open_is_interrupted_at_any_moment_leaves_nothing(
 ) -> None:
     for number in itertools.count():
         writer = fs._origin.open_writer(f"{data}/x.bin")
-        # Called apart from `__new__`, so that the file exists already.
-        file = UploadFile.__new__(UploadFile)
-        interrupt = interrupted_at(number, lambda f=file, w=writer: f.__init__(w, path="x", on_published=lambda: None))
-        file.__del__()
+        opened: list[UploadFile] = []
+        interrupt = interrupted_at(
+            number, lambda w=writer, o=opened: o.append(UploadFile(w, path="x", on_published=lambda: None))
+        )
         if interrupt is None:
             break
+        interrupt.__traceback__ = None  # it refers to the file
+        opened.clear()
+    opened.clear()
+    del writer
+    gc.collect()
     assert number > 2
     assert not list(data.iterdir())
 

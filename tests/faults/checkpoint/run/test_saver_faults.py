@@ -21,7 +21,15 @@ import pytest
 import torch
 from tests.support.interrupts import interrupted_inside
 from tests.support.runs import assert_whole, local_run
-from tests.support.savers import KILLED_AFTER, first_upload_fails, is_gone, pid_of, savers_with
+from tests.support.savers import (
+    KILLED_AFTER,
+    child_has_died,
+    child_of,
+    first_upload_fails,
+    is_gone,
+    pid_of,
+    savers_with,
+)
 from tests.support.waiting import in_other_thread, wait_until
 
 from millrace.checkpoint import CheckpointManager
@@ -144,7 +152,7 @@ def test_ctrl_c_inside_a_long_message_ends_the_saver(tmp_path: Path, monkeypatch
             with pytest.raises(KeyboardInterrupt):
                 saver.take_state(RunState(versions={"data": "v" * (2 << 20)}), None)
         os.kill(stopped, signal.SIGCONT)
-        wait_until(lambda: saver._child is not None and saver._child.death is not None)
+        wait_until(lambda: child_has_died(run))
         assert run.save_async(2, state(2.0)).exception() is None
 
 
@@ -167,9 +175,9 @@ def test_death_of_a_saver_whose_socket_a_fork_inherited_is_noticed(
     run = CheckpointManager(tmp_path / "run")
     try:
         run.save_async(1, state(1.0)).result()
-        saver = run._saver
-        os.kill(pid_of(run), signal.SIGKILL)
-        wait_until(lambda: saver._child.death is not None)
+        saver = child_of(run)
+        os.kill(saver.process.pid, signal.SIGKILL)
+        wait_until(lambda: saver.death is not None)
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -182,7 +190,7 @@ def test_idle_saver_that_was_killed_is_replaced(tmp_path: Path) -> None:
         run.save_async(1, state(1.0)).result()
         first = pid_of(run)
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: run._saver._child.death is not None)
+        wait_until(lambda: child_has_died(run))
         # Nothing was in flight.
         assert run.save_async(2, state(2.0)).exception() is None
         assert pid_of(run) != first
@@ -209,9 +217,9 @@ def test_saver_that_cannot_start_again_makes_later_calls_wait(
 ) -> None:
     with CheckpointManager(tmp_path / "run") as run:
         run.save_async(1, state(1.0)).result()
-        saver = run._saver
-        os.kill(pid_of(run), signal.SIGKILL)
-        wait_until(lambda: saver._child.death is not None)
+        saver = child_of(run)
+        os.kill(saver.process.pid, signal.SIGKILL)
+        wait_until(lambda: saver.death is not None)
         monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
         assert run.save_async(2, state(2.0)).exception() is None
         with pytest.warns(
@@ -488,8 +496,7 @@ def test_ctrl_c_while_close_waits_for_the_end_of_the_saver_leaves_no_lock_behind
 
     run = CheckpointManager(tmp_path / "run")
     run.save_async(1, state(1.0)).result()
-    assert run._saver is not None
-    child = run._saver._child
+    child = child_of(run)
     sys.setprofile(interrupt)
     try:
         with contextlib.suppress(KeyboardInterrupt):
@@ -527,9 +534,7 @@ def test_interrupted_move_of_the_run_leaves_no_state_and_no_claim(tmp_path: Path
         assert is_gone(stopped)
         assert run.save(2, state(2.0)).kind == "full"
         assert run.save_async(3, state(3.0)).exception() is None
-        assert run._saver is not None
-        assert run._saver._child is not None
-        assert len(run._saver._child._held) == 1
+        assert len(child_of(run)._held) == 1
         check(run, 2, 2.0)
 
 
@@ -550,7 +555,7 @@ def test_save_that_never_reached_the_url_counts_for_nothing_also_in_another_proc
         else:
             assert isinstance(run.save_async(1, state(1.0)).exception(), CorruptCheckpointError)
             os.kill(pid_of(run), signal.SIGKILL)
-            wait_until(lambda: run._saver is not None and run._saver._child.death is not None)
+            wait_until(lambda: child_has_died(run))
         results = [run.save_async(step, state(float(step))).result() for step in (2, 3, 4)]
         assert [result and result.kind for result in results] == ["full", "full", "delta"]
 
@@ -580,7 +585,7 @@ def test_saver_without_a_training_process_ends() -> None:
 def test_restore_in_a_fork_during_a_message_to_the_saver_returns(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run") as run:
         run.save_async(1, {"b": torch.ones(7)}).result()
-        with run._saver._child._channel._sending:
+        with child_of(run)._channel._sending:
             worker = os.fork()
             if worker == 0:
                 signal.alarm(300)  # ends a worker that waits for the lock

@@ -34,11 +34,6 @@ def region(s3: S3Server) -> Iterator[EmulatedRegion]:
 
 
 @pytest.fixture
-def options(s3: S3Server, region: EmulatedRegion) -> dict[str, Any]:
-    return {**s3.target_options, "endpoint_url": region.endpoint_url}
-
-
-@pytest.fixture
 def url(bucket: str) -> str:
     return f"s3://{bucket}/run"
 

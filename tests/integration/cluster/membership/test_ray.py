@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.raylets import Raylets, on, raylets, wait_until
+from tests.support.raylets import Raylets, on, raylets
+from tests.support.waiting import wait_until
 
 from millrace.cluster.membership import Member, Membership, MemberState, View
 from millrace.cluster.membership.ray_actor import GIVE_UP_SECONDS, find_origin, introduce, token_of

@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 from tests.support.clocks import Clock
+from tests.support.indexes import fail_on
 from tests.support.origins import MemoryOrigin
 
 from millrace.cache.metadata.metadata import MetadataCache
 from millrace.cache.metadata.page_map import PageMap
-from millrace.errors import DeniedError, DiskFullError, ObjectNotFoundError, StorageError
+from millrace.errors import DeniedError, DiskFullError, ObjectNotFoundError
 from millrace.origin import ListingPage, ObjectInfo, Origin
 from millrace.runtime.locks import NamedLocks
 from millrace.store.index import Index
-
-
-def fail_on(error: StorageError) -> None:
-    raise error
 
 
 @pytest.fixture

@@ -564,7 +564,7 @@ def test_fetch_ends_only_its_own_flights() -> None:
 
 
 @pytest.fixture(name="small_disk")
-def mounted_disk(tmp_path: Path) -> Iterator[Path]:
+def disk_of_24_mb(tmp_path: Path) -> Iterator[Path]:
     with small_disk(tmp_path / "disk", "size=24m") as disk:
         yield disk
 

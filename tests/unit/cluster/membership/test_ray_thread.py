@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from millrace.cluster.membership import Member, ray_actor, ray_members
+from millrace.cluster.membership.ray_actor import NodeActor
 from millrace.cluster.membership.ray_members import RayMembers
 from millrace.cluster.membership.ray_records import MemberRecord
 from millrace.config import resolve
@@ -114,8 +115,19 @@ def test_record_of_a_member_that_began_again_meanwhile_is_not_removed(monkeypatc
 class RayNodes:
     """The state of Ray's nodes; the first request fails with an unexpected error."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, failing_writes: int = 0) -> None:
         self.asked = 0
+        self.records: dict[str, bytes] = {}
+        self._failing_writes = failing_writes
+
+    def get(self, key: str) -> bytes:
+        return b"a token"
+
+    def put(self, key: str, value: bytes) -> None:
+        if self._failing_writes:
+            self._failing_writes -= 1
+            raise OriginUnavailableError("not now")
+        self.records[key] = value
 
     def seconds_to_drain(self, node_id: str) -> float | None:
         self.asked += 1
@@ -125,6 +137,18 @@ class RayNodes:
 
     def is_spare(self, node_id: str) -> bool:
         raise ImportError("no such message in this Ray")
+
+
+def new_actor(monkeypatch: pytest.MonkeyPatch, control: RayNodes, node: Running, idle_seconds: float) -> NodeActor:
+    """An actor on the Ray node "r1" whose node is `node`."""
+    runtime = SimpleNamespace(get_node_id=lambda: "r1", gcs_address="gcs")
+    monkeypatch.setattr("ray.get_runtime_context", lambda: runtime)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "h")
+    monkeypatch.setattr(ray_actor, "ControlPlane", lambda _: control)
+    monkeypatch.setattr(ray_actor, "RayMembers", lambda *_, **__: None)
+    monkeypatch.setattr(ray_actor, "_LOOK_SECONDS", 0.01)
+    options = resolve({"members": "none"}, environ={}, file={})
+    return NodeActor("n", lambda *_, **__: node, options, "c", idle_seconds)
 
 
 class Running:
@@ -144,12 +168,9 @@ class Running:
 
 
 def test_actor_with_other_errors_of_ray_still_leaves_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_actor, "_LOOK_SECONDS", 0.01)
-    actor = ray_actor.NodeActor.__new__(ray_actor.NodeActor)
-    actor._ray_node, actor._idle_seconds = "r1", 120.0
     node = Running()
-    actor._follow_ray(RayNodes(), node)  # type: ignore[arg-type]
-    assert node.drained == [25.0]
+    new_actor(monkeypatch, RayNodes(), node, idle_seconds=120.0)
+    eventually(lambda: node.drained == [25.0])
 
 
 class _SpareNode(RayNodes):
@@ -162,52 +183,25 @@ class _SpareNode(RayNodes):
 
 def test_actor_of_an_idle_node_that_ray_cannot_end_at_once_ends_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise an autoscaler never removes the Ray node."""
-    monkeypatch.setattr(ray_actor, "_LOOK_SECONDS", 0.01)
-    actor = ray_actor.NodeActor.__new__(ray_actor.NodeActor)
-    actor._ray_node, actor._idle_seconds = "r1", 0.0
     tries: list[str] = []
 
-    def end() -> None:
+    def end(_: NodeActor) -> None:
         tries.append("end")
         if len(tries) < 3:
             raise ValueError("Failed to look up the actor")
 
-    monkeypatch.setattr(actor, "_end", end)
+    monkeypatch.setattr(NodeActor, "_end", end)
     node = Running()
-    actor._follow_ray(_SpareNode(), node)  # type: ignore[arg-type]
+    new_actor(monkeypatch, _SpareNode(), node, idle_seconds=0.0)
+    eventually(lambda: len(tries) == 3)
     assert len(node.drained) == 1
-    assert len(tries) == 3
-
-
-class _ControlPlane(RayNodes):
-    """Fails the first time that a record is written."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__()
-        self.records: dict[str, bytes] = {}
-        self._is_down = True
-
-    def get(self, key: str) -> bytes:
-        return b"a token"
-
-    def put(self, key: str, value: bytes) -> None:
-        if self._is_down:
-            self._is_down = False
-            raise OriginUnavailableError("not now")
-        self.records[key] = value
 
 
 def test_actor_whose_record_cannot_be_written_writes_it_later_and_leaves_as_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ray_actor, "_LOOK_SECONDS", 0.01)
-    control, node = _ControlPlane("gcs"), Running()
-    monkeypatch.setattr(ray_actor, "ControlPlane", lambda _: control)
-    monkeypatch.setattr(ray_actor, "RayMembers", lambda *_, **__: None)
-    actor = ray_actor.NodeActor.__new__(ray_actor.NodeActor)
-    vars(actor).update(_name="n", _cluster="c", _ray_node="r1", _host="h", _address="gcs", _idle_seconds=120.0)
-    vars(actor).update(_node=None, _unrecorded_in=None, _starting=threading.Lock())
-    vars(actor).update(_options=resolve({"members": "none"}, environ={}, file={}), _start=lambda *_, **__: node)
+    control, node = RayNodes(failing_writes=2), Running()  # the first is that of the constructor
+    actor = new_actor(monkeypatch, control, node, idle_seconds=120.0)
     with pytest.raises(OriginUnavailableError):
         actor.record()
     record = actor.record()
