@@ -48,7 +48,7 @@ def test_amount_as_text_parses_to_the_same_amount(text: str) -> None:
         ("1230000", Amount(nbytes=1230000)),
     ],
 )
-def test_amounts_are_parsed(text: str | int, amount: Amount) -> None:
+def test_amount_with_a_valid_unit_is_parsed(text: str | int, amount: Amount) -> None:
     assert parse_amount(text, option="capacity") == amount
 
 

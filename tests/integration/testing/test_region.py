@@ -144,7 +144,9 @@ def test_region_keeps_the_host_header_of_the_client(
     assert get(connection, "/host")[1].decode() == urllib.parse.urlsplit(region.endpoint_url).netloc
 
 
-def test_uploads_arrive_intact(region: EmulatedRegion, connection: http.client.HTTPConnection) -> None:
+def test_upload_with_a_length_or_in_chunks_arrives_intact(
+    region: EmulatedRegion, connection: http.client.HTTPConnection
+) -> None:
     connection.request("PUT", "/sized", body=PAYLOAD)
     assert connection.getresponse().read() == b"intact"
     parts = [PAYLOAD[start : start + 500_000] for start in range(0, len(PAYLOAD), 500_000)]
@@ -356,7 +358,7 @@ def test_killed_region_proxy_is_named(upstream: str) -> None:
             region.stats()
 
 
-def test_calibration_reports_figures() -> None:
+def test_calibration_of_a_region_reports_its_round_trip_and_bandwidth() -> None:
     figures = calibrate(round_trip_seconds=0.005, bytes_per_second=100e6, connections=2, seconds=0.2)
     assert figures.round_trip_seconds >= 0.005
     assert 0 < figures.bytes_per_second <= 115e6

@@ -497,7 +497,7 @@ def test_client_without_etcd_reads_the_origin(options: Options, tmp_path: Path) 
         member.close()
 
 
-def test_close_all_ends_everything(options: Options) -> None:
+def test_attachment_used_after_close_all_is_connected_again(options: Options) -> None:
     wanted = options(members=STATIC, cluster_token=TOKEN)
     attached = Attached(wanted)
     assert attached.node is node_for(wanted)

@@ -578,7 +578,7 @@ def test_heat_decreases_and_is_bounded() -> None:
     assert len(heat) <= 20
 
 
-def test_upload_leases_expire() -> None:
+def test_upload_lease_after_its_end_or_timeout_can_be_taken_again() -> None:
     now = [0.0]
     leases = UploadLeases(seconds=5, clock=lambda: now[0])
     assert leases.take(b"x", [1, 2])

@@ -154,5 +154,5 @@ def test_limited_sample_keeps_the_new_voice(tmp_path: Path) -> None:
     assert {row["client_id"] for row in rows(tmp_path, "test")} - known
 
 
-def test_sample_stays_small() -> None:
+def test_sample_archive_in_the_repository_is_below_3_mb() -> None:
     assert (SAMPLE / "clips.zip").stat().st_size < 3_000_000

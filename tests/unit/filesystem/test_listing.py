@@ -20,7 +20,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "d"
 
 
-def test_stat_equals_fsspec(fs: millrace.MillraceFileSystem, data: Path) -> None:
+def test_stat_and_describe_of_a_file_and_a_folder_equal_fsspec(fs: millrace.MillraceFileSystem, data: Path) -> None:
     assert fs.stat(f"{data}/x")["size"] == 1
     assert fs.stat(f"{data}/s")["type"] == "directory"
     assert fs.describe(f"{data}/x").size == 1

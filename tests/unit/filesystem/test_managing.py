@@ -342,7 +342,9 @@ def test_two_concurrent_loads_fetch_each_byte_once(fs: millrace.MillraceFileSyst
 # --- cached objects ---------------------------------------------------------------------------------------
 
 
-def test_cached_lists_cached_objects(fs: millrace.MillraceFileSystem, data: Path) -> None:
+def test_cached_after_loads_and_reads_returns_each_object_with_its_cached_bytes(
+    fs: millrace.MillraceFileSystem, data: Path
+) -> None:
     fs.load(f"{data}/train")
     with fs.open(f"{data}/training/e.bin") as file:
         file.read(1)

@@ -100,7 +100,7 @@ def test_invalid_hub_name_is_refused_without_a_request(key: str) -> None:
     assert not HubOrigin("hf").is_immutable(key)
 
 
-def test_addresses_are_encoded() -> None:
+def test_file_url_with_special_characters_is_percent_encoded() -> None:
     url = file_url("https://h", Repository("datasets", "u/r"), "refs/pr/1", "a b/ü#?%.bin")
     assert url == "https://h/datasets/u/r/resolve/refs%2Fpr%2F1/a%20b/%C3%BC%23%3F%25.bin"
 

@@ -504,7 +504,7 @@ def test_redirect_is_reused_for_many_ranges_until_its_target_changes(server: Web
     assert bytes(origin.read(key, 0, 9, version=old.version)) == DATA[:9]
 
 
-def test_circular_redirects_end(server: WebServer, origin: WebOrigin) -> None:
+def test_head_with_circular_redirects_raises_usage_error(server: WebServer, origin: WebOrigin) -> None:
     server.redirect("/a", "/b")
     server.redirect("/b", "/a")
     with pytest.raises(UsageError):
@@ -612,7 +612,7 @@ def test_directory_without_an_index_page_cannot_be_listed(server: WebServer, ori
         origin.list_level(f"{server.host}/list")
 
 
-def test_circular_directories_end(origin: WebOrigin) -> None:
+def test_listing_of_a_directory_page_that_links_to_itself_raises_usage_error(origin: WebOrigin) -> None:
     page = Reply(headers={"Content-Type": "text/html"}, body=b'<a href="again/">again</a>')
     with HttpService(lambda request: page) as service, pytest.raises(UsageError, match="circle"):
         list(origin.list_all(service.host))

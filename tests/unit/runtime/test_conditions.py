@@ -75,7 +75,7 @@ def test_no_future_is_used_where_an_interrupt_can_come() -> None:
         ("from concurrent.futures import Executor", False),
     ],
 )
-def test_rule_finds_a_future(line: str, found: bool, tmp_path: Path) -> None:
+def test_rule_for_futures_finds_the_lines_that_use_one(line: str, found: bool, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text(line)
     assert uses_futures(tmp_path / "x.py") is found
 

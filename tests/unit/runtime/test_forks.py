@@ -15,7 +15,7 @@ def test_owner_in_a_child_is_another_process() -> None:
     assert in_child(lambda: f"{owner.is_this_process} {forks.Owner().is_this_process}") == "False True"
 
 
-def test_depth_counts_forks() -> None:
+def test_fork_depth_in_a_grandchild_is_two_larger() -> None:
     here = forks.depth()
     assert in_child(lambda: in_child(lambda: str(forks.depth()))) == str(here + 2)
 

@@ -181,7 +181,7 @@ def test_restore_of_objects_is_one_step(index: Index) -> None:
     assert [entry.object_id for entry in index.remove_segment(50) or []] == [OTHER]
 
 
-def test_removals_raise_a_signal(index: Index) -> None:
+def test_removal_of_an_index_record_raises_a_signal(index: Index) -> None:
     entry = fill(index)
     index.seal(entry, FILE)
     segment = index.new_generation()

@@ -20,7 +20,9 @@ from benchmarks.report import as_json, as_markdown, machine
     ("values", "expected"),
     [([3.0], (3, 3, 3)), ([3.0, 1.0, 2.0], (2, 1, 3)), ([1.0, 2.0, 3.0, 10.0], (2.5, 1, 10))],
 )
-def test_spread_is_computed(values: list[float], expected: tuple[float, float, float]) -> None:
+def test_spread_of_values_has_their_median_lowest_and_highest(
+    values: list[float], expected: tuple[float, float, float]
+) -> None:
     assert Spread.of(values) == Spread(*expected)
 
 
@@ -50,7 +52,7 @@ def test_each_contender_is_first_once() -> None:
     ("value", "text"),
     [(0.0, "0"), (3.0, "3"), (0.12345, "0.123"), (1.2345, "1.23"), (12.345, "12.3"), (1234.5, "1234")],
 )
-def test_short_numbers_are_formatted(value: float, text: str) -> None:
+def test_number_in_a_table_is_formatted_with_few_digits(value: float, text: str) -> None:
     assert short(value) == text
 
 

@@ -265,7 +265,7 @@ def test_compaction_of_watched_revisions_is_handled(etcd: EtcdServer, connect: C
 
 
 @pytest.mark.slow
-def test_missed_changes_are_found(etcd: EtcdServer, connect: Connect) -> None:
+def test_member_changes_whose_events_were_lost_are_found_by_the_next_read(etcd: EtcdServer, connect: Connect) -> None:
     a, b, client = two_and_a_client(connect, etcd.address)
     # As if the events had been lost on the way.
     for forget in (

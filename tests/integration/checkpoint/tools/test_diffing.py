@@ -99,7 +99,7 @@ def test_diff_of_nan_and_infinity_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [name for name in DTYPES if hasattr(torch, name)])
-def test_diff_compares_every_dtype(tmp_path: Path, dtype: str) -> None:
+def test_diff_of_states_that_differ_in_one_element_counts_it_for_every_dtype(tmp_path: Path, dtype: str) -> None:
     width = DTYPES[dtype][0]
     one = torch.zeros(width * 6, dtype=torch.uint8)
     other = one.clone()

@@ -324,7 +324,7 @@ def test_failed_export_of_several_files_leaves_none(
         (["large="], "empty name"),
     ],
 )
-def test_unusable_rename_raises(
+def test_export_with_an_unusable_rename_raises_and_writes_nothing(
     split: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, rename: list[str], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):

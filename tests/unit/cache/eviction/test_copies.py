@@ -347,7 +347,7 @@ def test_ghost_that_is_found_stored_again_returns_with_its_uses(index: Index) ->
     assert records.counts()[1] == 0  # and no ghost of it is left
 
 
-def test_draw_clears_outdated_marks(index: Index) -> None:
+def test_draw_of_objects_that_are_no_longer_copies_clears_their_marks(index: Index) -> None:
     records = UsageRecords(index, keep_policy, seed=1)
     copies = Copies(index, records)
     kept(records, *map(entry, range(500)), copy=True)

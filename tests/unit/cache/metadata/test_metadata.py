@@ -187,7 +187,7 @@ def test_reader_continues_a_listing_that_another_reader_requests_again(make: Mak
     assert [info.key for info in found] == [f"b/d/{number:05}" for number in range(2500)]
 
 
-def test_memory_origin_is_an_origin() -> None:
+def test_memory_origin_of_the_tests_implements_the_origin_protocol() -> None:
     assert isinstance(MemoryOrigin(), Origin)
 
 

@@ -110,7 +110,7 @@ def test_fresh_and_cached_object_is_found(make_node: MakeNode, how: str, sealed:
     assert origin.count("head") + origin.count("list") + origin.count("read") == asked
 
 
-def test_large_object_is_found(make_node: MakeNode) -> None:
+def test_cached_large_object_is_found_by_a_new_node(make_node: MakeNode) -> None:
     origin = MemoryOrigin()
     origin.put("b/large", os.urandom(3 << 20))
     node = make_node()

@@ -288,7 +288,7 @@ def test_bridged_ranges_join_across_the_smallest_holes() -> None:
     assert (joined[0][0], joined[-1][1]) == (0, 1971)
 
 
-def test_parts_without_pieces() -> None:
+def test_range_without_its_cached_pieces_leaves_the_gaps() -> None:
     assert without((5, 10), {}) == [(5, 10)]
     assert without((0, 10), {2: b"ab", 6: b"c"}) == [(0, 2), (4, 6), (7, 10)]
     assert without((3, 6), {0: bytes(100)}) == []

@@ -64,7 +64,9 @@ def test_each_byte_is_fetched_once_then_the_file_is_native(
     assert origin.bytes_read() == info.size
 
 
-def test_fetches_are_coalesced(make_node: Callable[..., CacheNode], origin: MemoryOrigin) -> None:
+def test_cold_read_of_adjacent_blocks_sends_one_request_per_run(
+    make_node: Callable[..., CacheNode], origin: MemoryOrigin
+) -> None:
     read_all(make_node(), origin, origin.head("b/large"))
     assert origin.count("read") == -(-7 // RUN_BLOCKS)
 

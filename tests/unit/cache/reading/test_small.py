@@ -327,7 +327,7 @@ def test_many_threads_fetch_a_small_object_once(make_node: MakeNode) -> None:
     assert origin.count("read") == 4
 
 
-def test_prefetches_run_concurrently(make_node: MakeNode) -> None:
+def test_prefetches_of_several_small_objects_run_concurrently(make_node: MakeNode) -> None:
     origin = filled(8)
     together = threading.Barrier(8)
     origin.before_read = lambda *_: together.wait(300) and None

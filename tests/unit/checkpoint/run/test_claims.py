@@ -148,7 +148,7 @@ def test_claim_whose_name_is_not_a_file_names_the_path(tmp_path, monkeypatch, ma
         Claim.take(open_run(tmp_path))
 
 
-def test_copied_claim_is_equal(run):
+def test_claim_whose_file_was_replaced_by_a_copy_is_still_held(run):
     claim = Claim.take(run)
     (file,) = run.files("writer-")
     data = bytes(memoryview(run.storage.read(file, 0, file.size)))

@@ -170,7 +170,7 @@ def test_run_without_origin_lists_near_checkpoints(tiers, events):
     )
 
 
-def test_unavailable_origin_raises(tiers):
+def test_tiers_with_an_unavailable_origin_and_no_local_checkpoint_raise(tiers):
     with pytest.raises(OriginUnavailableError):
         Tiers(origin=Down(), local=tiers.local).complete()
     with pytest.raises(OriginUnavailableError):

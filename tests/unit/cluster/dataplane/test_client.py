@@ -595,7 +595,9 @@ def _server_context(tls: Tls) -> ssl.SSLContext:
     return context
 
 
-def test_tls_requests_succeed(peer: Callable[..., Peer], certificates: Callable[[str], Tls]) -> None:
+def test_requests_over_tls_return_the_data_over_one_connection(
+    peer: Callable[..., Peer], certificates: Callable[[str], Tls]
+) -> None:
     tls = certificates("ours")
     one = peer(honest, _server_context(tls))
     client = PeerClient(token=TOKEN, tls=tls)

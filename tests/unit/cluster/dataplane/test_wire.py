@@ -68,7 +68,7 @@ def test_pieces_end_at_the_boundaries_of_blocks() -> None:
         assert wire.framed_bytes(span) == sum(stop - start + wire.SUM_BYTES for start, stop in pieces)
 
 
-def test_range_is_parsed() -> None:
+def test_range_header_with_an_inclusive_end_is_parsed_as_half_open() -> None:
     assert wire.parse_range("bytes=0-0") == (0, 1)
     assert wire.parse_range("bytes=4-9") == (4, 10)
 
