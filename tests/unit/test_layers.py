@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
 # `package.module`, or `package.module:class`.
 _OWN_NAME = re.compile(r"(millrace(?:\.\w+)+)(?::\w+)?")
-# Files that import a name that is not a constant: it is in a table that the test reads, relative to the package itself, which
-# is above its layers, or given by the caller.
+# Files that import a name that is not a constant: it is in a table that the test reads, relative to the package itself,
+# which is above its layers, or given by the caller.
 COMPUTED = {
     "millrace/checkpoint/__init__.py",
     "millrace/checkpoint/integrations/__init__.py",

@@ -63,14 +63,14 @@ class Reads(NamedTuple):
 NO_READS = Reads(0, 0, 0, 0)
 
 
-class Part(NamedTuple):
+class JobAndPrefix(NamedTuple):
     """A job (empty: unknown) and the URL of a prefix (empty: all others)."""
 
     job: str
     prefix: str
 
 
-OTHERS = Part("", "")
+OTHERS = JobAndPrefix("", "")
 
 
 def job_of(environ: Mapping[str, str]) -> str:
@@ -84,9 +84,9 @@ class Attribution:
     def __init__(self, path: Path, *, job: str) -> None:
         self._job = printable(job)
         self._lock = threading.Lock()
-        self._rows: dict[Part, int] = {}
+        self._rows: dict[JobAndPrefix, int] = {}
         self._is_full = False
-        self._pending: dict[Part, Reads] = {}
+        self._pending: dict[JobAndPrefix, Reads] = {}
         self._descriptor = -1
         try:
             self._descriptor = _open(path)
@@ -110,7 +110,7 @@ class Attribution:
     def _note(self, tally: Tally) -> None:
         name = ObjectName.unpack(tally.packed_name)
         prefix = group_of("", name.key.partition("?")[0]).strip()
-        part = _stored_form(Part(self._job, printable(url_of(name.origin, prefix))))
+        part = _stored_form(JobAndPrefix(self._job, printable(url_of(name.origin, prefix))))
         # Reads for other nodes are attributed there, to the job that read the bytes.
         hits, hit_bytes = tally.hits - tally.served, tally.hit_bytes - tally.served_bytes
         misses, miss_bytes = tally.misses - tally.relayed, tally.miss_bytes - tally.relayed_bytes
@@ -147,7 +147,7 @@ class Attribution:
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
-    def _row_of(self, part: Part) -> int:
+    def _row_of(self, part: JobAndPrefix) -> int:
         """The row of a part, a new one if necessary; 0 if there is no space."""
         row = self._rows.get(part)
         if row is not None and self._part(row) == part:
@@ -165,26 +165,26 @@ class Attribution:
                 self._rows[part] = row
         return row
 
-    def totals(self) -> dict[Part, Reads]:
+    def totals(self) -> dict[JobAndPrefix, Reads]:
         """The sums of all processes, of every part that has any."""
         with self._lock:
             return self._totals() if self._descriptor >= 0 else {}
 
-    def _totals(self) -> dict[Part, Reads]:
+    def _totals(self) -> dict[JobAndPrefix, Reads]:
         found = {part: self._reads(row) for row in range(1, 1 + ROWS) if (part := self._part(row)) is not None}
         others = self._reads(0)
         return {**found, OTHERS: others} if any(others) else found
 
     # --- rows -------------------------------------------------------------------------------------
 
-    def _name(self, row: int, part: Part) -> None:
+    def _name(self, row: int, part: JobAndPrefix) -> None:
         label = _label(part)
         at = row * _ROW_BYTES
         _NUMBERS.pack_into(self._map, at + _HEAD.size, *NO_READS)
         self._map[at + _LABEL_AT : at + _LABEL_AT + len(label)] = label
         _HEAD.pack_into(self._map, at, _checksum(label), len(label))  # last: a row without it is free
 
-    def _part(self, row: int) -> Part | None:
+    def _part(self, row: int) -> JobAndPrefix | None:
         at = row * _ROW_BYTES
         checksum, length = _HEAD.unpack_from(self._map, at)
         if not checksum or length > _LABEL_BYTES:
@@ -235,17 +235,17 @@ class Attribution:
         self._descriptor = -1
 
 
-def _label(part: Part) -> bytes:
+def _label(part: JobAndPrefix) -> bytes:
     """The text of a row; a long one is cut."""
     return f"{part.job}\n{part.prefix}".encode("utf-8", "replace")[:_LABEL_BYTES]
 
 
-def _part_of(label: bytes) -> Part:
+def _part_of(label: bytes) -> JobAndPrefix:
     job, _, prefix = label.decode("utf-8", "ignore").partition("\n")
-    return Part(job, prefix)
+    return JobAndPrefix(job, prefix)
 
 
-def _stored_form(part: Part) -> Part:
+def _stored_form(part: JobAndPrefix) -> JobAndPrefix:
     """The part as it is read from a row again."""
     return _part_of(_label(part))
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from millrace.cache.attribution import Attribution, Part, Reads, job_of
+from millrace.cache.attribution import Attribution, JobAndPrefix, Reads, job_of
 from millrace.cache.counters import NO_MEASURES, Counters, Measures, without_dip
 from millrace.cache.eviction import keep_policy
 from millrace.cache.eviction.audit import Audit, Leftovers
@@ -145,7 +145,7 @@ class Disk:
         self._is_maintained = False
         self._owner = forks.Owner()
         self._measures: Measures | None = None
-        self._attributed: dict[Part, Reads] = {}
+        self._attributed: dict[JobAndPrefix, Reads] = {}
         self.failed = False
 
     def start_maintenance(self) -> None:
@@ -204,7 +204,7 @@ class Disk:
         found = self._measures or NO_MEASURES
         return found._replace(live=NO_MEASURES.live) if self.failed else found
 
-    def attributed(self) -> dict[Part, Reads]:
+    def attributed(self) -> dict[JobAndPrefix, Reads]:
         """What jobs read of which prefixes, over all processes; of a failed disk, the result of the last call."""
         if not self.failed:
             self._attributed = self.attribution.totals()

@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 
-from millrace.cache.attribution import Part, Reads
+from millrace.cache.attribution import JobAndPrefix, Reads
 from millrace.cache.counters import LIVE_NAMES, NAMES, Counters, Measures
 from millrace.cache.node import CacheNode, default_store, first_open_disk
 from millrace.errors import MillraceError, StorageError, without_queries
@@ -153,8 +153,8 @@ def samples_from(measures: Iterable[Measures]) -> list[Sample]:
     return samples
 
 
-def _attributed(totals: Iterable[Mapping[Part, Reads]]) -> list[Sample]:
-    sums: dict[Part, Reads] = {}
+def _attributed(totals: Iterable[Mapping[JobAndPrefix, Reads]]) -> list[Sample]:
+    sums: dict[JobAndPrefix, Reads] = {}
     for found in totals:
         for part, reads in found.items():
             sums[part] = sums[part].plus(reads) if part in sums else reads

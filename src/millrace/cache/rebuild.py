@@ -35,7 +35,7 @@ _GENERATIONS_APART = 1 << 30
 
 
 @dataclass(slots=True)
-class Found:
+class RebuildResult:
     """The entries that a rebuild found so far."""
 
     objects: int = 0
@@ -49,12 +49,12 @@ def rebuild(
     index: Index,
     *,
     clock: Callable[[], float] = time.monotonic,
-) -> Found:
+) -> RebuildResult:
     """Fill a new index from the files of the store in `directory`, under its set-up lock.
 
     If it is killed, the next process repeats it with another new index. Raises `StorageError`.
     """
-    found = Found()
+    found = RebuildResult()
     reporter = _Reporter(directory, found, clock)
     with disk_errors(directory):
         _enter_files(directory / "objects", index, found, reporter)
@@ -67,7 +67,7 @@ def rebuild(
     return found
 
 
-def _enter_files(objects: Path, index: Index, found: Found, reporter: _Reporter) -> None:
+def _enter_files(objects: Path, index: Index, found: RebuildResult, reporter: _Reporter) -> None:
     batch: dict[bytes, tuple[Entry, list[tuple[int, int]]]] = {}
     for path in _files(objects):
         if path.suffix == records.SIDECAR_SUFFIX:
@@ -100,7 +100,7 @@ def _enter_files(objects: Path, index: Index, found: Found, reporter: _Reporter)
     _enter(index, batch, found)
 
 
-def _enter_segments(folder: Path, index: Index, found: Found, reporter: _Reporter) -> None:
+def _enter_segments(folder: Path, index: Index, found: RebuildResult, reporter: _Reporter) -> None:
     """Enter every intact segment, the oldest first, and remove every other file.
 
     Objects with their own file keep it.
@@ -116,7 +116,7 @@ def _enter_segments(folder: Path, index: Index, found: Found, reporter: _Reporte
         found.dropped += 1
 
 
-def _enter_segment(folder: Path, generation: int, index: Index, found: Found, reporter: _Reporter) -> bool:
+def _enter_segment(folder: Path, generation: int, index: Index, found: RebuildResult, reporter: _Reporter) -> bool:
     """Enter the objects of one segment; False if it has none, or cannot be read."""
     batch: dict[bytes, SegmentObject] = {}
     live_bytes = objects = 0
@@ -179,7 +179,7 @@ def _segment_entry(generation: int, record: SegmentObject) -> Entry:
     )
 
 
-def _enter(index: Index, batch: dict[bytes, tuple[Entry, list[tuple[int, int]]]], found: Found) -> None:
+def _enter(index: Index, batch: dict[bytes, tuple[Entry, list[tuple[int, int]]]], found: RebuildResult) -> None:
     nbytes = sum(entry.cached_bytes for entry, _ in batch.values())
     index.restore(list(batch.values()), used_bytes=nbytes)
     found.objects += len(batch)
@@ -244,7 +244,7 @@ def _remove(path: Path) -> None:
 class _Reporter:
     """Reports the progress of a long rebuild, and its result at the end."""
 
-    def __init__(self, directory: Path, found: Found, clock: Callable[[], float]) -> None:
+    def __init__(self, directory: Path, found: RebuildResult, clock: Callable[[], float]) -> None:
         self._directory = directory
         self._found = found
         self._clock = clock

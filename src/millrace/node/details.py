@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from millrace.cache.attribution import NO_READS, Part, Reads
+from millrace.cache.attribution import NO_READS, JobAndPrefix, Reads
 from millrace.cache.eviction.usage import url_of
 from millrace.cache.measures import runs_of, samples_from
 from millrace.errors import MillraceError
@@ -37,7 +37,7 @@ def details_of(node: NodeProcess, contents: Contents, history: History, events: 
         {"origin": origin, "url": url_of(origin, prefix), **asdict(dataset)}
         for (origin, prefix), dataset in contents.datasets.items()
     ]
-    reads: dict[Part, Reads] = {}
+    reads: dict[JobAndPrefix, Reads] = {}
     for disk in cache.all_disks:
         for part, found in disk.attributed().items():
             reads[part] = reads.get(part, NO_READS).plus(found)

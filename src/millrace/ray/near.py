@@ -119,7 +119,7 @@ def share_out(total: int, costs: Sequence[int]) -> list[int]:
 
 
 @dataclass
-class Part:
+class NodeShare:
     """The files to read near one node; None: anywhere."""
 
     node: str | None
@@ -132,18 +132,20 @@ class Part:
         return self.nbytes + _FILE_BYTES * len(self.paths)
 
 
-def grouped(files: Iterable[tuple[str, ObjectInfo | None]], home: Callable[[ObjectInfo], str | None]) -> list[Part]:
+def grouped(
+    files: Iterable[tuple[str, ObjectInfo | None]], home: Callable[[ObjectInfo], str | None]
+) -> list[NodeShare]:
     """Files grouped by their home nodes, in the order of the nodes' ids; those without one first. Pure except `home`."""
-    parts: dict[str, Part] = {}
+    parts: dict[str, NodeShare] = {}
     for path, info in files:
         node = None if info is None else home(info)
-        part = parts.setdefault(node or "", Part(node))
+        part = parts.setdefault(node or "", NodeShare(node))
         part.paths.append(path)
         part.nbytes += 0 if info is None else info.size
     return [parts[node] for node in sorted(parts)]
 
 
-def _parts(fs: MillraceFileSystem, paths: Sequence[str], *, ignore_missing: bool) -> list[Part] | None:
+def _parts(fs: MillraceFileSystem, paths: Sequence[str], *, ignore_missing: bool) -> list[NodeShare] | None:
     """The files of `paths`, grouped by home node; None if no file has one."""
     if fs._options.members == "none":
         return None
@@ -307,7 +309,7 @@ def _keep_near(dataset: Any, near: Mapping[str, Any]) -> None:
         steps += getattr(step, "input_dependencies", None) or []
 
 
-def _blocks(parts: Sequence[Part]) -> int:
+def _blocks(parts: Sequence[NodeShare]) -> int:
     """The number of blocks that Ray would choose for one read of everything; it would choose as many for each part."""
     import ray
     from ray.data import DataContext

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import millrace
-from millrace.cache.attribution import OTHERS, ROWS, Attribution, Part, Reads, job_of
+from millrace.cache.attribution import OTHERS, ROWS, Attribution, JobAndPrefix, Reads, job_of
 from millrace.cache.eviction.usage import Tally, UsageLog
 from millrace.store.records import Entry, ObjectName
 
@@ -30,9 +30,9 @@ def test_reads_are_summed_by_job_and_prefix(tmp_path: Path) -> None:
     second.add([tally("bucket/a/b/x", hits=1, hit_bytes=7)])
     first.add([tally("bucket/z", hits=1, hit_bytes=1)])
     expected = {
-        Part("one", "s3://bucket/a/b"): Reads(2, 20, 1, 5),
-        Part("two", "s3://bucket/a/b"): Reads(1, 7, 0, 0),
-        Part("one", "s3://bucket"): Reads(1, 1, 0, 0),
+        JobAndPrefix("one", "s3://bucket/a/b"): Reads(2, 20, 1, 5),
+        JobAndPrefix("two", "s3://bucket/a/b"): Reads(1, 7, 0, 0),
+        JobAndPrefix("one", "s3://bucket"): Reads(1, 1, 0, 0),
     }
     assert first.totals() == second.totals() == expected
     first.close()
@@ -50,7 +50,7 @@ def test_more_parts_than_rows_are_added_up(tmp_path: Path) -> None:
     found = attribution.totals()
     assert len(found) == ROWS + 1
     assert found[OTHERS] == Reads(20, 60, 0, 0)
-    assert found[Part("job", "s3://bucket/0")] == Reads(2, 6, 0, 0)
+    assert found[JobAndPrefix("job", "s3://bucket/0")] == Reads(2, 6, 0, 0)
     attribution.close()
 
 
@@ -78,7 +78,7 @@ def test_reads_of_concurrent_processes_and_threads_are_all_counted(tmp_path: Pat
         thread.join()
     assert [process.wait(300) for process in processes] == [0, 0]
     attribution.add([])
-    assert attribution.totals() == {Part("job", "s3://bucket/a"): Reads(1800, 3600, 0, 0)}
+    assert attribution.totals() == {JobAndPrefix("job", "s3://bucket/a"): Reads(1800, 3600, 0, 0)}
     attribution.close()
 
 
@@ -107,7 +107,7 @@ def test_damaged_file_is_repaired_with_one_log_line(
     for number in (1, 2):
         attribution = Attribution(path, job="job")
         attribution.add([tally("bucket/a/x", hits=1, hit_bytes=2)])
-        assert attribution.totals() == {Part("job", "s3://bucket/a"): Reads(number, 2 * number, 0, 0)}
+        assert attribution.totals() == {JobAndPrefix("job", "s3://bucket/a"): Reads(number, 2 * number, 0, 0)}
         attribution.close()
     (record,) = caplog.records
     assert record.message.startswith(f"{path} is re")
@@ -132,7 +132,7 @@ def test_long_and_odd_names_are_cut_and_escaped(tmp_path: Path) -> None:
     found = attribution.totals()
     assert {part.job for part in found} == {"job\\nof mine"}
     assert {reads.cached_reads for reads in found.values()} == {2}
-    assert Part("job\\nof mine", "s3://bucket/a\\nb") in found
+    assert JobAndPrefix("job\\nof mine", "s3://bucket/a\\nb") in found
     attribution.close()
 
 
@@ -144,7 +144,7 @@ def test_hits_that_were_served_to_other_nodes_are_not_attributed(tmp_path: Path)
     for entry in entries:
         log.hit(entry, 50, served=True)
     attribution.add(log.drain())
-    assert attribution.totals() == {Part("job", "s3://bucket/1"): Reads(1, 7, 0, 0)}
+    assert attribution.totals() == {JobAndPrefix("job", "s3://bucket/1"): Reads(1, 7, 0, 0)}
     attribution.close()
 
 

@@ -19,7 +19,7 @@ from millrace.filesystem.listing import describe_many
 from millrace.origin import ListingPage, ObjectInfo
 from millrace.ray import cluster_counters, homes, read_near
 from millrace.ray.counters import Sums
-from millrace.ray.near import Part, grouped, share_out
+from millrace.ray.near import NodeShare, grouped, share_out
 
 
 def test_import_loads_neither_ray_nor_torch() -> None:
@@ -59,9 +59,9 @@ def test_grouped_files_keep_their_order() -> None:
     ]
     owners = {"b/1": "node-b", "b/2": "node-a", "b/4": "node-b"}
     assert grouped(files, lambda info: owners.get(info.key)) == [
-        Part(None, ["s3://b/x", "s3://b/3"], 30),
-        Part("node-a", ["s3://b/2"], 40),
-        Part("node-b", ["s3://b/4", "s3://b/1"], 30),
+        NodeShare(None, ["s3://b/x", "s3://b/3"], 30),
+        NodeShare("node-a", ["s3://b/2"], 40),
+        NodeShare("node-b", ["s3://b/4", "s3://b/1"], 30),
     ]
 
 

@@ -44,7 +44,7 @@ KeptChunks = Mapping[Content, Bytes]
 """Decoded chunks of the last update that no tensor holds bit for bit: parts of chunks, other dtypes, other devices."""
 
 
-class _Found(NamedTuple):
+class _KnownBytes(NamedTuple):
     """Known bytes for a chunk of the new checkpoint: those of `member` of its chain. `above` is the next member, which is a
     delta to it, or None if the known bytes are the chunk itself. `is_in_place`: the bytes are in the target.
     """
@@ -148,16 +148,16 @@ def _content(chunks: Table, row: int) -> Content:
     return Content(int(chunks["kind"][row]), int(chunks["raw_bytes"][row]), int(chunks["raw_checksum"][row]))
 
 
-def _find(chunks: Table, row: int, place: Bytes | None, kept: KeptChunks) -> _Found | None:
+def _find(chunks: Table, row: int, place: Bytes | None, kept: KeptChunks) -> _KnownBytes | None:
     """The known bytes that save the most reading for a chunk: its own, or those of its nearest base."""
     held = None if place is None else checksum(place.data)
     above: int | None = None
     for member in reversed(chain(chunks, row)):
         content = _content(chunks, member)
         if place is not None and held == content.checksum:
-            return _Found(above, place, is_in_place=True)
+            return _KnownBytes(above, place, is_in_place=True)
         if content in kept:
-            return _Found(above, kept[content], is_in_place=False)
+            return _KnownBytes(above, kept[content], is_in_place=False)
         above = member
     return None
 

@@ -169,7 +169,9 @@ def _with_shards(one: TensorEntry, other: TensorEntry) -> TensorEntry:
     return one._replace(shards=(*one.shards, *other.shards))
 
 
-class _Part(Protocol):
+class _RankFiles(Protocol):
+    """The data files that one rank wrote, and their chunks."""
+
     @property
     def files(self) -> tuple[DataFile, ...]: ...
 
@@ -219,7 +221,7 @@ def _unwrapped(
     return tuple(plain), (*blobs, *recipes), tuple(wrapped), items
 
 
-def _join_chunks(ranks: Sequence[_Part], files: Sequence[DataFile]) -> Table:
+def _join_chunks(ranks: Sequence[_RankFiles], files: Sequence[DataFile]) -> Table:
     """The chunk tables of all ranks as one table, with adjusted file and row numbers."""
     if not ranks:
         return chunk_table()
