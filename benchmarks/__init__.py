@@ -1,1 +1,1 @@
-"""Millrace beside its alternatives. `python -m benchmarks --list` names the cases, `cases/` holds them."""
+"""Millrace compared with its alternatives. `python -m benchmarks --list` names the cases, `cases/` holds them."""

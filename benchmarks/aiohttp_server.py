@@ -15,7 +15,7 @@ from aiohttp import web
 
 async def serve(folder: Path) -> None:
     application = web.Application()
-    application.router.add_static("/", folder)  # answers with `web.FileResponse`
+    application.router.add_static("/", folder)  # responds with `web.FileResponse`
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

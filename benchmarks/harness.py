@@ -149,7 +149,7 @@ def find_cases() -> dict[str, Case]:
 
 
 def check_results(runs: list[Run], expected: object) -> list[str]:
-    """Say which contenders did not return what was expected, or, with nothing expected, what the first one did."""
+    """Return the contenders whose result is not `expected`, or, without it, not that of the first contender."""
     if not runs:
         return []
     right = runs[0].result if expected is None else expected

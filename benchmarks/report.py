@@ -1,4 +1,4 @@
-"""Turns what the harness measured into JSON and a Markdown table, with the machine and the versions beside it."""
+"""Writes the measurements of the harness as JSON and a Markdown table, with the machine and the versions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A second stream extension: encrypts checkpoints with AES-256-GCM. Explained in docs/how-to/encrypt-checkpoints.md.
 
-    key = AESGCM.generate_key(256)                      # keep it where secrets are kept, not beside the checkpoint
+    key = AESGCM.generate_key(256)                      # keep it where secrets are kept, not next to the checkpoint
     encryption = encryption_with({"2026-01": key})
     dcp.save(state, storage_writer=CheckpointWriter(path, _extensions=[encryption("2026-01")]))
     dcp.load(state, storage_reader=CheckpointReader(path, _extension_registry=extension_registry(encryption)))
@@ -117,7 +117,7 @@ class _Decrypting(io.RawIOBase):
 
 
 def encryption_with(keys: Mapping[str, bytes]) -> type[Any]:
-    """The extension class that knows these `keys`. Checkpoints name the key that they were written with, not the key."""
+    """The extension class that has these `keys`. Checkpoints name the key that they were written with, not the key."""
 
     class Encryption(StreamTransformExtension):
         def __init__(self, key_name: str) -> None:

@@ -56,7 +56,7 @@ export TMPDIR="$PWD/.deps/tmp"
 rm -rf "$TMPDIR"
 mkdir -p "$TMPDIR"
 trap 'rm -rf "$TMPDIR"' EXIT
-# pip would keep a copy of everything in the user's home, unless the user has said where.
+# pip would keep a copy of everything in the user's home, unless the user has set PIP_CACHE_DIR.
 if [[ -z ${PIP_CACHE_DIR:-} ]]; then export PIP_NO_CACHE_DIR=1; fi
 log=.deps/bootstrap.log
 : >"$log"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs every test and says how many were not run for want of root, of etcd or of Azurite. Arguments go to pytest. `make test` and
-# `make test-all` call it.
+# Runs every test and prints how many were not run because root, etcd or Azurite is missing. Arguments go to pytest.
+# `make test` and `make test-all` call it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-# Without one of these, the tests that need it are skipped, which the last line says.
+# Without one of these, the tests that need it are skipped, which the last line reports.
 tools/azurite.sh &
 azurite=$!
 needs=(etcd:etcd-server prometheus:prometheus chromium-headless-shell:chromium-headless-shell chromium-headless-shell:fonts-dejavu-core)

@@ -256,7 +256,7 @@ def one_nice_thread(measure: Measure, context: Mapping[str, Any]) -> int:
 
 @case.contender("steps beside 1 thread, nice, switching after 0.2 ms")
 def one_nice_switching_thread(measure: Measure, context: Mapping[str, Any]) -> int:
-    """How long a thread that wants the interpreter's lock lets another have it: 5 ms by default."""
+    """The time for which a thread that needs the interpreter's lock leaves it to another one: 5 ms by default."""
     return _steps(measure, context, _threads(1, _NICENESS, 0.0002))
 
 

@@ -1,4 +1,4 @@
-"""Twenty thousand small tensors: what each tensor costs beside its bytes."""
+"""Twenty thousand small tensors: the cost of each tensor in addition to its bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cached model as files (`fs.local_folder`) beside the same files on the local disk: `safe_open` of all tensors,
+"""A cached model as files (`fs.local_folder`) compared with the same files on the local disk: `safe_open` of all tensors,
 `from_pretrained`, and `cmp`.
 
 The model is loaded once from a real S3 server, through the emulated region, into a cache on the same disk. Contenders then

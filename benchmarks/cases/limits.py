@@ -1,4 +1,4 @@
-"""What the limits cost a request that nothing holds up: an origin that answers at once, alone and within its budget."""
+"""The cost of the limits for a request without a wait: an origin that responds at once, alone and within its budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listings: 20,000 objects of a real bucket beside s3fs and pyarrow, and a million computed keys through the cache alone.
+"""Listings: 20,000 objects of a real bucket compared with s3fs and pyarrow, a million computed keys through the cache alone.
 
 Every contender lists everything twice, describes a thousand objects, and then lists the names of one directory again and
 again ("ls", which the computed keys skip). s3fs keeps its listing in memory;
@@ -41,7 +41,7 @@ def prepare(options: Options) -> Iterator[Prepared]:
                 "computed": computed,
                 "names": min(keys, _IN_DIRECTORY),
             },
-            probe=lambda: {"origin requests": region.stats().requests},  # listings are asked of the bucket itself
+            probe=lambda: {"origin requests": region.stats().requests},  # listings are requested from the bucket itself
             expected=[keys, keys, _STATS, min(keys, _IN_DIRECTORY)],
             notes=(
                 f"{keys:,} objects behind the region, listed twice; then {_STATS:,} of them described; "

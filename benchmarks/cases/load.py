@@ -1,4 +1,4 @@
-"""A data set into an empty cache with `fs.load`, beside the fastest direct client that keeps nothing.
+"""A data set into an empty cache with `fs.load`, compared with the fastest direct client that stores nothing.
 
 The storage is a real S3 server behind the emulated region. The direct client is obstore in threads, with requests as large
 and as many as ours; once into memory, and once into files, which is what a cache cannot avoid.

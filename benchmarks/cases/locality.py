@@ -1,4 +1,4 @@
-"""Where a Ray cluster of three nodes reads from: Ray Data's own read beside `read_near`, over epochs.
+"""The sources of reads in a Ray cluster of three nodes: Ray Data's own read compared with `read_near`, over epochs.
 
 The nodes are three raylets of this machine, with a cache each, which together hold one and a half times the data: there is
 some room for copies of what others own, not for all. So the bytes between the nodes matter more than the times.

@@ -1,4 +1,4 @@
-"""Epochs over twice the cache through the real store: hits beside the optimum, and what deciding costs.
+"""Epochs over twice the cache through the real store: hits compared with the optimum, and the cost of decisions.
 
 The origin computes its bytes, so that only the cache's own work is measured. No bytes are held in memory beside the store.
 """

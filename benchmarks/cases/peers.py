@@ -1,4 +1,4 @@
-"""Reading what another node has, beside nginx that serves the same files: processor time of both sides, and latency.
+"""Reads from another node, compared with nginx that serves the same files: processor time of both sides, and latency.
 
 Everything is warm, over loopback, one connection. Our client compares a checksum of every piece, and gives memory of its own
 for every answer; nginx's gets the same bytes by the leanest client that can be written in Python (a request, `recv_into`
@@ -107,7 +107,7 @@ def _nginx(scratch: Path, root: Path) -> Iterator[tuple[ChildProcess, int]]:
 
 
 def _download(scratch: Path) -> str:
-    """nginx out of Debian's package, unpacked beside the data and not installed."""
+    """nginx out of Debian's package, unpacked next to the data and not installed."""
     try:
         subprocess.run(["apt-get", "download", "nginx"], cwd=scratch, check=True, capture_output=True, timeout=120)
         (package,) = scratch.glob("nginx_*.deb")
@@ -225,7 +225,7 @@ def _run_http(measure: Measure, context: Mapping[str, Any], server: Mapping[str,
 
 
 class _Lean:
-    """The least that reads an answer: one socket, one piece of memory."""
+    """The smallest reader of a response: one socket, one piece of memory."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")

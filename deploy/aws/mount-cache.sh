@@ -4,8 +4,8 @@
 #
 #   sudo bash mount-cache.sh [DIRECTORY [OWNER]]    default: /mnt/millrace, of the user that called sudo
 #
-# May run any number of times. A disk that it has formatted before is mounted again with what is on it; a disk that somebody
-# else has formatted, partitioned or mounted is left as it is (where it is mounted, a directory on it is used); a machine
+# May run any number of times. A disk that it has formatted before is mounted again with its content; a disk that another
+# program has formatted, partitioned or mounted is left as it is (where it is mounted, a directory on it is used); a machine
 # without such disks gets a directory on its root disk.
 set -euo pipefail
 
@@ -13,7 +13,7 @@ base=${1:-/mnt/millrace}
 owner=${2:-${SUDO_USER:-$(id -un)}}
 label=millrace
 
-say() { echo "mount-cache: $*" >&2; }
+note() { echo "mount-cache: $*" >&2; }
 
 # A directory that the owner can write to, as one of the result. Several disks may be mounted as one file system.
 found=()
@@ -23,7 +23,7 @@ use() {
   [[ " ${found[*]} " == *" $1 "* ]] || found+=("$1")
 }
 
-# EBS volumes are NVMe devices, too; only the model tells them apart.
+# EBS volumes are NVMe devices, too; only the model distinguishes them.
 instance_disks() {
   lsblk --nodeps --noheadings --paths --pairs --output NAME,MODEL |
     sed -n 's/^NAME="\([^"]*\)" MODEL="Amazon EC2 NVMe Instance Storage *"$/\1/p'
@@ -45,16 +45,16 @@ for disk in "${disks[@]}"; do
     use "$place/cache"
     continue
   elif [[ -n $place ]]; then
-    say "$disk is mounted at $place: using $place/millrace"
+    note "$disk is mounted at $place: using $place/millrace"
     use "$place/millrace"
     continue
   fi
   if ! is_ours "$disk"; then
     if is_used "$disk"; then
-      say "$disk holds data of somebody else: left alone"
+      note "$disk holds data of another program: left as it is"
       continue
     fi
-    say "formatting $disk"
+    note "formatting $disk"
     # lazy: a disk of terabytes would take minutes. No blocks kept for root: they would be the cache's.
     mkfs.ext4 -q -F -L "$label" -m 0 -E lazy_itable_init=1,lazy_journal_init=1,nodiscard "$disk" >&2 || continue
   fi
@@ -63,12 +63,12 @@ for disk in "${disks[@]}"; do
   mkdir -p "$place"
   # noatime: every read of a cached file would be a write.
   mount -o noatime "$disk" "$place" || continue
-  say "$disk is at $place"
+  note "$disk is at $place"
   use "$place/cache"
 done
 
 if ((${#found[@]} == 0)); then
-  say "no NVMe instance store that can be used: the cache is $base/root/cache on the root disk"
+  note "no NVMe instance store that can be used: the cache is $base/root/cache on the root disk"
   use "$base/root/cache"
 fi
 IFS=:

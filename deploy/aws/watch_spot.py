@@ -1,7 +1,7 @@
 """Tells Ray when AWS is about to take this spot machine away, two minutes before.
 
 Ray then starts nothing new here, and Millrace hands this node's part of the cache to the others. Runs beside Ray on every
-worker, asks the machine's metadata service every five seconds, and ends when it has told. Only the standard library.
+worker, reads the machine's metadata service every five seconds, and ends after its report. Only the standard library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TOLD_WITHIN_SECONDS = 20
 
 
 def is_leaving(service: str) -> bool:
-    """Whether the metadata service at this URL tells of an interruption. What does not answer tells of none."""
+    """Whether the metadata service at this URL announces an interruption. False if it does not respond."""
     try:
         token = _ask(
             f"{service}/latest/api/token",

@@ -177,7 +177,7 @@ def _upload(server: S3Server, fs: millrace.MillraceFileSystem, folder: Path, pro
 
 
 def _region(server: S3Server, memory: Path) -> EmulatedRegion:
-    """The emulated region, on the port of the last run if that is free: the cache knows an origin by its address."""
+    """The emulated region, on the port of the last run if that is free: the cache identifies an origin by its address."""
     port = None
     if memory.exists():
         with socket.socket() as probe:

@@ -45,7 +45,7 @@ DEFAULT_ETCD_PORT = 2379
 DEFAULT_CLUSTER = "default"
 
 SILENCE_SECONDS = 2.0
-"""How long a read waits for another process, on this node or another one, that shows no sign of life."""
+"""How long a read waits for another process, on this node or another one, without a heartbeat."""
 
 WORKING_SECONDS = 180.0
 """How long a read waits for another process that is still fetching its block. A request to an origin fails earlier."""
@@ -89,7 +89,7 @@ LIMIT_NAMES = ("cache_dir", "max_requests", "request_rate", "timeout")
 """The options that limit the requests of a node to an origin, their duration, and the directory that its processes share."""
 
 LEAST_TIMEOUT_SECONDS = 1.0
-"""The shortest `timeout`: a shorter one would end requests that a healthy service answers."""
+"""The shortest `timeout`: a shorter one would end requests that a healthy service completes."""
 
 MOST_REQUESTS = 1024
 """The largest `max_requests`."""

@@ -1,4 +1,4 @@
-"""Every exception that Millrace raises, in one tree, grouped by what the caller can do about it.
+"""Every exception that Millrace raises, in one tree, grouped by the action that the caller can take.
 
 ========================  ==========================================================
 `UsageError`              Change the call or the configuration.
@@ -30,7 +30,7 @@ def printable(text: str) -> str:
 
 
 def shown_key(key: str) -> str:
-    """A key for a log line: printable, and without a query, which may contain a signature that gives access."""
+    """A key for a log line: printable, and without a query, which may contain a signature that grants access."""
     plain, mark, _ = key.partition("?")
     return printable(f"{plain}?..." if mark else plain)
 
@@ -40,7 +40,7 @@ _QUERY = re.compile(r"""(https?://[^\s?]*)\?(?!\.\.\.[)"',:;.]*(?:\s|$))\S*?(?=[
 
 
 def without_queries(text: str) -> str:
-    """A text whose web addresses have no query, which may contain a signature that gives access to the object."""
+    """A text whose web addresses have no query, which may contain a signature that grants access to the object."""
     return _QUERY.sub(r"\1?...", text) if "?" in text else text
 
 
@@ -53,7 +53,7 @@ def _rebuild(cls: type[MillraceError], message: str, next_step: str, fields: dic
 class MillraceError(Exception):
     """Base of every Millrace error. Read its next step.
 
-    `message` names the thing (object, node, file) and the problem; `next_step` is what the user can do. `str(error)` is one
+    `message` names the thing (object, node, file) and the problem; `next_step` is an action of the user. `str(error)` is one
     line. Neither shows the query of a web address.
     """
 

@@ -93,9 +93,7 @@ RELAYED_BYTES = Metric(
     "Bytes that this node fetched for reads of other nodes. millrace_read_bytes_total has them twice: here with their "
     "source, and on the other node as peer.",
 )
-PEER_FAILURES = Metric(
-    "millrace_peer_failures_total", "counter", "Requests that a peer did not answer, or not correctly."
-)
+PEER_FAILURES = Metric("millrace_peer_failures_total", "counter", "Requests to a peer without a correct response.")
 MOVED_BYTES = Metric(
     "millrace_moved_bytes_total", "counter", "Bytes that moved to this node because nodes joined or left."
 )
@@ -184,7 +182,7 @@ METRICS = tuple(value for value in list(globals().values()) if isinstance(value,
 
 
 class Series(NamedTuple):
-    """A counter or histogram of the store's counter files (`cache/counters.py`), and what it is exported as."""
+    """A counter or histogram of the store's counter files (`cache/counters.py`), and its exported name."""
 
     counter: str
     metric: Metric

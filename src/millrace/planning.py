@@ -1,4 +1,4 @@
-"""The arithmetic of `millrace plan`: what a cache of given size saves in hits, time and money. Pure functions.
+"""The arithmetic of `millrace plan`: the savings of a cache of given size in hits, time and money. Pure functions.
 
 The model is a training job that reads a data set once in each epoch, each node an equal part, in a new random order:
 
@@ -41,7 +41,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """One epoch. `limit` names what sets its time: origin, disks, network or training; none if no rate is given."""
+    """One epoch. `limit` names the cause of its time: origin, disks, network or training; none if no rate is given."""
 
     hit_ratio: float
     origin_bytes: int

@@ -69,7 +69,7 @@ class StoredCommit:
 
 @dataclass(slots=True)
 class StoredRepository:
-    """A repository. Of a `private` one strangers learn nothing; of a `gated` one only its files are kept from them."""
+    """A repository. Without access, a `private` one is not visible, and of a `gated` one only the files are refused."""
 
     commits: dict[str, StoredCommit] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)

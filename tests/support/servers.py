@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def steady_port() -> int:
-    """A free port that nobody takes while the server is away: below those that the kernel gives to others."""
+    """A free port that no other process takes while the server is away: below those that the kernel gives to others."""
     while True:
         port = random.SystemRandom().randrange(20_000, 30_000)
         with socket.socket() as probe, suppress(OSError):

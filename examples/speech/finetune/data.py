@@ -119,7 +119,7 @@ def split_dataset(
     resources: dict[str, Any] = {}
     cpus = sum(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
     if cpus - settings.workers * settings.cpus < 1:
-        # The training workers may hold all CPUs, for example after the loss of a node. Tasks that ask for a CPU would then
+        # The training workers may hold all CPUs, for example after the loss of a node. Tasks that request a CPU would then
         # wait for the workers, and the workers for the tasks.
         resources = {"num_cpus": 0, "concurrency": max(2, settings.workers)}
     # A large table reaches each node once, instead of travelling with every task. Processes of Ray Data that only plan the

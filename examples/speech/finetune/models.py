@@ -81,7 +81,7 @@ class SpeechModel(ABC):
 
 
 def speech_model(settings: Settings) -> SpeechModel:
-    """The family that the settings ask for. Loads the small files of a pretrained model, not its weights."""
+    """The family that the settings name. Loads the small files of a pretrained model, not its weights."""
     if settings.model is None:
         return CtcModel(settings) if settings.family == "ctc" else WhisperModel(settings)
     try:

@@ -147,7 +147,7 @@ def _is_complete(settings: Settings, outputs: MillraceFileSystem) -> bool:
 
 
 def _check_resources(settings: Settings, progress: Callable[[str], None]) -> None:
-    """Say what the cluster lacks: the run then waits, since an autoscaler may bring it. Raises on a single machine."""
+    """Report missing resources: the run then waits, since an autoscaler may add them. Raises on a single machine."""
     workers = settings.min_workers or settings.workers
     needed = {"CPU": workers * settings.cpus, **({"GPU": workers} if settings.gpu else {})}
     found = {name: int(ray.cluster_resources().get(name, 0)) for name in needed}

@@ -1,9 +1,9 @@
 """Reads by job and prefix, summed over every process that used a store.
 
-One file of fixed rows, which every process of the store maps. A process adds what it has noted, twice a second and never on
-the path of a read, under a lock of the file. It does not wait for the lock: what cannot be added now is added later. The
-number of rows is fixed, so that the number of metrics is bounded: what does not fit is added to a row without names. A
-process that opens the file frees its damaged rows and recreates what is not a file. A file that cannot be used ends the
+One file of fixed rows, which every process of the store maps. A process adds the reads that it has noted, twice a second and
+never on the path of a read, under a lock of the file. It does not wait for the lock: the rest is added later. The number of
+rows is fixed, so that the number of metrics is bounded: the others are added to a row without names. A process that opens
+the file frees its damaged rows and recreates the file if something else has its name. A file that cannot be used ends the
 attribution only.
 """
 
@@ -43,7 +43,7 @@ _LABEL_BYTES = _ROW_BYTES - _LABEL_AT
 _FILE_BYTES = (1 + ROWS) * _ROW_BYTES
 _MOST = 1 << 60  # no number gets there: a higher one is damage
 _MOST_PENDING = 4 * ROWS
-_SUMS_TEXT = "what jobs read of which prefixes"
+_SUMS_TEXT = "the reads of each job by prefix"
 
 
 class Reads(NamedTuple):
@@ -122,7 +122,7 @@ class Attribution:
         self._pending[part] = self._pending.get(part, NO_READS).plus(reads)
 
     def _flush(self) -> None:
-        """Write what is pending, unless another process has the lock."""
+        """Write the pending reads, unless another process has the lock."""
         if not self._pending:
             return
         with self._locked() as is_locked:
@@ -218,7 +218,7 @@ class Attribution:
     # --- life -------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Write what is pending if the lock is free, and close the file. Idempotent."""
+        """Write the pending reads if the lock is free, and close the file. Idempotent."""
         with self._lock:
             if self._descriptor >= 0:
                 self._flush()

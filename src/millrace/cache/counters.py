@@ -72,7 +72,7 @@ fetched to serve other nodes: they are in `origin_bytes` or `peer_bytes` here, a
 mapped. `evictions` removed `evicted_bytes`. The others count checkpoints that processes of this machine saved, from
 `save_raw_bytes`.
 
-`metrics.COUNTERS` declares what each is exported as.
+`metrics.COUNTERS` declares the exported name of each.
 """
 
 LIVE_NAMES = ("upload_backlog_bytes",)
@@ -93,7 +93,7 @@ _MARK = _SETTLED - 1
 _VERSION = 3  # 2 had one more counter
 _LIVE_MARK = int.from_bytes(b"MLRCcnt3", "little")
 
-# The places of the histograms, each with a count for every bucket, one for what is above, and the sum; then of live values.
+# The places of the histograms, each with a count for every bucket, one for larger values, and the sum; then of live values.
 _FIRST_BUCKET, _FIRST_LIVE, _AFTER_LIVE = 64, 448, 480
 
 
@@ -129,11 +129,11 @@ class Measures(NamedTuple):
 
 
 _LIVE_NAME = re.compile("[0-9]+-[0-9a-f]{12}")
-_SUMS_TEXT = "what processes that ended had counted"
+_SUMS_TEXT = "the counts of processes that ended"
 
-PATIENCE_SECONDS = 10 * TICK_SECONDS
-"""The wait for processes to add what they noted to the counters. It takes them one tick; a process that is stopped, or gets
-no CPU time, is not waited for.
+SETTLE_SECONDS = 10 * TICK_SECONDS
+"""The wait for processes to add their noted values to the counters. It takes them one tick; a process that is stopped, or
+gets no CPU time, is not waited for.
 """
 
 _LOOK_SECONDS = TICK_SECONDS / 25
@@ -244,7 +244,7 @@ class Counters:
             ended.append(path)
             counts = _read(path)
             if counts is None:
-                recreate(path, "does not hold counters", lost="what one process counted")
+                recreate(path, "does not hold counters", lost="the counts of one process")
             else:
                 sums = _added([sums, counts])
         if ended:
@@ -272,8 +272,8 @@ def _new_file(path: Path) -> int:
 
 
 def wait_until_settled(all_counters: Sequence[Counters], moment: int) -> None:
-    """Wait until all live processes have counted what they noted before `moment`: a tick, `PATIENCE_SECONDS` at most."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    """Wait until all live processes have added their notes from before `moment`: a tick, `SETTLE_SECONDS` at most."""
+    deadline = time.monotonic() + SETTLE_SECONDS
     while any(counters.lacks(moment) for counters in all_counters) and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
 
@@ -288,7 +288,7 @@ def _sums_in(directory: Path) -> list[int]:
     if not directory.is_dir():
         return [0] * _AFTER_LIVE
     with locked_directory(directory, fcntl.LOCK_SH):
-        found = [_read(directory / _RETIRED)]  # what is damaged is reported by the process that folds it
+        found = [_read(directory / _RETIRED)]  # damage is reported by the process that folds the file
         for path in _live_files(directory):
             counts = _read(path)
             if counts is not None and any(counts[_FIRST_LIVE:]) and not _is_alive(path):

@@ -264,9 +264,9 @@ class Disk:
 
     def enforce_limits(self) -> None:
         """Bring the store inside its limits after these were lowered. Pinned objects stay even if they exceed them."""
-        self.evictor.enforce(patient=True)
+        self.evictor.enforce(wait=True)
 
-    # --- what is used, and what goes ----------------------------------------------------------------
+    # --- use and eviction -----------------------------------------------------------------------------
 
     @contextmanager
     def reserved(self, nbytes: int, candidate: Candidate) -> Iterator[Room]:

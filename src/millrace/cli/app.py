@@ -41,7 +41,7 @@ SECTIONS = {
 )
 @click.version_option(__version__, prog_name="millrace")
 @click.option("--quiet", "-q", is_flag=True, help="No progress, remarks and warnings on stderr; only errors.")
-@click.option("--verbose", "-v", count=True, help="Log what happens to stderr; -vv: every detail.")
+@click.option("--verbose", "-v", count=True, help="Log events to stderr; -vv: every detail.")
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),

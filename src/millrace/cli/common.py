@@ -103,11 +103,11 @@ def require_host(endpoint_url: str | None) -> None:
 
 
 def file_system(
-    urls: Sequence[str], cache_dir: Sequence[str], endpoint_url: str | None, *, asks: bool = False
+    urls: Sequence[str], cache_dir: Sequence[str], endpoint_url: str | None, *, sends_requests: bool = False
 ) -> MillraceFileSystem:
     """The file system that serves `urls`, with credentials from the environment. All must belong to one storage.
 
-    With `asks`, the command sends requests to the storage, so its host must exist.
+    With `sends_requests`, the command sends requests to the storage, so its host must exist.
     """
     from millrace.filesystem import filesystem
     from millrace.origin import options_for, require_url, split_url
@@ -118,7 +118,7 @@ def file_system(
     if len(schemes) > 1:
         raise UsageError(f"the URLs belong to {' and '.join(schemes)}", next_step="use one command for each storage")
     options = options_for(urls[0], endpoint_url)
-    if asks and options:
+    if sends_requests and options:
         require_host(endpoint_url)
     # Not an instance that fsspec cached: each command reads the environment and the file.
     return filesystem(schemes[0], target_options=options, cache_dir=list(cache_dir) or None, skip_instance_cache=True)

@@ -319,9 +319,9 @@ def _peers(options: CacheOptions) -> Check:
     if not nodes:
         return Check(name="nodes", state="note", detail="the cluster has no nodes: 'millrace node run' starts one")
     if not answering:
-        return Check(name="nodes", state="failed", detail=f"no node answers: {silent[0]}")
+        return Check(name="nodes", state="failed", detail=f"no node responds: {silent[0]}")
     wrong = [*silent, *_disagreements([node for node in nodes if node["answers"]])]
-    detail = f"{', '.join(answering)} answer" + "".join(f"; {text}" for text in wrong)
+    detail = f"{', '.join(answering)} responded" + "".join(f"; {text}" for text in wrong)
     return Check(name="nodes", state="note" if wrong else "ok", detail=detail)
 
 

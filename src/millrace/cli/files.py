@@ -30,9 +30,10 @@ def files(
 ) -> int:
     """Make a directory of read-only files with cached objects, for programs that read files.
 
-    URL is an object, a prefix or a quoted pattern, as for 'millrace load', which first loads what is not cached on this
-    machine. DIRECTORY is new or empty, and on the file system of the cache: files above 1 MiB are hard links to those of
-    the cache, and take no more space. Every file is complete and verified, and does not change when its object does.
+    URL is an object, a prefix or a quoted pattern, as for 'millrace load', which first loads the objects that are not cached
+    on this machine. DIRECTORY is new or empty, and on the file system of the cache: files above 1 MiB are hard links to
+    those of the cache, and take no more space. Every file is complete and verified, and does not change when its object
+    does.
 
     The objects stay in the cache, and are not evicted, until DIRECTORY is deleted (rm -r).
 
@@ -40,7 +41,7 @@ def files(
     """
     from millrace.filesystem.folders import LocalFolder
 
-    fs = file_system([url], cache_dir, endpoint_url, asks=True)
+    fs = file_system([url], cache_dir, endpoint_url, sends_requests=True)
 
     def fill(display: LoadDisplay) -> tuple[LocalFolder, float]:
         with LocalFolder(fs, url, directory=directory, copy=copy, progress=display) as made:

@@ -66,7 +66,7 @@ def load(
 
     Exit code 3: the cache is full, and not everything is in it.
     """
-    fs = file_system(urls, cache_dir, endpoint_url, asks=True)
+    fs = file_system(urls, cache_dir, endpoint_url, sends_requests=True)
     done = run_load(lambda display: _load(fs, urls, node, cache_dir, display, verify=verify))
     if isinstance(done, int):
         return done
@@ -139,7 +139,7 @@ def _progress_so_far(state: LoadProgress | None) -> str:
 
 
 def run_load(work: Callable[[LoadDisplay], T]) -> T | int:
-    """Load with a progress display. Returns what `work` returns, or the exit code if the cache is full or on Ctrl-C."""
+    """Load with a progress display. Returns the result of `work`, or the exit code if the cache is full or on Ctrl-C."""
     from millrace.errors import DiskFullError
 
     display = LoadDisplay()

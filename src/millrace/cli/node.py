@@ -339,7 +339,7 @@ def _print(line: str) -> None:
 def link(address: str | None, cache_dir: tuple[str, ...], as_json: bool) -> None:
     """Print the link to the status page of a node: the one on this machine, or the one at ADDRESS (host:port).
 
-    The link contains the cluster token, which gives access to all cached data: open it yourself, and do not share it.
+    The link contains the cluster token, which grants access to all cached data: open it yourself, and do not share it.
     """
     from urllib.parse import quote
 
@@ -416,7 +416,7 @@ def _node_here(options: CacheOptions) -> str:
     return addresses[0]
 
 
-def _wait_until_left(ask: Callable[[], Any], deadline: float) -> bool:
+def _wait_until_left(read_status: Callable[[], Any], deadline: float) -> bool:
     """Wait until a node has left and its process has ended. Prints on stderr how many nodes still copy blocks."""
     from millrace.errors import PeerRefusedError, PeerSilentError
 
@@ -425,7 +425,7 @@ def _wait_until_left(ask: Callable[[], Any], deadline: float) -> bool:
     while time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
         try:
-            status = ask()
+            status = read_status()
         except PeerSilentError as error:
             if isinstance(error.__cause__, TimeoutError | BlockingIOError):
                 continue  # it runs, but does not respond

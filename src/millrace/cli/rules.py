@@ -64,8 +64,8 @@ def unpin(urls: tuple[str, ...], cache_dir: tuple[str, ...], endpoint_url: str |
 
 @click.command(cls=LibraryCommand)
 @click.argument("urls", nargs=-1, metavar="[URL...]")
-@click.option("--all", "everything", is_flag=True, help="Free everything, instead of URLs; asks for confirmation.")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation of --all.")
+@click.option("--all", "everything", is_flag=True, help="Free everything, instead of URLs; needs a confirmation.")
+@click.option("--yes", "-y", is_flag=True, help="With --all: free without a confirmation.")
 @cache_dir_option
 @endpoint_option
 @json_option
@@ -186,7 +186,7 @@ def _resize_here(size: str | None, cache_dir: Sequence[str]) -> list[dict[str, A
         capacity, there = disk.store.space.capacity_bytes(), disk.store.space.disk_bytes()
         if capacity > there:
             where = f"{disk.store.directory} is on a disk of {size_text(there)}"
-            print_note(f"{where}: the cache cannot hold {size_text(capacity)}, only what 'min_free' leaves")
+            print_note(f"{where}: the cache cannot hold {size_text(capacity)}, only the space that 'min_free' leaves")
     return [
         {"directory": str(directory), "used_bytes": used, "capacity_bytes": capacity}
         for directory, used, capacity in node.disks()

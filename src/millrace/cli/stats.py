@@ -106,7 +106,7 @@ def table_lines(state: Mapping[str, Any]) -> list[str]:
     """A reading as a table, with the sums of several nodes."""
     nodes = state["nodes"]
     if not nodes:
-        return ["no node answers"]
+        return ["no node responds"]
     shown = [
         name for place, name in enumerate(_COLUMNS) if place == 0 or any(node["per_second"].get(name) for node in nodes)
     ]

@@ -88,7 +88,7 @@ class _Readings:
 
 
 def counters_by_node(state: Mapping[str, Any]) -> dict[str, Mapping[str, int]]:
-    """The counters of each node that answers, by its id; without a cluster, those of this machine under an empty id."""
+    """The counters of each node that responds, by its id; without a cluster, those of this machine under an empty id."""
     if "cluster" not in state:
         return {"": state["counters"]}
     return {node["member_id"]: node["counters"] for node in state["cluster"]["nodes"] if node["answers"]}

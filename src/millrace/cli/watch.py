@@ -41,7 +41,7 @@ def interval_option(command: F) -> F:
 def repeat(
     read: Callable[[], Any], lines: Callable[[Any], Sequence[str]], *, interval: float, as_json: bool, count: int = 0
 ) -> None:
-    """Print what `read` returns every `interval` seconds, `count` times or until Ctrl-C, which is the normal end.
+    """Print the result of `read` every `interval` seconds, `count` times or until Ctrl-C, which is the normal end.
 
     `lines` makes the text for people. A terminal shows the newest state only; another output gets one block after the other.
     With `as_json` each state is one line. The first error of `read` is raised; a later one is shown in place of a state.

@@ -4,7 +4,7 @@ Key terms:
 - member: a live node of the cluster.
 - owner: the member that placement assigns a block to; it fetches the block from the origin once for all.
 - view: the members at one moment.
-- breaker: stops requests to a peer that failed until it answers again.
+- breaker: stops requests to a peer that failed until it responds again.
 
 Packages: `membership` (which nodes are members), `dataplane` (requests for blocks between nodes).
 

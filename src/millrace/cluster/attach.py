@@ -1,7 +1,7 @@
 """Finds this process's part in a cluster, and attaches the `CacheNode` of its file systems to it.
 
 There is one attachment for each set of options, checked at intervals while it is used. When the machine's node restarts,
-ends or publishes another token, the next reads use what is valid then. A search that may take long runs in a thread of its
+ends or publishes another token, the next reads use the new state. A search that may take long runs in a thread of its
 own: only the first read of all waits for one. A process without a cluster imports no other module of this package.
 """
 
@@ -181,7 +181,7 @@ def node_holding(options: CacheOptions) -> LocalNode | None:
 def with_node_limits(options: CacheOptions) -> CacheOptions:
     """`options` with the limits of the node that holds their folder.
 
-    They apply to every process that uses the folder: with higher ones it would store what the node has to evict.
+    They apply to every process that uses the folder: with higher ones it would store blocks that the node has to evict.
     """
     node = node_holding(options)
     return options if node is None else replace(options, capacity=node.facts.capacity, min_free=node.facts.min_free)
@@ -273,7 +273,7 @@ class _Attachment:
         self.next_look = time.monotonic() + (_LOOK_SECONDS if self._link is not None else _ALIVE_SECONDS)
 
     def introduce(self, origin: Origin) -> None:
-        """Make an origin known to a cluster in Ray. Other clusters do not need it."""
+        """Register an origin in a cluster in Ray. Other clusters do not need it."""
         with self._lock:
             if origin.identity in self.origins:
                 return
@@ -363,7 +363,7 @@ class _Attachment:
         return facts is not None and is_held(self.views.directory)
 
     def _other_node_runs(self) -> bool:
-        """Whether a node of our cluster runs on this machine. Only Ray knows its own nodes."""
+        """Whether a node of our cluster runs on this machine. In Ray, only Ray has the list of nodes."""
         if self._by_ray or self._link is None:
             return False
         with importing():

@@ -5,7 +5,7 @@ Below the first cache directory, `millrace/<name>.node/` contains
 ==============  ==========================================================================
 `lock`          locked by the node while it runs
 `id`            the member's id; survives the process, like the store next to it
-`tag`           the name that the node gave when it claimed the folder
+`tag`           the name under which the node claimed the folder
 `node.json`     the `NodeFacts` with the newest view; readable by this user only, because it contains the token
 `breakers`      the state of the breakers, shared by the machine's processes
 ==============  ==========================================================================
@@ -294,7 +294,7 @@ def is_held(directory: Path) -> bool:
 def read_facts(directory: Path) -> NodeFacts | None:
     """The facts that a node of this user, running or dead, published last; None without any. Never raises.
 
-    Facts of another user are ignored: whoever created the directory first could redirect this process's reads.
+    Facts of another user are ignored: the user who created the directory first could redirect this process's reads.
     """
     try:
         with open(directory / "node.json", "rb", opener=opener) as file:

@@ -196,7 +196,7 @@ class Inventory:
     """Serves pages to other members. Thread-safe.
 
     The request has the view by which the future holder determined its share: this node's own may be older, and would omit
-    the share of a member of which this node does not know yet that it leaves.
+    the share of a member that leaves according to the newer view only.
     """
 
     def __init__(self, node: CacheNode, *, replicas: int) -> None:
@@ -209,7 +209,7 @@ class Inventory:
         server.route("POST", "/v1/inventory", self.page)
 
     def page(self, call: Call) -> Any:
-        """The page after `after` (hexadecimal) of what the member holds by `view`. Raises `UsageError`."""
+        """The page after `after` (hexadecimal) of the blocks that the member holds by `view`. Raises `UsageError`."""
         body = call.body if isinstance(call.body, Mapping) else {}
         try:
             view = View.from_json(body.get("view", {}))

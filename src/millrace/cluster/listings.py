@@ -180,7 +180,7 @@ class MetadataOwner:
     Drops the keys that other members invalidate, and invalidates them later on members that were not reachable.
     It serves no metadata from before its creation, or the last `expire_all`: it may have missed invalidations. If
     `record_alive` is called every second, that includes pauses of the process, during which writers skip it. When the
-    number of `absences` has changed (`Membership.absences`), writers may not have known it.
+    number of `absences` has changed (`Membership.absences`), writers may not have had it in their view.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The owner's side of a read: fetches the node's blocks once for all readers, and stores blocks that readers upload.
 
-An owner without access to an origin gives one reader an upload lease for the blocks, while the other readers wait for them.
+An owner without access to an origin grants one reader an upload lease for the blocks, while the other readers wait for them.
 """
 
 from __future__ import annotations

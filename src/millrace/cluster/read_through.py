@@ -39,7 +39,7 @@ class ReadThrough:
     reads from the origin. The options of the cache are those of the environment and of `millrace.toml`. Every byte from the
     disk is verified when it is read. Open files are closed with this object.
 
-    A single rank of its node stores only what this node owns: no other process would read copies of the rest.
+    A single rank of its node stores only the blocks that this node owns: no other process would read copies of the rest.
     """
 
     def __init__(self, origin: Origin, *, required: bool = False) -> None:

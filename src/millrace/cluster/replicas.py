@@ -117,7 +117,7 @@ class ReplicaFiles:
                 self._sweep(place)
 
     def add_routes(self, server: PlaneServer) -> None:
-        """Serve the replicas at `server`, and delete what is left by jobs that do not return, until `close`."""
+        """Serve the replicas at `server`, and delete leftovers of jobs that do not return, until `close`."""
         server.replicas = self
         register_periodic(self.tidy)
         server.route("GET", ROUTE, self.files)
@@ -133,7 +133,7 @@ class ReplicaFiles:
                     self._release(place, name)
 
     def tidy(self) -> float:
-        """Delete what jobs that do not return have left. Returns the seconds until the next call."""
+        """Delete leftovers of jobs that do not return. Returns the seconds until the next call."""
         with self._lock:
             for place in self._open_places():
                 with contextlib.suppress(StorageError), self._reporting(place):
@@ -352,7 +352,7 @@ class ReplicaFiles:
                     os.rmdir(empty)
 
     def _sweep(self, place: _Place) -> None:
-        """Delete what jobs that do not return have left, and count again."""
+        """Delete leftovers of jobs that do not return, and count again."""
         now = self._wall_clock()
         newest: dict[str, float] = {}
         for stored in list(_walk(place.root)):

@@ -43,7 +43,7 @@ _MAX_COUNTED_BLOCKS = 1 << 15
 class BlockService:
     """Responds to requests for blocks of a node's cache. Thread-safe; not usable after a fork.
 
-    `member_id` is this node's id in `views`, which determine what it owns.
+    `member_id` is this node's id in `views`, which determine the blocks that it owns.
     """
 
     def __init__(

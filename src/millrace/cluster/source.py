@@ -200,7 +200,7 @@ class _Visit:
         self._range = (start, stop)
         self._failures = 0
         self.lease: Member | None = None
-        """The owner without access that gave this read an upload lease."""
+        """The owner without access that granted this read an upload lease."""
 
     # --- placement --------------------------------------------------------------------------------
 

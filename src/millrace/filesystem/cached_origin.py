@@ -22,7 +22,7 @@ _OPEN_READERS = 64
 class CachedOrigin:
     """Reads through the cache of a file system (a `Readable`): each byte comes from the origin once for all readers.
 
-    Thread-safe, picklable, usable after a fork. Raises what the file system raises.
+    Thread-safe, picklable, usable after a fork. Raises the errors of the file system.
     """
 
     def __init__(self, fs: ListingFileSystem) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from millrace.cache.counters import PATIENCE_SECONDS
+from millrace.cache.counters import SETTLE_SECONDS
 from millrace.cluster.attach import link_for
 from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.folder import FolderViews, live_nodes
@@ -26,7 +26,7 @@ _THREADS = 32
 
 
 class PolledViews:
-    """The views of a cluster, requested from its nodes: first from one, then from any that answers. Thread-safe.
+    """The views of a cluster, requested from its nodes: first from one, then from any that responds. Thread-safe.
 
     `view` sends a request at most once a second and waits for the response; without a response it returns the last view.
     """
@@ -95,7 +95,7 @@ def statuses(access: ClusterAccess, *, query: Mapping[str, str] | None = None) -
 
 
 def metrics(access: ClusterAccess) -> dict[str, list[str]]:
-    """The lines of `/metrics` of every member that answers, by address. All are requested at once."""
+    """The lines of `/metrics` of every member that responds, by address. All are requested at once."""
 
     def request(member: Member) -> tuple[str, list[str]]:
         try:
@@ -109,12 +109,12 @@ def metrics(access: ClusterAccess) -> dict[str, list[str]]:
 
 
 def counted(access: ClusterAccess, *, settled: bool = False) -> dict[str, dict[str, dict[str, int]]]:
-    """The counters of every member that answers (`NodeFigures.counters`), by member id. All are requested at once.
+    """The counters of every member that responds (`NodeFigures.counters`), by member id. All are requested at once.
 
-    With `settled` each member waits for its processes before it answers, as `CacheNode.counters` does.
+    With `settled` each member waits for its processes before it responds, as `CacheNode.counters` does.
     """
     query = {"settled": "1"} if settled else None
-    deadline = _DEADLINE_SECONDS + (PATIENCE_SECONDS if settled else 0.0)
+    deadline = _DEADLINE_SECONDS + (SETTLE_SECONDS if settled else 0.0)
     answers = _request_all(access, "/v1/counters", deadline, query=query)
     return {member.id: answer for member, answer in answers if not isinstance(answer, MillraceError)}
 

@@ -116,9 +116,9 @@ def load_on_cluster(
 ) -> LoadProgress:
     """Load everything that `keys` select at an origin to the disks of the cluster; returns when it is cached.
 
-    Any exception in the calling thread, also from `progress`, ends the load on all nodes. Raises what `CacheManagement.load`
-    raises, `DeniedError` if a node has no access to the origin, `OriginUnavailableError` if no node answers, and
-    `UsageError` for more keys than nodes accept.
+    Any exception in the calling thread, also from `progress`, ends the load on all nodes. Raises the errors of
+    `CacheManagement.load`, `DeniedError` if a node has no access to the origin, `OriginUnavailableError` if no node
+    responds, and `UsageError` for more keys than nodes accept.
     """
     order = LoadOrder(
         origin_identity=origin_identity, keys=tuple(keys), members=View(()), replicas=replicas, verify=verify
@@ -139,7 +139,7 @@ def participants(view: View) -> tuple[Member, ...]:
 
 @dataclass
 class _Share:
-    """The progress of one node, and the number of its consecutive failures to answer."""
+    """The progress of one node, and the number of consecutive requests without a response."""
 
     member: Member
     numbers: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_NUMBERS, 0))
@@ -227,7 +227,7 @@ class _ClusterLoad:
         if not members:
             raise with_progress(
                 errors.OriginUnavailableError(
-                    "no node of the cluster answers", next_step="check the nodes with 'millrace status'"
+                    "no node of the cluster responds", next_step="check the nodes with 'millrace status'"
                 ),
                 self._progress(),
             )
@@ -242,13 +242,13 @@ class _ClusterLoad:
     def _poll(self, order: LoadOrder) -> None:
         view = View.of(replace(share.member, state=MemberState.HERE) for share in self._shares)
         order = replace(order, members=view)
-        self._ask(lambda share: self._poll_one(share, order), [s for s in self._shares if s.state == "running"])
+        self._on_each(lambda share: self._poll_one(share, order), [s for s in self._shares if s.state == "running"])
 
     def _start_all(self, order: LoadOrder) -> None:
-        self._ask(lambda share: self._start(share, order), self._shares)
+        self._on_each(lambda share: self._start(share, order), self._shares)
 
-    def _ask(self, ask: Callable[[_Share], None], shares: Sequence[_Share]) -> None:
-        side_by_side(ask, shares, _THREADS, "millrace-load-ask")
+    def _on_each(self, request: Callable[[_Share], None], shares: Sequence[_Share]) -> None:
+        side_by_side(request, shares, _THREADS, "millrace-load-request")
 
     def _start(self, share: _Share, order: LoadOrder) -> None:
         self._exchange(share, "POST", LOAD_PATH, {"job": self._job, **order.to_json()})
@@ -268,7 +268,7 @@ class _ClusterLoad:
                 share.failures += 1
             else:
                 share.state, share.error = "failed", _refusal(share.member, error)
-        except PeerError:  # no answer, or not a valid one
+        except PeerError:  # no response, or not a valid one
             share.failures += 1
         else:
             share.failures = 0
@@ -283,8 +283,8 @@ class _ClusterLoad:
                 self._client.call(share.member, "DELETE", f"/v1/load/{job}", deadline=_CANCEL_SECONDS)
 
         # Also on nodes that did not respond: without TLS, one that was stopped receives this when it continues, before it
-        # has fetched what the others now load.
-        self._ask(cancel, [share for share in shares if share.state == "running"])
+        # has fetched the objects that the others now load.
+        self._on_each(cancel, [share for share in shares if share.state == "running"])
 
     # --- sums -------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 pyarrow reads a file object with one thread at a time, so each row group of a column would cost a round trip to the origin.
 Its own S3 client reads several at the same time. So after a read of some columns of a row group, `ColumnAhead` returns their
 ranges in the next ones: up to 4 MiB at first, and more with every row group that the reader continues to. A reader that does
-not begin with the first row group may want only that one: its read-ahead begins with its second row group.
+not begin with the first row group may need only that one: its read-ahead begins with its second row group.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class ColumnAhead:
         self._attempts = 0
         try:
             metadata = parquet.read_metadata(pa.BufferReader(b"".join((_MAGIC, footer, end))))
-            # A signature follows the metadata of a file with encrypted columns. pyarrow ends the process where it is asked
-            # for such a column without its key.
+            # A signature follows the metadata of a file with encrypted columns. pyarrow ends the process at a
+            # read of such a column without its key.
             return _Layout(metadata) if metadata.serialized_size == nbytes else None
         except (pa.ArrowException, OSError, ValueError, LookupError):
             return None  # encrypted, or not Parquet: its reader reports that

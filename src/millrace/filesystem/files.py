@@ -219,7 +219,7 @@ class MemoryFile(pa.BufferReader):  # type: ignore[misc]
     _beyond = 0
     """Bytes by which the position is past the end. The position of the base class stays at the end."""
     _known_size: int | None = None
-    """The size, once asked for. Every call of the base class releases the GIL: with many threads that costs a switch
+    """The size, once requested. Every call of the base class releases the GIL: with many threads that costs a switch
     between threads, so `seek` makes no call that it can avoid.
     """
 

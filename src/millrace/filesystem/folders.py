@@ -96,7 +96,7 @@ class LocalFolder:
 
     def __del__(self) -> None:
         with suppress(AttributeError, StorageError):  # not initialized; or reported by the end of the block
-            self._remove()  # what an interrupt has left: its links would keep their objects on the disk
+            self._remove()  # the folder of an interrupted call: its links would keep their objects on the disk
 
     def _remove(self) -> None:
         """Remove the folders in the stores."""

@@ -385,7 +385,7 @@ def complete(state: LoadProgress, *, first_missing: str) -> LoadProgress:
         raise ObjectNotFoundError(
             f"{state.missing_objects} of {state.objects} objects were deleted after they were listed, the first is "
             f"{first_missing}; the others are in the cache",
-            next_step="load again what you need",
+            next_step="load the objects that you need again",
         )
     return state
 

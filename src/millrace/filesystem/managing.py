@@ -1,4 +1,4 @@
-"""The cache management of the file system: fill the cache, list it, and set what stays.
+"""The cache management of the file system: fill the cache, list it, and set the objects to keep.
 
 Modules of loads and prefetches are imported at their first use: Ray starts new workers in every epoch, and workers that only
 read must not wait for these imports.
@@ -112,17 +112,17 @@ class CacheManagement(ListingFileSystem):
     ) -> Iterator[str]:
         """A directory of read-only files with the objects of `url`, for a `with` block; yields its path.
 
-        `url` is an object, a prefix or a pattern, as for `load`, which first loads what is not cached on this node. Every
-        file has one version of its object, complete and verified. Files above 1 MiB are hard links to the cache's own, and
-        take no more space; smaller ones are copies. Eviction, overwrites and removals do not change them. The objects stay
-        in the cache while the directory exists, and count to its capacity.
+        `url` is an object, a prefix or a pattern, as for `load`, which first loads the objects that are not cached on this
+        node. Every file has one version of its object, complete and verified. Files above 1 MiB are hard links to the
+        cache's own, and take no more space; smaller ones are copies. Eviction, overwrites and removals do not change them.
+        The objects stay in the cache while the directory exists, and count to its capacity.
 
         The directory is removed at the end, or, if the process was killed, by the next process that uses the cache. With
         `directory`, a new or empty one on the file system of the cache, it stays until it is deleted. `copy` copies every
         file, so that it may be on any file system.
 
-        Raises what `load` raises, `UsageError` for names that are not file names and a `directory` that cannot be used, and
-        `StorageError` for a file system without hard links.
+        Raises the errors of `load`, `UsageError` for names that are not file names and a `directory` that cannot be used,
+        and `StorageError` for a file system without hard links.
         """
         with importing():
             from millrace.filesystem.folders import LocalFolder

@@ -121,7 +121,7 @@ class Prefetch:
             "millrace-prefetch",
             threads=_FETCHES,
             feed=self._walk,
-            daemon_feed=True,  # the caller's iterator may block for ever
+            daemon_feed=True,  # the caller's iterator may block without end
             on_piece=self._count_piece,
             on_object=lambda _: None,
             on_error=self._defect,
@@ -327,7 +327,7 @@ class Prefetch:
             return step
 
     def _wait_for_window(self, step: _Step, nbytes: int, *, cached: bool) -> bool:
-        """Wait until `nbytes` more fit into the window, and reserve them; returns False if they are not wanted any more."""
+        """Wait until `nbytes` more fit into the window, and reserve them; returns False if they are not needed any more."""
 
         def fits() -> bool:
             # A cached object that is larger than the window is admitted when the window is empty.

@@ -229,7 +229,7 @@ class WritingFileSystem(ListingFileSystem):
                 self.cp_file(source, target)
             elif self._rooted:
                 self.makedirs(target, exist_ok=True)
-        # Of a link to a directory only the link is removed, not what it leads to.
+        # Of a link to a directory only the link is removed, not its target.
         self._delete([key for key in (*files, *links) if not key.startswith(behind)])
         self._remove_empty(sorted((key for key in directories if not key.startswith(behind)), reverse=True))
 

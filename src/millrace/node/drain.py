@@ -51,7 +51,7 @@ class DrainCoordinator:
         self._missed = self._request(self._others(), "POST", "/v1/state", body, event=event)
 
     def announce_again(self, state: MemberState) -> None:
-        """As `announce`, to members that were not reached: they could regard this node as leaving for ever."""
+        """As `announce`, to members that were not reached: they could regard this node as leaving without end."""
         others = [member for member in self._others() if member.id in self._missed]
         body = {"member": self._me, "state": str(state)}
         self._missed = self._request(others, "POST", "/v1/state", body, event=None)

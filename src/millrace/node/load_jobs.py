@@ -71,7 +71,7 @@ class _CancelledError(Exception):
 
 
 class LoadJobs:
-    """The load jobs of one node, by the ids that clients gave them. Thread-safe.
+    """The load jobs of one node, by the ids that clients chose. Thread-safe.
 
     `node` stores the loaded blocks. `find_origin` returns the origin of an identity, or None without access to it.
     """

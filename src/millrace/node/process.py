@@ -282,7 +282,7 @@ class NodeProcess:
                     self._cluster.follow(member)
             if self._membership.absences() // 2 != absences:
                 absences = self._membership.absences() // 2
-                # The others have read its share for it. They are asked for that for a while only.
+                # The others have read its share for it. They receive requests for it for a limited time only.
                 self._moves.refill()
             if time.monotonic() - announced_at >= _ANNOUNCE_SECONDS:
                 self._announce_static(again=True)
@@ -330,7 +330,7 @@ class NodeProcess:
             self._write(view)
             self._check_for_duplicate(view)
             was_absent, self._is_absent = self._is_absent, view.member(self.member_id) is None
-            if was_absent or self._is_absent:  # writers did not know this node
+            if was_absent or self._is_absent:  # the views of writers lacked this node
                 self._metadata_owner.expire_all()
             self._cluster.placement()  # records the time of the change
             self._moves.view_changed(view)
@@ -479,7 +479,7 @@ def start_node(
     tag: str,
     find_origin: Callable[[str], Origin | None],
 ) -> NodeProcess:
-    """Start the node of a Ray actor (a `membership.ray_actor.StartNode`). Raises what `NodeProcess.start` raises."""
+    """Start the node of a Ray actor (a `membership.ray_actor.StartNode`). Raises the errors of `NodeProcess.start`."""
     process = NodeProcess(options, host=host, membership=membership, tag=tag, find_origin=find_origin)
     process.start()
     return process

@@ -1,4 +1,4 @@
-"""The document behind the status page: what the nodes reported, as one JSON object. Pure."""
+"""The document behind the status page: the reports of the nodes as one JSON object. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_ROWS = 100
 _RECENT_SAMPLES = 5  # ten seconds
 
 Report = Mapping[str, Any]
-"""The status of a node with `answers`, and with `details` if it answers; see `NodeProcess.status`."""
+"""The status of a node with `answers`, and with `details` if it responds; see `NodeProcess.status`."""
 
 _NODE_FIELDS = ("member_id", "address", "state", "version", "seconds", "used_bytes", "capacity_bytes", "objects")
 
@@ -23,7 +23,7 @@ _NODE_FIELDS = ("member_id", "address", "state", "version", "seconds", "used_byt
 def status_document(reports: Sequence[Report], *, address: str, now: float) -> dict[str, Any]:
     """The document of the node at `address` at the time `now` (Unix seconds).
 
-    A node that did not answer is in `nodes` with its error, and in no sum. Lists have at most a hundred rows.
+    A node that did not respond is in `nodes` with its error, and in no sum. Lists have at most a hundred rows.
     """
     answering = [report for report in reports if report["answers"]]
     nodes = [_node(report, reports) for report in reports]

@@ -109,7 +109,7 @@ def refuse_if_ended(what: str) -> None:
     ended_by = operation.ended_by if operation is not None else None
     if ended_by is not None:
         raise OriginUnavailableError(
-            f"{what}: not requested, since the origin has not answered before ({ended_by.message})",
+            f"{what}: not requested, since the origin did not respond before ({ended_by.message})",
             next_step=ended_by.next_step,
         ) from ended_by
 
@@ -149,9 +149,9 @@ class BaseOrigin(ABC):
 
     def within(self, limiter: RequestLimiter) -> Self:
         """The same origin, with the same connections, whose requests use `limiter`."""
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__, _limiter=limiter)
-        return twin
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__, _limiter=limiter)
+        return copy
 
     @property
     def identity(self) -> str:
@@ -298,7 +298,7 @@ DEFAULT_MAX_REQUESTS = 128
 30 ms each, 128 at once are some 4,000 a second; S3 supports 5,500 for one prefix."""
 
 DEFAULT_MAX_WEB_REQUESTS = 16
-"""For web servers, whose capacity is unknown: what a few browsers would send."""
+"""For web servers, whose capacity is unknown: as many as a few browsers send."""
 
 _WEB = frozenset({"http", "https"})  # one origin is many servers; the first part of each key is one
 _MOST_LIMITERS = 64  # limiters of web servers that one origin keeps open without using them

@@ -74,7 +74,9 @@ def _cause(error: BaseException, where: str) -> Cause | None:
     if isinstance(error, OSError) and error.errno in _UNROUTED:
         return Cause(f"no route to {where}", "check the network of this machine", BRIEF_SECONDS)
     if isinstance(error, TimeoutError):
-        return Cause(f"no answer from {where} in time", "check the address, firewalls, and that the server is up", None)
+        return Cause(
+            f"no response from {where} in time", "check the address, firewalls, and that the server is up", None
+        )
     return None
 
 

@@ -152,7 +152,7 @@ def refuse_password(scheme: str, key: str) -> None:
             next_step="write the name alone; the address of the service is an option of its own",
         )
     raise UsageError(
-        f"a path of {scheme}:// begins with what looks like a user name and a password",
+        f"a path of {scheme}:// begins with text like a user name and a password",
         next_step="give credentials as target_options, or leave them to the environment",
     )
 

@@ -188,10 +188,10 @@ class StoreAccess(BaseOrigin):
         self._is_reached = False
 
     def within(self, limiter: RequestLimiter) -> Self:
-        twin = super().within(limiter)
+        copy = super().within(limiter)
         if limiter.request_seconds < math.inf:
-            twin._clients = Clients(self._scheme, self._target_options, request_seconds=limiter.request_seconds)
-        return twin
+            copy._clients = Clients(self._scheme, self._target_options, request_seconds=limiter.request_seconds)
+        return copy
 
     @property
     def head_is_local(self) -> bool:
@@ -238,7 +238,7 @@ class StoreAccess(BaseOrigin):
             if meta["size"] < stop and got == meta["size"] - start:
                 raise self._range_error(self._info(key, meta), start, stop, version)
             raise OriginUnavailableError(
-                f"{self._url(key)} answered {got} bytes for the range [{start}, {stop})",
+                f"{self._url(key)} returned {got} bytes for the range [{start}, {stop})",
                 next_step="read again; if it persists, a proxy in between truncates bodies",
             )
         return data

@@ -40,8 +40,8 @@ _KINDS = {
     "BrokenPipe": "the server closed the connection",
     "ConnectionAborted": "the connection was aborted",
     "ConnectionReset": "the connection was reset",
-    "Timeout": "no answer in time",
-    "UnexpectedEof": "the answer ended early",
+    "Timeout": "no response in time",
+    "UnexpectedEof": "the response ended early",
 }
 
 _NO_TOKEN_FILE = (
@@ -163,7 +163,7 @@ def translate(
     if code in _EXPIRED:
         return DeniedError(
             f"the credentials for {url} have expired",
-            next_step="give new ones, or a profile or an identity, which are renewed without asking",
+            next_step="give new ones, or a profile or an identity, which are renewed automatically",
         )
     if code in _SKEWED:
         return DeniedError(
@@ -190,7 +190,7 @@ def translate(
         return ObjectNotFoundError(f"{url} is not a valid object name", next_step="check the name")
     if http_status(error) in _BUSY:
         return OriginBusyError(
-            f"{url}: {identity} asks for fewer requests (status {http_status(error)})",
+            f"{url}: {identity} requests a lower rate (status {http_status(error)})",
             next_step="try again later, or with fewer workers",
         )
     if url.startswith("file:") and f"(os error {errno.ENOTDIR})" in str(error):
@@ -239,11 +239,11 @@ def _no_credentials(status: int | None, url: str) -> MillraceError:
     """The error for a failed request for credentials."""
     if _is_final(status):
         return DeniedError(
-            f"{url}: the service that gives this machine or pod its credentials refuses them (status {status})",
+            f"{url}: the service for the credentials of this machine or pod refuses them (status {status})",
             next_step="check its role or identity, and the token file and the variables that name them",
         )
     return OriginUnavailableError(
-        f"{url}: the service that gives this machine or pod its credentials does not respond"
+        f"{url}: the service for the credentials of this machine or pod does not respond"
         + (f" (status {status})" if status is not None else ""),
         next_step="check that it is up and reachable from this machine",
     )

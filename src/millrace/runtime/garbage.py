@@ -1,4 +1,4 @@
-"""The memory management of the process: pauses of the garbage collector, and what glibc keeps of freed memory."""
+"""The memory management of the process: pauses of the garbage collector, and freed memory that glibc keeps."""
 
 from __future__ import annotations
 

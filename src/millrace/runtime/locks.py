@@ -1,12 +1,12 @@
 """Locks between the processes of a node, and single flight between the threads of a process.
 
 The kernel frees the locks of a process that ends, however it ends, but not those of a process that is stopped (Ctrl-Z, a
-debugger, a paused container). So a holder writes a sign of life into the file when it takes a lock and at intervals while
-it holds it: the time, and which process it is. A process that waits for the lock reads that sign: when the time does not
+debugger, a paused container). So a holder writes a heartbeat into the file when it takes a lock and at intervals while
+it holds it: the time, and which process it is. A process that waits for the lock reads the heartbeat: when the time does not
 advance for `SILENCE_SECONDS`, and the kernel runs no thread of the holder either, it continues without the holder. The clock
 is the machine's (`CLOCK_MONOTONIC`), which all its processes share and which does not advance while the machine sleeps.
 
-The signs are hints. If they cannot be written, or are overwritten with something else, a wait is shorter or longer than it
+Heartbeats are hints. If they cannot be written, or are overwritten with something else, a wait is shorter or longer than it
 could be, and nothing else happens.
 
 Single flight: of several threads that request a block at the same time, one fetches it, and all receive the result. Between
@@ -58,10 +58,10 @@ _FILE_LOCK_PAUSES = (0.00005, 0.005)  # first and longest pause between two atte
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, pid
 _SIGN = struct.Struct("<QQQ")  # a `Sign`
 _SIGNS = 8192
-"""Places for signs in a file. Two locks that share one make a wait longer when one holder runs and one is stopped."""
+"""Places for heartbeats in a file. Two locks that share one make a wait longer when one holder runs and one is stopped."""
 
 Sign = tuple[int, int, int]
-"""A sign of life: nanoseconds of the machine's clock, the process, and its namespace of process numbers."""
+"""A heartbeat: nanoseconds of the machine's clock, the process, and its namespace of process numbers."""
 
 _NO_SIGN = (0, 0, 0)
 
@@ -134,7 +134,7 @@ class SharedLocks:
 
     def close(self) -> None:
         """Release everything. Idempotent."""
-        with self._beating:  # a beat must not write into a file that gets the same number
+        with self._beating:  # a heartbeat must not be written into a file that gets the same number
             descriptor, self._descriptor = self._descriptor, -1
             self._held.clear()
         if descriptor >= 0:
@@ -176,7 +176,7 @@ class SharedLocks:
 
     def release(self, number: int) -> None:
         """Release a lock."""
-        with self._beating:  # a beat must not replace the sign of the next holder
+        with self._beating:  # a heartbeat must not replace that of the next holder
             try:
                 self._held.discard(number)
                 _unlock_byte(self._descriptor, number)
@@ -192,7 +192,7 @@ class SharedLocks:
                 self.release(number)
 
     def beat(self) -> bool:
-        """Write a sign for every lock that is held; returns whether to call this again."""
+        """Write a heartbeat for every lock that is held; returns whether to call this again."""
         with self._beating:
             if self._descriptor < 0:
                 return False
@@ -331,7 +331,8 @@ class _Held:
         except BaseException:
             self._locks.let_go(self._number)
             raise
-        del self._locks._inside[self._number]  # only now: until then a beat releases what an interrupt leaves
+        # Only now: until then a heartbeat releases a lock that an interrupt leaves.
+        del self._locks._inside[self._number]
 
 
 def _release_if_left(locks: SharedLocks, number: int, threads: threading.Lock) -> None:
@@ -352,7 +353,7 @@ class FileLock(SharedLocks):
     names the holder in that error.
 
     `threads` is entered first, without Python code in between, so an interrupt (Ctrl-C) cannot leave it locked. One that
-    leaves the file locked is noticed by the next beat, which finds the file locked and no thread inside.
+    leaves the file locked is noticed by the next heartbeat, which finds the file locked and no thread inside.
     """
 
     def __init__(self, path: Path, holder: str, *, limit: float | None = None) -> None:
@@ -378,7 +379,7 @@ class FileLock(SharedLocks):
 
 
 class Activity:
-    """Whether processes run at all: on a machine on which hundreds want a processor, a sign of life may come late."""
+    """Whether processes run at all: on a machine on which hundreds need a processor, a heartbeat may be late."""
 
     def __init__(self) -> None:
         self._looks: dict[int, tuple[float, int, bool]] = {}  # when, the switches of its threads, and the result
@@ -464,8 +465,8 @@ class Outcome(Generic[Value]):
     """What a call has returned or raised, for the threads that wait for it. Thread-safe.
 
     As a `Future` of `concurrent.futures`, without its condition: an interrupt (Ctrl-C) in the Python code of a condition
-    leaves its lock held, and then the thread that makes the call waits for ever. Here no thread waits for another one in the
-    middle of a method: all shared state is in lists, which change in one step.
+    leaves its lock held, and then the thread that makes the call waits without end. Here no thread waits for another one in
+    the middle of a method: all shared state is in lists, which change in one step.
     """
 
     def __init__(self) -> None:
@@ -487,7 +488,7 @@ class Outcome(Generic[Value]):
             woken.acquire(timeout=_SIGNAL_SECONDS)
 
     def exception(self) -> BaseException | None:
-        """Wait for the end of the call; returns what it has raised, or None."""
+        """Wait for the end of the call; returns its exception, or None."""
         self.wait()
         return self._ends[0][1]
 
@@ -575,7 +576,7 @@ class Flights:
                         self._flights[object_id, block] = flight
                     else:
                         theirs[block] = flight
-        except BaseException:  # an interrupt: other threads would wait for ever for a flight without an end
+        except BaseException:  # an interrupt: other threads would wait without end for a flight without an end
             for block, flight in mine.items():
                 self.fail((object_id, block), flight, StorageError("a fetch was interrupted", next_step="read again"))
             raise

@@ -1,6 +1,6 @@
 """Threads: periodic tasks, which are functions that one daemon thread of the process calls at intervals, and pools.
 
-A process that is idle must still close files that another process has evicted, count its reads and write signs of life.
+A process that is idle must still close files that another process has evicted, count its reads and write heartbeats.
 The thread starts with the first task and ends with the last one. A forked child has neither the thread nor the tasks.
 """
 

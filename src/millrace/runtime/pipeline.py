@@ -50,7 +50,7 @@ def run_in_order(jobs: Iterable[Job], work: Callable[[Job], Result], threads: in
 class _Call(Generic[Job, Result]):
     """One job, and its outcome for the one thread that waits for it.
 
-    No `Future`: an interrupt (Ctrl-C) of that thread in the Python code of its condition would block the pool for ever.
+    No `Future`: an interrupt (Ctrl-C) of that thread in the Python code of its condition would block the pool without end.
     """
 
     __slots__ = ("_ended", "_error", "_result", "is_cancelled", "job")

@@ -121,7 +121,7 @@ def make_way(path: Path, *, folder: bool = False, lost: str = "") -> None:
 
 
 def recreate(path: Path, why: str, *, lost: str = "", keep: bool = False) -> None:
-    """Remove a small file of the cache that cannot be used, so that its owner recreates it. Logs what is lost.
+    """Remove a small file of the cache that cannot be used, so that its owner recreates it. Logs the loss.
 
     A directory in its place, and with `keep` anything else, is renamed: `REPLACED` and a number are added to its name.
     """

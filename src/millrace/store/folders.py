@@ -1,6 +1,6 @@
 """Folders of hard links to data files: cached objects as plain files for other programs.
 
-A link keeps the bytes of an object whatever happens to its name in the store. The store never writes to a linked file, and
+A link keeps the bytes of an object, also without its name in the store. The store never writes to a linked file, and
 the eviction skips it (`Store.is_linked`), because removing it would free no space. So a folder needs no record: when its
 links are deleted, by anyone, the objects are evictable again.
 

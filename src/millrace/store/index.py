@@ -94,7 +94,7 @@ class Index(IndexTransactions):
     def get_as_of(self, object_id: bytes) -> tuple[Entry | None, int]:
         """As `get`, with the id of the last transaction that it sees."""
         objects, guard = self._objects, self._guard
-        guard.__enter__()  # part of every first open: only what is necessary
+        guard.__enter__()  # part of every first open: only the necessary steps
         try:
             with self._env.begin() as txn:
                 record, visible = txn.get(object_id, db=objects.handle), txn.id()

@@ -1,4 +1,4 @@
-"""Records of verified bytes: a reader does not verify again what this process, or another one, has verified.
+"""Records of verified bytes: a reader does not verify bytes again that this process, or another one, has verified.
 
 - `VerifiedBlocks` (`store.py`): the blocks of data files that this process has verified. Kept in memory.
 - The seal of a data file: all of its blocks were read and found right while the file had this inode and change time. Stored
@@ -10,7 +10,8 @@ A process compares the seal with the file before it maps it. A file that was cut
 another inode or change time. Its bytes are then verified again, at their first use in each process.
 
 Objects get rising generations in the step that enters them into the index. So the highest generation of the moment defines
-what the seal of a segment covers: an object whose bytes were written before the seal, and entered later, is not covered.
+the objects that the seal of a segment covers: an object whose bytes were written before the seal, and entered later, is not
+covered.
 """
 
 from __future__ import annotations
@@ -209,7 +210,7 @@ class SegmentSeal(NamedTuple):
 
 
 class SegmentSeals:
-    """The table of seals of segments in a store's index. Thread- and process-safe; raises what `Index` raises."""
+    """The table of seals of segments in a store's index. Thread- and process-safe; raises the errors of `Index`."""
 
     def __init__(self, index: Index) -> None:
         self._index = index

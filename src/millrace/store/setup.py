@@ -82,7 +82,7 @@ def open_directory(directory: Path, rebuild: Rebuild, *, on_dropped: Callable[[]
     with disk_errors(directory):
         find_folder(directory)
         make_way(directory / _LOCK)
-        require_file(directory / _LOCK, alone=True)  # signs of life are written to it
+        require_file(directory / _LOCK, alone=True)  # heartbeats are written to it
         # Without a limit: a rebuild may take long.
         lock = FileLock(directory / _LOCK, f"the process that sets up the cache in {directory}", limit=math.inf)
         with closing(lock), lock.threads, lock:

@@ -1,6 +1,6 @@
 """Space on one disk: the capacity, the free space that must remain (`min_free`), and reservations of writers.
 
-`Space` answers whether more bytes may be written, and reserves them. Far from the limits a process reserves in memory only.
+`Space` decides whether more bytes may be written, and reserves them. Far from the limits a process reserves in memory only.
 Near them it also records the reservation in the index, so that all processes stay inside the limits together.
 
 `FreeSpace` observes the disk while other programs write to it. The writes between two looks cannot be seen in advance, so
@@ -105,10 +105,10 @@ class Space:
         total, free = self._total_and_free()
         return free - self._reserved - nbytes >= self._min_free.of(total)
 
-    def reserve(self, nbytes: int, *, patient: bool = True) -> bool:
+    def reserve(self, nbytes: int, *, wait: bool = True) -> bool:
         """Reserve space until `release`. False if there is none, or the disk fails.
 
-        `patient` waits for a moment where that may help, see `is_in_doubt`. Other processes see the reservation when the
+        With `wait`, waits for a moment where that may help, see `is_in_doubt`. Other processes see the reservation when the
         store is nearly full (the last eighth, or 1 GiB if that is more). A reservation ends by itself after a minute.
         """
         for _ in range(_RESERVE_ATTEMPTS):
@@ -121,7 +121,7 @@ class Space:
                     self._on_failure(error)
                     granted = False
                 self._reserved += nbytes if granted else 0
-            if granted or not (in_doubt and patient):
+            if granted or not (in_doubt and wait):
                 return granted
             time.sleep(_RESERVE_PAUSE_SECONDS)
         return False

@@ -498,7 +498,7 @@ class IndexTransactions:
     def _as_writer(self, work: Callable[[], _T]) -> _T:
         """The result of `work`, called with the locks of a process that writes."""
         thread = threading.get_ident()
-        if self._writer == thread:  # it would wait for itself for ever
+        if self._writer == thread:  # it would wait for itself without end
             raise StorageError(
                 f"cache index {self._path}: this thread is writing to it already",
                 next_step="use the cache after the signal handler has returned, not in it",

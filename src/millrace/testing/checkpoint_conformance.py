@@ -12,8 +12,8 @@ Subclass one in a test module and give its fixture:
         def extension(self) -> MyExtension:
             return MyExtension(key)
 
-`CheckpointConformance` saves and loads under a place: with another `url` it tries a storage, with `origin` what is read
-through, with `extensions` what chunks go through. `ExtensionConformance` tries a stream extension by itself and in
+`CheckpointConformance` saves and loads under a place: with another `url` it tries a storage, with `origin` reads
+through a cache, with `extensions` the conversion of chunks. `ExtensionConformance` tries a stream extension by itself and in
 torch's own writer and reader. Nothing here is imported by `import millrace.testing`.
 """
 
@@ -60,8 +60,8 @@ _WARNINGS = [
 class CheckpointPlace:
     """Where and how a suite saves. Checkpoints are stored below `url`, which has no other user.
 
-    `origin`, called for every reader, gives what it reads through in place of the storage itself, by the same keys.
-    `extensions` are what chunks go through, and `registry` is torch's registry that knows them.
+    `origin`, called for every reader, returns an origin that it reads instead of the storage itself, by the same keys.
+    `extensions` convert the chunks, and `registry` is torch's registry that contains them.
     """
 
     url: str
@@ -328,7 +328,7 @@ class CheckpointConformance:
 
 class ExtensionConformance:
     """What a stream extension must do to be used in Millrace's writer or torch's. Set `extension`. The default `registry`
-    contains its class, whose `from_descriptor` must then find what it needs, such as a key.
+    contains its class, whose `from_descriptor` must then find its other input, such as a key.
     """
 
     pytestmark = _WARNINGS

@@ -100,7 +100,7 @@ def _end(popen: subprocess.Popen[bytes], owner_pid: int, grace_seconds: float) -
     popen.wait()
     for pipe in (popen.stdin, popen.stdout):
         if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # what was not written yet has no reader any more
+            with contextlib.suppress(BrokenPipeError):  # the rest of the output has no reader any more
                 pipe.close()
 
 

@@ -5,7 +5,7 @@
         ...
         print(region.stats(prefix="/bucket/train/").bytes_down)
 
-It needs no privileges, works in a process of its own (`region_proxy`), and can also break what it relays: `fail`.
+It needs no privileges, works in a process of its own (`region_proxy`), and can also break relayed requests: `fail`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Fault:
     `method` None is any; `path` is a shell pattern on the decoded path without the query (`/bucket/train/*`). The first
     `skip` matching requests pass; then `count` are hit (None: all). With `above_in_flight` only those are hit that come
     while more requests than that, itself included, are in flight, and with `above_rate` those that come faster than so
-    many a second: a storm, as of a server that protects itself. Faults in the middle of a body need a response with
+    many a second: an overload, as of a server that protects itself. Faults in the middle of a body need a response with
     a Content-Length of more than `after_bytes`, else the request is hit without effect.
     """
 
@@ -102,9 +102,9 @@ def _total(rows: Iterable[Traffic]) -> Traffic:
 class RegionStats(Traffic):
     """Totals since the start or the last `reset`, and the same by HTTP method, and by kind of request.
 
-    The kinds are the methods, but a GET that lists a bucket is a `LIST`. `cpu_seconds` is what the proxy process has used
-    since its start, for all requests; `most_in_flight` is the largest number of requests, of all paths, that were not
-    answered at one time: from the last byte of their head to the last byte of their answer.
+    The kinds are the methods, but a GET that lists a bucket is a `LIST`. `cpu_seconds` is the CPU time of the proxy process
+    since its start, for all requests; `most_in_flight` is the largest number of requests, of all paths, that were in
+    progress at one time: from the last byte of their head to the last byte of their response.
     """
 
     by_method: Mapping[str, Traffic] = field(default_factory=dict)
@@ -196,7 +196,7 @@ class EmulatedRegion:
             **self._shape(),
         }
         try:
-            self._port = self._ask(settings)["port"]
+            self._port = self._send(settings)["port"]
         except BaseException:
             self.stop()
             raise
@@ -228,7 +228,7 @@ class EmulatedRegion:
 
     def stats(self, prefix: str = "/") -> RegionStats:
         """What went through, of paths that begin with `prefix` (`/bucket/train/`), in this region's whole life."""
-        answer = self._ask({"do": "stats", "prefix": prefix})
+        answer = self._send({"do": "stats", "prefix": prefix})
         kinds = {kind: Traffic(*row) for kind, row in answer["by_kind"].items()}
         methods = {kind: row for kind, row in kinds.items() if kind not in ("GET", "LIST")}
         if downloads := [kinds[kind] for kind in ("GET", "LIST") if kind in kinds]:
@@ -246,25 +246,25 @@ class EmulatedRegion:
 
     def reset(self) -> None:
         """Set the counters to zero."""
-        self._ask({"do": "reset"})
+        self._send({"do": "reset"})
 
     def reshape(self, *, round_trip_seconds: float, bytes_per_second: float | None) -> None:
         """Change the latency and the bandwidth while it runs."""
         self.round_trip_seconds, self.bytes_per_second = round_trip_seconds, bytes_per_second
-        self._ask({"do": "shape", **self._shape()})
+        self._send({"do": "shape", **self._shape()})
 
     def fail(self, kind: FaultKind, **details: Any) -> None:
         """Add a fault; `details` are the other fields of `Fault`. The first rule that matches a request is used."""
-        self._ask({"do": "fail", **asdict(Fault(kind=kind, **details))})
+        self._send({"do": "fail", **asdict(Fault(kind=kind, **details))})
 
     def fault_hits(self) -> list[int]:
         """How many requests each fault has hit so far, in the order in which they were added."""
-        hits: list[int] = self._ask({"do": "faults"})["hits"]
+        hits: list[int] = self._send({"do": "faults"})["hits"]
         return hits
 
     def clear_faults(self) -> None:
         """Remove all faults, also those that were not used up."""
-        self._ask({"do": "clear"})
+        self._send({"do": "clear"})
 
     def calibrate(self, *, connections: int = 8, seconds: float = 1.0) -> Calibration:
         """Measure the speed of a region with these settings on this machine, with a source that takes almost no time.
@@ -286,7 +286,7 @@ class EmulatedRegion:
             raise UsageError("the emulated region is not running", next_step="use it in a 'with' block")
         return self._process
 
-    def _ask(self, command: Mapping[str, Any]) -> dict[str, Any]:
+    def _send(self, command: Mapping[str, Any]) -> dict[str, Any]:
         process = self._running()
         cause: OSError | None = None
         with self._lock:

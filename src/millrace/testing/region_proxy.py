@@ -2,7 +2,7 @@
 
 It runs as a program of its own, so that its CPU time and memory are not those of the client under test, and imports
 nothing but the standard library. It relays messages as they are: the Host header stays, because the client signed it.
-Commands come as JSON lines on stdin and are answered, in order, by JSON lines on stdout; the first line out is
+Commands come as JSON lines on stdin and have their results, in order, as JSON lines on stdout; the first line out is
 `{"port": N}`. It ends when stdin does.
 
 It is one file because it is started by its path: neither millrace nor any installed package is importable in it.
@@ -54,7 +54,7 @@ class Pacer:
 
     def wait(self, nbytes: int) -> None:
         delay = self.reserve(nbytes, time.monotonic())
-        if delay > 0.0005:  # shorter ones cost more than they slow down; the schedule remembers them
+        if delay > 0.0005:  # shorter ones cost more than they slow down; the schedule includes them
             time.sleep(delay)
 
 
@@ -392,7 +392,7 @@ class _Connection:
     def _response_head(self, server: Stream) -> Head:
         raw = server.read_until(b"\r\n\r\n")
         if not raw:
-            raise ConnectionError("the server closed without an answer")
+            raise ConnectionError("the server closed without a response")
         return Head(raw)
 
     def _relay_request_body(self, request: Head, server: Stream) -> None:
@@ -508,7 +508,7 @@ class _Connection:
         self._over()
         self.client.socket.sendall((head + ending).encode() + (b"" if self.method == "HEAD" else body))
         if not bare:
-            # Closing with unread bytes would reset the connection, and the client might lose the answer.
+            # Closing with unread bytes would reset the connection, and the client might lose the response.
             self.client.socket.shutdown(socket.SHUT_WR)
             self.client.socket.settimeout(5.0)
             while self.client.take(_BUFFER_BYTES):

@@ -129,7 +129,7 @@ class S3Server:
         state = self.endpoint_url if self._process else "stopped"
         return f"S3Server({str(self.directory)!r}, {state})"
 
-    # --- what clients need ------------------------------------------------------------------------
+    # --- for clients ------------------------------------------------------------------------------
 
     @property
     def port(self) -> int:
@@ -171,7 +171,7 @@ class S3Server:
                 f"{name!r}: is not a bucket name", next_step="use 3 to 63 lower-case letters, digits and hyphens"
             )
         raise OriginUnavailableError(
-            f"creating bucket {name!r} gave HTTP {status}: {body[:200].decode(errors='replace')}"
+            f"creating bucket {name!r} failed with HTTP {status}: {body[:200].decode(errors='replace')}"
         )
 
     def _request(self, method: str, path: str, *, timeout_seconds: float = 10.0) -> tuple[int, bytes]:
@@ -184,7 +184,7 @@ class S3Server:
     # --- life -------------------------------------------------------------------------------------
 
     def start(self, *, timeout_seconds: float = 60.0) -> Self:
-        """Start it and return when it answers with its keys. Has no effect on a running server.
+        """Start it and return when it accepts its keys. Has no effect on a running server.
 
         Raises `MissingDependencyError`, `StorageError` (`DiskFullError`), `UsageError` when the port or the directory
         is in use, and `OriginUnavailableError` with the end of its log when it does not come up.
@@ -271,7 +271,7 @@ class S3Server:
     def _clean_up_after_the_last(self) -> None:
         for old in self.directory.glob(
             "m[0-9]*"
-        ):  # the master's state, one folder a port; it learns anew from the data
+        ):  # the master's state, one folder a port; it reads it again from the data
             shutil.rmtree(old)
         state = self.directory / "ports.json"
         try:
@@ -336,7 +336,7 @@ class S3Server:
         )
 
     def _wait(self, deadline: float) -> bool:
-        """True when it answers, False when it has ended. Raises at the deadline."""
+        """True when it responds, False when it has ended. Raises at the deadline."""
         while True:
             if self._process is None or self._process.exit_status() is not None:
                 return False
@@ -344,13 +344,13 @@ class S3Server:
                 return True
             if time.monotonic() > deadline:
                 raise OriginUnavailableError(
-                    f"the S3 server did not answer in time; its log ends: {log_tail(self.log_path)}",
+                    f"the S3 server did not respond in time; its log ends: {log_tail(self.log_path)}",
                     next_step=f"see {self.log_path}",
                 )
             time.sleep(0.05)
 
     def _answers(self) -> bool:
-        """Whether the keys are accepted, and there is a volume server to write to: S3 alone answers long before."""
+        """Whether the keys are accepted, and there is a volume server to write to: S3 alone responds long before."""
         assert self._ports is not None
         try:
             status, body = _get(self._ports.http["master"], "GET", "/dir/status", {}, 2.0)

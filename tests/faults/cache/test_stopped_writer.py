@@ -109,7 +109,7 @@ def test_open_process_with_stopped_writer_reads_and_stores_again_later(data: Pat
         assert fs.cat_file(f"{data}/large.bin") == large
         if fs.cache_counters()["origin_bytes"] == before:
             break
-        assert time.monotonic() < deadline, "nothing is kept any more"
+        assert time.monotonic() < deadline, "nothing is stored in the cache any more"
     close_nodes()
 
 
@@ -151,7 +151,7 @@ def test_new_process_during_stopped_setup_reads_without_the_cache(data: Path) ->
 
 @pytest.mark.slow
 def test_process_waits_for_a_running_rebuild(data: Path) -> None:
-    """The holder of the lock writes signs of life for longer than the wait for a stopped holder."""
+    """The holder of the lock writes heartbeats for longer than the wait for a stopped holder."""
     cache = data / "cache"
     assert run(READER, cache, data).stdout == "right\n"
     lock = FileLock(cache / "millrace/local/setup.lock", "this process")

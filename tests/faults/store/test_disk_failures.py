@@ -135,7 +135,8 @@ def make_read_only(disk: Path) -> None:
 def mount_again(disk: Path) -> None:
     """Unmount a disk, mend it as an administrator does, and mount it writable.
 
-    As a copy: a test beside this one may have copied the mount into a namespace, where the read-only disk lives on.
+    As a copy: another test that runs at the same time may have copied the mount into a namespace, where the read-only disk
+    stays.
     """
     image = disk.with_name(f"{disk.name}-mended.img")
     subprocess.run(["umount", str(disk)], check=True)

@@ -48,7 +48,8 @@ def place(tmp_path: Path) -> Path:
 def mount(tmp_path: Path, place: Path) -> Iterator[Mount]:
     """Mounts the image with these options, a new ext4 of 96 MiB at first.
 
-    As a copy: a test beside this one may have copied the mount into a namespace, where the stopped disk lives on.
+    As a copy: another test that runs at the same time may have copied the mount into a namespace, where the stopped disk
+    stays.
     """
     images = [tmp_path / "disk-0.img"]
     with open(images[0], "wb") as file:

@@ -279,7 +279,7 @@ def test_owner_serves_no_metadata_from_before_its_absence_from_the_members(
     owner.server._routes.clear()
     absent.add_routes(owner.server)
     assert names(others[0], origin, "b/train") == keys
-    origin.put(keys[1], b"written while nobody knew the owner")
+    origin.put(keys[1], b"written while the owner had no routes")
     absences[0] += 1
     assert others[1].reading.metadata.stat(origin, keys[1]) == origin.head(keys[1])
 

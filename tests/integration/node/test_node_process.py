@@ -705,7 +705,7 @@ def test_load_without_a_responding_node_raises(nodes: Nodes, monkeypatch: pytest
     node = nodes.start(0)
     with access_through(node.address, nodes.options()) as cluster:
         node.close()
-        with pytest.raises(OriginUnavailableError, match="no node of the cluster answers"):
+        with pytest.raises(OriginUnavailableError, match="no node of the cluster responds"):
             load_on_cluster(cluster.views, cluster.client, nodes.origin.identity, ["nodes/train"])
 
 

@@ -113,5 +113,5 @@ def test_64_processes_keep_the_limit_and_read_correctly(s3: S3Server, filled: st
         assert (refused, closed, stats.requests) == (0, 0, WORKERS * EACH)
     else:
         assert closed
-        # The gate is why: without one, each of the 256 reads would meet the storm for itself.
+        # The gate is why: without one, each of the 256 reads would receive the refusals for itself.
         assert refused < WORKERS * EACH

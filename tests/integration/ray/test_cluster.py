@@ -241,7 +241,7 @@ def _save(url: str, local: str, environment: dict[str, str], options: dict[str, 
     run = CheckpointManager(url, local=local, replicas=1, target_options=options)
     with savers_with(PATIENT_WITH_NODES):
         pending = run.save_async(7, _values())
-    # The upload goes on, and this process is killed with its node.
+    # The upload continues, and this process is killed with its node.
     return replicated.wait(120) and not pending.done()
 
 

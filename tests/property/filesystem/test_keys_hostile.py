@@ -164,7 +164,7 @@ def test_any_path_names_its_file_or_is_refused(place: Path, names: list[str]) ->
 
 
 def refused(fs: millrace.MillraceFileSystem, path: str, data: bytes) -> bool:
-    """Write a file; returns whether that was refused, in our own words."""
+    """Write a file; returns whether Millrace refused it."""
     try:
         fs.pipe_file(path, data)
     except MillraceError:

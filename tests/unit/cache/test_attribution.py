@@ -111,7 +111,7 @@ def test_damaged_file_is_repaired_with_one_log_line(
         attribution.close()
     (record,) = caplog.records
     assert record.message.startswith(f"{path} is re")
-    assert record.message.endswith("lost: what jobs read of which prefixes")
+    assert record.message.endswith("lost: the reads of each job by prefix")
 
 
 def test_link_in_place_of_the_file_ends_the_attribution_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -163,7 +163,7 @@ def test_stats_of_several_nodes_omit_one_that_did_not_respond_twice() -> None:
         ["b:1", "0.0%", "0.0%", "0", "B", "3", "B"],
         ["all", "1", "B", "3", "B"],
     ]
-    assert table_lines({"nodes": []}) == ["no node answers"]
+    assert table_lines({"nodes": []}) == ["no node responds"]
 
 
 @pytest.mark.parametrize("as_json", [False, True])

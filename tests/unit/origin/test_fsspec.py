@@ -520,5 +520,5 @@ def test_only_the_pickle_contains_the_options(tmp_path: Path) -> None:
 
 
 def test_protocol_unknown_to_fsspec_raises() -> None:
-    with pytest.raises(ConfigurationError, match="does not know the protocol"):
+    with pytest.raises(ConfigurationError, match="fsspec has no protocol"):
         FsspecOrigin("no-such-protocol")

@@ -136,9 +136,7 @@ for line in sys.stdin:
 
 @pytest.mark.slow
 def test_cluster_counters_settled_include_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "millrace.cache.counters.PATIENCE_SECONDS", 300.0
-    )  # the machine may stop the reader for a while
+    monkeypatch.setattr("millrace.cache.counters.SETTLE_SECONDS", 300.0)  # the machine may stop the reader for a while
     (tmp_path / "file").write_bytes(b"x" * 1000)
     cache = str(tmp_path / "cache")
     fs = millrace.filesystem("file", cache_dir=cache, members="none", min_free=0)
@@ -164,7 +162,7 @@ def test_cluster_counters_settled_include_other_processes(tmp_path: Path, monkey
         read(5)
         reader.send_signal(signal.SIGSTOP)
         with monkeypatch.context() as patched:
-            patched.setattr("millrace.cache.counters.PATIENCE_SECONDS", 0.1)
+            patched.setattr("millrace.cache.counters.SETTLE_SECONDS", 0.1)
             stopped = cluster_counters(fs, settled=True)["cache_bytes"]
         assert 0 <= stopped - counts["cache_bytes"] <= 5000
         reader.send_signal(signal.SIGCONT)
@@ -173,7 +171,7 @@ def test_cluster_counters_settled_include_other_processes(tmp_path: Path, monkey
         # One that was killed is not waited for at all.
         reader.kill()
         reader.wait(300)
-        monkeypatch.setattr("millrace.cache.counters.PATIENCE_SECONDS", 1e6)
+        monkeypatch.setattr("millrace.cache.counters.SETTLE_SECONDS", 1e6)
         assert cluster_counters(fs, settled=True)["cache_bytes"] - counts["cache_bytes"] == 5000
 
 

@@ -156,7 +156,7 @@ def test_file_lock_held_by_another_thread_is_taken_after_its_release(tmp_path: P
 
 
 def test_file_lock_that_an_interrupt_left_locked_becomes_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a Ctrl-C at the first instruction of `release`, while the process lives on and writes signs of life."""
+    """As a Ctrl-C at the first instruction of `release`, while the process lives on and writes heartbeats."""
     path = tmp_path / "lock"
     lock, other = FileLock(path, "a process"), FileLock(path, "another one")
     release = SharedLocks.release

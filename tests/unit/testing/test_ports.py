@@ -1,4 +1,4 @@
-"""Ports for servers of tests: nobody else gets them before the server listens."""
+"""Ports for servers of tests are reserved until the server listens."""
 
 from __future__ import annotations
 

@@ -112,9 +112,9 @@ class Copies:
         return marked
 
     def _is_of_others(self, record: UnitRecord) -> bool:
-        ask = self.still_a_copy
+        still_a_copy = self.still_a_copy
         if not record.segment:
-            if ask is not None and ask(record.unit.key, record.unit.nbytes):
+            if still_a_copy is not None and still_a_copy(record.unit.key, record.unit.nbytes):
                 return True
             return self._is_checkpoint(record)
         now = time.monotonic()
@@ -122,7 +122,8 @@ class Copies:
         if now >= until:
             some = self._index.entries_in(record.segment, limit=_SAMPLED_ENTRIES)
             answer = all(
-                is_checkpoint_file(entry.name.key) or (ask is not None and ask(entry.object_id, entry.size))
+                is_checkpoint_file(entry.name.key)
+                or (still_a_copy is not None and still_a_copy(entry.object_id, entry.size))
                 for entry in some
             )
             if len(self._answers) >= _MAX_ANSWERS:

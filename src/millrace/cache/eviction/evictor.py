@@ -6,7 +6,7 @@ when another program fills the disk, when a time to live is over or a prefix exc
 other nodes own, and checkpoint files, are evicted first (`copies.py`). Nothing is evicted for a copy, and for a checkpoint
 file only an older one.
 
-A refusal is remembered for a second for its object, and for thirty times as long as its decision took for every other one:
+A refusal is valid for a second for its object, and for thirty times as long as its decision took for every other one:
 reads that may not be kept cost a thread at most 3 % of its time, whatever their number. Free space is checked again as soon
 as any process removes something, or the limits or rules change; space that another program frees is found a second later.
 """
@@ -136,7 +136,7 @@ class Evictor:
         self._surveyor = Surveyor(records, self._holdings)
         self._turn = threading.RLock()
         self._quota_lock = threading.Lock()
-        self._refused_until = 0.0  # the policy is not asked before
+        self._refused_until = 0.0  # the policy is not called before
         self._refused = _Refusal()  # the last one, of any object
         self._refused_objects: dict[tuple[bytes, Keep], _Refusal] = {}
         self._pins_refused_until = 0.0
@@ -184,7 +184,7 @@ class Evictor:
             # A block that is stored without the evictors' lock may take the space that was freed.
             attempts, deadline = _PIN_ATTEMPTS, time.monotonic() + _PIN_SECONDS
             while attempts and time.monotonic() < deadline:
-                found = self._reserve_exclusively(nbytes, candidate, place, state, patient=True)
+                found = self._reserve_exclusively(nbytes, candidate, place, state, wait=True)
                 if found:
                     return True
                 attempts -= found is not None
@@ -224,10 +224,10 @@ class Evictor:
         except StorageError as error:
             self._report(error)
 
-    def _reserve(self, nbytes: int, *, patient: bool = True) -> bool:
+    def _reserve(self, nbytes: int, *, wait: bool = True) -> bool:
         """Reserve the free space beyond the headroom."""
         try:
-            return self._space.short_of_headroom(nbytes) <= 0 and self._store.space.reserve(nbytes, patient=patient)
+            return self._space.short_of_headroom(nbytes) <= 0 and self._store.space.reserve(nbytes, wait=wait)
         except StorageError as error:
             self._report(error)
             return False
@@ -260,11 +260,11 @@ class Evictor:
         place: Place | None,
         state: _State,
         *,
-        patient: bool = False,
+        wait: bool = False,
     ) -> bool | None:
         """Evict if needed, reserve the space and count it for the quota of `place`, under the lock of the node's evictors.
 
-        None if that may succeed a moment later: another evictor has the lock or, if `patient`, a block that is being written
+        None if that may succeed a moment later: another evictor has the lock or, if `wait`, a block that is being written
         counts twice.
         """
         is_final = made = False
@@ -277,7 +277,7 @@ class Evictor:
             over = place if excess > 0 else None
             shortage = max(excess, self._shortage(nbytes))
             made = shortage <= 0 or self._replace(shortage, candidate, over)
-            is_final = made or not (patient and self._store.space.is_in_doubt(nbytes))
+            is_final = made or not (wait and self._store.space.is_in_doubt(nbytes))
             if not made and is_final:
                 pause = _REFUSAL_FACTOR * (time.thread_time() - started)
                 now = time.monotonic()
@@ -285,7 +285,7 @@ class Evictor:
                 until = now + min(pause, _REFUSED_SECONDS)
                 self._refused = _Refusal(nbytes, state if over is None else None, until)
                 self._refuse(nbytes, candidate, state)
-            return made and self._reserve(nbytes, patient=False) and self._count(place, nbytes, candidate)
+            return made and self._reserve(nbytes, wait=False) and self._count(place, nbytes, candidate)
 
         try:
             if self._exclusively(reserve, _TURN_SECONDS):
@@ -410,17 +410,17 @@ class Evictor:
             return None
         return pause
 
-    def enforce(self, *, patient: bool = False) -> None:
-        """Evict expired units, and others until every limit holds. `patient` waits for another evictor to end.
+    def enforce(self, *, wait: bool = False) -> None:
+        """Evict expired units, and others until every limit holds. With `wait`, waits for another evictor to end.
 
         Quick if no limit is exceeded. For the capacity, pins are never evicted; for `min_free` they are evicted last. Checks
         of every unit are done by one process of the node at a time, which also continues the audit.
         """
         rules = self._rules.current()
         chores = self._records.claim(_CHORES, _CHORES_SECONDS)
-        survey = self._surveyor.current(rules) if chores or patient else Survey()
+        survey = self._surveyor.current(rules) if chores or wait else Survey()
         over = [place for place in survey.used if self._excess(survey, rules, place) > 0]
-        if not chores and not patient and self._pressing_soon() <= 0:
+        if not chores and not wait and self._pressing_soon() <= 0:
             return
 
         def enforce() -> bool:
@@ -439,10 +439,10 @@ class Evictor:
                 self._shrink(rules, partial(self._excess_now, rules, place), draw_of_place)
             for draw in (self._copies.draw, self._records.draw):
                 self._shrink(rules, self._pressing_soon, partial(draw, SHRINK_SAMPLE_SIZE))
-            self._go_to_extremes(rules, patient=patient)
+            self._go_to_extremes(rules, wait=wait)
             return True
 
-        self._exclusively(enforce, _LONG_TURN_SECONDS if patient else 0.0)
+        self._exclusively(enforce, _LONG_TURN_SECONDS if wait else 0.0)
 
     def reserve_without_candidate(self, nbytes: int) -> bool:
         """Reserve space for bytes that are not cached data, and evict anything but pins for it. The caller releases it."""
@@ -482,7 +482,7 @@ class Evictor:
         return max(self._over_capacity(), self._space.too_little())
 
     def _pressing_soon(self) -> int:
-        """Bytes to evict now, including space for what another program is about to write."""
+        """Bytes to evict now, including space for the next writes of other programs."""
         return max(self._over_capacity(), self._space.too_little() + self._space.headroom)
 
     def _over_capacity(self) -> int:
@@ -518,13 +518,13 @@ class Evictor:
         assert chosen is not None, "without a candidate something of every sample goes"
         return sample[chosen.key]
 
-    def _go_to_extremes(self, rules: Rules, *, patient: bool) -> None:
+    def _go_to_extremes(self, rules: Rules, *, wait: bool) -> None:
         """Victims that no draw has found: check every unit, and if the disk runs full evict pins too.
 
         If this frees nothing it is not repeated for a while.
         """
         started = time.monotonic()
-        if self._pressing() <= 0 or (started < self._extremes_at and not patient):
+        if self._pressing() <= 0 or (started < self._extremes_at and not wait):
             return
         self._look_everywhere(rules)
         if self._pressing() > 0:

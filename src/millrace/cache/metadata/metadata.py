@@ -93,7 +93,7 @@ class MetadataCache:
         """Drop the metadata of `keys` that were written or removed, on this node and on all others.
 
         Listings that could name them are requested again. A key that ends in a slash is a directory, and its listing is
-        requested again. The versions that were known are reported as changed. Earlier answers about the keys that are
+        requested again. The versions that were known are reported as changed. Earlier responses about the keys that are
         still in flight are not stored.
         """
         try:
@@ -101,7 +101,7 @@ class MetadataCache:
         finally:
             doubtful = self._source().changed(origin, keys)  # also after a disk error: other nodes must drop it
         if doubtful:
-            # Other processes of this node may have received an older answer from a node that had not dropped it yet.
+            # Other processes of this node may have received an older response from a node that had not dropped it yet.
             self._change(origin, keys)
 
     def _change(self, origin: Origin, keys: Sequence[str]) -> None:
@@ -152,7 +152,7 @@ class MetadataCache:
     def unpacked(self, identity: str, key: str, changes: int, freshness: Freshness) -> tuple[int, str, float] | None:
         """Size and version of an object from an unpacked page, if they are fresh, and the time from which they are stale.
 
-        Another process may have received a newer answer since; then the store no longer has the version.
+        Another process may have received a newer response since; then the store no longer has the version.
         """
         found = self._map.unpacked(identity, key, changes)
         if found is None:
@@ -327,9 +327,9 @@ class MetadataCache:
             return self._request_level(origin, prefix) if remembered is None else remembered
 
     def answers(self, origin: Origin, prefix: str, after: str) -> Iterator[Answer]:
-        """The content of a directory after the key `after` (`""`: all of it), as in `list_all`, answer by answer.
+        """The content of a directory after the key `after` (`""`: all of it), as in `list_all`, response by response.
 
-        Raises `UsageError` for an origin that lists without an order, because no answer can be continued.
+        Raises `UsageError` for an origin that lists without an order, because no response can be continued.
         """
         last = after or base_of(prefix)
         for answer in self._walk(origin, prefix, last):
@@ -509,7 +509,7 @@ class MetadataCache:
         return ListingStream(self._source(), origin, root, self._key_before(origin, root, start), settled)
 
     def _key_before(self, origin: Origin, root: str, start: str) -> str:
-        """Where to begin a listing of `root` that must contain what follows `start`.
+        """Where to begin a listing of `root` that must contain the keys after `start`.
 
         If a directory was listed by itself, a page can end where the directory begins. That is not a key: some servers
         would continue behind the directory, others with names that sort before its slash. So begin with the key before.

@@ -5,9 +5,9 @@ a key is found by one step of a cursor, whatever was listed: a bucket, a directo
 each key in addition to its page; only a key that was requested alone has its own record.
 
 A *position* is a key as its origin sorts: by its bytes, as S3 does; or folder by folder, as servers with real directories
-do, where `/` sorts before every other character. The answers of the origin show which one it is.
+do, where `/` sorts before every other character. The responses of the origin show which one it is.
 
-A write of this node is stored as a numbered change. An answer from before the change is not used for that
+A write of this node is stored as a numbered change. A response from before the change is not used for that
 key.
 """
 
@@ -109,7 +109,7 @@ def _space_of(identity: str, *, folders_first: bool) -> Space:
 
 
 class PageMap:
-    """The map of one index. Thread- and process-safe; raises what `Index` raises."""
+    """The map of one index. Thread- and process-safe; raises the errors of `Index`."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -120,7 +120,7 @@ class PageMap:
     # --- spaces and time --------------------------------------------------------------------------
 
     def space(self, identity: str) -> Space:
-        """All keys of an origin, in the order that its answers have shown so far."""
+        """All keys of an origin, in the order that its responses have shown so far."""
         space = self._spaces.get(identity)
         return space if space is not None else self._read_space(identity)
 
@@ -129,7 +129,7 @@ class PageMap:
             return self._space_in(txn, identity)
 
     def _space_in(self, txn: Transaction, identity: str) -> Space:
-        """The space of an origin, as this transaction has it: another process may have learned the order."""
+        """The space of an origin, as this transaction has it: another process may have stored the order."""
         space = _space_of(identity, folders_first=txn.get(ORDER + digest_of(identity)) is not None)
         self._spaces[identity] = space
         return space

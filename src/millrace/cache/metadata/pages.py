@@ -36,7 +36,7 @@ _NO_OBJECT = 0xFFFF
 _SEPARATOR = "\n"
 _describe = partial(tuple.__new__, ObjectInfo)  # `ObjectInfo._make` without a Python function for each object
 
-# Format, flags, objects, slots of the hash table, when asked; then where sizes, times, starts of names and versions,
+# Format, flags, objects, slots of the hash table, time of the request; where sizes, times, starts of names and versions,
 # the five texts and the end are.
 _HEADER = struct.Struct("<BBHHxxd10I")
 _FLAGS_AT = 1

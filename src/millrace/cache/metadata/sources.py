@@ -1,7 +1,7 @@
-"""The sources of metadata, and the time for which an answer is fresh.
+"""The sources of metadata, and the time for which a response is fresh.
 
-A node requests metadata from the origin, or in a cluster first from the member that requests it for all nodes. Each answer
-has an age in seconds: the time between the request to the origin and the answer.
+A node requests metadata from the origin, or in a cluster first from the member that requests it for all nodes. Each
+response has an age in seconds: the time since the request to the origin.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Moment(NamedTuple):
     changes: int
 
     def earlier(self, seconds: float) -> Moment:
-        """The moment of an answer that had this age when it arrived."""
+        """The moment of a response that had this age when it arrived."""
         return self if not seconds else Moment(self.asked - seconds, self.changes)
 
 
@@ -42,22 +42,22 @@ class Freshness(NamedTuple):
         return self.max_age > 0
 
     def earliest(self, now: float) -> float:
-        """The earliest time of a request whose answer is fresh now."""
+        """The earliest time of a request whose response is fresh now."""
         return max(now - self.max_age, self.since)
 
     def latest(self, now: float) -> float:
-        """The latest time of a request whose answer is fresh now.
+        """The latest time of a request whose response is fresh now.
 
         A request in the future was sent before the clock was set back. Its age is not known, so it is stale.
         """
         return math.inf if self.max_age == math.inf else now
 
     def is_fresh(self, asked: float, now: float) -> bool:
-        """Whether the answer to a request at time `asked` is fresh at time `now`."""
+        """Whether the response to a request at time `asked` is fresh at time `now`."""
         return self.max_age > 0 and self.earliest(now) <= asked <= self.latest(now)
 
     def stale_from(self, asked: float) -> float:
-        """The time from which the answer to a request at time `asked` is stale."""
+        """The time from which the response to a request at time `asked` is stale."""
         return asked + self.max_age
 
 
@@ -85,9 +85,9 @@ class MetadataSource(Protocol):
         ...
 
     def changed(self, origin: Origin, keys: Sequence[str]) -> bool:
-        """Invalidate older answers about keys that this node wrote or removed, on all nodes. Never raises.
+        """Invalidate older responses about keys that this node wrote or removed, on all nodes. Never raises.
 
-        Returns whether another process of this node may have received an older answer in the meantime.
+        Returns whether another process of this node may have received an older response in the meantime.
         """
         ...
 
@@ -129,20 +129,20 @@ def end_of(prefix: str) -> str:
 
 
 class Answer(NamedTuple):
-    """A part of a directory's listing: its objects after the end of the answer before, up to the key `through`."""
+    """A part of a directory's listing: its objects after the end of the response before, up to the key `through`."""
 
     objects: Sequence[ObjectInfo]
     through: str
     is_directory: bool = False
 
     def within(self, prefix: str, after: str, space: Space) -> Answer:
-        """The part of an answer about a parent directory that is below `prefix` and after the key `after`."""
+        """The part of a response about a parent directory that is below `prefix` and after the key `after`."""
         first, last = space.position(after), space.position(end_of(prefix))
 
         def position(info: ObjectInfo) -> str:
             return space.position(info.key)
 
-        # Answers are sorted. A comparison for each object would be most of the time of a listing.
+        # Responses are sorted. A comparison for each object would be most of the time of a listing.
         start, stop = bisect_right(self.objects, first, key=position), bisect_left(self.objects, last, key=position)
         through = max(first, min(space.position(self.through), last))
         is_directory = start > 0 and after == base_of(prefix) and self.objects[start - 1].key == after

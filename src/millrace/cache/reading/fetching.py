@@ -346,7 +346,7 @@ def bridged(spans: Sequence[tuple[int, int]], waste_bytes: int, *, most: int) ->
 def _with_gaps(
     start: int, stop: int, gaps: Sequence[tuple[int, int]], block_bytes: int
 ) -> Iterator[tuple[int, int, bool]]:
-    """The range `[start, stop)` in parts: each of the gaps, and what is in between, cut at the boundaries of blocks."""
+    """The range `[start, stop)` in parts: each of the gaps, and the rest between them, cut at the boundaries of blocks."""
     for begin, end in [*gaps, (stop, stop)]:
         while start < begin:
             cut = min(begin, (start // block_bytes + 1) * block_bytes)

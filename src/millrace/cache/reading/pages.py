@@ -156,11 +156,11 @@ class PageFetcher:
     ) -> Pieces:
         locks = self._disk.locks
         keys = [self._fetcher.lock_key(block) for block in blocks]
-        patience = LockWait(locks)
+        lock_wait = LockWait(locks)
         while True:
             try:
                 for key in keys:
-                    if not locks.try_acquire(key) and not patience.is_over(key):
+                    if not locks.try_acquire(key) and not lock_wait.is_over(key):
                         break
                 else:
                     # Another process may have stored pages between the caller's lookup and the locks.
@@ -171,7 +171,7 @@ class PageFetcher:
                 except BaseException:  # an interrupt; other processes would wait for the locks
                     locks.let_go(*keys)
                     raise
-            time.sleep(patience.next_pause())
+            time.sleep(lock_wait.next_pause())
 
     def _request(self, gaps: Sequence[Span], location: FileLocation, *, waited_for: bool) -> Pieces:
         requests = [part for gap in self._bridged(gaps) for part in self._requests(gap)]

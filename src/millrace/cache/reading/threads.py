@@ -52,7 +52,7 @@ class Pools:
         def submit() -> None:
             try:
                 executor.submit(work)
-            except BaseException:  # noqa: BLE001 - closed, or no thread: without this the waiters would wait for ever
+            except BaseException:  # noqa: BLE001 - closed, or no thread: without this the waiters would wait without end
                 refused()
 
         self._pausing.call_after(seconds, submit)

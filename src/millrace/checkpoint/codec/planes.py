@@ -70,7 +70,7 @@ _WORTH = 0.99
 _WORTH_SHORT_BLOCKS, _WORTH_MATCHING = 0.9, 0.85
 # With `Effort.MAX` both are compressed where they may save something.
 _WORTH_TRYING = 0.97
-# Short blocks have 2 KiB, like the pieces of a sample, so that a trial shows what they save.
+# Short blocks have 2 KiB, like the pieces of a sample, so that a trial shows their savings.
 _SHORT_BLOCK_LOG = 11
 # Effort.MAX uses a larger sample, because it chooses between results of similar size.
 _MAX_SAMPLE_BYTES = 64 << 10

@@ -90,7 +90,7 @@ class _ForwardReader(zstd.ZstdFile):
 
 
 def reader(source: IO[bytes]) -> IO[bytes]:
-    """A stream of what the frames in `source` hold, to be read once from the beginning.
+    """A stream of the content of the frames in `source`, to be read once from the beginning.
 
     Not thread-safe. A damaged frame raises the library's errors.
     """

@@ -31,7 +31,7 @@ class MillraceCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """A plugin that saves Lightning's checkpoints compressed and verified: `Trainer(plugins=[MillraceCheckpointIO()])`.
 
     `ModelCheckpoint` decides when and where, and which checkpoints are removed; `fit(ckpt_path=...)` resumes. Each
-    checkpoint is a full one, in a directory of its own at the path or URL that Lightning gives, and becomes visible when it
+    checkpoint is a full one, in a directory of its own at the path or URL that Lightning passes, and becomes visible when it
     is complete. The model's tensors have the keys `state_dict.<name>`, so `load_weights(path, "state_dict")` reads them.
 
     - `compression`, `thread_count`, `target_options`: as in `CheckpointWriter`. `storage_options` of a call replaces

@@ -1,7 +1,7 @@
 """torchtitan's checkpointer interface over a `CheckpointManager`: `MillraceCheckpointer`. For torchtitan 0.3.0.
 
 torchtitan builds its checkpointer from a config: `config.checkpoint = MillraceCheckpointer.Config(enable=True, ...)`. This
-one keeps the policies of torchtitan's own checkpointer, and replaces what reads and writes a checkpoint.
+one keeps the policies of torchtitan's own checkpointer, and replaces the reads and writes of checkpoints.
 """
 
 from __future__ import annotations

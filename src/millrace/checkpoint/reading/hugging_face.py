@@ -57,7 +57,7 @@ class SafetensorsFiles(NamedTuple):
 
 
 def read_hugging_face(storage: CheckpointStorage, threads: int, keys: Sequence[str] = ()) -> SafetensorsFiles:
-    """Describe the safetensors files of a directory. `keys` are the patterns of what will be read, as in `select_keys`.
+    """Describe the safetensors files of a directory. `keys` are the patterns of the keys to read, as in `select_keys`.
 
     Uses the index, or else `model.safetensors`, or else every safetensors file. Raises `CheckpointNotFoundError` when there
     is none, `CorruptCheckpointError` (also when a numbered one is missing), and `UnsupportedObjectError` for a selected

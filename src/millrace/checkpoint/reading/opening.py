@@ -93,7 +93,7 @@ def _hugging_face(
 
 
 class ManifestContents:
-    """A checkpoint of Millrace, or a Hugging Face directory. The fetcher verifies what it reads, unless that has no
+    """A checkpoint of Millrace, or a Hugging Face directory. The fetcher verifies its reads, unless that has no
     checksums.
     """
 

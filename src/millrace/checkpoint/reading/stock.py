@@ -131,7 +131,8 @@ class StockReader(FileSystemReader):  # type: ignore[misc]
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         """Raises `UnsupportedObjectError` for a class that is not trusted, `StateMismatchError` for a value that cannot be
-        copied into what the planner has for it, `CorruptCheckpointError` where torch's reader cannot make sense of a file.
+        copied into the tensor or object of the planner, `CorruptCheckpointError` where torch's
+        reader cannot read a file.
         """
         checked = _CheckedPlanner(planner, self._trusted_types)
         self.transforms = _Transforms(self.transforms.extension_registry, checked)

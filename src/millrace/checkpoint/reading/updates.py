@@ -1,7 +1,8 @@
 """Updates of tensors that already have the values of an earlier checkpoint: `UpdatingReader`.
 
-An update reads only what the tensors lack. The content of a chunk is identified by its checksum. A chunk whose bytes in the
-tensors match the manifest is not read. Where they match a base of the chunk, only the deltas after that base are read.
+An update reads only the bytes that the tensors lack. The content of a chunk is identified by its checksum. A chunk whose
+bytes in the tensors match the manifest is not read. Where they match a base of the chunk, only the deltas after that base
+are read.
 
 An update is staged: everything is read, decoded and verified before the first tensor changes.
 """
@@ -103,7 +104,7 @@ def stage_update(
     threads: int,
     trusted_types: Sequence[type],
 ) -> StagedUpdate:
-    """Read and verify what the targets of a load plan lack. Changes no target.
+    """Read and verify the bytes that the targets of a load plan lack. Changes no target.
 
     The targets must not change before `apply` returns. Needs memory for the decoded chunks that are read. Raises as
     `load_items`.
@@ -170,7 +171,7 @@ def _cut(manifest: Manifest, known: Mapping[int, Bytes]) -> Manifest:
 
 
 class UpdatingReader(CheckpointReader):
-    """A `CheckpointReader` that reads only what the state lacks, and changes the state only if everything was read.
+    """A `CheckpointReader` that reads only the missing bytes, and changes the state only if everything was read.
 
     `kept` are the chunks that the last update kept. `agree` is called on every rank with the failure of its reading or None,
     and raises if any rank failed: then no rank changes its state. `update` is the result.

@@ -6,5 +6,5 @@ Key terms:
 - timeline: the checkpoints that led to the newest one; a restore of an earlier step abandons the others.
 
 `manager.py` is the public object, and the place to start reading. `run_saver` writes a save, `restoring` loads one,
-`pruning` removes what `retention` does not keep, `uploading` copies saves to the origin.
+`pruning` removes checkpoints that `retention` does not keep, `uploading` copies saves to the origin.
 """

@@ -1,4 +1,4 @@
-"""Replicas of a run's checkpoints on other nodes of the cluster: which nodes, what they have, and copies to them. No torch.
+"""Replicas of a run's checkpoints on other nodes of the cluster: the nodes, their files, and copies to them. No torch.
 
 The members come from the cluster's membership (`members`, the token and `tls` as in `millrace.filesystem`). Every node's
 replicas are on the next members in a fixed order, so each member has those of about as many nodes as any other.
@@ -163,7 +163,7 @@ class Peers:
         """Request the lists of replicas of all members at the same time. Returns those that responded, this node first.
 
         Takes a deadline at most, and never raises. A member that does not respond is an event. `patient`: those that were
-        silent are asked three times, because one of them may be the only holder of the newest checkpoint.
+        silent get three requests, because one of them may be the only holder of the newest checkpoint.
         """
         try:
             link, client = self._open()
@@ -219,7 +219,7 @@ class Peers:
         """Copy files of a checkpoint to this node's members, every chunk verified; returns the addresses that have them now.
 
         A member that fails, has no space or is too slow is an event, and one more member is tried. `check` is called now and
-        then; what it raises ends the copy, as do errors of the source. `stored` describes the files: the manifest of the
+        then; its errors end the copy, as do errors of the source. `stored` describes the files: the manifest of the
         source, or one rank's part, which is published there, too. `with_manifest`: so is the manifest. `or_here` as in
         `targets`.
         """

@@ -1,9 +1,9 @@
 """Removes the checkpoints of a run that its policy does not keep, and the leftovers of crashed saves and prunings. No torch.
 
-`retention.py` and `prune_plan.py` decide what to remove. This module removes it. Manifests go first, and a data file only
-when no remaining manifest names it. So at any moment, and after any crash, a checkpoint that has its manifest is complete.
-A note in the run's directory lists the files before they are deleted, so that the next pruning can finish the work of a
-process that was killed.
+`retention.py` and `prune_plan.py` choose the files to remove. This module removes them. Manifests go first, and a data file
+only when no remaining manifest names it. So at any moment, and after any crash, a checkpoint that has its manifest is
+complete. A note in the run's directory lists the files before they are deleted, so that the next pruning can finish the work
+of a process that was killed.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def prune(
                 unreadable=work.unreadable,
             )
     raise ChangedError(
-        f"checkpoints of {run.url} are replaced while they are pruned", next_step="see who saves there, and prune again"
+        f"checkpoints of {run.url} are replaced while they are pruned",
+        next_step="end the other job that saves there, and prune again",
     )
 
 

@@ -134,7 +134,7 @@ class WeightFollower:
         version = follower.update(weights)                      # the first time this reads all of them
         while True:
             version = follower.wait(newer_than=version)
-            version = follower.update(weights)                  # reads what has changed
+            version = follower.update(weights)                  # reads the changed chunks
 
     An update reads the chunks that differ from the bytes in the tensors, and of these only the deltas since the tensors'
     version where the publisher stored deltas. Everything is read and verified before the first tensor changes. So after an

@@ -72,7 +72,7 @@ class Ranks:
         return results[0]
 
     def exchange(self, function: Callable[[], Value], answers: Callable[[list[Value]], Sequence[Other]]) -> Other:
-        """Call `function` on every rank, then `answers` on the first with all results. Each rank returns its answer.
+        """Call `function` on every rank, then `answers` on the first with all results. Each rank returns its own result.
 
         Raises on every rank the error of the lowest failed rank.
         """

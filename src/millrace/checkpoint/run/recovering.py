@@ -1,4 +1,4 @@
-"""Completes what a crash left on the nodes' disks: saves of several ranks in parts, and saves that the origin lacks.
+"""Completes saves that a crash left on the nodes' disks: in parts of several ranks, or not at the origin.
 
 Collective calls in the caller's thread, before a restore.
 """
@@ -48,7 +48,7 @@ class Recovery:
         return self.uploader.local
 
     def join_left_parts(self) -> bool:
-        """Complete, on the nodes' disks, what a crash left in parts there and on other nodes. Needs no origin.
+        """Complete, on the nodes' disks, saves that a crash left in parts there and on other nodes. Needs no origin.
 
         Returns whether any rank has parts. A collective call in the caller's thread. Raises errors of the disks.
         """
@@ -58,7 +58,7 @@ class Recovery:
         return bool(known) or any(gathered)
 
     def recover(self) -> None:
-        """Upload what a crash left on the nodes' disks. A collective call in the caller's thread.
+        """Upload the saves that a crash left on the nodes' disks. A collective call in the caller's thread.
 
         Raises errors of the places.
         """

@@ -233,7 +233,7 @@ class Replicator:
     def _absent(self, name: str, stored: StoredManifest) -> str:
         """A file of the checkpoint that is neither on another node nor, if an earlier checkpoint has it, in the store."""
         absent = absent_files(stored.manifest.files, name, self._peers.held())
-        # During an outage of the store, it is not asked for what it is known to have.
+        # During an outage of the store, files that are certainly stored there are not requested from it.
         known = self._durable - {name}
         absent = [file for file in absent if directory_of(file.name, name)[0] not in known]
         own = [file for file in absent if not file.name.startswith(SIBLING)]

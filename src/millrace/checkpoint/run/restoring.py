@@ -1,8 +1,8 @@
 """Restores: which checkpoint of a run is loaded, and how it gets into a training state.
 
-Unlike `dcp.load` this also loads what a fresh object lacks. An optimizer before its first step has no moments. A template
-made of its `state_dict` would not load those of the checkpoint, without any error, and training would continue from zeros.
-Here the members of a `Stateful` that only the checkpoint has are loaded, too, and passed to its `load_state_dict`.
+Unlike `dcp.load` this also loads values that a new object lacks. An optimizer before its first step has no moments. A
+template made of its `state_dict` would not load those of the checkpoint, without any error, and training would continue from
+zeros. Here the members of a `Stateful` that only the checkpoint has are loaded, too, and passed to its `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Restorer:
         """Load the first of the `candidates` that can be loaded; returns its step, or None if there are none.
 
         A damaged checkpoint, or one that a local disk cannot read, is skipped with a warning if `fallback` is set, and one
-        that was removed meanwhile in any case, but not with `one_step`, where the caller gave a step. After a removal the
+        that was removed meanwhile in any case, but not with `one_step`, where the caller chose a step. After a removal the
         candidates are listed again: a running job removes a checkpoint because it has saved newer ones. Raises as
         `restore_into`.
         """
@@ -324,7 +324,7 @@ class _RunLoadPlanner(CheckpointLoadPlanner):
                 keys = listed([repr(key) for key in absent], _NAMED)
                 raise MissingKeyError(
                     f"the checkpoint has {len(absent)} keys below {name!r} that the state does not have: {keys}",
-                    next_step="give the object itself (which has a load_state_dict), or keys='*' to load what the state has",
+                    next_step="give the object itself (which has a load_state_dict), or keys='*' for the state's own keys",
                 )
         super().set_up_planner(state_dict, metadata, is_coordinator)
         wanted = {

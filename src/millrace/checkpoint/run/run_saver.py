@@ -175,8 +175,8 @@ class RunSaver:
         """Write a state to the nearest place that accepts it. It is durable there on return: of a near save by several
         ranks, this rank's part.
 
-        `order` is the one that the first of several ranks gave. This object owns `staged` from now on, also after an error.
-        A save that fails leaves no files. After a full disk it is retried once if `make_room` freed something. Raises
+        `order` is the one that the first of several ranks decided. This object owns `staged` from now on, also after an
+        error. A save that fails leaves no files. After a full disk it is retried once if `make_room` freed something. Raises
         `UsageError` for a step below the newest, and for the newest step unless this object saved it; `RunTakenError` when
         another manager has taken the run; errors of the save; and those of other ranks.
         """
@@ -449,7 +449,7 @@ class RunSaver:
         if self._complete is None:
             found = self.scan()
             self._complete = [Point(each.step, each.revision) for each in found if each.complete]
-            # A pruning may remove what is in the directories of dead saves at any time, also if they are empty now.
+            # A pruning may remove files in the directories of dead saves at any time, also if they are empty now.
             self._taken = {(each.step, each.revision) for each in found}.union(self._dead())
         return self._complete, self._taken
 
@@ -587,7 +587,7 @@ class RunSaver:
         try:
             stored = self.join(storage, order.save_id)
         except BaseException as error:
-            # Another rank than the first leaves its files until it knows that the first one has failed for certain. A store
+            # Another rank than the first leaves its files until the first one has failed for certain. A store
             # may still carry out the last request of a saver that died, which publishes the manifest.
             is_over = self.member.is_first and not isinstance(error, OutcomeUnknownError)
             if isinstance(error, SaveFailedElsewhere):

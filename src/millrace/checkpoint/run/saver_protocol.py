@@ -33,7 +33,7 @@ _UNDIVIDED_BYTES = 8 << 10  # such a message is sent at once or not at all
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A message that has an answer, which repeats `number`. An answer with another number is dropped."""
+    """A message that has a response, which repeats `number`. A response with another number is dropped."""
 
     number: int
     message: Start | Decide | GiveState | Close
@@ -41,7 +41,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The first message: pickled `EngineOptions`, and the process for which the saver acts. The answer is `Ready` or
+    """The first message: pickled `EngineOptions`, and the process for which the saver acts. The response is `Ready` or
     `Refused`.
     """
 
@@ -95,7 +95,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """Decide the order of the next save, on the first of several ranks. The answer is `Decided`."""
+    """Decide the order of the next save, on the first of several ranks. The response is `Decided`."""
 
     step: int
 
@@ -123,7 +123,7 @@ class TakeState:
 
 @dataclass(frozen=True, slots=True)
 class GiveState:
-    """Give up the run. The answer is `StateGiven`."""
+    """Give up the run. The response is `StateGiven`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Closing:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Release the run, and end. The answer is `Closed`."""
+    """Release the run, and end. The response is `Closed`."""
 
 
 # --- from the saver process -----------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to the question of this number."""
+    """The response to the request of this number."""
 
     number: int
     message: Ready | Refused | Decided | StateGiven | Closed

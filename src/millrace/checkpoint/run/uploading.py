@@ -149,7 +149,7 @@ class Uploader:
             if isinstance(error, SaveFailedElsewhere):
                 raise error.error from None
             raise
-        self._report_backlog(0)  # also what earlier uploads left
+        self._report_backlog(0)  # also leftovers of earlier uploads
         self._prune_local()
         self.after()
         progress.begin("done", written.result.stored_bytes)
@@ -174,7 +174,7 @@ class Uploader:
             self.replicator.begin(written.name, written.own_files, stored, is_first_rank=self.member.is_first)
 
     def copy_leftovers(self, newest: str) -> list[str]:
-        """Upload the files of what an earlier process, or a failed upload, left only on this node's disk.
+        """Upload the files that an earlier process, or a failed upload, left only on this node's disk.
 
         Returns the checkpoints whose manifests are to be published after that.
         """

@@ -112,7 +112,7 @@ def dense(tensor: Any, key: str) -> Any:
         )
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain._is_zerotensor():
-        # A copy gives it memory.
+        # A copy has memory.
         plain = plain.clone()
     return plain if plain.is_contiguous() else as_integers(plain)
 

@@ -27,7 +27,7 @@ _FILE_NAME = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
 
 
 def _layout(name: Any) -> torch.layout:
-    """The layout of this name. A pickle may call what it gets, so nothing else of torch is returned."""
+    """The layout of this name. A pickle may call the returned object, so nothing else of torch is returned."""
     found = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(found, torch.layout):
         raise UnsupportedObjectError(
@@ -94,7 +94,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 @contextlib.contextmanager
 def _unchanged_classes() -> Iterator[None]:
-    """Undo what a pickle does to attributes of the classes that it names, and raise `CorruptCheckpointError`.
+    """Undo changes of a pickle to attributes of the classes that it names, and raise `CorruptCheckpointError`.
 
     The same for the members of enumerations, which all of the process shares.
     """

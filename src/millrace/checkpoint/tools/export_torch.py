@@ -68,7 +68,7 @@ def write_torch(
 
 def as_tensor(part: Box, data: Bytes) -> Any:
     """The values of a part as a tensor over the same memory."""
-    if not data.size:  # numpy gives such an array strides that torch's view does not take
+    if not data.size:  # such an array has strides in numpy that torch's view refuses
         return torch.empty(part.lengths, dtype=torch_dtype(part.dtype))
     return torch.from_numpy(data).view(torch_dtype(part.dtype)).reshape(part.lengths)
 

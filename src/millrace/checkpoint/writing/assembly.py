@@ -38,7 +38,7 @@ def written_files(places: Places) -> list[str]:
 def build_manifest(
     described: Described, places: Places, user: Mapping[str, Any], *, save_id: str, replaces: str | None = None
 ) -> Manifest:
-    """Join the places of all items with what a plan describes, without changing either. `save_id` is unique to this save.
+    """Join the places of all items with the entries of a plan, without changing either. `save_id` is unique to this save.
 
     Raises `UsageError` if no rank wrote a tensor or object of the plan, or if ranks had different extensions.
     """

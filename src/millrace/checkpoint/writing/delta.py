@@ -2,7 +2,7 @@
 
 A *delta* contains the difference of a chunk to the same chunk of an earlier checkpoint, its base. A *reference* names the
 base's stored chunk if nothing has changed. Deltas make a checkpoint smaller and its restore more expensive, so both
-decisions limit what a restore reads: by default twice the bytes of a full checkpoint.
+decisions limit the bytes that a restore reads: by default twice the bytes of a full checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ChunkKey = tuple[tuple[str, tuple[int, ...] | None, int, int], ...]
 """The content of a chunk: for each part the key, the shard's offsets (None for an object), and its bytes `[start, stop)`."""
 
 RESTORE_LIMIT = 2.0
-"""Default maximum of what a restore reads, in sizes of a full checkpoint."""
+"""Default maximum of the bytes that a restore reads, in sizes of a full checkpoint."""
 
 # A delta that saves less than this is not worth a longer chain.
 _WORTH = 0.95

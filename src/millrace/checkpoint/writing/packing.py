@@ -184,7 +184,7 @@ class SaveStats:
 
 
 def stats_of(data: RankData, stored: Sequence[StoredItem], seconds: float) -> SaveStats:
-    """The figures of what `write_items` returned."""
+    """The figures of the result of `write_items`."""
     base = data.chunks["base"][data.foreign :]
     in_sibling = np.array([file.name.startswith("../") for file in data.files], dtype=bool)
     referenced = in_sibling[data.chunks["file"][data.foreign :]]

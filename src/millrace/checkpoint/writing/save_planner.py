@@ -20,7 +20,7 @@ from millrace.runtime.garbage import collection_paused
 
 
 class CheckpointSavePlanner(DefaultSavePlanner):  # type: ignore[misc]
-    """Does what torch's `DefaultSavePlanner` does, several times as fast when a state dict has many tensors:
+    """Replaces torch's `DefaultSavePlanner`, several times as fast when a state dict has many tensors:
     `dcp.save(state, storage_writer=..., planner=CheckpointSavePlanner())`.
 
     Has the same arguments, plans and metadata, and works with every storage writer. Subclasses may override the same

@@ -239,5 +239,5 @@ def _not_as_planned(item: Any, tensor: Any) -> UsageError:
     return UsageError(
         f"the planner described {item.index.fqn!r} as {described.properties.dtype} {tuple(described.chunk.sizes)}, but "
         f"returned {tensor.dtype} {tuple(tensor.shape)}",
-        next_step="make its plan match what its resolve_data returns",
+        next_step="make its plan match the results of its resolve_data",
     )

@@ -42,8 +42,8 @@ class RankPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedState:
-    """A plan, and what later saves of the same structure need in the training process: the write items of the objects, and
-    the keys on the paths to them in the state. For one thread at a time.
+    """A plan, and the input of later saves of the same structure in the training process: the write items of the objects,
+    and the keys on the paths to them in the state. For one thread at a time.
     """
 
     plan: SharedPlan

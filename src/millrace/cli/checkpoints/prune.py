@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     "--no-independent", is_flag=True, help="Do not keep an extra checkpoint that shares no file with the newest."
 )
 @click.option("--dry-run", is_flag=True, help="Show the plan, and remove nothing.")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
+@click.option("--yes", "-y", is_flag=True, help="Remove without a confirmation.")
 @all_option
 @endpoint_option
 @json_option

@@ -191,7 +191,7 @@ class Request(NamedTuple):
 
 
 class ResponseHead(NamedTuple):
-    """The head of an answer; of an interim one (1xx) nothing follows but the next head."""
+    """The head of a response; of an interim one (1xx) nothing follows but the next head."""
 
     status: int
     headers: Mapping[str, str]

@@ -317,7 +317,7 @@ class _Registration:
                 _log.warning("%s: cannot remove it from etcd; its lease expires instead: %s", me.id, error)
 
     def wake(self) -> None:
-        """Make the thread check now what it has to do."""
+        """Make the thread check its tasks now."""
         self._woken.set()
 
     def restart(self) -> None:

@@ -207,7 +207,7 @@ def encode(text: str | bytes) -> str:
 
 
 def decode(text: Any) -> bytes:
-    """The reverse of `encode`; None, which stands for an empty value, gives empty bytes. Raises `ValueError`."""
+    """The reverse of `encode`; None, which stands for an empty value, returns empty bytes. Raises `ValueError`."""
     return base64.b64decode(text or "", validate=True)
 
 

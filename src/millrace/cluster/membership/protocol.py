@@ -79,7 +79,7 @@ class Member:
 class View:
     """The members at one moment, in the order of their ids. Immutable; equal views are equal values.
 
-    `version` is a digest of what placement depends on: ids, weights and states.
+    `version` is a digest of the input of placement: ids, weights and states.
     """
 
     members: tuple[Member, ...]

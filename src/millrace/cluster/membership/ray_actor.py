@@ -193,7 +193,7 @@ class RayMetrics:
         self._last: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def feed(self, samples: Iterable[Sample]) -> None:
-        """Set the gauges, and add what the counters have grown by. A counter that was reset counts from zero."""
+        """Set the gauges, and add the growth of the counters. A counter that was reset counts from zero."""
         for metric, labels, value in flat_samples(samples):
             assert isinstance(value, (int, float))
             tags = dict(zip(metric.labels, labels, strict=True))

@@ -45,7 +45,7 @@ def class_of(scheme: str) -> Any:
         ) from error
     except ValueError as error:
         raise ConfigurationError(
-            f"fsspec does not know the protocol {scheme!r}", next_step="register it with fsspec.register_implementation"
+            f"fsspec has no protocol {scheme!r}", next_step="register it with fsspec.register_implementation"
         ) from error
 
 

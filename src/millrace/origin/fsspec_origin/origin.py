@@ -51,7 +51,7 @@ class FsspecOrigin(BaseOrigin):
     """A storage with a library of fsspec; `target_options` are the options of the library.
 
     A call of the library counts as one request, although it may send several or retry them. `memory://` exists in one
-    process only. Raises `ConfigurationError` for a protocol that fsspec does not know, and `MissingDependencyError` if its
+    process only. Raises `ConfigurationError` for a protocol that fsspec does not have, and `MissingDependencyError` if its
     library is not installed. See `BaseOrigin` for threads, forks and pickles.
     """
 

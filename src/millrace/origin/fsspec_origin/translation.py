@@ -40,7 +40,7 @@ _PLACES = ("ino", "fileId")
 _BUSY = (429, 503)
 _DENIED = (401, 403)
 _TIMED_OUT = 408
-_FTP_NOT_LOGGED_IN = ("530", "532")  # the reply's code, which ftplib gives in front of the text only
+_FTP_NOT_LOGGED_IN = ("530", "532")  # the reply's code, which ftplib has in front of the text only
 # A retry would get the same error.
 _WRONG_CALL = frozenset({errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG})
 _SHORT = 200

@@ -32,7 +32,7 @@ def _bytes(size: int, seed: int = 0) -> bytes:
 
 
 def _key_of_1024_bytes(root: str) -> str:
-    base = len(root.partition("/")[2].encode()) + 1  # what stands before is a bucket, or nothing
+    base = len(root.partition("/")[2].encode()) + 1  # the part before it is a bucket, or empty
     parts = "/".join(["k" * 99] * 11)
     return f"{root}/{parts[: 1024 - base].rstrip('/'):k<{1024 - base}}"
 
@@ -227,7 +227,7 @@ class FileSystemConformance:
     def test_selectors_return_the_selected_files(
         self, fs: MillraceFileSystem, root: str, tree: dict[str, bytes], recursive: bool, expected: list[str]
     ) -> None:
-        for _ in range(2):  # asked, and remembered
+        for _ in range(2):  # requested, then cached
             infos = fs.get_file_info(pafs.FileSelector(root, recursive=recursive))
             assert sorted(info.path for info in infos) == [f"{root}/{name}" for name in expected]
             for info in infos:
@@ -537,7 +537,7 @@ class FileSystemConformance:
         fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         with fs.open_output_stream(path) as stream:
             stream.write(b"long")
-        for _ in range(2):  # asked, and remembered
+        for _ in range(2):  # requested, then cached
             assert fs.find(root) == [path]
             assert fs.get_file_info(path).size == 4
             with fs.open_input_file(path) as file:

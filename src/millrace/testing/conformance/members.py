@@ -16,7 +16,7 @@ def eventually(condition: Callable[[], bool], *, seconds: float = 180.0) -> None
     """Wait until the condition is true; fail after a long timeout."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "what was waited for has not come"
+        assert time.monotonic() < deadline, "the condition was not true in time"
         time.sleep(0.01)
 
 

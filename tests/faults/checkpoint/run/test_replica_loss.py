@@ -110,9 +110,8 @@ def test_newest_replicated_save_survives_the_loss_of_any_node(
                 wait_for_replicas_of_a_save_that_the_store_lacks(job, region, open_run(url, options))
             assert not job.is_over() or job.end() is None, job.log
             time.sleep(moments.uniform(0.0, 4.0))  # the moment of the loss
-            victim = moments.randrange(
-                2 if is_needed else 3
-            )  # the first rank tells what it needs: nothing of the last one
+            # The log of the first rank is checked below. It needs no replica of the last one.
+            victim = moments.randrange(2 if is_needed else 3)
             lost = cluster.nodes[victim]
             lost.kill()
             job.kill(victim)

@@ -92,7 +92,7 @@ class _PacedStorage(LocalStorage):
 
 
 class _AsOnIdleMachine(Adaptive):
-    """Is told the speeds of a machine without other work: both codec and storage are slower while this one is busy."""
+    """Uses given speeds, those of a machine without other work: a busy machine has a slower codec and storage."""
 
     def __init__(self, bytes_per_second):
         super().__init__(threads=2)

@@ -25,6 +25,6 @@ __all__ = ["HOSTILE_NAMES", "ODD_NAMES", "Contents", "FromEnvironment", "OriginC
 class OriginConformance(Reads, Writes, Listings, Names, Processes):
     """Subclass it with the fixtures `origin` (an `Origin`) and `root` (an empty key prefix, one per test).
 
-    The attributes of `base.OriginSuite` (`writes`, `lists`, `ordered`, ...) declare what the origin does not support. If it
-    cannot write, the fixture `contents` creates the objects through the server that the origin reads from.
+    The attributes of `base.OriginSuite` (`writes`, `lists`, `ordered`, ...) declare the operations that the origin does not
+    support. If it cannot write, the fixture `contents` creates the objects through the server that the origin reads from.
     """
