@@ -318,7 +318,7 @@ def test_file_that_the_toml_parser_cannot_take_is_a_configuration_error(tmp_path
 def test_pipe_in_place_of_the_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("millrace.toml")
-    # A read would return the bytes of this thread, rather than wait for ever.
+    # A read would return the bytes of this thread, rather than wait without end.
     writer = threading.Thread(target=Path("millrace.toml").write_text, args=("",))
     writer.start()
     try:

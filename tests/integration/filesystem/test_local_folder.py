@@ -165,7 +165,7 @@ def test_object_overwritten_between_listing_and_load_is_of_one_version(
 ) -> None:
     url = put(content())
     fs = millrace.filesystem("s3", consistency="immutable", **s3_options)
-    fs.find(url)  # the listing is fresh for ever, and soon wrong
+    fs.find(url)  # the listing stays fresh, and is soon wrong
     put(content(seed=1))
     with fs.local_folder(url) as path:
         assert_equal(path, content(seed=1))

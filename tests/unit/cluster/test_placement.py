@@ -43,7 +43,7 @@ def _uneven(number: int) -> float:
     return 1e11 * (1 + number % 7)
 
 
-GOLDEN = [  # fixed for ever: another order would empty every cache, and differ in a rolling upgrade
+GOLDEN = [  # fixed: another order would empty every cache, and differ in a rolling upgrade
     (3, _even, b"\0" * 16, 0, "2 1 0"),
     (3, _even, bytes(range(16)), 0, "2 1 0"),
     (3, _even, bytes(range(16)), 3, "2 0 1"),

@@ -76,7 +76,7 @@ def endless_chunks(connection: socket.socket, ended: threading.Event) -> None:
 
 @pytest.mark.parametrize("answer", [dripping_head, endless_continue, dripping_body, endless_chunks])
 def test_slow_response_ends_within_the_timeout(answer: Callable[[socket.socket, threading.Event], None]) -> None:
-    """The servers would send for ever. The test's own time limit is the one of all tests."""
+    """The servers would send without end. The test's own time limit is the one of all tests."""
     with serving(answer) as url:
         origin = open_origin("http", {}, limits={"timeout": "3s"})
         with pytest.raises(OriginUnavailableError):

@@ -1,4 +1,4 @@
-"""No thread enters a `threading.Condition`: an interrupt inside its Python code would leave its lock held for ever.
+"""No thread enters a `threading.Condition`: an interrupt inside its Python code would leave its lock held.
 
 Nor does the main thread use a `Future`, or a pool of `concurrent.futures`, which enter conditions of their own. An interrupt
 can still come inside of Python's `Thread.start`.

@@ -18,7 +18,7 @@ def placed(nodes: dict[str, float]) -> list[str]:
     [
         (b"", {}, []),
         (b"x", {"only": 0.001}, ["only"]),
-        # Fixed for ever: another order would empty every cache.
+        # Fixed: another order would empty every cache.
         (b"object", {"a": 1, "b": 1, "c": 1}, ["b", "a", "c"]),
         (b"another", {"a": 1, "b": 1, "c": 1}, ["c", "b", "a"]),
         (b"object", {"a": 1000, "b": 1, "c": 1}, ["a", "b", "c"]),

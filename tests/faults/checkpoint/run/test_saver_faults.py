@@ -339,7 +339,7 @@ Uploader.upload = cancelled
 
 
 def test_message_that_the_kernel_refuses_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The saver runs, and would wait for the message for ever."""
+    """The saver runs, and would wait for the message without end."""
     send = Channel.send
 
     def refuse(self: Channel, message: object, *arguments: Any, **options: Any) -> None:
