@@ -25,7 +25,7 @@ from millrace.events import Event, add_hook
 ROWS = 1_500_000
 
 
-def report(line: str) -> None:
+def write_result(line: str) -> None:
     """Append a line to the results, in one write: libraries print to stdout in parts."""
     descriptor = os.open(os.environ["REPLICA_JOB_RESULTS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(descriptor, f"{line}\n".encode())
@@ -51,7 +51,7 @@ def state_of(step: int) -> dict[str, Any]:
 def train(run: CheckpointManager) -> None:
     for step in range(1, 1000):
         run.save_async(step, state_of(step)).near.result()
-        report(f"near {step}")
+        write_result(f"near {step}")
 
 
 def restore(run: CheckpointManager) -> None:
@@ -63,13 +63,13 @@ def restore(run: CheckpointManager) -> None:
     for key in ("moving", "frozen"):
         one, other = (each[key].to_local().view(torch.uint8) for each in (state, expected))
         assert torch.equal(one, other), f"{key} of step {step}"
-    report(f"restored {step}")
+    write_result(f"restored {step}")
 
 
 def report(event: Event) -> None:
     if event.name == "checkpoint.replicated":
         point = parse_name(str(event.detail).split()[0])
-        report(f"replicated {-1 if point is None else point.step}")
+        write_result(f"replicated {-1 if point is None else point.step}")
     elif event.name.startswith(("checkpoint.replica", "checkpoint.tier", "run.restored", "run.restore.fallback")):
         print(f"event {os.environ['RANK']} {event.name} {event.subject} {event.detail}", file=sys.stderr, flush=True)
 
@@ -116,7 +116,7 @@ def main() -> None:
                 os._exit(1)
             os._exit(0)
         children.append(child)
-        report(f"rank {number} {child}")
+        write_result(f"rank {number} {child}")
     ended = [os.waitpid(child, 0)[1] for child in children]
     os._exit(0 if not any(ended) else 1)
 
