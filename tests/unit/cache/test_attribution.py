@@ -64,7 +64,8 @@ def test_reads_of_concurrent_processes_and_threads_are_all_counted(tmp_path: Pat
     )
     root = Path(__file__).parents[3]
     command = [sys.executable, "-c", code, str(tmp_path / "file")]
-    processes = [subprocess.Popen(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}) for _ in range(2)]
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    processes = [subprocess.Popen(command, cwd=root, env={**os.environ, "PYTHONPATH": path}) for _ in range(2)]
     attribution = Attribution(tmp_path / "file", job="job")
 
     def work() -> None:

@@ -169,4 +169,4 @@ def test_counters_file_that_was_damaged_fails_no_process(
         counters.close()
     lost = damage != "longer" or name != "retired"
     assert sum(record.message.startswith(f"{path} is recreated") for record in caplog.records) == lost
-    assert ("lost: what" in caplog.text) == (lost and not (name != "retired" and damage in ("folder", "fifo")))
+    assert ("lost: the counts" in caplog.text) == (lost and not (name != "retired" and damage in ("folder", "fifo")))
