@@ -2,12 +2,16 @@
 
 import contextlib
 import errno
+import fcntl
 import logging
+import math
 import os
 import pickle
 import shutil
+import socket
 import ssl
 import tempfile
+import termios
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +23,7 @@ import pytest
 from tests.support.http_service import HttpService, Reply, Request
 from tests.support.ports import reserved_port
 from tests.support.web_server import WebServer
+from urllib3.util.ssltransport import SSLTransport
 
 from millrace.errors import (
     ConfigurationError,
@@ -572,6 +577,44 @@ def test_certificates_are_checked_and_can_be_configured(certificate: Path, monke
             assert bytes(WebOrigin("https", {"ssl": False}).read(f"{server.host}/x.bin", 0, 9)) == DATA[:9]
     with pytest.raises(ConfigurationError, match="verify"):
         WebOrigin("https", {"verify": str(certificate) + "-not"}).head("127.0.0.1:1/x")
+
+
+def test_late_end_of_a_head_does_not_change_an_encrypted_body(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head arrives in the moment in which its connection is shut down, and its body is in the socket."""
+    monkeypatch.setattr(connections, "_CONNECT_SECONDS", 120.0)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    body = DATA[:60_000]
+
+    def use(response: connections.Response) -> bytes:
+        sock: Any = response._response.connection.sock  # type: ignore[union-attr]
+        first = response.read(1)
+        while left := sock.pending():  # to the end of the decrypted bytes
+            first += response.read(left)
+        waiting = bytearray(4)
+        while int.from_bytes(waiting, "little") < 30_000:
+            fcntl.ioctl(sock.fileno(), termios.FIONREAD, waiting)
+        connections._heads[sock] = -math.inf
+        connections._shut_down_late_heads()
+        return first + response.read(len(body) - len(first))
+
+    with WebServer(tls=context) as server, contextlib.suppress(OriginUnavailableError):
+        server.put("/x.bin", body)
+        sender = connections.Connections(verify=str(certificate), silence_seconds=120)
+        assert sender.request("GET", f"{server.url}/x.bin", lambda _: {}, use) == body
+
+
+def test_late_head_behind_an_encrypted_proxy_is_ended() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        inner: Any = object.__new__(SSLTransport)  # TLS inside of TLS; only its socket matters
+        inner.socket = ours
+        connections._heads[inner] = -math.inf
+        connections._shut_down_late_heads()
+        theirs.settimeout(120)
+        assert theirs.recv(1) == b""
 
 
 # --- listings -------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ class _HttpsPool(urllib3.HTTPSConnectionPool):
 
 # The sockets that wait for the head of a response, and when it must be complete, in monotonic seconds. The timeout of a
 # socket begins again with every byte.
-_heads: dict[socket.socket, float] = {}
+_heads: dict[Any, float] = {}
 _watch = PeriodicThread("millrace-heads")
 
 
@@ -144,8 +144,12 @@ def _shut_down_late_heads() -> bool:
     now = time.monotonic()
     for sock, deadline in list(_heads.items()):
         if now > deadline and _heads.pop(sock, None) is not None:
+            # Of TLS inside of TLS (an https proxy): the socket below.
+            plain = sock if isinstance(sock, socket.socket) else sock.socket
             with contextlib.suppress(OSError):  # closed meanwhile
-                sock.shutdown(socket.SHUT_RDWR)
+                # Not `SSLSocket.shutdown`, after which reads return, and writes send, bytes without TLS: the head may have
+                # arrived in this moment, and the body is read or the connection reused.
+                socket.socket.shutdown(plain, socket.SHUT_RDWR)
     return bool(_heads)
 
 
