@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.http_service import Reply
+from tests.support.http_service import Reply, Request
 from tests.support.hub_server import HubServer
 
 from millrace.errors import (
@@ -239,6 +239,23 @@ def test_expired_address_is_requested_again(hub: HubServer, origin: HubOrigin) -
     with pytest.raises(OriginUnavailableError) as caught:
         origin.read(info.key, 7, 9, version=info.version)
     assert "Signature" not in str(caught.value)
+
+
+def test_failed_server_of_large_files_is_left_for_another(hub: HubServer, origin: HubOrigin) -> None:
+    info = origin.head(f"{REPO}/data/large.bin")
+    with HubServer() as other:
+        other.commit("datasets", "user/things", {"data/large.bin": LARGE})
+        location = other._signed(info.version)
+
+        def elsewhere(request: Request, reply: Reply) -> Reply | None:
+            return replace(reply, headers={**reply.headers, "Location": location}) if reply.status == 302 else None
+
+        hub.service.interfere(elsewhere)
+        assert bytes(origin.read(info.key, 0, 9, version=info.version)) == LARGE[:9]
+    hub.service.leave_alone()
+    with pytest.raises(OriginUnavailableError):
+        origin.read(info.key, 9, 18, version=info.version)
+    assert bytes(origin.read(info.key, 9, 18, version=info.version)) == LARGE[9:18]
 
 
 @pytest.mark.parametrize("name", ["small.txt", "data/large.bin"])

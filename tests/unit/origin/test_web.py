@@ -509,6 +509,22 @@ def test_redirect_is_reused_for_many_ranges_until_its_target_changes(server: Web
     assert bytes(origin.read(key, 0, 9, version=old.version)) == DATA[:9]
 
 
+def test_mirror_that_is_gone_is_left_for_another(server: WebServer, origin: WebOrigin) -> None:
+    """The server redirects each request to a mirror that works."""
+    key = f"{server.host}/latest"
+    with WebServer() as second:
+        second.put("/x.bin", DATA)
+        with WebServer() as first:
+            first.put("/x.bin", DATA)
+            server.redirect("/latest", f"{first.url}/x.bin")
+            version = origin.head(key).version
+            assert bytes(origin.read(key, 0, 9, version=version)) == DATA[:9]
+        server.redirect("/latest", f"{second.url}/x.bin")
+        with pytest.raises(OriginUnavailableError):
+            origin.read(key, 9, 18, version=version)
+        assert bytes(origin.read(key, 9, 18, version=version)) == DATA[9:18]
+
+
 def test_head_with_circular_redirects_raises_usage_error(server: WebServer, origin: WebOrigin) -> None:
     server.redirect("/a", "/b")
     server.redirect("/b", "/a")

@@ -201,6 +201,9 @@ class HubOrigin(BaseOrigin):
                 return session.client.read_route(route.url, start, stop, route.size)
             except RouteGoneError:
                 session.pins.drop_route(*where)
+            except MillraceError:
+                session.pins.drop_route(*where)  # the hub may redirect the next try to another server
+                raise
         found, data = session.client.read(*where, name.url, start, stop, version)
         if version is not None and found.version != version:
             return None

@@ -334,7 +334,12 @@ class WebOrigin(BaseOrigin):
                 is_same = is_known and version in (None, version_of(response.headers, size or 0))
                 return use(response) if is_same else None
 
-            if (got := self._request("GET", url, headers, use_if_same, route=route)) is not None:
+            try:
+                got = self._request("GET", url, headers, use_if_same, route=route)
+            except MillraceError:
+                session.routes.pop(url, None)  # the server may redirect the next try to another mirror
+                raise
+            if got is not None:
                 return got
             session.routes.pop(url, None)
 
