@@ -7,8 +7,16 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from tests.support.http_service import HttpService, Reply, Request
 
-from millrace.errors import ConfigurationError, DeniedError, MissingDependencyError, ObjectChangedError, UsageError
+from millrace.errors import (
+    ConfigurationError,
+    DeniedError,
+    MissingDependencyError,
+    ObjectChangedError,
+    OriginUnavailableError,
+    UsageError,
+)
 from millrace.origin import ObjectInfo, open_origin
 from millrace.origin.credentials import Provider, find_credentials
 from millrace.origin.options import StoreOptions, s3_options
@@ -176,3 +184,25 @@ def test_object_store_range_past_the_end_raises_usage_error(
         for start, stop in ((5, 11), (10, 12), (20, 30)):
             with pytest.raises(UsageError, match="past the 10 bytes"):
                 origin.read(key, start, stop)
+
+
+def test_listing_whose_server_repeats_a_page_ends() -> None:
+    """As behind a proxy that ignores the continuation token, so that each page is followed by another."""
+    rows = "".join(
+        f"<Contents><Key>k{number:04}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+        f'<ETag>"1"</ETag><Size>1</Size></Contents>'
+        for number in range(1000)
+    )
+    page = (
+        "<ListBucketResult><Name>b</Name><KeyCount>1000</KeyCount><IsTruncated>true</IsTruncated>"
+        f"<NextContinuationToken>more</NextContinuationToken>{rows}</ListBucketResult>"
+    ).encode()
+
+    def answer(request: Request) -> Reply:
+        return Reply(body=page) if len(server.requests) < 10 else Reply(status=500)
+
+    with HttpService(answer) as server:
+        origin = open_origin("s3", {"endpoint_url": server.url, "key": "k", "secret": "s"})
+        with pytest.raises(OriginUnavailableError, match="repeats the page that ends with b/k0999"):
+            for _ in origin.list_all("b"):
+                pass

@@ -250,10 +250,21 @@ def resumed(
         # True from the first page that shows it, also if the listing had to start again behind that page.
         is_directory = is_directory or page.is_directory
         if page.objects:
+            if page.objects[-1].key == position:
+                raise _endless(position)
             position = page.objects[-1].key
         yield page if page.is_directory == is_directory else page._replace(is_directory=is_directory)
         if page.last:
             return
+
+
+def _endless(key: str) -> OriginUnavailableError:
+    error = OriginUnavailableError(
+        f"the listing repeats the page that ends with {key}",
+        next_step="check the server, and proxies in front of it: they ignore where a page begins",
+    )
+    error.is_final = True
+    return error
 
 
 def pages_of(objects: Iterator[ObjectInfo], size: int, *, is_directory: bool) -> Iterator[ListingPage]:

@@ -363,6 +363,23 @@ def test_list_all_of_many_pages_returns_all_files(origin: HubOrigin, hub: HubSer
     assert found == sorted(f"user/many/{number % 5}/{number:03}" for number in range(100))
 
 
+def test_listing_that_repeats_a_page_ends(origin: HubOrigin, hub: HubServer) -> None:
+    """As behind a proxy that ignores queries."""
+    hub.page_size = 1
+    first: list[Reply] = []
+
+    def repeat(request: Request, reply: Reply) -> Reply:
+        if "/tree/" in request.path:
+            first.append(reply)
+            reply = first[0]
+        assert len(first) < 10
+        return reply
+
+    hub.service.interfere(repeat)
+    with pytest.raises(OriginUnavailableError, match="does not respond as a Hugging Face hub"):
+        origin.list_level(f"{REPO}/")
+
+
 # --- tokens ---------------------------------------------------------------------------------------------
 
 

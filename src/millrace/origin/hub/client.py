@@ -122,15 +122,19 @@ class HubClient:
             following = _NEXT_PAGE.search(response.headers.get("Link", ""))
             try:
                 page = [_entry(each) for each in data if each["type"] in ("file", "directory")]
+                url = urljoin(response.url, following[1]) if following else None
+                # A proxy that ignores the query of a page would send the first one for ever.
+                is_next = url is None or (url not in requested and same_server(url, self._options.endpoint))
             except (KeyError, TypeError, ValueError) as error:
                 raise _nonsense(response) from error
-            url = urljoin(response.url, following[1]) if following else None
-            if url is not None and not same_server(url, self._options.endpoint):
+            if not is_next:
                 raise _nonsense(response)
             return page, url
 
+        requested: set[str] = set()
         url: str | None = tree_url(self._options.endpoint, repository, commit, path, recursive=recursive)
         while url is not None:
+            requested.add(url)
             request = functools.partial(self._request, "GET", url, page_of)
             page, url = self._limiter.retrying(subject, request)
             yield page
