@@ -314,3 +314,8 @@ def test_index_page_links_are_the_entries_directly_below() -> None:
     )
     assert list(page.files) == ["a b.bin", "c.bin", "full.bin", "z.bin"]
     assert list(page.directories) == ["sub"]
+
+
+def test_index_page_links_to_parent_in_encoded_form_are_left_out() -> None:
+    page = parse_index("https://host/data/", '<a href="%2e%2e/">up</a> <a href=".%2E">up</a> <a href="%2e/">this</a>')
+    assert (list(page.files), list(page.directories)) == ([], [])

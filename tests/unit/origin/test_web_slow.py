@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import os
 import socket
@@ -9,11 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from millrace.errors import OriginUnavailableError
+from millrace.errors import OriginUnavailableError, UsageError
 from millrace.origin import open_origin
+from millrace.origin.limits import retry_after
 from millrace.origin.web import connections
 
 BODY = b"0123456789" * 100
@@ -83,6 +87,14 @@ def test_slow_response_ends_within_the_timeout(answer: Callable[[socket.socket, 
             origin.read(url, 0, 1000, version=None)
 
 
+def test_request_for_the_pause_of_a_busy_origin_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a slot of the node, and its server would send for ever."""
+    monkeypatch.setattr(retry_after, "_SECONDS", 0.5)
+    with serving(dripping_head) as url:
+        origin: Any = SimpleNamespace(signed_url=lambda key: f"http://{url}")
+        assert retry_after.request_retry_after(origin, "bucket/key") is None
+
+
 @pytest.mark.parametrize("length", ["abc", "-5", "10, 1000", str(1 << 63), "1000.0"])
 def test_response_with_invalid_length_is_not_taken_as_the_object(length: str) -> None:
     def answer(connection: socket.socket, _: threading.Event) -> None:
@@ -92,6 +104,18 @@ def test_response_with_invalid_length_is_not_taken_as_the_object(length: str) ->
         origin = open_origin("http", {}, limits={"timeout": "1s"})
         with pytest.raises(OriginUnavailableError):
             origin.head(url)
+
+
+def test_body_in_another_transfer_coding_is_not_taken_as_the_object() -> None:
+    def answer(connection: socket.socket, _: threading.Event) -> None:
+        body = gzip.compress(BODY)
+        head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: gzip, chunked\r\n\r\n"
+        connection.sendall(head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+
+    with serving(answer) as url:
+        origin = open_origin("http", {}, limits={"timeout": "120s"})
+        with pytest.raises(UsageError, match="gzip, chunked"):
+            origin.read(url, 0, 10, version=None)
 
 
 def test_forked_child_does_not_shut_down_connections_of_its_parent() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import encodings.idna  # noqa: F401  # otherwise imported by the thread that looks up the host, see `runtime.forks`
 import http.client
+import socket
 import ssl
+import threading
 import time
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
@@ -41,8 +44,8 @@ def request_retry_after(origin: Origin, key: str) -> float | None:
     try:
         url: str | None = sign(key) if sign is not None else None
         return _request(url) if url is not None else None
-    except (MillraceError, OSError, http.client.HTTPException, ValueError):
-        return None
+    except (MillraceError, OSError, http.client.HTTPException, RuntimeError, ValueError):
+        return None  # a `RuntimeError` of a thread that cannot start
 
 
 def _request(url: str) -> float | None:
@@ -54,11 +57,22 @@ def _request(url: str) -> float | None:
         if parts.scheme == "https"
         else http.client.HTTPConnection(host, parts.port, timeout=_SECONDS)
     )
+    # The timeout of a socket begins again with every byte.
+    late = threading.Timer(_SECONDS, lambda: _end(connection.sock))
+    late.daemon = True
     try:
         connection.request("GET", f"{parts.path}?{parts.query}", headers={"Range": "bytes=0-0"})
+        late.start()
         response = connection.getresponse()
         if response.status not in _BUSY:
             return None
         return parse_retry_after(response.headers.get("Retry-After"), time.time())
     finally:
+        late.cancel()
         connection.close()
+
+
+def _end(sock: socket.socket | None) -> None:
+    if sock is not None:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # not that of TLS, after which bytes are read without it

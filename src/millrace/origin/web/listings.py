@@ -54,8 +54,9 @@ def parse_index(url: str, text: str) -> IndexPage:
         except ValueError:  # an invalid link
             continue
         name, slash, deeper = parts.path[len(base) :].partition("/")
+        name = readable(name)
         if here and name and not deeper and name not in (".", ".."):
-            (directories if slash else files).add(readable(name))
+            (directories if slash else files).add(name)
     return IndexPage(sorted(files), sorted(directories))
 
 

@@ -141,6 +141,12 @@ def check_encoding(headers: Headers, url: str) -> None:
     Its ranges would be of other bytes. A file that is compressed itself (`x.csv.gz`) may have such a header.
     """
     coding = headers.get("Content-Encoding", "identity").strip().lower()
+    transfer = headers.get("Transfer-Encoding", "chunked").strip().lower()
+    if transfer not in ("chunked", "identity"):  # Python's HTTP library would return it with the sizes of its chunks
+        raise UsageError(
+            f"{shown(url)} is sent in an unknown form ({transfer[:20]})",
+            next_step="disable compression for it in the server, and in proxies in front of it",
+        )
     suffix = posixpath.splitext(unquote(urlsplit(url).path))[1].lower()
     if coding not in ("", "identity") and suffix not in _ENCODED_FILES.get(coding, ()):
         raise UsageError(
