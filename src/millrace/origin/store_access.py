@@ -80,6 +80,7 @@ class _State:
     clients: dict[tuple[str, bool], Any] = field(default_factory=dict)
     found: Found | None = None
     renewed_at: float = 0.0
+    renewal_error: OriginUnavailableError | None = None
 
 
 class Clients:
@@ -128,7 +129,8 @@ class Clients:
     def renew(self, used: Any) -> bool:
         """Look for credentials again after a refusal of the client `used`. Returns whether to retry with a new client.
 
-        Not for explicit credentials, and not for those that obstore finds itself.
+        Not for explicit credentials, and not for those that obstore finds itself. Raises `OriginUnavailableError` if the
+        last look failed for now.
         """
         state = self._states.get()
         with state.lock:
@@ -139,9 +141,15 @@ class Clients:
             if provider is None or (self._options is not None and self._options.fixed is not None):
                 return False
             if time.monotonic() - state.renewed_at < _RENEW_SECONDS:
+                if (failed := state.renewal_error) is not None:
+                    raise OriginUnavailableError(failed.message, next_step=failed.next_step)
                 return False
+            state.renewal_error = None
             try:
                 changed = provider.renew()
+            except OriginUnavailableError as error:
+                state.renewal_error = error
+                raise
             finally:
                 state.renewed_at = time.monotonic()  # a credential program may take longer than the pause
             if changed:

@@ -23,8 +23,9 @@ from tests.support.gcs_server import GcsFront
 from tests.support.identities import certificate
 from tests.support.ports import reserved_port
 
-from millrace.errors import DeniedError
+from millrace.errors import DeniedError, OriginUnavailableError
 from millrace.origin import Origin, open_origin
+from millrace.origin.object_store import ObjectStoreOrigin
 from millrace.testing.s3 import S3Server
 
 _PROGRAM = """
@@ -210,6 +211,26 @@ def test_refused_role_raises_denied(s3: S3Server, bucket: str, tmp_path: Path, m
         assert caught.value.next_step
         assert "hush" not in f"{caught.value!r} {caught.value}"
         assert handler.asked
+
+
+class _StsThatThrottles(_Sts):
+    """Like AWS under load: with the status 400."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        body = b"<ErrorResponse><Error><Code>Throttling</Code><Message>Rate exceeded</Message></Error></ErrorResponse>"
+        self.send_response(400)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_throttled_role_is_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with a_team_with_a_role(_StsThatThrottles, tmp_path, monkeypatch):
+        origin = ObjectStoreOrigin("s3", {"profile": "team", "endpoint_url": "http://127.0.0.1:1"})
+        with pytest.raises(OriginUnavailableError, match="credentials does not respond"):
+            origin.head("bucket/object")
 
 
 @pytest.fixture

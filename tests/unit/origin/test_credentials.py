@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from millrace.errors import ConfigurationError, DeniedError
+from millrace.errors import ConfigurationError, DeniedError, MillraceError, OriginUnavailableError
 from millrace.origin import open_origin
 from millrace.origin.credentials import Found, Provider, find_credentials
 from millrace.origin.object_store import ObjectStoreOrigin
@@ -54,6 +55,42 @@ def test_azure_identity_credential_is_called_each_time() -> None:
     assert (first["token"], second["token"]) == ("token-1", "token-2")
     assert set(credential.scopes) == {"https://storage.azure.com/.default"}
     assert 0 < first["expires_at"].timestamp() - time.time() <= 60
+
+
+def _azure_failure(name: str, status: int = 0) -> Exception:
+    errors = pytest.importorskip("azure.core.exceptions")
+    response = SimpleNamespace(status_code=status, reason="", text=lambda: "", headers={}) if status else None
+    error: Exception = getattr(errors, name)("hush", response=response) if status else getattr(errors, name)("hush")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"),
+    [
+        (lambda: _azure_failure("ServiceRequestError"), OriginUnavailableError),
+        (lambda: _azure_failure("ServiceResponseTimeoutError"), OriginUnavailableError),
+        (lambda: _azure_failure("HttpResponseError", 503), OriginUnavailableError),
+        (lambda: _azure_failure("ClientAuthenticationError", 429), OriginUnavailableError),
+        (lambda: ConnectionResetError("hush"), OriginUnavailableError),
+        (lambda: _azure_failure("ClientAuthenticationError", 400), DeniedError),
+        (lambda: _azure_failure("ClientAuthenticationError"), DeniedError),
+        (lambda: ValueError("hush"), DeniedError),
+    ],
+)
+def test_azure_failure_of_the_token_service_is_temporary(
+    failure: Callable[[], Exception], kind: type[MillraceError]
+) -> None:
+    error = failure()
+
+    def get_token(*scopes: str) -> Any:
+        raise error
+
+    provider = azure({"credential": SimpleNamespace(get_token=get_token)}).provider
+    assert provider is not None
+    with pytest.raises(kind) as caught:
+        provider()
+    assert type(caught.value) is kind
+    assert "hush" not in str(caught.value)
 
 
 def test_invalid_credential_object_raises() -> None:
@@ -128,6 +165,34 @@ def test_unusable_credential_file_raises_without_its_content(content: str, match
     assert "hush" not in str(caught.value)
 
 
+class _Machine:
+    """Has the shape of google-auth's credentials of a machine, whose metadata service has failed."""
+
+    valid, expiry = False, None
+
+    def __init__(self, token: str | None, error: Exception) -> None:
+        self.token, self.error = token, error
+
+    def refresh(self, request: Any) -> None:
+        errors = pytest.importorskip("google.auth.exceptions")
+        raise self.error from errors.TransportError("hush")
+
+
+def test_google_failure_of_the_token_service_is_temporary() -> None:
+    errors = pytest.importorskip("google.auth.exceptions")
+    for token, error, kind in (
+        ("earlier", errors.RefreshError("hush"), OriginUnavailableError),
+        (None, errors.RefreshError("hush"), DeniedError),  # not on a machine of Google
+        (None, errors.RefreshError("hush", retryable=True), OriginUnavailableError),
+    ):
+        provider = google({"token": _Machine(token, error)}).provider
+        assert provider is not None
+        with pytest.raises(kind) as caught:
+            provider()
+        assert type(caught.value) is kind
+        assert "hush" not in str(caught.value)
+
+
 def test_provider_renew_returns_whether_credentials_changed() -> None:
     kept = ["one"]
     looked_up = []
@@ -163,6 +228,46 @@ def test_provider_keeps_its_error_until_it_succeeds() -> None:
     works[0] = True
     assert provider() == {"token": "t"}
     assert provider.error is None
+
+
+def test_slow_failure_of_credentials_is_shared_by_the_requests_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = [1000.0], []
+
+    def answer() -> dict[str, Any]:
+        asked.append(now[0])
+        now[0] += 120
+        raise OriginUnavailableError("the token service does not respond")
+
+    monkeypatch.setattr("millrace.origin.credentials.provider.time", SimpleNamespace(monotonic=lambda: now[0]))
+    provider = Provider(lambda: answer)
+    for _ in range(50):
+        with pytest.raises(OriginUnavailableError, match="does not respond"):
+            provider()
+    assert len(asked) == 1
+    now[0] += 5
+    with pytest.raises(OriginUnavailableError):
+        provider()
+    assert len(asked) == 2
+
+
+def test_credentials_are_used_until_they_expire_while_their_service_fails() -> None:
+    """Libraries request them again minutes before their end."""
+    now = datetime.now(UTC)
+    for end, is_valid in ((now + timedelta(hours=1), True), (now - timedelta(hours=1), False)):
+        answers: list[dict[str, Any]] = [{"token": "t", "expires_at": end}]
+
+        def answer(answers: list[dict[str, Any]] = answers) -> dict[str, Any]:
+            if not answers:
+                raise OriginUnavailableError("the token service does not respond")
+            return answers.pop()
+
+        provider = Provider(lambda answer=answer: answer)
+        provider()
+        if is_valid:
+            assert provider()["token"] == "t"
+        else:
+            with pytest.raises(OriginUnavailableError):
+                provider()
 
 
 def _clients(monkeypatch: pytest.MonkeyPatch, given: list[str], asked: Callable[[], None] = lambda: None) -> Clients:
@@ -208,6 +313,28 @@ def test_credentials_are_not_looked_up_again_immediately(monkeypatch: pytest.Mon
     assert not clients.renew(clients.get("bucket"))
     now[0] += 2
     assert clients.renew(clients.get("bucket"))
+
+
+def test_renewal_that_fails_for_now_is_not_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The retry of a request comes within a second, and so do those of other threads."""
+    now, works = [1000.0], [True]
+    given = ["first"]
+
+    def asked() -> None:
+        if not works[0]:
+            raise OriginUnavailableError("the token service does not respond")
+
+    clients = _clients(monkeypatch, given, asked)
+    monkeypatch.setattr("millrace.origin.store_access.time", SimpleNamespace(monotonic=lambda: now[0]))
+    used = clients.get("bucket")
+    works[0] = False
+    for _ in range(3):
+        with pytest.raises(OriginUnavailableError, match="does not respond"):
+            clients.renew(used)
+    works[0] = True
+    given.append("second")
+    now[0] += 2
+    assert clients.renew(used)
 
 
 def test_half_a_pair_of_variables_is_an_error_that_names_both(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from millrace.errors import ConfigurationError, DeniedError
+from millrace.errors import ConfigurationError, DeniedError, MillraceError, OriginUnavailableError
 from millrace.origin.credentials.provider import Found, Provider, for_obstore, metadata_answers
 from millrace.origin.options import StoreOptions
 from millrace.runtime.forks import imported, is_installed
@@ -73,12 +74,24 @@ def _tokens(make: Any) -> Provider:
                 with _quiet():
                     token = credential.get_token(_SCOPE)
             except Exception as error:  # a credential of the user may raise any error
-                raise none_found() from error
+                raise _failed(error) from error
             return {"token": token.token, "expires_at": datetime.fromtimestamp(token.expires_on, UTC)}
 
         return answer
 
     return Provider(look_up)
+
+
+def _failed(error: Exception) -> MillraceError:
+    """The error for a failure of a credential. Its text may contain a secret, and is not shown."""
+    core: Any = sys.modules.get("azure.core.exceptions")
+    status = getattr(error, "status_code", None) or 0
+    unsent = core is not None and isinstance(error, core.ServiceRequestError | core.ServiceResponseError)
+    if unsent or isinstance(error, ConnectionError | TimeoutError) or status == 429 or status >= 500:
+        return OriginUnavailableError(
+            "Azure's token service does not respond", next_step="check the network of this machine"
+        )
+    return none_found()
 
 
 @contextlib.contextmanager

@@ -68,10 +68,12 @@ def _by_google_auth(token: Any) -> Answer:
             if not credentials.valid:
                 credentials.refresh(request)
         except errors.TransportError as error:
-            raise OriginUnavailableError(
-                "Google's token service cannot be reached", next_step="check the network of this machine"
-            ) from error
+            raise _unreachable() from error
         except errors.GoogleAuthError as error:
+            # The metadata service has failed: temporarily, if it has sent a token before.
+            is_lost = isinstance(error.__cause__, errors.TransportError) and credentials.token is not None
+            if error.retryable or is_lost:
+                raise _unreachable() from error
             raise none_found() from error
         expiry = credentials.expiry
         return {"token": credentials.token, "expires_at": expiry and expiry.replace(tzinfo=expiry.tzinfo or UTC)}
@@ -132,6 +134,12 @@ def _request() -> Any:
     transport: Any = imported("google.auth.transport.urllib3")
     urllib3: Any = imported("urllib3")
     return transport.Request(urllib3.PoolManager(retries=False))
+
+
+def _unreachable() -> OriginUnavailableError:
+    return OriginUnavailableError(
+        "Google's token service cannot be reached", next_step="check the network of this machine"
+    )
 
 
 def none_found() -> DeniedError:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
-from millrace.errors import ConfigurationError, MillraceError
+from millrace.errors import ConfigurationError, MillraceError, OriginUnavailableError
 from millrace.origin.options.store import is_sendable, stripped, unusable_in
+
+_MOST_SHARED_SECONDS = 5.0
 
 Answer = Callable[[], dict[str, Any]]
 """Returns credentials in obstore's form; it is called again at `expires_at`, None for never."""
@@ -19,13 +23,16 @@ Answer = Callable[[], dict[str, Any]]
 class Provider:
     """Credentials from one place. Thread-safe; belongs to one process.
 
-    The place is read at the first use, and again by `renew`: files are read again, programs run again.
+    The place is read at the first use, and again by `renew`: files are read again, programs run again. While the place
+    fails for now, the last credentials are used until they expire. The error of a slow place is raised again for as long as
+    it took, up to 5 s: requests come here one after the other, and the last of 100 would otherwise wait 100 times as long.
     """
 
     def __init__(self, look_up: Callable[[], Answer]) -> None:
         self._look_up = look_up
         self._answer: Answer | None = None
         self._last: dict[str, Any] | None = None
+        self._failed_until = 0.0
         self._lock = threading.Lock()
         self.error: MillraceError | None = None
         """The error of the last call; obstore only returns its text."""
@@ -36,14 +43,23 @@ class Provider:
     def __call__(self) -> dict[str, Any]:
         """The present credentials. Raises `DeniedError` if there are none, `ConfigurationError` for unusable ones."""
         with self._lock:
-            try:
-                if self._answer is None:
-                    self._answer = self._look_up()
-                self._last, self.error = usable(self._answer()), None
-            except MillraceError as error:
-                self.error = error
-                raise
-            return dict(self._last)
+            began = time.monotonic()
+            if self.error is None or began >= self._failed_until:
+                try:
+                    if self._answer is None:
+                        self._answer = self._look_up()
+                    self._last, self.error = usable(self._answer()), None
+                except MillraceError as error:
+                    self.error, now = error, time.monotonic()
+                    self._failed_until = now + min(now - began, _MOST_SHARED_SECONDS)
+            if self.error is not None and not (isinstance(self.error, OriginUnavailableError) and self._is_valid()):
+                raise type(self.error)(self.error.message, next_step=self.error.next_step) from self.error
+            return dict(self._last or {})
+
+    def _is_valid(self) -> bool:
+        """Whether the last credentials have not expired. They are requested again minutes before."""
+        until = (self._last or {}).get("expires_at")
+        return isinstance(until, datetime) and until > datetime.now(UTC)
 
     def renew(self) -> bool:
         """Read the place again. Returns whether the credentials have changed."""
@@ -51,7 +67,7 @@ class Provider:
             fresh = self._look_up()
             found = usable(fresh())
             changed = self._last is None or _secrets(found) != _secrets(self._last)
-            self._answer, self._last = fresh, found
+            self._answer, self._last, self._failed_until = fresh, found, 0.0
             return changed
 
 

@@ -28,6 +28,7 @@ _OBSTORE_READS = (
     ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"),
 )
 _METADATA_ADDRESS = ("169.254.169.254", 80)
+_THROTTLED = frozenset({"RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException"})
 _ANSWER_SECONDS = timedelta(minutes=15)  # credentials without an expiry are requested again after this
 
 
@@ -111,11 +112,13 @@ def _by_botocore(profile: str | None) -> Answer:
 
 def _failed(errors: Any, error: Exception) -> MillraceError:
     """The error for a failure of botocore. Its text may contain the output of a program or service, and is not shown."""
-    status = 0
+    status, code = 0, ""
     if isinstance(error, errors.ClientError):
         answer: Mapping[str, Any] = getattr(error, "response", {})
         status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    if status >= 500 or isinstance(error, errors.ConnectionError | errors.HTTPClientError):
+        code = answer.get("Error", {}).get("Code", "")
+    is_throttled = status == 429 or code in _THROTTLED  # STS has the status 400 for it
+    if is_throttled or status >= 500 or isinstance(error, errors.ConnectionError | errors.HTTPClientError):
         return OriginUnavailableError(
             "the service with the AWS credentials does not respond",
             next_step="check that this machine can reach it, and AWS_ENDPOINT_URL_STS where it is set",
