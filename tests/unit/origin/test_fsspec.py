@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import re
+import tempfile
 import threading
 import time
 import traceback
@@ -21,7 +22,7 @@ from urllib.parse import quote, quote_plus
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
-from fsspec.spec import AbstractFileSystem
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from millrace.errors import (
     ConfigurationError,
@@ -43,6 +44,7 @@ from millrace.origin.fsspec_origin.naming import (
     needs_secret_for_identity,
 )
 from millrace.origin.fsspec_origin.translation import describe, seconds, translate, translated
+from millrace.origin.upload import PART_BYTES
 
 SECRET = "planted @/é+'\\ Secret"
 """Looks different in each form."""
@@ -268,6 +270,50 @@ def test_open_writer_does_not_block_other_requests(one_connection: FsspecOrigin,
     for number, writer in enumerate(writers):
         writer.abort() if number else writer.close()
     assert sorted(os.listdir(tmp_path)) == ["w0", "x"]
+
+
+def test_upload_of_a_whole_file_has_no_file_that_a_kill_would_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Whole(AbstractFileSystem):  # type: ignore[misc]
+        """Accepts an object whole, as most object stores."""
+
+        def put_file(self, lpath: str, rpath: str, **options: Any) -> None:
+            assert os.listdir(tmp_path) == []
+            received.append(Path(lpath).read_bytes())
+
+    received: list[bytes] = []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    uploads.write(Whole(), "x", iter([b"first", b"second"]))
+    assert received == [b"firstsecond"]
+
+
+def test_upload_that_fails_in_the_middle_publishes_nothing() -> None:
+    class File(AbstractBufferedFile):  # type: ignore[misc]
+        def _upload_chunk(self, final: bool = False) -> None:
+            if failures and self.offset:
+                raise failures.pop()
+            parts.append(self.buffer.getvalue())
+            if final:
+                published.append(b"".join(parts))
+
+    class InParts(AbstractFileSystem):  # type: ignore[misc]
+        def _open(self, path: str, mode: str = "rb", **options: Any) -> File:
+            return File(self, path, mode, block_size=4)
+
+        def makedirs(self, path: str, exist_ok: bool = False) -> None:
+            pass
+
+    failures: list[Exception] = [ConnectionResetError()]
+    parts: list[bytes] = []
+    published: list[bytes] = []
+    data = [b"x" * PART_BYTES, b"y" * PART_BYTES, b"z"]
+    with pytest.raises(ConnectionResetError):
+        uploads.write(InParts(), "x", iter(data))
+    assert published == []
+    parts.clear()
+    uploads.write(InParts(), "x", iter(data))
+    assert published == [b"".join(data)]
 
 
 # --- reading ------------------------------------------------------------------------------------

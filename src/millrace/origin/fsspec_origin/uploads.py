@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import inspect
+import shutil
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,7 @@ from millrace.errors import ObjectExistsError, UsageError
 from millrace.origin.fsspec_origin.clients import innermost
 from millrace.origin.fsspec_origin.naming import PART_PREFIX
 from millrace.origin.fsspec_origin.translation import kind_of
+from millrace.origin.upload import PART_BYTES
 
 
 def write(fs: Any, path: str, parts: Iterable[Buffer]) -> None:
@@ -32,11 +34,29 @@ def write(fs: Any, path: str, parts: Iterable[Buffer]) -> None:
     if _renames(fs) or isinstance(innermost(fs), MemoryFileSystem):
         _write_next_to(fs, path, parts)
         return
-    with tempfile.NamedTemporaryFile(prefix="millrace-upload-") as whole:
+    with tempfile.TemporaryFile() as whole:  # without a name in its directory, where a killed process would leave it
         for part in parts:
             whole.write(part)
         whole.flush()
-        fs.put_file(whole.name, path)
+        if type(innermost(fs)).put_file is AbstractFileSystem.put_file:
+            whole.seek(0)
+            _copy(fs, whole, path)
+        else:
+            fs.put_file(f"/proc/self/fd/{whole.fileno()}", path)
+
+
+def _copy(fs: Any, whole: Any, path: str) -> None:
+    """As fsspec's `put_file`, which closes the object after a failed write, too, and so publishes its first part."""
+    fs.makedirs(fs._parent(path), exist_ok=True)
+    file = fs.open(path, "wb")
+    try:
+        shutil.copyfileobj(whole, file, PART_BYTES)
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first failure is the one to report
+            file.closed = True  # otherwise the garbage collection would close it
+            file.discard()
+        raise
+    file.close()
 
 
 def write_one(fs: Any, path: str, data: Buffer) -> None:
