@@ -405,7 +405,7 @@ class CheckpointManager:
     def watch_preemption(self, signals: Sequence[int] = (signal.SIGTERM,), *, grace_seconds: float = 25.0) -> None:
         """Make `preempted` save after one of `signals`, which then end the process only after `grace_seconds`.
 
-        Call it in the main thread, on every rank. A second signal ends the process at once.
+        Call it in the main thread, on every rank. A second signal, two seconds later or more, ends the process at once.
         """
         self._open()
         if self._watch is not None:
@@ -427,25 +427,28 @@ class CheckpointManager:
         if not any(self._ranks.gather(self._watch.noted)):
             return False
         pending: PendingSave | None = None
-        for may_repeat in (True, False):
-            self._runner.drain()
-            # An upload may outlast the grace period. A saver that uploads saves near at the same time; a move of the run
-            # waits.
-            is_uploading = self._is_in_saver and self._upload_runner.busy
-            votes = self._ranks.gather((self._newest_saved == step, is_uploading))
-            # A save may have succeeded on some ranks only: all save again then.
-            if not all(is_saved for is_saved, _ in votes):
-                self._warn_of_failures()
-                is_async = any(each for _, each in votes)
-                # After a restore that failed the step may be the newest one, with another state.
-                pending = self._submit(step, state, metrics, None, waits=True, is_async=is_async, is_last=True)
-            self._drain()
-            # The saver may have died with the save or its upload. No upload is in flight now, so this process saves.
-            if not (may_repeat and any(self._ranks.gather(self._has_lost_saver()))):
-                break
-            self._newest_saved = None
-        if pending is not None:
-            pending.result()
+        with warnings.catch_warnings():
+            # As an error (-W error), a warning would prevent the last save.
+            warnings.simplefilter("default", RuntimeWarning)
+            for may_repeat in (True, False):
+                self._runner.drain()
+                # An upload may outlast the grace period. A saver that uploads saves near at the same time; a move of the run
+                # waits.
+                is_uploading = self._is_in_saver and self._upload_runner.busy
+                votes = self._ranks.gather((self._newest_saved == step, is_uploading))
+                # A save may have succeeded on some ranks only: all save again then.
+                if not all(is_saved for is_saved, _ in votes):
+                    self._warn_of_failures()
+                    is_async = any(each for _, each in votes)
+                    # After a restore that failed the step may be the newest one, with another state.
+                    pending = self._submit(step, state, metrics, None, waits=True, is_async=is_async, is_last=True)
+                self._drain()
+                # The saver may have died with the save or its upload. No upload is in flight now, so this process saves.
+                if not (may_repeat and any(self._ranks.gather(self._has_lost_saver()))):
+                    break
+                self._newest_saved = None
+            if pending is not None:
+                pending.result()
         self._watch.close()
         return True
 

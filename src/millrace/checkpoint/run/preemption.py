@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import time
@@ -17,13 +18,17 @@ from millrace.errors import ConfigurationError, UsageError
 from millrace.events import Event, emit
 from millrace.runtime import forks
 
+# A signal in this time after the first one is the same: torchrun passes on what its scheduler sends to all processes.
+_REPEAT_SECONDS = 2.0
+
 
 class PreemptionWatch:
     """Records a signal, and ends the process with it after `grace_seconds`.
 
     A handler runs in the middle of a step, when the state is not consistent. So it only records the signal, and the loop
-    saves after the step. A second signal, and the end of the grace period, have the effect that the first one would have
-    had without this object. Create it in the main thread. Not for forked children: `noted` does not change there.
+    saves after the step. A second signal, two seconds later or more, and the end of the grace period, have the effect that
+    the first one would have had without this object. Create it in the main thread. Not for forked children: `noted` does
+    not change there.
     """
 
     def __init__(self, signals: Sequence[int] = (signal.SIGTERM,), *, grace_seconds: float = 25.0) -> None:
@@ -65,22 +70,27 @@ class PreemptionWatch:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.noted or not self._owner.is_this_process:
-            self._pass_on(number, frame)
+            seconds = time.monotonic() - self._noted_at
+            if seconds >= min(_REPEAT_SECONDS, self._grace_seconds) or not self._owner.is_this_process:
+                self._pass_on(number, frame)
             return
-        self.noted, self._noted_at = True, time.monotonic()
+        self._noted_at, self.noted = time.monotonic(), True
         self._timer = threading.Timer(self._grace_seconds, self._give_up, (number,))
         self._timer.daemon = True
         # In a thread: a hook or a log handler may need a lock that the interrupted code holds.
-        event = Event(name="run.preempted", subject=signal.Signals(number).name)
+        event = Event(name="run.preempted", subject=_name_of(number))
         report = threading.Thread(target=emit, args=(event,), name="millrace-preempted", daemon=True)
         with contextlib.suppress(RuntimeError):  # no more threads: an error would end the loop before it saves
             self._timer.start()
             report.start()
 
     def _give_up(self, number: int) -> None:
-        os.write(
-            2, f"millrace: {self._grace_seconds:g} s after the signal: what is not durable by now is lost\n".encode()
-        )
+        if number not in self._before:  # closed meanwhile
+            return
+        text = f"millrace: {self._grace_seconds:g} s after the signal: what is not durable by now is lost\n"
+        with contextlib.suppress(OSError):  # no stderr; one that is full, with a reader that has stopped, is left out
+            if select.select([], [2], [], 0)[1]:
+                os.write(2, text.encode())
         if self._before.get(number) in (signal.SIG_DFL, None):
             os._exit(128 + number)  # the main thread may be in a call that no handler interrupts
         os.kill(os.getpid(), number)
@@ -92,3 +102,11 @@ class PreemptionWatch:
         elif before != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _name_of(number: int) -> str:
+    """The name of a signal; most of the real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -729,6 +730,19 @@ def test_preemption_after_an_unseen_failure_still_saves(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.warns(RuntimeWarning, match="an earlier save failed"):
             assert run.preempted(2, state)
+        assert run.steps() == [2]
+
+
+def test_preemption_with_warnings_as_errors_still_saves(tmp_path: Path) -> None:
+    state = make_state()
+    with CheckpointManager(tmp_path / "run") as run:
+        run.watch_preemption()
+        run.save_async(1, {**state, "handler": object})
+        os.kill(os.getpid(), signal.SIGTERM)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("error")
+            assert run.preempted(2, state)
+        assert ["an earlier save failed" in str(each.message) for each in caught] == [True]
         assert run.steps() == [2]
 
 
