@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
+import itertools
 import os
 import pickle
 import re
@@ -23,6 +26,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+from tests.support.interrupts import interrupted_at
 
 from millrace.errors import (
     ConfigurationError,
@@ -259,6 +263,26 @@ def test_client_with_broken_connection_is_not_reused(one_connection: FsspecOrigi
     with pytest.raises(ObjectNotFoundError):
         one_connection.head(f"{key}-none")
     assert len(OneConnection.made) == 2
+
+
+def test_interrupt_at_any_moment_of_a_request_leaves_the_clients_usable(one_connection: FsspecOrigin) -> None:
+    clients = one_connection._clients
+
+    def request(at_once: int = 1) -> None:
+        with contextlib.ExitStack() as lent:
+            for _ in range(at_once):
+                lent.enter_context(clients.lend())
+
+    for number in itertools.count():
+        is_last = interrupted_at(number, request) is None
+        gc.collect()  # the frames of the interrupted functions
+        again = threading.Thread(target=request, args=(8,), daemon=True)  # the end of the tests does not wait for it
+        again.start()
+        again.join(120)
+        assert not again.is_alive()
+        if is_last:
+            break
+    assert number > 10
 
 
 def test_open_writer_does_not_block_other_requests(one_connection: FsspecOrigin, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,6 +32,7 @@ _PACKAGES = {
 
 _MOST_AT_ONCE = 8
 _MOST_IDLE = 8
+_LOOK_SECONDS = 0.01  # for a place
 _SHARED = (AsyncFileSystem, ArrowFSWrapper, LocalFileSystem, MemoryFileSystem)
 
 
@@ -49,6 +52,12 @@ def class_of(scheme: str) -> Any:
         ) from error
 
 
+class _Place:
+    """Allows the use of a file system while it is referred to."""
+
+    __slots__ = ("__weakref__",)
+
+
 class _Pool:
     """The file systems of one process."""
 
@@ -57,7 +66,16 @@ class _Pool:
         self.shared: Any = None
         self.shares: bool | None = None  # unknown before the first one
         self.idle: list[Any] = []
-        self.slots = threading.BoundedSemaphore(_MOST_AT_ONCE)
+        self.places: list[weakref.ref[_Place]] = []
+
+    def take(self, place: _Place) -> bool:
+        """Take a place if one is free. Not Python's semaphore, which an interrupt (Ctrl-C) can leave locked."""
+        with self.lock:
+            self.places = [each for each in self.places if each() is not None]
+            if len(self.places) < _MOST_AT_ONCE:
+                self.places.append(weakref.ref(place))
+                return True
+            return False
 
 
 class Clients:
@@ -75,8 +93,14 @@ class Clients:
         if pool.shared is not None:
             yield pool.shared
             return
-        with pool.slots, self._lent(pool) as fs:
-            yield fs
+        place = _Place()
+        try:
+            while not pool.take(place):
+                time.sleep(_LOOK_SECONDS)
+            with self._lent(pool) as fs:
+                yield fs
+        finally:
+            del place
 
     @contextlib.contextmanager
     def lend_long(self) -> Iterator[Any]:
