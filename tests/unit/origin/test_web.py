@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import itertools
 import logging
 import math
 import os
@@ -12,6 +13,7 @@ import socket
 import ssl
 import tempfile
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +23,7 @@ from typing import Any
 
 import pytest
 from tests.support.http_service import HttpService, Reply, Request
+from tests.support.interrupts import interrupted_at
 from tests.support.ports import reserved_port
 from tests.support.web_server import WebServer
 from urllib3.util.ssltransport import SSLTransport
@@ -680,7 +683,7 @@ def test_listing_of_a_directory_page_that_links_to_itself_raises_usage_error(ori
 # --- processes ------------------------------------------------------------------------------------------
 
 
-def test_request_in_child_forked_during_requests_succeeds(server: WebServer, origin: WebOrigin) -> None:
+def test_request_in_forked_child_uses_its_own_connection(server: WebServer, origin: WebOrigin) -> None:
     assert bytes(origin.read(f"{server.host}/x.bin", 0, 9)) == DATA[:9]
     manager = next(iter(origin._sessions.get().connections._managers.values()))
     pool = manager.connection_from_url(f"http://{server.host}")
@@ -691,9 +694,25 @@ def test_request_in_child_forked_during_requests_succeeds(server: WebServer, ori
         pool.close()  # as the end of a process does
         return good
 
-    with pool.pool.mutex:
-        assert _fork(child)
+    assert _fork(child)
     assert bytes(origin.read(f"{server.host}/x.bin", 0, 9)) == DATA[:9]
+
+
+def test_interrupt_at_any_moment_of_its_use_does_not_block_a_pool() -> None:
+    pool = connections._HttpPool("127.0.0.1", 1)
+
+    def use() -> None:
+        pool._put_conn(pool._get_conn())
+
+    for number in itertools.count():
+        is_last = interrupted_at(number, use) is None
+        again = threading.Thread(target=use, daemon=True)  # the end of the tests does not wait for it
+        again.start()
+        again.join(120)
+        assert not again.is_alive()
+        if is_last:
+            break
+    assert number > 10
 
 
 def test_write_to_a_web_server_is_refused(origin: WebOrigin) -> None:

@@ -50,23 +50,38 @@ _REDIRECTS = 10
 _MOVED = frozenset({301, 302, 303, 307, 308})
 
 
-class _ForkSafeQueue(queue.LifoQueue[Any]):
-    """urllib3's idle connections. A forked child gets an empty queue with new locks."""
+class _IdleConnections:
+    """Takes the place of the queue of urllib3's pools: the last one is used first. A forked child has none.
+
+    Each method is one step on a list, so that an interrupt (Ctrl-C) leaves no lock held, as it can in Python's queue.
+    """
 
     def __init__(self, maxsize: int = 0) -> None:
-        super().__init__(maxsize)
+        self._maxsize = maxsize
+        self._idle: list[Any] = []
         _queues.add(self)
 
     def renew(self) -> None:
-        self.mutex = threading.Lock()
-        self.not_empty = threading.Condition(self.mutex)
-        self.not_full = threading.Condition(self.mutex)
-        self.all_tasks_done = threading.Condition(self.mutex)
-        self.queue = []
+        self._idle = []
+
+    def qsize(self) -> int:
+        return len(self._idle)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """The last one. Never waits: urllib3 opens another connection."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            raise queue.Empty from None
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        if len(self._idle) >= self._maxsize:
+            raise queue.Full
+        self._idle.append(item)
 
 
-# urllib3 closes its pools when they are collected and at the exit, and would wait for the lock of a lost thread.
-_queues = forks.objects_reset_in_child(_ForkSafeQueue.renew)
+# urllib3 closes its pools when they are collected and at the exit: a child must not close connections of its parent.
+_queues = forks.objects_reset_in_child(_IdleConnections.renew)
 
 
 class _Head:
@@ -117,12 +132,12 @@ class _HttpsConnection(urllib3.connection.HTTPSConnection):
 
 
 class _HttpPool(urllib3.HTTPConnectionPool):
-    QueueCls = _ForkSafeQueue
+    QueueCls: Any = _IdleConnections
     ConnectionCls = _HttpConnection
 
 
 class _HttpsPool(urllib3.HTTPSConnectionPool):
-    QueueCls = _ForkSafeQueue
+    QueueCls: Any = _IdleConnections
     ConnectionCls = _HttpsConnection
 
 
