@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from millrace.cache.attribution import Attribution, JobAndPrefix, Reads, job_of
@@ -102,8 +102,6 @@ class Disk:
         )
         self.locks = NamedLocks(directory / "locks")
         self.counters = Counters(directory / "counters")
-        with suppress(OSError):
-            (directory / "counters" / "attribution").unlink()  # of an earlier version
         self.attribution = Attribution(directory / "counters" / "reads", job=job_of(os.environ))
         self.sealer = Sealer(self.store, report=self.report)
         self.verified = VerifiedBlocks()

@@ -6,7 +6,6 @@ import pytest
 from tests.support.origins import MemoryOrigin
 
 from millrace.cache import disk as disk_module
-from millrace.cache.disk import Disk
 from millrace.cache.node import cache_node
 from millrace.config import resolve
 from millrace.events import Event
@@ -36,12 +35,3 @@ def test_metadata_beyond_its_bound_is_cleared(
     assert node.metadata.known(origin, "b/7") is None
     assert node.metadata.stat(origin, "b/7").size == 1
     assert "cache.metadata.cleared" in [event.name for event in events]
-
-
-def test_sums_of_an_earlier_version_are_removed_at_the_start(tmp_path: Path) -> None:
-    options = resolve({"cache_dir": str(tmp_path), "min_free": 0})
-    Disk(tmp_path, options).close()
-    earlier = tmp_path / "counters" / "attribution"
-    earlier.write_bytes(bytes(98 << 10))
-    Disk(tmp_path, options).close()
-    assert not earlier.exists()
