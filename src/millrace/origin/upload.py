@@ -168,7 +168,7 @@ class ObjectUpload:
         except BaseException as error:  # noqa: BLE001 - raised again in the writer's thread
             self._error = error
         if self._after is not None:
-            with contextlib.suppress(MillraceError):  # there is no caller any more
+            with contextlib.suppress(MillraceError):  # the caller was interrupted, and has raised
                 self._after()
 
     def _pull(self) -> Iterator[Buffer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,17 @@ from millrace.errors import PeerSilentError
 from millrace.testing.conformance.members import eventually
 
 
+def cluster_of(member: Member, client: Any, *, is_available: Callable[[object], bool]) -> Any:
+    """The parts of a `Cluster` of one member that invalidations use."""
+    return SimpleNamespace(
+        placement=lambda: Placement(View.of([member])),
+        is_available=is_available,
+        client=client,
+        link=SimpleNamespace(member_id=None),
+        breakers=SimpleNamespace(failed=lambda _: None, worked=lambda _: None),
+    )
+
+
 def test_invalidation_during_a_late_one_is_sent_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invalidation, "_PAUSE_SECONDS", 0.01)
     member = Member(id="m", address="127.0.0.1:1")
@@ -38,13 +50,7 @@ def test_invalidation_during_a_late_one_is_sent_too(monkeypatch: pytest.MonkeyPa
         assert may_answer.wait(120)
         reported.append(body)
 
-    cluster: Any = SimpleNamespace(
-        placement=lambda: Placement(View.of([member])),
-        is_available=lambda _: not is_away.is_set(),
-        client=SimpleNamespace(call=call),
-        link=SimpleNamespace(member_id=None),
-        breakers=SimpleNamespace(failed=lambda _: None, worked=lambda _: None),
-    )
+    cluster = cluster_of(member, SimpleNamespace(call=call), is_available=lambda _: not is_away.is_set())
     invalidations = Invalidations(cluster)
     assert invalidations.send("origin", ["bucket/key"], lambda _: []) == {"m"}
     answers.set()
@@ -66,13 +72,7 @@ def test_invalidation_of_a_node_whose_disk_hangs_ends(tmp_path: Path, monkeypatc
     with seen_events() as seen, Plane(tmp_path) as plane:
         plane.server.route("POST", FORGET, lambda _: responds.wait(300))
         member = Member(id="m", address=plane.address)
-        cluster: Any = SimpleNamespace(
-            placement=lambda: Placement(View.of([member])),
-            is_available=lambda _: not responds.is_set(),
-            client=PeerClient(token=TOKEN),
-            link=SimpleNamespace(member_id=None),
-            breakers=SimpleNamespace(failed=lambda _: None, worked=lambda _: None),
-        )
+        cluster = cluster_of(member, PeerClient(token=TOKEN), is_available=lambda _: not responds.is_set())
         try:
             invalidations = Invalidations(cluster)
             assert in_other_thread(lambda: invalidations.send("origin", ["bucket/key"])) == {"m"}

@@ -27,6 +27,7 @@ import pytest
 from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from tests.support.interrupts import interrupted_at
+from tests.support.waiting import in_other_thread
 
 from millrace.errors import (
     ConfigurationError,
@@ -276,10 +277,7 @@ def test_interrupt_at_any_moment_of_a_request_leaves_the_clients_usable(one_conn
     for number in itertools.count():
         is_last = interrupted_at(number, request) is None
         gc.collect()  # the frames of the interrupted functions
-        again = threading.Thread(target=request, args=(8,), daemon=True)  # the end of the tests does not wait for it
-        again.start()
-        again.join(120)
-        assert not again.is_alive()
+        in_other_thread(lambda: request(8))
         if is_last:
             break
     assert number > 10

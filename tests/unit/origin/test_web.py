@@ -13,7 +13,6 @@ import socket
 import ssl
 import tempfile
 import termios
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ import pytest
 from tests.support.http_service import HttpService, Reply, Request
 from tests.support.interrupts import interrupted_at
 from tests.support.ports import reserved_port
+from tests.support.waiting import in_other_thread
 from tests.support.web_server import WebServer
 from urllib3.util.ssltransport import SSLTransport
 
@@ -706,10 +706,7 @@ def test_interrupt_at_any_moment_of_its_use_does_not_block_a_pool() -> None:
 
     for number in itertools.count():
         is_last = interrupted_at(number, use) is None
-        again = threading.Thread(target=use, daemon=True)  # the end of the tests does not wait for it
-        again.start()
-        again.join(120)
-        assert not again.is_alive()
+        in_other_thread(use)
         if is_last:
             break
     assert number > 10

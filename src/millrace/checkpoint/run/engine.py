@@ -276,7 +276,7 @@ def _saved(url: str, result: SaveResult) -> Event:
 
 
 def base_budget(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory for the base of the next save: half of the free memory of the machine and in this control group.
+    """Bytes of memory for the base of the next save: half of the free memory of the machine, or of this control group.
 
     Returns 0 where the kernel does not report free memory.
     """

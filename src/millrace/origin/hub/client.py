@@ -123,7 +123,7 @@ class HubClient:
             try:
                 page = [_entry(each) for each in data if each["type"] in ("file", "directory")]
                 url = urljoin(response.url, following[1]) if following else None
-                # A proxy that ignores the query of a page would send the first one for ever.
+                # A proxy that ignores the query of a page would send the first one without end.
                 is_next = url is None or (url not in requested and same_server(url, self._options.endpoint))
             except (KeyError, TypeError, ValueError) as error:
                 raise _nonsense(response) from error
