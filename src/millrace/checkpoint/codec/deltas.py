@@ -27,6 +27,8 @@ Scratch = Callable[[str, Any, int], Array]
 
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 _SAMPLE = 4096
+# Grouping takes as long as the rest of a delta.
+_WORTH_BITS = 1.0
 
 
 def difference(words: Array, base: Array, is_float: bool, out: Array, scratch: Scratch) -> None:
@@ -67,17 +69,32 @@ def by_exponent(base: Array) -> Array:
     A step of the same size is many units in the last place of a small value and few of a large one. So differences to
     bases of one exponent are alike, and each block that zstd codes has a table for few exponents.
     """
-    exponents = np.right_shift(base, 8 * base.itemsize - 9).astype(np.uint8)
-    order: Array = np.argsort(exponents, kind="stable")
+    order: Array = np.argsort(_exponents(base), kind="stable")
     return order
 
 
-def worth_grouping(coded: Array) -> bool:
-    """Whether enough values have changed to group the differences. The differences of a few rows compress better
-    ungrouped.
-    """
+def are_mostly_changed(coded: Array) -> bool:
+    """Whether enough values have changed to group the differences `coded`. Those of a few rows compress better ungrouped."""
     some = coded[:: max(1, coded.size // _SAMPLE)]
     return 4 * int(np.count_nonzero(some)) > some.size
+
+
+def depend_on_exponent(coded: Array, base: Array) -> bool:
+    """Whether the differences `coded` are so much shorter for large values that grouping is worth its time, by a sample.
+
+    This holds for weights, which a step changes by similar amounts; not for moments, which change in proportion.
+    """
+    step = max(1, coded.size // _SAMPLE)
+    lengths, exponents = np.log2(coded[::step] + 1.0), _exponents(base[::step])
+    is_small = exponents < np.median(exponents)
+    if not is_small.any():
+        return False
+    return float(lengths[is_small].mean() - lengths[~is_small].mean()) > _WORTH_BITS
+
+
+def _exponents(values: Array) -> Array:
+    """The eight bits below the sign of each value."""
+    return np.right_shift(values, 8 * values.itemsize - 9).astype(np.uint8)
 
 
 def _order(words: Array, out: Array) -> None:

@@ -45,7 +45,7 @@ from typing_extensions import Buffer
 
 from millrace.checkpoint.codec import deltas, zstd
 from millrace.checkpoint.codec.chunks import CHUNK_BYTES, MAX_CHUNK_BYTES, OPAQUE, Array, Effort, Kind, as_bytes
-from millrace.checkpoint.codec.deltas import SIGNED, apply_difference, by_exponent, difference, worth_grouping
+from millrace.checkpoint.codec.deltas import SIGNED, apply_difference, by_exponent, difference
 from millrace.errors import CorruptCheckpointError
 
 _HALVED, _DELTA, _GROUPED, _ROTATION_SHIFT = 0x08, 0x20, 0x40, 6
@@ -133,13 +133,20 @@ class PlaneCodec:
                 return self._encode_sparse(words, bases, index, kind)
             coded = self._array("coded", words.dtype, words.size)
             difference(words, bases, kind.is_float, coded, self._array)
-            if effort == Effort.MAX and kind.is_float and kind.width > 1 and worth_grouping(coded):
+            if self._is_grouped(coded, bases, kind, effort):
                 code |= _GROUPED
                 coded = np.take(
                     coded, by_exponent(bases), out=self._array("grouped", words.dtype, words.size), mode="clip"
                 )
             planes = self._split(coded.view(np.uint8), kind, 0)
         return _packed(bytes([code]), [self._encode_plane(plane, effort) for plane in planes])
+
+    @staticmethod
+    def _is_grouped(coded: Array, bases: Array, kind: Kind, effort: Effort) -> bool:
+        """Whether to group differences by the exponents of the base."""
+        if effort == Effort.RAW or not kind.is_float or kind.width == 1 or not deltas.are_mostly_changed(coded):
+            return False
+        return effort == Effort.MAX or deltas.depend_on_exponent(coded, bases)
 
     def _encode_sparse(self, words: Array, bases: Array, index: Array, kind: Kind) -> list[Buffer]:
         """A delta of the elements `index`, which are all that differ."""

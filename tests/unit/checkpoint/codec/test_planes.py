@@ -7,6 +7,8 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -142,21 +144,38 @@ def test_rotated_chunk_of_another_kind_is_refused(turn):
             decoded(bytes(chunk), kind, 64, base)
 
 
-@pytest.mark.parametrize("kind", [BF16, FP32, Kind(8, True)], ids=str)
-def test_max_effort_on_delta_groups_differences_by_exponent(kind):
+def a_step(kind: Kind, changes: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of a chunk of weights before and after a step, of which `changes` returns the differences."""
     values = {2: bf16, 4: np.array, 8: lambda some: some.astype(np.float64)}[kind.width]
     base = weights(CHUNK_BYTES // kind.width)
-    step = np.random.default_rng(5).standard_normal(base.size).astype(np.float32) * np.float32(1e-4)
-    old, new = (np.ascontiguousarray(values(some)).view(np.uint8) for some in (base, base + step))
-    typed, most = stored(new, kind, old), stored(new, kind, old, effort=Effort.MAX)
-    assert (typed[0] >> 6, most[0] >> 6) == (0, 1)
-    assert len(most) < {2: 0.9, 4: 0.99, 8: 1.0}[kind.width] * len(typed)
+    noise = np.random.default_rng(5).standard_normal(base.size).astype(np.float32)
+    old, new = (np.ascontiguousarray(values(some)).view(np.uint8) for some in (base, base + changes(base) * noise))
+    return old, new
+
+
+@pytest.mark.parametrize("kind", [BF16, FP32, Kind(8, True)], ids=str)
+@pytest.mark.parametrize("effort", [Effort.TYPED, Effort.MAX])
+def test_delta_of_equal_steps_is_grouped_by_exponent_and_smaller(kind, effort):
+    old, new = a_step(kind, lambda base: np.float32(1e-4))
+    chunk = stored(new, kind, old, effort=effort)
+    with mock.patch.object(PlaneCodec, "_is_grouped", return_value=False):
+        ungrouped = stored(new, kind, old, effort=effort)
+    assert (chunk[0] >> 6, ungrouped[0] >> 6) == (1, 0)
+    assert len(chunk) < {2: 0.9, 4: 0.99, 8: 1.0}[kind.width] * len(ungrouped)
     for nbytes in (new.size, 8 * 999):
-        chunk = stored(new[:nbytes], kind, old[:nbytes], effort=Effort.MAX)
+        chunk = stored(new[:nbytes], kind, old[:nbytes], effort=effort)
         assert np.array_equal(decoded(chunk, kind, nbytes, old[:nbytes]), new[:nbytes])
     # A delta with few changes is smaller without grouping.
     new = np.where(np.arange(old.size) < 9999, new, old)
-    assert stored(new, kind, old, effort=Effort.MAX)[0] >> 6 == 0
+    assert stored(new, kind, old, effort=effort)[0] >> 6 == 0
+
+
+@pytest.mark.parametrize(("effort", "grouped"), [(Effort.TYPED, 0), (Effort.MAX, 1)])
+def test_delta_of_steps_in_proportion_is_grouped_at_max_effort_only(effort, grouped):
+    old, new = a_step(FP32, lambda base: np.float32(0.01) * np.abs(base))
+    chunk = stored(new, FP32, old, effort=effort)
+    assert chunk[0] >> 6 == grouped
+    assert np.array_equal(decoded(chunk, FP32, new.size, old), new)
 
 
 def test_delta_at_max_effort_has_the_documented_layout():
