@@ -253,7 +253,7 @@ def test_errors_of_planner_are_not_translated(tmp_path):
 
 
 def test_too_long_object_fails_the_save(tmp_path, monkeypatch):
-    monkeypatch.setattr("millrace.checkpoint.writing.sources.MAX_BLOB_BYTES", 5000)
+    monkeypatch.setattr("millrace.checkpoint.writing.plans.MAX_BLOB_BYTES", 5000)
     save(tmp_path, {"text": "x" * 1000})
     failure = failure_of(lambda: save(tmp_path, {"text": "x" * 10_000}))
     assert isinstance(failure, UnsupportedObjectError)

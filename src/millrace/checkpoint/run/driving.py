@@ -22,10 +22,9 @@ from millrace.checkpoint.state.staging import StagedState
 from millrace.checkpoint.state.wrappers import is_wrapper, take_apart
 from millrace.checkpoint.writing.bases import ItemKey
 from millrace.checkpoint.writing.packing import ItemSource, WrapperParts
-from millrace.checkpoint.writing.plans import check_cover, describe, join
+from millrace.checkpoint.writing.plans import check_cover, describe, join, key_of, sources_of
 from millrace.checkpoint.writing.rank_writer import RankWriter
 from millrace.checkpoint.writing.save_planner import CheckpointSavePlanner
-from millrace.checkpoint.writing.sources import key_of, sources_of
 from millrace.checkpoint.writing.state_plan import RankPlan
 
 

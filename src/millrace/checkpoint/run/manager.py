@@ -27,7 +27,7 @@ from millrace.checkpoint.arguments import (
     whole_number,
 )
 from millrace.checkpoint.codec.registry import Compression, schedule_for
-from millrace.checkpoint.format.values import pack_value, unpack_value
+from millrace.checkpoint.format.manifest import pack_value, unpack_value
 from millrace.checkpoint.run.driving import plan_save, save_staged
 from millrace.checkpoint.run.engine import EngineOptions, SaveEngine, SaveRequest, failed
 from millrace.checkpoint.run.parts import publish_failure

@@ -21,9 +21,8 @@ from millrace.checkpoint.state.wrappers import encode_recipe, inner_key, is_wrap
 from millrace.checkpoint.writing.assembly import Described
 from millrace.checkpoint.writing.bases import ItemKey
 from millrace.checkpoint.writing.packing import WrapperParts
-from millrace.checkpoint.writing.plans import describe
+from millrace.checkpoint.writing.plans import describe, key_of, sources_of
 from millrace.checkpoint.writing.shared_plan import SharedItem, SharedPlan
-from millrace.checkpoint.writing.sources import key_of, sources_of
 from millrace.runtime.garbage import collection_paused
 from millrace.runtime.memory import Memory
 

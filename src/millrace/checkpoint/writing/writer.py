@@ -32,9 +32,8 @@ from millrace.checkpoint.storage.storage import CheckpointStorage, can_open_stor
 from millrace.checkpoint.writing.bases import Base, ItemKey
 from millrace.checkpoint.writing.delta import RESTORE_LIMIT
 from millrace.checkpoint.writing.packing import ItemSource, StoredWrapper, WrapperParts, discard
-from millrace.checkpoint.writing.plans import check_cover, describe
+from millrace.checkpoint.writing.plans import check_cover, describe, sources_of
 from millrace.checkpoint.writing.rank_writer import RankWriter
-from millrace.checkpoint.writing.sources import sources_of
 from millrace.errors import DeniedError, MillraceError, ObjectExistsError, UsageError
 from millrace.events import Event, emit
 from millrace.runtime.garbage import collection_paused

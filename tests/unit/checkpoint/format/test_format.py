@@ -25,9 +25,10 @@ from millrace.checkpoint.format.manifest import (
     WrappedEntry,
     decode_manifest,
     encode_manifest,
+    pack_value,
+    unpack_value,
 )
 from millrace.checkpoint.format.tables import NO_BASE, chunk_table, item_table
-from millrace.checkpoint.format.values import pack_value, unpack_value
 from millrace.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedObjectError
 
 FP32, OPAQUE = Kind(4, True).code, 0

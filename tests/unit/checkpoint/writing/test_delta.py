@@ -25,7 +25,7 @@ from millrace.checkpoint.format.tables import (
 from millrace.checkpoint.format.transforms import Transforms
 from millrace.checkpoint.writing.bases import ChunkFinder, Place
 from millrace.checkpoint.writing.delta import SaveRecord, choose_base, sample, worth_a_delta
-from millrace.checkpoint.writing.encoding import ChunkEncoder
+from millrace.checkpoint.writing.packing import ChunkEncoder
 from millrace.errors import CorruptCheckpointError
 from millrace.events import add_hook
 

@@ -13,8 +13,8 @@ from millrace.checkpoint.codec.planes import PlaneCodec
 from millrace.checkpoint.codec.registry import Steady
 from millrace.checkpoint.format.transforms import Transforms
 from millrace.checkpoint.state.tensors import bytes_of
-from millrace.checkpoint.writing.encoding import ChunkEncoder, Encoded
-from millrace.checkpoint.writing.sources import _LeafSource
+from millrace.checkpoint.writing.packing import ChunkEncoder, Encoded
+from millrace.checkpoint.writing.plans import _LeafSource
 
 BF16 = Kind(2, True)
 
