@@ -80,7 +80,7 @@ def _loops(measure: Measure, context: Mapping[str, Any], make: Callable[[Any], R
 
 
 def _cached(context: Mapping[str, Any], *, evicts: bool) -> Callable[[Any], ReadObject]:
-    from millrace.cache.held import HeldBlocks
+    from millrace.cache.disk import HeldBlocks
     from millrace.cache.node import cache_node
     from millrace.config import resolve
 

@@ -17,18 +17,18 @@ _ROOT = str(Path(millrace.__file__).parent) + "/"
 
 _active: Trace | None = None
 
-_PERIODIC = frozenset({"millrace-maintenance", "millrace-beats", "millrace-heads"})
-"""Threads whose tasks run at intervals: no call waits for them."""
+_BACKGROUND = ("millrace-maintenance", "millrace-beats", "millrace-heads", "millrace-seal")
+"""The names of threads, or their beginnings, that run at intervals or verify files: no call waits for them."""
 
 
 def _note_in_thread(frame: FrameType, event: str, argument: Any) -> None:
-    if _active is not None and threading.current_thread().name not in _PERIODIC:
+    if _active is not None and not threading.current_thread().name.startswith(_BACKGROUND):
         _active.note(frame, event, argument)
 
 
 @contextmanager
 def threads_traced() -> Iterator[None]:
-    """Let traces see the threads that start inside the `with` block, without the periodic ones."""
+    """Let traces see the threads that start inside the `with` block, without those of the background."""
     threading.setprofile(_note_in_thread)
     try:
         yield

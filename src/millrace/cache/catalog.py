@@ -96,7 +96,7 @@ def cached_objects(node: CacheNode, place: Place | None = None) -> Iterator[Cach
                 version=name.version,
                 size=entry.size,
                 cached_bytes=entry.cached_bytes,
-                pinned=rules.rule_for(name.origin, name.key).pinned,
+                pinned=rules.rule_of(name).pinned,
                 last_used=disk.last_used(entry),
             )
 
@@ -130,7 +130,7 @@ def free(node: CacheNode, place: Place | None, *, on_freed: Callable[[Freed], No
         rules = disk.rules.current()
         for entry in _entries(disk, place):
             name = entry.name
-            if rules.rule_for(name.origin, name.key).pinned or disk.store.is_linked(entry):
+            if rules.rule_of(name).pinned or disk.store.is_linked(entry):
                 freed = freed._replace(pinned_objects=freed.pinned_objects + 1)
                 continue
             nbytes = entry.cached_bytes
@@ -213,7 +213,7 @@ def placed_rules(node: CacheNode) -> list[PlacedRule]:
         for disk in node.open_disks:
             held = disk.rules.current()
             for entry in _entries(disk, None):
-                quota_place = held.rule_for(entry.name.origin, entry.name.key).quota_place
+                quota_place = held.rule_of(entry.name).quota_place
                 _count(used, places, entry.name, entry.cached_bytes, quota_place)
     return [
         PlacedRule(

@@ -1,14 +1,20 @@
-"""One cache directory, open in one process: its store, eviction records, counters, maps and fetches."""
+"""One cache directory, open in one process: its store, eviction records, counters, maps and fetches, and the blocks in
+memory that it could not store.
+"""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import os
+import threading
 import time
-from collections.abc import Collection, Iterator
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from typing_extensions import Buffer
 
 from millrace.cache.attribution import Attribution, JobAndPrefix, Reads, job_of
 from millrace.cache.counters import NO_MEASURES, Counters, Measures, without_dip
@@ -16,12 +22,11 @@ from millrace.cache.eviction import keep_policy
 from millrace.cache.eviction.audit import Audit, Leftovers
 from millrace.cache.eviction.copies import Copies, Keep, StillACopy
 from millrace.cache.eviction.evictor import Candidate, Evictor
-from millrace.cache.eviction.holdings import rule_of
 from millrace.cache.eviction.policy import EvictionPolicy
 from millrace.cache.eviction.retention import Place, RulesFile
 from millrace.cache.eviction.usage import FindGroup, UsageLog, copies_of
 from millrace.cache.eviction.usage_records import UsageRecords
-from millrace.cache.held import Footers, HeldBlocks
+from millrace.cache.footers import Footers
 from millrace.cache.metadata.page_map import PageMap
 from millrace.config import DEFAULT_CAPACITY, CacheOptions, parse_amount
 from millrace.errors import StorageError
@@ -30,7 +35,7 @@ from millrace.figures import size_text
 from millrace.runtime import forks
 from millrace.runtime.failures import FailingDiskError
 from millrace.runtime.forks import importing
-from millrace.runtime.locks import Flights, NamedLocks
+from millrace.runtime.locks import BlockKey, Flights, NamedLocks
 from millrace.runtime.maintenance import register_periodic, unregister
 from millrace.store.environment import DamagedIndexError
 from millrace.store.index import Index
@@ -40,7 +45,7 @@ from millrace.store.seals import Sealer, SegmentSealer
 from millrace.store.segment_files import data_path
 from millrace.store.segment_maps import SegmentMaps
 from millrace.store.segments import SEGMENT_BYTES, Segments
-from millrace.store.signals import Signals
+from millrace.store.signals import REMOVALS, Signals
 from millrace.store.store import Store, VerifiedBlocks
 
 _log = logging.getLogger("millrace.cache")
@@ -55,7 +60,83 @@ _SEGMENTS_OF_A_QUOTA = 16  # the capacity holds at least this many segments
 
 _MOST_METADATA_BYTES = 2 << 30  # some twenty million listed keys
 
+HELD_BYTES = 64 << 20
+"""The most bytes of blocks in memory that the disks of a process could not store."""
+
 _DEFAULT_CAPACITY = parse_amount(DEFAULT_CAPACITY, option="capacity")
+
+
+class _HeldMemory:
+    """The blocks of all `HeldBlocks` that share this memory. Drops the least recently used first."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity = capacity_bytes
+        self.used = 0
+        self.blocks: OrderedDict[tuple[HeldBlocks, BlockKey], bytes] = OrderedDict()
+        self.lock = threading.Lock()
+
+
+_held_memory = _HeldMemory(HELD_BYTES)
+
+
+def _drop_held_memory() -> None:
+    global _held_memory
+    _held_memory = _HeldMemory(HELD_BYTES)  # another thread of the parent may have held the lock
+
+
+forks.reset_in_child(_drop_held_memory)
+
+
+class HeldBlocks:
+    """The fetched blocks that one disk could not store, until newer ones replace them. Thread-safe.
+
+    Without them, a reader of 64 KiB at a time would fetch the same 4 MiB block sixty-four times when the disk is full. Each
+    disk has its own, because others may belong to other storage. All disks of a process share `HELD_BYTES`; with
+    `capacity_bytes` it uses its own memory instead.
+    """
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        self._memory = _held_memory if capacity_bytes is None else _HeldMemory(capacity_bytes)
+
+    def put(self, key: BlockKey, data: Buffer) -> None:
+        """Hold a copy of a block: the original would keep its larger buffer alive."""
+        copy = bytes(data)
+        memory = self._memory
+        with memory.lock:
+            old = memory.blocks.pop((self, key), b"")
+            memory.blocks[self, key] = copy
+            memory.used += len(copy) - len(old)
+            while memory.used > memory.capacity:
+                memory.used -= len(memory.blocks.popitem(last=False)[1])
+
+    def get(self, object_id: bytes, blocks: Iterable[int]) -> dict[int, Buffer]:
+        """The members of `blocks` that are held."""
+        memory = self._memory
+        if not memory.blocks:
+            return {}
+        found: dict[int, Buffer] = {}
+        with memory.lock:
+            for block in blocks:
+                place = (self, (object_id, block))
+                data = memory.blocks.get(place)
+                if data is not None:
+                    memory.blocks.move_to_end(place)
+                    found[block] = data
+        return found
+
+    def drop(self, object_id: bytes, blocks: Iterable[int]) -> None:
+        """Drop `blocks`: they are to be stored on disk, which has space again."""
+        memory = self._memory
+        with memory.lock:
+            for block in blocks:
+                memory.used -= len(memory.blocks.pop((self, (object_id, block)), b""))
+
+    def clear(self) -> None:
+        """Drop all blocks."""
+        memory = self._memory
+        with memory.lock:
+            for place in [place for place in memory.blocks if place[0] is self]:
+                memory.used -= len(memory.blocks.pop(place))
 
 
 class Room:
@@ -216,7 +297,7 @@ class Disk:
         for segment in self.segment_maps.worth_sealing():
             self.segment_sealer.start(segment)
         self.evictor.enforce()
-        removals = self.signals.removals
+        removals = self.signals.numbers[REMOVALS]
         if (everything := self._sweeper.due(removals)) or self.maps.unchecked:
             self.maps.sweep(all_of_them=everything)
         if everything:
@@ -281,13 +362,13 @@ class Disk:
         """The group of segments for an object of `group`. Objects that count to a quota are evicted only for each other, and
         copies that other nodes own are evicted first, so both have their own segments.
         """
-        place = rule_of(self.rules.current(), name).quota_place
+        place = self.rules.current().rule_of(name).quota_place
         own = group if place is None else f"{group} {place[1]!r}"
         return own if keep is Keep.OWNED else copies_of(own)
 
     def segment_bytes(self, name: ObjectName) -> int:
         """The largest size of a segment with this object: eviction removes it whole, which must not be most of a quota."""
-        quota = rule_of(self.rules.current(), name).quota
+        quota = self.rules.current().rule_of(name).quota
         return SEGMENT_BYTES if quota is None else quota.of(self.store.space.disk_bytes()) // _SEGMENTS_OF_A_QUOTA
 
     @property
@@ -420,7 +501,7 @@ class Disk:
         if self.failed:
             return
         try:
-            rule = rule_of(self.rules.current(), candidate.name())
+            rule = self.rules.current().rule_of(candidate.name())
             place = rule.quota_place if self.store.space.has_room(nbytes) else None
             if place in self._full_reported:
                 return

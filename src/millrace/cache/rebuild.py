@@ -22,8 +22,8 @@ from millrace.figures import size_text
 from millrace.runtime.failures import disk_errors
 from millrace.store import records
 from millrace.store.index import Index
-from millrace.store.records import Entry, SegmentRecord
-from millrace.store.segment_files import SegmentObject, data_bytes, data_path, generations, group_in, idx_path, scan
+from millrace.store.records import Entry, SegmentObject, SegmentRecord
+from millrace.store.segment_files import data_bytes, data_path, generations, group_in, idx_path, scan
 
 _log = logging.getLogger("millrace.cache")
 

@@ -6,8 +6,7 @@ lines are not supported. pyarrow's own classes differ from each other here, so w
 a program could pass its first epoch and fail in the second. C++ readers use the object below directly and never read outside
 a file.
 
-`read_batch` and `read_ranges` serve fsspec's `cat_ranges` and `cat`. Each object is opened once, all blocks of its ranges
-are requested before the first wait, and several objects are read at the same time.
+`read_batch` serves fsspec's `cat_ranges` and `cat`: each object is opened once, and several are read at the same time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 from typing_extensions import Buffer
 
-from millrace.cache.reading.reader import ObjectReader
+from millrace.cache.reading.reader import ObjectReader, Range
 from millrace.errors import ObjectChangedError, ObjectNotFoundError
 from millrace.filesystem.columns import ColumnAhead
 from millrace.origin.side_by_side import side_by_side
@@ -56,7 +55,7 @@ class CachedFile(io.RawIOBase):
         self._on_changed = on_changed
         self._position = 0
         self._ahead = ReadAhead(window=READ_AHEAD_BLOCKS if sequential else 0)
-        self._columns = ColumnAhead(reader.size, reader.cached)
+        self._columns: ColumnAhead | None = None
         self.name = path
         self.mode = "rb"
         self.size = reader.size
@@ -114,8 +113,8 @@ class CachedFile(io.RawIOBase):
         if stop <= start:
             return b""
         self._ahead = self._ahead.after(start, stop)
-        if not self._ahead.scans and (spans := self._columns.after(start, stop)):
-            self._reader.prefetch_ranges(spans)
+        if start and not self._ahead.scans:  # a Parquet file begins with its magic bytes, not with a column
+            self._fetch_columns_ahead(start, stop)
         if self._begun:
             self._fetch_ahead()
         try:
@@ -127,6 +126,12 @@ class CachedFile(io.RawIOBase):
             self._begun = True
             self._fetch_ahead()
         return data
+
+    def _fetch_columns_ahead(self, start: int, stop: int) -> None:
+        if self._columns is None:
+            self._columns = ColumnAhead(self.size, self._reader.cached)
+        if spans := self._columns.after(start, stop):
+            self._reader.prefetch_ranges(spans)
 
     def _fetch_ahead(self) -> None:
         wanted = self._ahead.wanted(self.size, self._reader.block_bytes)
@@ -289,31 +294,7 @@ class FetchingFile(pa.PythonFile):  # type: ignore[misc]
 
 _OBJECTS_AT_A_TIME = 16
 
-Range = tuple[int | None, int | None]
-"""Start and stop as in a slice: None for the ends, negative from the end."""
-
 ReadRanges = Callable[[str, Sequence[Range]], list[bytes]]
-
-
-def position(value: int | None, size: int, *, default: int) -> int:
-    """One end of a `Range` in an object of `size` bytes."""
-    if value is None:
-        return default
-    return max(0, size + value) if value < 0 else min(value, size)
-
-
-def bounds(wanted: Range, size: int) -> tuple[int, int]:
-    """The bytes `[start, stop)` of a `Range` in an object of `size` bytes."""
-    start = position(wanted[0], size, default=0)
-    return start, max(start, position(wanted[1], size, default=size))
-
-
-def read_ranges(reader: ObjectReader, ranges: Sequence[Range]) -> list[bytes]:
-    """The bytes of each range of one object. Missing blocks are fetched at once."""
-    spans = [bounds(wanted, reader.size) for wanted in ranges]
-    if len(spans) > 1:
-        reader.prefetch_ranges(sorted(span for span in spans if span[0] < span[1]), wait=True)
-    return [bytes(reader.read(start, stop)) for start, stop in spans]
 
 
 def read_batch(paths: Sequence[str], ranges: Sequence[Range], read: ReadRanges) -> list[bytes | Exception]:

@@ -18,7 +18,7 @@ from pyarrow.fs import FileSystem, PyFileSystem
 
 from millrace.cache.eviction.usage import AccessRecord
 from millrace.cache.node import CacheNode
-from millrace.cache.reading.reader import CachedReader, ObjectReader
+from millrace.cache.reading.reader import CachedReader, ObjectReader, Range, bounds, read_ranges
 from millrace.cluster.attach import Attached
 from millrace.config import LIMIT_NAMES, OPTION_NAMES, resolve, unknown_names
 from millrace.errors import ConfigurationError, MillraceError, ObjectChangedError, ObjectNotFoundError
@@ -28,11 +28,8 @@ from millrace.filesystem.files import (
     FetchingFile,
     MappedFile,
     MemoryFile,
-    Range,
     as_list,
-    bounds,
     read_batch,
-    read_ranges,
 )
 from millrace.filesystem.handler import MillraceHandler
 from millrace.filesystem.hot import HotOpens, log_mapped, open_hooks

@@ -27,7 +27,6 @@ from millrace.runtime import forks
 from millrace.runtime.failures import LostDataError, disk_errors
 from millrace.store.folders import Folder, link
 from millrace.store.records import Entry, object_id
-from millrace.store.seals import seal_holds
 
 if TYPE_CHECKING:
     from millrace.filesystem.listing import ListingFileSystem
@@ -238,7 +237,7 @@ class LocalFolder:
             return False
         with open(descriptor, "rb", buffering=0) as file:
             self._write(target, iter(lambda: file.read(_COPY_BYTES), b""))
-            if os.stat(target).st_size == entry.size and seal_holds(sealed, os.fstat(descriptor)):
+            if os.stat(target).st_size == entry.size and sealed.seal_holds(os.fstat(descriptor)):
                 return True
         os.unlink(target)
         return False

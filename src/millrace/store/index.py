@@ -503,7 +503,7 @@ class Index(IndexTransactions):
         """Remove every metadata record, inside a transaction that writes."""
         txn.clear(self._meta)
 
-    # --- ends of objects (their records: `cache/held.py`) -------------------------------------------
+    # --- ends of objects (their records: `cache/footers.py`) -------------------------------------------
 
     def tail(self, object_id: bytes) -> bytes | None:
         """The record of an object's end, or None."""

@@ -1,4 +1,5 @@
-"""Objects and blocks as values: identity, ranges, read-ahead, owners; their records in the index and in sidecars. No I/O.
+"""Objects and blocks as values: identity, ranges, read-ahead, owners; their records in the index, in sidecars and in
+segments. No I/O.
 
 Records of the index are packed structs, not JSON or pickle: a lookup takes about a microsecond, and decoding must not take
 longer.
@@ -20,7 +21,7 @@ import hashlib
 import math
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import xxhash
@@ -214,6 +215,10 @@ class Entry(NamedTuple):
         """Whether every block was verified while the file had the inode and change time of the seal."""
         return self.seal_inode != 0
 
+    def seal_holds(self, file: os.stat_result) -> bool:
+        """Whether the file in this state has not changed since its blocks were verified."""
+        return self.sealed and (self.seal_inode, self.seal_ctime_ns) == (file.st_ino, file.st_ctime_ns)
+
     def with_seal(self, file: os.stat_result | None) -> Entry:
         """The record with the seal of a file in this state, or without a seal."""
         seal = (0, 0, 0, 0) if file is None else (file.st_ino, file.st_ctime_ns, file.st_mtime_ns, file.st_nlink)
@@ -397,3 +402,102 @@ def _mark(entry: Entry, block: int, checksum: int) -> int:
 
 def _header_checksum(name: bytes, header: bytes) -> int:
     return xxhash.xxh3_64_intdigest(header[:_CHECKED_BYTES] + name)
+
+
+# --- the records in the `.idx` file of a segment --------------------------------------------------
+#
+# A header, then one record for each object. A record can be found after any number of damaged ones: it begins at a multiple
+# of 16 with a mark that no text contains (0xFF is not in UTF-8), and has a checksum that is seeded with the segment's
+# generation. Zeros, torn writes and records of another segment have no valid checksum.
+
+_SEGMENT_MARK = b"\xffMR2"
+_SEGMENT_ALIGNMENT = 16
+# mark, kind, checksum of the record, object id, offset, checksum of the object, bytes of the object, bytes of the name
+_SEGMENT_FIXED = struct.Struct("<4sIQ16sQQII")
+_SEGMENT_CHECKSUM = slice(8, 16)
+_SEGMENT_HEADER, _SEGMENT_OBJECT = 1, 2
+
+
+class SegmentObject(NamedTuple):
+    """The record of one object in `.idx`: `size` bytes from `offset` in `.data`, with this xxh3 checksum."""
+
+    object_id: bytes
+    offset: int
+    size: int
+    checksum: int
+    name: ObjectName
+
+
+def pack_segment_header(generation: int, group: str) -> bytes:
+    """The first record of a segment, which names the group of its objects."""
+    return _pack_record(generation, _SEGMENT_HEADER, bytes(16), 0, 0, 0, group.encode("utf-8", "surrogatepass"))
+
+
+def pack_segment_object(generation: int, record: SegmentObject) -> bytes:
+    """The record of one object in the segment of this generation; a multiple of 16 bytes."""
+    return _pack_record(
+        generation, _SEGMENT_OBJECT, record.object_id, record.offset, record.checksum, record.size, record.name.pack()
+    )
+
+
+def parse_segment_group(generation: int, data: bytes) -> str | None:
+    """The group in the header of a segment; None when the header is damaged. The head of the file is enough."""
+    found = _record_at(generation, data, 0)
+    if found is None or found[0] != _SEGMENT_HEADER:
+        return None
+    return found[5].decode("utf-8", "surrogatepass")
+
+
+def parse_segment_objects(generation: int, data: bytes) -> Iterator[SegmentObject]:
+    """The valid records of objects in the bytes of an `.idx` file, in the order of writing."""
+    position = 0
+    while position >= 0:
+        found = _record_at(generation, data, position)
+        if found is None:
+            position = _next_mark(data, position + 1)
+            continue
+        kind, object_id, offset, checksum, size, text = found
+        if kind == _SEGMENT_OBJECT:
+            yield SegmentObject(object_id, offset, size, checksum, ObjectName.unpack(text))
+        position += next_record(_SEGMENT_FIXED.size + len(text))
+
+
+def next_record(position: int) -> int:
+    """The start of the next record in an `.idx` file that ends at `position`."""
+    return -(-position // _SEGMENT_ALIGNMENT) * _SEGMENT_ALIGNMENT
+
+
+def _pack_record(
+    generation: int, kind: int, object_id: bytes, offset: int, checksum: int, size: int, text: bytes
+) -> bytes:
+    fixed = _SEGMENT_FIXED.pack(_SEGMENT_MARK, kind, 0, object_id, offset, checksum, size, len(text))
+    record = bytearray(fixed + text)
+    record[_SEGMENT_CHECKSUM] = _record_digest(generation, bytes(record)).to_bytes(8, "little")
+    return bytes(record.ljust(next_record(len(record)), b"\0"))
+
+
+def _record_at(generation: int, data: bytes, position: int) -> tuple[int, bytes, int, int, int, bytes] | None:
+    if position + _SEGMENT_FIXED.size > len(data):
+        return None
+    mark, kind, digest, object_id, offset, checksum, size, text_bytes = _SEGMENT_FIXED.unpack_from(data, position)
+    stop = position + _SEGMENT_FIXED.size + text_bytes
+    if mark != _SEGMENT_MARK or stop > len(data):
+        return None
+    record = bytearray(data[position:stop])
+    record[_SEGMENT_CHECKSUM] = bytes(8)
+    if _record_digest(generation, bytes(record)) != digest:
+        return None
+    return kind, object_id, offset, checksum, size, bytes(record[_SEGMENT_FIXED.size :])
+
+
+def _record_digest(generation: int, record: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(record, seed=generation)
+
+
+def _next_mark(data: bytes, position: int) -> int:
+    """The position at which the next record may begin; -1 when there is none."""
+    while True:
+        position = data.find(_SEGMENT_MARK, position)
+        if position < 0 or position % _SEGMENT_ALIGNMENT == 0:
+            return position
+        position += 1

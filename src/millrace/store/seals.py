@@ -52,11 +52,6 @@ _PAUSE_SECONDS = 10.0
 _REMEMBERED = 4096
 
 
-def seal_holds(entry: Entry, status: os.stat_result) -> bool:
-    """Whether a file has not changed since its blocks were verified."""
-    return entry.sealed and (entry.seal_inode, entry.seal_ctime_ns) == (status.st_ino, status.st_ctime_ns)
-
-
 def slot_holds(entry: Entry, slot: MapSlot) -> bool:
     """Whether a file had not changed since its blocks were verified when it was mapped."""
     return (entry.seal_inode, entry.seal_ctime_ns) == (slot.inode, slot.ctime_ns)
@@ -113,7 +108,7 @@ class Sealer(_Background):
         sealed = entry if entry.sealed else self._seal_or_join(entry)
         if sealed is not None:
             with lost_or_failed(self._store.path(entry)):
-                if seal_holds(sealed, os.stat(self._store.path(entry), follow_symlinks=False)):
+                if sealed.seal_holds(os.stat(self._store.path(entry), follow_symlinks=False)):
                     return sealed
             sealed = self.check_seal(sealed)
             sealed = sealed if sealed.sealed else self._seal_or_join(sealed)
@@ -190,7 +185,7 @@ class Sealer(_Background):
                 if wrong is None or wrong:
                     return None
                 sealed = entry.with_seal(before)
-                if seal_holds(sealed, os.fstat(descriptor)):  # no process wrote meanwhile
+                if sealed.seal_holds(os.fstat(descriptor)):  # no process wrote meanwhile
                     return sealed if self._store.index.seal(entry, before) else None
             return None
         finally:

@@ -27,14 +27,10 @@ from millrace.errors import StorageError
 from millrace.runtime import forks
 from millrace.runtime.failures import LostDataError, disk_errors
 from millrace.runtime.locks import try_lock_byte
-from millrace.store.records import ObjectName
+from millrace.store.records import ObjectName, SegmentObject, next_record, pack_segment_header, pack_segment_object
 from millrace.store.segment_files import (
-    SegmentObject,
-    aligned,
     data_bytes,
     data_path,
-    encode_header,
-    encode_object,
     generations,
     group_or_none,
     idx_path,
@@ -260,7 +256,7 @@ class _Segment:
     def _measure(self) -> None:
         # After all written bytes: the rest of a failed append is never read.
         self._data_end = _data_aligned(os.fstat(self._data).st_size)
-        self._idx_end = aligned(os.fstat(self._idx).st_size)
+        self._idx_end = next_record(os.fstat(self._idx).st_size)
 
     @classmethod
     def create(cls, directory: Path, generation: int, group: str) -> _Segment:
@@ -271,7 +267,7 @@ class _Segment:
             segment._idx = os.open(idx_path(directory, generation), flags, 0o600)
             # Other processes ignore a segment without a header, so the lock is free.
             try_lock_byte(segment._idx, 0)
-            _write_all(segment._idx, encode_header(generation, group), 0)
+            _write_all(segment._idx, pack_segment_header(generation, group), 0)
             segment._measure()
             return segment
         except BaseException:
@@ -308,7 +304,7 @@ class _Segment:
     ) -> Placed | None:
         """Append an object, then its record. None if this segment has no space for it."""
         record = SegmentObject(object_id, self._data_end, len(view), checksum, name)
-        encoded = encode_object(self.generation, record)
+        encoded = pack_segment_object(self.generation, record)
         most_bytes = SEGMENT_BYTES if not self._data_end else min(most_bytes, SEGMENT_BYTES)
         if self._data_end + len(view) > most_bytes or self._idx_end + len(encoded) > _IDX_BYTES:
             return None
@@ -321,7 +317,7 @@ class _Segment:
         except OSError:
             # The next record must not be hidden by a torn one. The bytes in `.data` have no record: they are overwritten, so
             # that repeated failures on a full disk do not fill it further.
-            self._idx_end = aligned(os.fstat(self._idx).st_size)
+            self._idx_end = next_record(os.fstat(self._idx).st_size)
             self._data_end = offset
             raise
         self._idx_end += len(encoded)

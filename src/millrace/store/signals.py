@@ -24,7 +24,10 @@ from millrace.runtime.failures import disk_errors
 from millrace.runtime.locks import is_byte_locked
 
 _PAGE_BYTES = 4096
-_REMOVALS, _CHANGES = 0, 1
+REMOVALS, CHANGES = 0, 1
+"""The words that change when objects are removed or a file is found to have changed, and when this node writes to the
+origin.
+"""
 
 CHECKED_AT, _PASSED = 2, 3
 """The words with the time of the last passed check of the index, in seconds since the boot, and the number of checks that
@@ -65,36 +68,26 @@ class Signals:
             finally:
                 os.close(descriptor)
         self.numbers = memoryview(page).cast("Q")
-        """The page itself, for the fastest test: removals at 0, changes at 1; then the words below.
+        """The page itself: `REMOVALS`, `CHANGES`, and the other words.
 
         Valid as long as it is referenced.
         """
 
-    @property
-    def removals(self) -> int:
-        """Changes when objects are removed, or a file is found to have changed."""
-        return self.numbers[_REMOVALS]
-
-    @property
-    def changes(self) -> int:
-        """Changes when this node writes to the origin."""
-        return self.numbers[_CHANGES]
-
     def read(self) -> Stamp:
         """Both numbers."""
-        return Stamp(self.numbers[_REMOVALS], self.numbers[_CHANGES])
+        return Stamp(self.numbers[REMOVALS], self.numbers[CHANGES])
 
     def removed(self, transaction: int) -> None:
         """Record that the transaction of this id, not yet committed, removes something."""
-        self.numbers[_REMOVALS] = transaction
+        self.numbers[REMOVALS] = transaction
 
     def changed(self, transaction: int) -> None:
         """Record that the transaction of this id, not yet committed, changes descriptions of the origin."""
-        self.numbers[_CHANGES] = transaction
+        self.numbers[CHANGES] = transaction
 
     def lower_to(self, transaction: int) -> None:
         """Reset numbers of transactions that were never committed. Only under the lock of writers."""
-        for slot in (_REMOVALS, _CHANGES):
+        for slot in (REMOVALS, CHANGES):
             self.numbers[slot] = min(self.numbers[slot], transaction)
 
 

@@ -17,8 +17,8 @@ from tests.support.waiting import wait_until
 
 import millrace
 from millrace.cache import catalog
+from millrace.cache.disk import HeldBlocks
 from millrace.cache.eviction.retention import _LOOK_EVERY_SECONDS
-from millrace.cache.held import HeldBlocks
 from millrace.cache.node import CacheNode, _process, cache_node, close_nodes
 from millrace.config import Amount, resolve
 from millrace.errors import DiskFullError
@@ -185,7 +185,7 @@ def test_maintenance_evicts_before_another_program_takes_min_free(loop_disk: Pat
 _READER = """
 import json, random, sys, threading, time
 from pathlib import Path
-from millrace.cache.held import HeldBlocks
+from millrace.cache.disk import HeldBlocks
 from millrace.cache.node import cache_node, close_nodes
 from millrace.config import resolve
 from tests.support.computed import ComputedOrigin

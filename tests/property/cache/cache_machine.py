@@ -46,7 +46,8 @@ from millrace.cache.eviction.copies import Keep
 from millrace.cache.node import close_nodes
 from millrace.cache.reading import fetching, locations, reader
 from millrace.errors import ObjectChangedError
-from millrace.store import seals, segments, store
+from millrace.store import segments, store
+from millrace.store.records import Entry
 
 BLOCK = 64 << 10
 SIZES = {"a/0": 20_000, "a/1": 20_000, "b/c/0": 5 * BLOCK + 1, "b/c/1": 5 * BLOCK + 1}
@@ -549,8 +550,7 @@ def _no_checksums(stack: ExitStack) -> None:
 
 
 def _no_seals(stack: ExitStack) -> None:
-    for module in (seals, locations):
-        stack.enter_context(mock.patch.object(module, "seal_holds", lambda entry, status: entry.sealed))
+    stack.enter_context(mock.patch.object(Entry, "seal_holds", lambda entry, file: entry.sealed))
     stack.enter_context(mock.patch.object(locations, "slot_holds", return_value=True))
 
 

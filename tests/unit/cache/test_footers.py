@@ -14,7 +14,7 @@ from tests.support.clocks import Clock
 from tests.support.indexes import fail_on
 from tests.support.origins import MemoryOrigin
 
-from millrace.cache.held import MOST_TAIL_BYTES, TAIL_BYTES, Footers, parquet_tail
+from millrace.cache.footers import MOST_TAIL_BYTES, TAIL_BYTES, Footers, parquet_tail
 from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.config import resolve
 from millrace.filesystem.files import CachedFile

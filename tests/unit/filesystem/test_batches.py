@@ -13,8 +13,9 @@ from tests.support.waiting import wait_until
 
 import millrace
 from millrace.cache.node import CacheNode
+from millrace.cache.reading.reader import bounds
 from millrace.config import resolve
-from millrace.filesystem.files import CachedFile, as_list, bounds, read_batch
+from millrace.filesystem.files import CachedFile, as_list, read_batch
 from millrace.store.records import PAGE_BYTES
 
 Make = Callable[..., millrace.MillraceFileSystem]

@@ -17,6 +17,7 @@ from millrace.errors import StorageError
 from millrace.runtime.locks import is_byte_locked
 from millrace.store.index import Index
 from millrace.store.records import Entry, ObjectName, SegmentRecord
+from millrace.store.signals import REMOVALS
 from millrace.store.transactions import WRITE_LOCK_NAME, Writing
 
 NAME = ObjectName("s3://?region=eu", "bucket/a key with ü and \udc80", "etag")
@@ -216,14 +217,14 @@ def test_removal_of_an_index_record_raises_a_signal(index: Index) -> None:
 
 def test_signals_reach_other_processes(index: Index, tmp_path: Path) -> None:
     fill(index)
-    before = index.signals.removals
+    before = index.signals.numbers[REMOVALS]
     pid = os.fork()
     if pid == 0:
         signal.alarm(300)
         Index(tmp_path).remove(ID)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert index.signals.removals != before
+    assert index.signals.numbers[REMOVALS] != before
     assert index.get(ID) is None
 
 

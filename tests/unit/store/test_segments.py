@@ -19,19 +19,15 @@ from tests.support.interrupts import interrupted_at
 
 from millrace.errors import StorageError
 from millrace.store import segments as segments_module
-from millrace.store.records import ObjectName
-from millrace.store.segment_files import (
+from millrace.store.records import (
+    ObjectName,
     SegmentObject,
-    data_path,
-    decode_group,
-    decode_objects,
-    encode_header,
-    encode_object,
-    generations,
-    group_in,
-    idx_path,
-    scan,
+    pack_segment_header,
+    pack_segment_object,
+    parse_segment_group,
+    parse_segment_objects,
 )
+from millrace.store.segment_files import data_path, generations, group_in, idx_path, scan
 from millrace.store.segments import SEGMENT_BYTES, SMALL_OBJECT_BYTES, Placed, Segments
 
 
@@ -98,15 +94,17 @@ objects = st.builds(
 
 @given(generation=st.integers(1, 2**62), group=texts, records=st.lists(objects, max_size=8))
 def test_segment_records_round_trip_is_equal(generation: int, group: str, records: list[SegmentObject]) -> None:
-    data = encode_header(generation, group) + b"".join(encode_object(generation, record) for record in records)
-    assert decode_group(generation, data) == group
-    assert list(decode_objects(generation, data)) == records
-    assert list(decode_objects(generation + 1, data)) == []  # of another segment
+    data = pack_segment_header(generation, group) + b"".join(
+        pack_segment_object(generation, record) for record in records
+    )
+    assert parse_segment_group(generation, data) == group
+    assert list(parse_segment_objects(generation, data)) == records
+    assert list(parse_segment_objects(generation + 1, data)) == []  # of another segment
 
 
 @given(records=st.lists(objects, min_size=1, max_size=8, unique=True), harm=st.data())
 def test_damaged_record_alone_is_skipped(records: list[SegmentObject], harm: st.DataObject) -> None:
-    pieces = [encode_header(7, "g"), *(encode_object(7, record) for record in records)]
+    pieces = [pack_segment_header(7, "g"), *(pack_segment_object(7, record) for record in records)]
     data = bytearray(b"".join(pieces))
     start = harm.draw(st.integers(0, len(data) - 1))
     stop = harm.draw(st.integers(start + 1, len(data)))
@@ -117,22 +115,22 @@ def test_damaged_record_alone_is_skipped(records: list[SegmentObject], harm: st.
         for record, (begin, end) in zip(records, itertools.pairwise(ends), strict=True)
         if end <= start or begin >= stop
     ]
-    found = list(decode_objects(7, bytes(data)))
+    found = list(parse_segment_objects(7, bytes(data)))
     # The damage may have hit only the padding of a record, which is then as good as before.
     assert [record for record in found if record in untouched] == untouched
     assert all(record in records for record in found)
 
 
 def test_name_with_a_mark_is_not_a_record() -> None:
-    inner = encode_object(7, SegmentObject(id_of(1), 0, 5, 5, name_of(1)))
+    inner = pack_segment_object(7, SegmentObject(id_of(1), 0, 5, 5, name_of(1)))
     for shift in range(16):
         outer = bytearray(
-            encode_object(
+            pack_segment_object(
                 7, SegmentObject(id_of(2), 0, 5, 5, ObjectName("m", "x" * shift + inner.decode("latin-1"), "v"))
             )
         )
         outer[0] ^= 1
-        assert list(decode_objects(7, bytes(outer))) == []
+        assert list(parse_segment_objects(7, bytes(outer))) == []
 
 
 # --- appending ----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from millrace.cache.eviction.audit import Audit
 from millrace.cache.eviction.copies import Copies, Keep
-from millrace.cache.eviction.holdings import Holdings, Survey, Surveyor, is_expired, rule_of
+from millrace.cache.eviction.holdings import Holdings, Survey, Surveyor, is_expired
 from millrace.cache.eviction.policy import SAMPLE_SIZE, SHRINK_SAMPLE_SIZE, EvictionPolicy, Group, Unit
 from millrace.cache.eviction.retention import AppliedRule, Place, Rules, RulesFile
 from millrace.cache.eviction.usage import FindGroup
@@ -34,6 +34,7 @@ from millrace.runtime.failures import FailingDiskError
 from millrace.runtime.locks import NamedLocks, lock_number
 from millrace.store.environment import DamagedIndexError
 from millrace.store.records import ObjectName
+from millrace.store.signals import REMOVALS
 from millrace.store.space import FreeSpace
 from millrace.store.store import Store
 
@@ -159,7 +160,7 @@ class Evictor:
             rules = self._rules.current()
             rule = self._rule_of(rules, candidate) if rules.by_place or wanted else None
             # Before the decision: a removal during the decision ends a refusal.
-            state = _State(self._store.index.signals.removals, rules, self._store.space.limits)
+            state = _State(self._store.index.signals.numbers[REMOVALS], rules, self._store.space.limits)
             pinned = rule is not None and rule.pinned
             if not wanted and self._is_refused(nbytes, candidate, state, pinned=pinned):
                 return False
@@ -196,7 +197,7 @@ class Evictor:
         return bool(self._reserve_exclusively(nbytes, candidate, place, state))
 
     def _rule_of(self, rules: Rules, candidate: Candidate) -> AppliedRule:
-        rule = rule_of(rules, candidate.name())
+        rule = rules.rule_of(candidate.name())
         return rule._replace(pinned=True) if candidate.key in self.wanted else rule
 
     def _is_refused(self, nbytes: int, candidate: Candidate, state: _State, *, pinned: bool) -> bool:
@@ -216,7 +217,7 @@ class Evictor:
         """Remove bytes from the quota that `reserve` granted and that were not written."""
         try:
             rules = self._rules.current()
-            place = rule_of(rules, candidate.name()).quota_place if rules.by_place else None
+            place = rules.rule_of(candidate.name()).quota_place if rules.by_place else None
             if place is not None:
                 with self._quota_lock:
                     used = self._surveyor.current(rules).used

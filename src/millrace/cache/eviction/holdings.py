@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from millrace.cache.eviction.retention import NO_RULE, AppliedRule, Place, Rules
 from millrace.cache.eviction.usage_records import UnitRecord, UsageRecords
-from millrace.store.records import ObjectName, SegmentRecord
+from millrace.store.records import SegmentRecord
 from millrace.store.store import Store
 
 _PAGE = 1000
@@ -47,7 +47,7 @@ class Holdings:
         entry = self._index.get(record.unit.key)
         if entry is None or entry.place or not entry.cached_bytes:
             return None
-        rule = rule_of(rules, entry.name)
+        rule = rules.rule_of(entry.name)
         if self._store.is_linked(entry):
             rule = rule._replace(pinned=True)
         return Holding(entry.cached_bytes, rule)
@@ -61,16 +61,11 @@ class Holdings:
         rule = self._segments.get(key)
         if rule is None:
             entries = self._index.entries_in(segment.generation)
-            rule = _combined(rule_of(rules, entry.name) for entry in entries)
+            rule = _combined(rules.rule_of(entry.name) for entry in entries)
             if len(self._segments) >= _MAX_SEGMENTS:
                 self._segments = {}
             self._segments[key] = rule
         return rule
-
-
-def rule_of(rules: Rules, name: ObjectName) -> AppliedRule:
-    """The retention rule of an object."""
-    return rules.rule_for(name.origin, name.key) if rules.by_place else NO_RULE
 
 
 def _combined(rules: Iterable[AppliedRule]) -> AppliedRule:

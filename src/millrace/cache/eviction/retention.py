@@ -25,6 +25,7 @@ from millrace.events import Event, emit
 from millrace.runtime.directories import locked_directory
 from millrace.runtime.failures import disk_errors
 from millrace.runtime.private_files import new_file, read_file
+from millrace.store.records import ObjectName
 from millrace.store.setup import NEW_RULES_NAME, RULES_NAME, RULES_TEXT
 
 FORMAT_VERSION = 1
@@ -90,6 +91,10 @@ class Rules:
             if quota is None and rule.quota is not None:
                 quota, quota_place = rule.quota, (origin_identity, prefix)
         return AppliedRule(pinned=pinned, quota=quota, quota_place=quota_place, ttl_seconds=ttl_seconds)
+
+    def rule_of(self, name: ObjectName) -> AppliedRule:
+        """The rule of an object version."""
+        return self.rule_for(name.origin, name.key)
 
     def at(self, place: Place) -> Rule:
         """The rule of exactly this prefix; an empty rule without one."""

@@ -29,7 +29,7 @@ from millrace.runtime.failures import LostDataError, disk_errors
 from millrace.store.index import Index
 from millrace.store.maps import MapSlot, lost_or_failed
 from millrace.store.records import Entry, ObjectName, object_id, page_number, pages_of
-from millrace.store.seals import seal_holds, slot_holds
+from millrace.store.seals import slot_holds
 from millrace.store.segment_files import data_bytes
 from millrace.store.segments import SMALL_OBJECT_BYTES, appended_bytes
 from millrace.store.signals import Stamp
@@ -154,7 +154,7 @@ class FileLocation:
         entry = self.entry
         if not entry.sealed:
             return False
-        if seal_holds(entry, os.fstat(self.descriptor)):
+        if entry.seal_holds(os.fstat(self.descriptor)):
             return True
         self.entry = self.disk.sealer.check_seal(entry)
         return self.entry.sealed
@@ -302,7 +302,7 @@ def open_file(disk: Disk, entry: Entry, stamp: Stamp | None) -> NativeObject | N
     buffer = slot.buffer if slot is not None else None
     while slot is None or buffer is None:  # a map may be released between the two steps
         with lost_or_failed(path):  # also before it is mapped: it may no longer be a file
-            if not seal_holds(entry, os.stat(path, follow_symlinks=False)):
+            if not entry.seal_holds(os.stat(path, follow_symlinks=False)):
                 return None
         slot = disk.maps.open(entry.generation, path, entry.size)
         if not slot_holds(entry, slot):
@@ -348,7 +348,7 @@ def _read_whole(path: str, entry: Entry) -> pa.Buffer | None:
     with lost_or_failed(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            if not seal_holds(entry, os.fstat(descriptor)):
+            if not entry.seal_holds(os.fstat(descriptor)):
                 return None
             data = os.pread(descriptor, size, 0)
         finally:

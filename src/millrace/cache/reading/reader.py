@@ -11,11 +11,11 @@ from typing import Protocol
 from typing_extensions import Buffer
 
 from millrace.cache.counters import Counters
-from millrace.cache.disk import Disk
+from millrace.cache.disk import HELD_BYTES, Disk
 from millrace.cache.eviction.copies import Keep
 from millrace.cache.eviction.evictor import Candidate
 from millrace.cache.eviction.usage import FindGroup, is_checkpoint_file
-from millrace.cache.held import HELD_BYTES, MOST_TAIL_BYTES
+from millrace.cache.footers import MOST_TAIL_BYTES
 from millrace.cache.reading.fetching import Fetched, Fetcher, Source, cached_counter, log_wait
 from millrace.cache.reading.locations import FileLocation, Location, SegmentLocation
 from millrace.cache.reading.pages import PageFetcher, without
@@ -531,3 +531,30 @@ class CachedReader:
 def _without_waste(piece: memoryview, whole_bytes: int) -> Buffer:
     """A small part of a larger buffer as a copy: as a view it would keep the whole buffer in memory."""
     return bytes(piece) if len(piece) < whole_bytes // 4 else piece
+
+
+# --- ranges as in a slice -------------------------------------------------------------------------------
+
+Range = tuple[int | None, int | None]
+"""Start and stop as in a slice: None for the ends, negative from the end."""
+
+
+def _position(value: int | None, size: int, *, default: int) -> int:
+    """One end of a `Range` in an object of `size` bytes."""
+    if value is None:
+        return default
+    return max(0, size + value) if value < 0 else min(value, size)
+
+
+def bounds(wanted: Range, size: int) -> tuple[int, int]:
+    """The bytes `[start, stop)` of a `Range` in an object of `size` bytes."""
+    start = _position(wanted[0], size, default=0)
+    return start, max(start, _position(wanted[1], size, default=size))
+
+
+def read_ranges(reader: ObjectReader, ranges: Sequence[Range]) -> list[bytes]:
+    """The bytes of each range of one object. Missing blocks are fetched at once."""
+    spans = [bounds(wanted, reader.size) for wanted in ranges]
+    if len(spans) > 1:
+        reader.prefetch_ranges(sorted(span for span in spans if span[0] < span[1]), wait=True)
+    return [bytes(reader.read(start, stop)) for start, stop in spans]

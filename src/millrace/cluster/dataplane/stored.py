@@ -24,8 +24,8 @@ from millrace.runtime.failures import LostDataError, disk_errors
 from millrace.runtime.maintenance import register_periodic, unregister
 from millrace.store.maps import Sweeper, lost_or_failed
 from millrace.store.records import BLOCK_BYTES, Entry
-from millrace.store.seals import seal_holds
 from millrace.store.segment_files import data_path
+from millrace.store.signals import REMOVALS
 
 # The default limit is 1,024 descriptors per process, and half of them are for connections.
 _MAX_OPEN = 192
@@ -116,12 +116,12 @@ class StoredObject:
             return
         self._file = before._file
         if self._file is not None:
-            self._is_sealed = self.entry.sealed and seal_holds(self.entry, os.fstat(self._file.descriptor))
+            self._is_sealed = self.entry.seal_holds(os.fstat(self._file.descriptor))
 
     @property
     def is_current(self) -> bool:
         """Whether nothing was removed from the store since the record was read."""
-        return self.disk.signals.numbers[0] == self.removals
+        return self.disk.signals.numbers[REMOVALS] == self.removals
 
     def checksum(self, block: int) -> int | None:
         """The checksum of a block; None if it is not cached. Raises `StorageError`."""
@@ -155,7 +155,7 @@ class StoredObject:
         with self._lock:
             if self._file is None:
                 file = OpenFile(self.disk.store.open_data(entry))
-                self._is_sealed = entry.sealed and seal_holds(entry, os.fstat(file.descriptor))
+                self._is_sealed = entry.seal_holds(os.fstat(file.descriptor))
                 self._file = file
             return self._file
 
@@ -313,7 +313,7 @@ class StoredObjects:
         with self._lock:
             opened = list(self._open.values())
         for disk in self._node.open_disks:
-            if not self._sweeper(disk).due(disk.signals.removals):
+            if not self._sweeper(disk).due(disk.signals.numbers[REMOVALS]):
                 continue
             try:
                 self._segments.sweep(disk)

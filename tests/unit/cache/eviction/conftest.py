@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cache.held import HeldBlocks
+from millrace.cache.disk import HeldBlocks
 from millrace.cache.node import CacheNode, cache_node
 from millrace.config import resolve
 

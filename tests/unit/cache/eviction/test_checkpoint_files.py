@@ -8,8 +8,8 @@ import pytest
 from tests.support.computed import ComputedOrigin
 
 from millrace.cache import catalog
+from millrace.cache.disk import HeldBlocks
 from millrace.cache.eviction import copies
-from millrace.cache.held import HeldBlocks
 from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.config import Amount, resolve
 

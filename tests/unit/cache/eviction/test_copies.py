@@ -11,12 +11,12 @@ from tests.support.computed import ComputedOrigin
 
 from millrace.cache import catalog
 from millrace.cache.counters import Counters
+from millrace.cache.disk import HeldBlocks
 from millrace.cache.eviction import keep_policy
 from millrace.cache.eviction.copies import Copies, Keep
 from millrace.cache.eviction.policy import Group
 from millrace.cache.eviction.usage import UsageLog
 from millrace.cache.eviction.usage_records import UsageRecords, group_number
-from millrace.cache.held import HeldBlocks
 from millrace.cache.node import CacheNode, cache_node
 from millrace.cache.reading.fetching import DirectSource, Fetched
 from millrace.config import Amount, resolve

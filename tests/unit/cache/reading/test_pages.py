@@ -17,11 +17,10 @@ from millrace.cache import catalog
 from millrace.cache.node import CacheNode, cache_node, close_nodes
 from millrace.cache.reading.fetching import bridged
 from millrace.cache.reading.pages import without
-from millrace.cache.reading.reader import CachedReader
+from millrace.cache.reading.reader import CachedReader, read_ranges
 from millrace.config import resolve
 from millrace.errors import OriginUnavailableError
 from millrace.events import Event, add_hook
-from millrace.filesystem.files import read_ranges
 from millrace.store.records import BLOCK_BYTES, PAGE_BYTES
 
 SIZE = 4 * BLOCK_BYTES + 3 * PAGE_BYTES + 123

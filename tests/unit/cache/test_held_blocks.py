@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cache import held as held_module
-from millrace.cache.disk import Disk
-from millrace.cache.held import HELD_BYTES, HeldBlocks
+from millrace.cache import disk as disk_module
+from millrace.cache.disk import HELD_BYTES, Disk, HeldBlocks
 from millrace.config import resolve
 
 NAME = bytes(16)
@@ -88,7 +87,7 @@ def test_closing_a_disk_frees_its_share(disks: list[Disk], tmp_path: Path) -> No
 def test_held_blocks_in_forked_child_are_empty_and_unlocked() -> None:
     parent = HeldBlocks()
     parent.put((NAME, 0), b"of the parent")
-    with held_module._shared.lock:  # as another thread of the parent may have it
+    with disk_module._held_memory.lock:  # as another thread of the parent may have it
         child = os.fork()
         if child == 0:
             right = False
@@ -96,7 +95,7 @@ def test_held_blocks_in_forked_child_are_empty_and_unlocked() -> None:
                 signal.alarm(300)
                 own = HeldBlocks()
                 own.put((NAME, 1), b"x")
-                right = own.get(NAME, [0, 1]) == {1: b"x"} and held_module._shared.used == 1
+                right = own.get(NAME, [0, 1]) == {1: b"x"} and disk_module._held_memory.used == 1
             finally:
                 os._exit(0 if right else 1)
     assert os.waitpid(child, 0)[1] == 0
