@@ -1,7 +1,7 @@
 """Process-level services that every other package uses.
 
 Private files and directories, locks between processes, periodic tasks, state that a forked child must reset, single flight
-for fetches, imports at the first use, helpers for memory, garbage collection and pipelines of threads.
+for fetches, imports at the first use, jobs on several threads, and the management of memory.
 
 Key terms:
 - periodic task: a function that one thread of the process calls at intervals.

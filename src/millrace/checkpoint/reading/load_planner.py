@@ -21,7 +21,7 @@ from millrace.checkpoint.state.flattening import (
 from millrace.checkpoint.state.wrappers import WrapperSlot
 from millrace.errors import MissingKeyError, StateMismatchError, UsageError
 from millrace.figures import listed
-from millrace.runtime.garbage import collection_paused
+from millrace.runtime.pipeline import collection_paused
 
 _NAMED = 5
 

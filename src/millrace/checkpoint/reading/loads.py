@@ -33,7 +33,7 @@ from millrace.checkpoint.state.tensors import (
 from millrace.checkpoint.state.wrappers import WrapperSlot, decode_recipe, empty_leaf, is_wrapper, take_apart, type_name
 from millrace.checkpoint.storage.fetching import ChunkFetcher, ItemRequest, whole_item
 from millrace.errors import CorruptCheckpointError, StateMismatchError, UsageError
-from millrace.runtime.garbage import collection_paused, each_paused
+from millrace.runtime.pipeline import collection_paused, each_paused
 
 _STAGING_BYTES = 128 << 20
 

@@ -42,8 +42,7 @@ from millrace.checkpoint.storage.stock_metadata import summarize_stock
 from millrace.checkpoint.storage.storage import CheckpointStorage, can_open_storage, open_storage
 from millrace.errors import CheckpointNotFoundError, ConfigurationError, MillraceError, UsageError
 from millrace.origin import Readable
-from millrace.runtime.garbage import collection_paused
-from millrace.runtime.pipeline import default_threads
+from millrace.runtime.pipeline import collection_paused, default_threads
 
 
 class CheckpointReader(StorageReader):  # type: ignore[misc]

@@ -62,7 +62,7 @@ from millrace.checkpoint.writing.shared_plan import SharedBase, SharedPlan, save
 from millrace.errors import MillraceError
 from millrace.events import Event, redirect
 from millrace.origin.base import part_of
-from millrace.runtime.garbage import limit_arenas
+from millrace.runtime.pipeline import limit_arenas
 
 _REPORT_SECONDS = 0.05
 

@@ -27,8 +27,8 @@ from millrace.checkpoint.state.flattening import PLAIN_TENSORS, nested_object, n
 from millrace.checkpoint.state.tensors import dense, lacks_memory, plain_memory
 from millrace.checkpoint.state.wrappers import is_wrapper, take_apart
 from millrace.errors import ConfigurationError, MillraceError, UnsupportedObjectError, UsageError
-from millrace.runtime.garbage import collection_paused
 from millrace.runtime.memory import Memory
+from millrace.runtime.pipeline import collection_paused
 
 # Immutable values.
 _ATOMS = frozenset(

@@ -20,9 +20,8 @@ from millrace.checkpoint.format.transforms import Transforms
 from millrace.checkpoint.storage.manifests import stat_data_file
 from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile
 from millrace.errors import CorruptCheckpointError
-from millrace.runtime.garbage import collection_paused
 from millrace.runtime.memory import Memory
-from millrace.runtime.pipeline import run_in_order
+from millrace.runtime.pipeline import collection_paused, run_in_order
 
 # Reading across a gap costs its bytes, another request costs a round trip. At 15 ms and 200 MB/s these are equal at 3 MB,
 # but a local disk has hardly any round trip.

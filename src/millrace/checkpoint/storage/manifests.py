@@ -34,7 +34,7 @@ from millrace.errors import (
     UnsupportedFormatError,
 )
 from millrace.events import Event, emit
-from millrace.runtime.garbage import collection_paused
+from millrace.runtime.pipeline import collection_paused
 
 STOCK_METADATA_NAME = ".metadata"
 """The metadata file of torch's own writer."""

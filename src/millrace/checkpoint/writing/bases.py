@@ -22,9 +22,8 @@ from millrace.checkpoint.storage.manifests import read_manifest
 from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.checkpoint.writing.delta import ChunkKey
 from millrace.errors import BaseGoneError, MillraceError, MissingError
-from millrace.runtime.garbage import collection_paused
 from millrace.runtime.memory import Memory
-from millrace.runtime.pipeline import run_in_order
+from millrace.runtime.pipeline import collection_paused, run_in_order
 
 # A check of a base reads ranges of about this size. Gaps up to the second size, which deltas do not use, are read, too.
 _CHECK_BYTES, _CHECK_GAP_BYTES = 8 << 20, 64 << 10

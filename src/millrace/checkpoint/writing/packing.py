@@ -40,9 +40,8 @@ from millrace.checkpoint.writing.delta import RESTORE_LIMIT, ChunkKey, same_byte
 from millrace.errors import CorruptCheckpointError, MillraceError
 from millrace.events import Event, emit
 from millrace.origin import ObjectWriter
-from millrace.runtime.garbage import collection_paused, each_paused, keep_freed_memory
 from millrace.runtime.memory import Memory
-from millrace.runtime.pipeline import run_in_order
+from millrace.runtime.pipeline import collection_paused, each_paused, keep_freed_memory, run_in_order
 
 
 @dataclass(frozen=True, slots=True)

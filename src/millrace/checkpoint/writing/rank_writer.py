@@ -42,8 +42,7 @@ from millrace.errors import (
     UsageError,
 )
 from millrace.events import Event, emit
-from millrace.runtime.garbage import collection_paused
-from millrace.runtime.pipeline import default_threads
+from millrace.runtime.pipeline import collection_paused, default_threads
 
 
 class RankWriter:

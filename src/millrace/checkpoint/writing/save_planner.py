@@ -16,7 +16,7 @@ from millrace.checkpoint.state.flattening import PLAIN_TENSORS, flatten, refuse_
 from millrace.checkpoint.state.wrappers import is_wrapper, type_name
 from millrace.checkpoint.writing.plans import check_cover, deduplicate, join
 from millrace.errors import UnsupportedObjectError
-from millrace.runtime.garbage import collection_paused
+from millrace.runtime.pipeline import collection_paused
 
 
 class CheckpointSavePlanner(DefaultSavePlanner):  # type: ignore[misc]

@@ -19,8 +19,8 @@ from millrace.checkpoint.writing.assembly import Described
 from millrace.checkpoint.writing.bases import ItemKey, MemoryBase, Place, Readable
 from millrace.checkpoint.writing.packing import BytesSource, ItemSource, WrapperParts
 from millrace.checkpoint.writing.rank_writer import RankWriter
-from millrace.runtime.garbage import collection_paused
 from millrace.runtime.memory import Memory
+from millrace.runtime.pipeline import collection_paused
 
 # More bytes outside of the shared memory than this are not passed on as a part of a base.
 _MAX_BASE_BYTES = 16 << 20

@@ -23,8 +23,8 @@ from millrace.checkpoint.writing.bases import ItemKey
 from millrace.checkpoint.writing.packing import WrapperParts
 from millrace.checkpoint.writing.plans import describe, key_of, sources_of
 from millrace.checkpoint.writing.shared_plan import SharedItem, SharedPlan
-from millrace.runtime.garbage import collection_paused
 from millrace.runtime.memory import Memory
+from millrace.runtime.pipeline import collection_paused
 
 # Plain values with the same pickle are equal bit for bit, and so `torch.save` writes the same of them.
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})

@@ -36,7 +36,7 @@ from millrace.checkpoint.writing.plans import check_cover, describe, sources_of
 from millrace.checkpoint.writing.rank_writer import RankWriter
 from millrace.errors import DeniedError, MillraceError, ObjectExistsError, UsageError
 from millrace.events import Event, emit
-from millrace.runtime.garbage import collection_paused
+from millrace.runtime.pipeline import collection_paused
 
 _STOCK_COPY_AHEAD_BYTES = 10_000_000
 

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from millrace.checkpoint import CheckpointLoadPlanner, CheckpointReader, CheckpointSavePlanner, CheckpointWriter
 from millrace.errors import ConfigurationError, StateMismatchError, UnsupportedObjectError, UsageError
-from millrace.runtime.garbage import collection_paused
+from millrace.runtime.pipeline import collection_paused
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is .*single process:UserWarning"),
