@@ -27,7 +27,7 @@ from millrace.checkpoint.format.manifest import DTYPES
 from millrace.checkpoint.format.tables import chain_costs, restore_bytes
 from millrace.checkpoint.storage.manifests import read_manifest
 from millrace.checkpoint.storage.storage import open_storage
-from millrace.checkpoint.writing import encoding
+from millrace.checkpoint.writing import packing
 from millrace.checkpoint.writing.bases import StoredBase
 from millrace.errors import BaseGoneError, ConfigurationError, CorruptCheckpointError, UsageError
 from millrace.events import add_hook
@@ -200,7 +200,7 @@ def test_higher_limit_makes_longer_chains(tmp_path):
 
 
 def test_chain_stays_within_the_limit_of_readers(tmp_path, monkeypatch):
-    monkeypatch.setattr(encoding, "MAX_BASES", 3)
+    monkeypatch.setattr(packing, "MAX_BASES", 3)
     state, base, kinds = {"w": weights(40_000)}, None, []
     for step in range(8):
         writer = save(tmp_path, step, state, base, restore_limit=100.0)
