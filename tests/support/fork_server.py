@@ -26,7 +26,7 @@ import tempfile
 import threading
 import types
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, Self
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 PATH = f"{_ROOT}/src:{_ROOT}:{_ROOT}/examples/speech"
@@ -108,7 +108,7 @@ class ForkedProcess:
     """A child of a `ForkServer`, used as `millrace.testing.process.ChildProcess` is. Not thread-safe.
 
     `program` is the path of a script or, with a line break, a program's text. Signals for the group of the process that
-    started the server do not reach it.
+    started the server do not reach it. The end of a `with` block kills it.
     """
 
     def __init__(
@@ -122,6 +122,7 @@ class ForkedProcess:
         pipes: bool = False,
     ) -> None:
         self._server = server
+        self._log = log
         self._pipes: tuple[IO[bytes], ...] = ()
         request = {
             "program": program,
@@ -141,6 +142,12 @@ class ForkedProcess:
                 from_here, to_here = theirs.enter_context(open(os.devnull, "rb")).fileno(), output
             self._number, self.pid = server.start(request, [from_here, to_here, output])
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     @property
     def stdin(self) -> IO[bytes]:
         """Its standard input; only with `pipes=True`."""
@@ -154,6 +161,14 @@ class ForkedProcess:
     def exit_status(self) -> int | None:
         """The exit status, below 0 for a signal, or None while it runs."""
         return self._server.exit_status(self._number)
+
+    def output(self, code: int = 0) -> str:
+        """Wait for its end, which must be with `code`; returns its standard output. Only with `pipes=True`."""
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        text = self.stdout.read().decode()
+        assert self.wait(timeout=300) == code, self._log.read_text(errors="replace")
+        return text
 
     def wait(self, timeout: float) -> int:
         """Wait for its end; returns the exit status. Raises `TimeoutError`."""

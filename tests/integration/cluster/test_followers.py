@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tests.support import patience
+from tests.support.fork_server import ForkedProcess, torch_server
 from tests.support.local_cluster import TOKEN, LocalCluster
 
 from millrace.checkpoint import WeightPublisher
@@ -54,34 +54,28 @@ def test_four_followers_cost_the_storage_one_read_of_each_version(tmp_path: Path
         options = {**s3.target_options, "endpoint_url": region.endpoint_url}
         settings = json.dumps({"url": url, "target_options": options, "count": COUNT})
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "AWS_"))}
-        with LocalCluster(tmp_path, FOLLOWERS, target_options=options, patient=True) as cluster:
-            followers = [
-                subprocess.Popen(
-                    [sys.executable, "-c", PROGRAM, settings],
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    env={
-                        **inherited,
-                        "MILLRACE_CACHE_DIR": str(node.cache_dir),
-                        "MILLRACE_MIN_FREE": "0",
-                        "MILLRACE_MEMBERS": cluster.members,
-                        "MILLRACE_CLUSTER_TOKEN": TOKEN,
-                    },
-                )
-                for node in cluster.nodes
-            ]
-            try:
-                for version in range(3):
-                    publisher.publish(version, weights(version))
-                    expected = f"{version} {int(weights(version)['body'].view(torch.int16).long().sum())}\n"
-                    for follower in followers:
-                        assert follower.stdout is not None
-                        assert follower.stdout.readline() == expected
-                assert [follower.wait(timeout=300) for follower in followers] == [0] * FOLLOWERS
-            finally:
+        with (
+            LocalCluster(tmp_path, FOLLOWERS, target_options=options, patient=True) as cluster,
+            contextlib.ExitStack() as running,
+        ):
+            followers = []
+            for node in cluster.nodes:
+                environ = {
+                    **inherited,
+                    "MILLRACE_CACHE_DIR": str(node.cache_dir),
+                    "MILLRACE_MIN_FREE": "0",
+                    "MILLRACE_MEMBERS": cluster.members,
+                    "MILLRACE_CLUSTER_TOKEN": TOKEN,
+                }
+                log = node.directory / "follower.log"
+                follower = ForkedProcess(torch_server(), PROGRAM, settings, log=log, env=environ, pipes=True)
+                followers.append(running.enter_context(follower))
+            for version in range(3):
+                publisher.publish(version, weights(version))
+                expected = f"{version} {int(weights(version)['body'].view(torch.int16).long().sum())}\n"
                 for follower in followers:
-                    follower.kill()
-                    follower.communicate()
+                    assert follower.stdout.readline().decode() == expected
+            assert [follower.output() for follower in followers] == [""] * FOLLOWERS
         found = filesystem("s3", s3.target_options, members="none").find(f"{bucket}/policy", detail=True).values()
         sizes = dict.fromkeys(("data", "manifest"), 0)
         for entry in found:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from tests.support import patience
+from tests.support.fork_server import ForkedProcess, torch_server
 from tests.support.harms import flip, kept_times
 from tests.support.local_cluster import TOKEN, LocalCluster, LocalNode
 from tests.support.states import assert_same_state
@@ -107,13 +107,14 @@ def cached_files(cluster: LocalCluster) -> dict[int, set[str]]:
 
 def start(
     cluster: LocalCluster, node: LocalNode, url: str, options: Mapping[str, Any], *, ranks: int = 1, **manager: Any
-) -> Any:
+) -> ForkedProcess:
     shapes = {name: list(tensor.shape) for name, tensor in make_state().items()}
     settings = {"url": url, "shapes": shapes, "target_options": dict(options), "manager": manager}
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MILLRACE_", "AWS_"))}
     environ["LOCAL_WORLD_SIZE"] = str(ranks)  # as torchrun sets it
-    command = [sys.executable, "-c", PROGRAM, json.dumps(settings)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**environ, **variables(cluster, node)})
+    environ.update(variables(cluster, node))
+    log = node.directory / "restore.log"
+    return ForkedProcess(torch_server(), PROGRAM, json.dumps(settings), log=log, env=environ, pipes=True)
 
 
 def sums(state: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -132,10 +133,12 @@ def test_restore_on_three_nodes_reads_each_data_byte_once(
     state = save(url, s3, 3)
     with LocalCluster(tmp_path, 3, target_options=options, patient=True) as cluster:
         nodes = [node for node in cluster.nodes for _ in range(ranks)]
-        programs = [start(cluster, node, url, options, ranks=ranks) for node in nodes]  # "auto"
-        for program in programs:
-            output, _ = program.communicate(timeout=300)
-            assert json.loads(output) == [3, sums(state)]
+        with contextlib.ExitStack() as running:
+            programs = [
+                running.enter_context(start(cluster, node, url, options, ranks=ranks)) for node in nodes
+            ]  # "auto"
+            for program in programs:
+                assert json.loads(program.output()) == [3, sums(state)]
         total = nbytes(s3, bucket)
         assert total <= bytes_down(region, bucket) <= 1.02 * total
         # Each byte is sent to the two nodes that do not own it, once to each, however many ranks they have.
@@ -153,9 +156,8 @@ def test_restore_without_the_cluster_reads_the_origin_each_time(
     state = save(url, s3, 3)
     with LocalCluster(tmp_path, 1, target_options=options, patient=True) as cluster:
         for _ in range(2):
-            program = start(cluster, cluster.nodes[0], url, options, read_through="none")
-            output, _ = program.communicate(timeout=300)
-            assert json.loads(output) == [3, sums(state)]
+            with start(cluster, cluster.nodes[0], url, options, read_through="none") as program:
+                assert json.loads(program.output()) == [3, sums(state)]
         assert bytes_down(region, bucket) >= 2 * nbytes(s3, bucket)
         assert cached_files(cluster) == {0: set()}
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors.torch import save as save_safetensors
 from tests.support import patience
+from tests.support.fork_server import ForkedProcess, torch_server
 from tests.support.local_cluster import LocalCluster
 
 from millrace.checkpoint import CheckpointWriter
@@ -65,7 +65,10 @@ def test_restore_on_four_nodes_reads_the_origin_once(
         direct.pipe(url, save_safetensors(state))
     total = sum(entry["size"] for entry in direct.find(f"{bucket}/run", detail=True).values())
     options = {**s3.target_options, "endpoint_url": region.endpoint_url}
-    with LocalCluster(tmp_path, 4, target_options=options, patient=True) as cluster:
+    with (
+        LocalCluster(tmp_path, 4, target_options=options, patient=True) as cluster,
+        contextlib.ExitStack() as running,
+    ):
         programs = []
         for node in cluster.nodes:
             settings = {
@@ -74,10 +77,10 @@ def test_restore_on_four_nodes_reads_the_origin_once(
                 "shapes": {name: list(tensor.shape) for name, tensor in state.items()},
                 "options": cluster.arguments(node),
             }
-            command = [sys.executable, "-c", PROGRAM, json.dumps(settings)]
-            programs.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            log = node.directory / "restore.log"
+            program = ForkedProcess(torch_server(), PROGRAM, json.dumps(settings), log=log, pipes=True)
+            programs.append(running.enter_context(program))
         expected = {name: xxhash.xxh3_64_hexdigest(tensor.numpy()) for name, tensor in state.items()}
         for program in programs:
-            output, _ = program.communicate(timeout=300)
-            assert json.loads(output) == expected
+            assert json.loads(program.output()) == expected
         assert region.stats(f"/{bucket}/").by_kind["GET"].bytes_down == total
