@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.support.fork_server import ForkedProcess, torch_server
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter
 from millrace.checkpoint.storage.storage import open_storage
@@ -124,37 +125,31 @@ def main(url: str, options: dict, points: int) -> None:
 # --- the tests ------------------------------------------------------------------------------------
 
 
-def run(url: str, options: dict, points: int) -> list[tuple[int, int]]:
+def run(url: str, options: dict, points: int, log: Path) -> list[tuple[int, int]]:
     """The step before which each save died, and which save was there after it."""
     program = (
-        f"import importlib.util as u; s = u.spec_from_file_location('kills', {__file__!r});"
+        f"import importlib.util as u; s = u.spec_from_file_location('kills', {__file__!r})\n"
         f"m = u.module_from_spec(s); s.loader.exec_module(m); m.main({url!r}, {options!r}, {points})"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
     seen: list[tuple[int, int]] = []
-    try:
-        assert process.stdout.readline().startswith("total")
+    with ForkedProcess(torch_server(), program, log=log, pipes=True) as process:
+        assert process.stdout.readline().startswith(b"total"), log.read_text()
         complete = 1
         for number in range(points):
             word, last, ended = process.stdout.readline().split()
-            assert (word, int(ended)) == ("killed", -signal.SIGKILL)
+            assert (word, int(ended)) == (b"killed", -signal.SIGKILL)
             found = assert_whole(url, options)
             assert found in (complete, number + 2)
             complete = found
             seen.append((int(last), found))
-            process.stdin.write("\n")
+            process.stdin.write(b"\n")
             process.stdin.flush()
-        assert process.wait(timeout=300) == 0
-    finally:
-        process.kill()
-        process.communicate()
+        process.output()
     return seen
 
 
 def test_killed_saves_on_local_disk_leave_the_old_or_the_new_checkpoint(tmp_path):
-    seen = run(str(tmp_path / "run"), {}, POINTS)
+    seen = run(str(tmp_path / "run"), {}, POINTS, tmp_path / "log")
     finished = {found for _, found in seen}
     # Early deaths left the first checkpoint, late ones (old files being removed) the new one.
     assert seen[0][1] == 1
@@ -174,7 +169,7 @@ def test_killed_saves_on_local_disk_leave_the_old_or_the_new_checkpoint(tmp_path
 def test_killed_saves_on_object_store_keep_the_previous_checkpoint(tmp_path):
     with S3Server(tmp_path) as server:
         server.create_bucket("runs")
-        seen = run("s3://runs/killed", server.target_options, 8)
+        seen = run("s3://runs/killed", server.target_options, 8, tmp_path / "log")
         assert seen[0][1] == 1
         assert seen[-1][1] == 9
         names = open_storage("s3://runs/killed", server.target_options).names()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.fork_server import ForkedProcess, torch_server
 
 from millrace.checkpoint import WeightFollower, WeightPublisher
 from millrace.testing.s3 import S3Server
@@ -127,35 +128,29 @@ def main(name: str, url: str, options: dict) -> None:
 # --- the tests ------------------------------------------------------------------------------------
 
 
-def run(name: str, url: str, options: dict, after: Callable[[], None]) -> None:
+def run(name: str, url: str, options: dict, after: Callable[[], None], log: Path) -> None:
     """Kill a program at points spread over all of its steps, and call `after` each time."""
     program = (
-        f"import importlib.util as u; s = u.spec_from_file_location('kills', {__file__!r});"
+        f"import importlib.util as u; s = u.spec_from_file_location('kills', {__file__!r})\n"
         f"m = u.module_from_spec(s); s.loader.exec_module(m); m.main({name!r}, {url!r}, {options!r})"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        word, total = process.stdout.readline().split()
-        assert word == "total"
+    with ForkedProcess(torch_server(), program, log=log, pipes=True) as process:
+        word, total = (process.stdout.readline() or log.read_bytes()).split()
+        assert word == b"total"
         assert int(total) > 1
         for _ in range(POINTS):
             word, last, ended = process.stdout.readline().split()
-            assert (word, int(ended)) == ("killed", -signal.SIGKILL), f"at {last} of {total}"
+            assert (word, int(ended)) == (b"killed", -signal.SIGKILL), f"at {int(last)} of {int(total)}"
             after()
-            process.stdin.write("\n")
+            process.stdin.write(b"\n")
             process.stdin.flush()
-        assert process.wait(timeout=300) == 0
-    finally:
-        process.kill()
-        process.communicate()
+        process.output()
 
 
 @pytest.mark.slow
-def test_killed_publisher_leaves_its_last_complete_version_to_all_followers(s3: S3Server, bucket: str) -> None:
+def test_killed_publisher_leaves_its_last_complete_version_to_all_followers(
+    s3: S3Server, bucket: str, tmp_path: Path
+) -> None:
     url, options = f"s3://{bucket}/policy", s3.target_options
     follower, mine = WeightFollower(url, target_options=options), empty()
     held = [-1]
@@ -168,12 +163,14 @@ def test_killed_publisher_leaves_its_last_complete_version_to_all_followers(s3: 
         assert assert_whole(fresh) == version
         held.append(version)
 
-    run("publish", url, options, look)
+    run("publish", url, options, look, tmp_path / "log")
     assert len(set(held)) > POINTS / 2, "late deaths left new versions"
 
 
 @pytest.mark.slow
-def test_killed_follower_disturbs_neither_the_publisher_nor_the_next_follower(s3: S3Server, bucket: str) -> None:
+def test_killed_follower_disturbs_neither_the_publisher_nor_the_next_follower(
+    s3: S3Server, bucket: str, tmp_path: Path
+) -> None:
     url, options = f"s3://{bucket}/policy", s3.target_options
     other, mine = WeightFollower(url, target_options=options), empty()
     with WeightPublisher(url, keep=2, target_options=options) as publisher:
@@ -188,4 +185,4 @@ def test_killed_follower_disturbs_neither_the_publisher_nor_the_next_follower(s3
             assert other.update(mine) == version
             assert assert_whole(mine) == version
 
-        run("follow", url, options, look)
+        run("follow", url, options, look, tmp_path / "log")
