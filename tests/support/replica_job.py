@@ -1,8 +1,8 @@
-"""A training job of several ranks, each on the machine of another node: `python -m tests.support.replica_job JSON`.
+"""A training job of several ranks, each on the machine of another node: `python tests/support/replica_job.py JSON`.
 
-The first process imports everything once and forks the ranks. They save, or restore and compare, a state that follows from
-the step. They append lines to the file `results`: `rank NUMBER PID`, rank 0 `replicated STEP` for each save that is reported
-as replicated, and every rank `near STEP` and `restored STEP`.
+The first process forks the ranks. They save, or restore and compare, a state that follows from the step. They append
+lines to the file `results`: `rank NUMBER PID`, rank 0 `replicated STEP` for each save that is reported as replicated, and
+every rank `near STEP` and `restored STEP`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 import threading
 import traceback
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.support.failures import failure_of
-from tests.support.fork_server import PATH
+from tests.support.fork_server import PATH, ForkedProcess, torch_server
 from tests.support.memory import resident_bytes
 from tests.support.states import assert_same_state
 from torch.distributed.checkpoint.api import CheckpointException
@@ -365,15 +364,10 @@ def run_group(place: str) -> None:
 
 @pytest.mark.slow
 def test_async_save_in_a_process_group_is_loaded(tmp_path):
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, str(tmp_path)],
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": PATH},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": PATH}
+    log = tmp_path / "log"
+    with ForkedProcess(torch_server(), __file__, str(tmp_path), log=log, env=environment, pipes=True) as process:
+        process.output()
     loaded = {"model": Model().state_dict(), "n": None}
     dcp.load(loaded, storage_reader=CheckpointReader(tmp_path / "process"))
     assert loaded["n"] == 1

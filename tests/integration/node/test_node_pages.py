@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.support.fork_server import ForkedProcess, torch_server
 
 import millrace
 from millrace.cache.eviction.usage import Tally
@@ -173,11 +174,9 @@ def test_saves_of_a_training_process_are_exported_by_the_node(start: Start, tmp_
         "    for step in range(3): run.save(step, {'weight': torch.arange(100000) + step})"
     )
     places = [str(tmp_path / "run"), str(tmp_path / "local")]
-    environment = {"MILLRACE_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *places], capture_output=True, text=True, env={**os.environ, **environment}
-    )
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "MILLRACE_CACHE_DIR": str(tmp_path / "cache")}
+    with ForkedProcess(torch_server(), code, *places, log=tmp_path / "log", env=environment, pipes=True) as saving:
+        saving.output()
     found = scraped(node)
     saves = sum(found["millrace_checkpoint_saves_total", kind] for kind in ("full", "delta"))
     assert saves == found["millrace_checkpoint_save_duration_seconds_count",] == 3

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from tests.support.chromium import Chromium, Tab
+from tests.support.fork_server import ForkedProcess, torch_server
 from tests.support.local_cluster import TOKEN, LocalCluster, LocalNode
 from tests.support.terminal import Terminal, take_picture
 
@@ -216,7 +216,9 @@ def test_status_page_of_a_running_load_shows_its_progress(
     until_text(page, "#datasets", "s3://images/val")
 
 
-def test_status_page_after_saves_shows_the_run(page: Tab, cluster: LocalCluster, s3: S3Server, readers: None) -> None:
+def test_status_page_after_saves_shows_the_run(
+    page: Tab, cluster: LocalCluster, s3: S3Server, readers: None, tmp_path: Path
+) -> None:
     environment = {
         **os.environ,
         "MILLRACE_CACHE_DIR": str(cluster.nodes[0].cache_dir),
@@ -224,9 +226,9 @@ def test_status_page_after_saves_shows_the_run(page: Tab, cluster: LocalCluster,
         "AWS_SECRET_ACCESS_KEY": s3.secret,
         "AWS_ENDPOINT_URL": s3.endpoint_url,
     }
-    command = [sys.executable, "-c", _SAVE, "s3://runs/speech-17"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    log = tmp_path / "log"
+    with ForkedProcess(torch_server(), _SAVE, "s3://runs/speech-17", log=log, env=environment, pipes=True) as saving:
+        saving.output()
     until_text(page, "#runs", "step 300")
     [row] = rows(page, "#runs")
     assert row[0] == "s3://runs/speech-17"

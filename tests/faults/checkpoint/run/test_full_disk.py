@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.fork_server import ForkedProcess, torch_server
 from tests.support.small_disks import fill_disk
 
 from millrace.checkpoint import CheckpointManager
@@ -81,7 +80,8 @@ run.save(2, {"x": torch.zeros(1000)})
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", [None, 3])
 def test_directory_of_crashed_save_is_removed_by_the_next_manager(tmp_path: Path, keep: int | None) -> None:
-    assert subprocess.run([sys.executable, "-c", DYING, str(tmp_path / "run")], check=False).returncode == 9
+    with ForkedProcess(torch_server(), DYING, str(tmp_path / "run"), log=tmp_path / "log", pipes=True) as dying:
+        dying.output(code=9)
     assert directories(tmp_path / "run") == [1, 2]
     with CheckpointManager(tmp_path / "run", keep=keep) as run:
         run.save(3, {"x": torch.zeros(1000)})

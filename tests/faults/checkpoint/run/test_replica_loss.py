@@ -7,14 +7,13 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.fork_server import ForkedProcess, torch_server
 from tests.support.local_cluster import TOKEN, LocalCluster
 from tests.support.waiting import wait_until
 
@@ -24,7 +23,7 @@ from millrace.testing.s3 import S3Server
 
 TRIALS = int(os.environ.get("REPLICA_TRIALS", "3"))
 """Twenty for the record, see docs/design/0025-replicas.md."""
-ROOT = Path(__file__).parents[4]
+SCRIPT = Path(__file__).parents[3] / "support" / "replica_job.py"
 
 
 class Job:
@@ -39,14 +38,9 @@ class Job:
         order["target_options"] = cluster.target_options  # type: ignore[assignment]
         self._results = meeting.with_suffix(".results")
         order["results"] = str(self._results)
-        self._errors = meeting.with_suffix(".err").open("w+")
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.support.replica_job", json.dumps(order)],
-            cwd=ROOT,
-            env={**os.environ, "MILLRACE_MEMBERS": cluster.members, "MILLRACE_CLUSTER_TOKEN": TOKEN},
-            stdout=self._errors,
-            stderr=self._errors,
-        )
+        self._output = meeting.with_suffix(".log")
+        environment = {**os.environ, "MILLRACE_MEMBERS": cluster.members, "MILLRACE_CLUSTER_TOKEN": TOKEN}
+        self._process = ForkedProcess(torch_server(), str(SCRIPT), json.dumps(order), log=self._output, env=environment)
         self.log = ""
         """The last lines that it printed, after the end."""
 
@@ -59,7 +53,7 @@ class Job:
         return [step for (step,) in self.results(word)]
 
     def is_over(self) -> bool:
-        return self._process.poll() is not None
+        return self._process.exit_status() is not None
 
     def kill(self, first: int) -> None:
         """Kill the ranks, `first` before the others."""
@@ -70,9 +64,7 @@ class Job:
 
     def end(self) -> int:
         code = self._process.wait(300)
-        self._errors.seek(0)
-        self.log = self._errors.read()[-6000:]
-        self._errors.close()
+        self.log = self._output.read_text(errors="replace")[-6000:]
         return code
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.fork_server import ForkedProcess, torch_server
 from tests.support.interrupts import interrupted_inside
 from tests.support.runs import assert_whole, local_run
 from tests.support.savers import (
@@ -404,15 +405,12 @@ def test_saver_of_a_killed_training_process_ends(tmp_path: Path, forks: bool) ->
             print(run._saver.pid, flush=True)
         time.sleep(600)
     """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as parent:
-        assert parent.stdout is not None
-        saver = int(parent.stdout.readline())
+    log = tmp_path / "log"
+    with ForkedProcess(torch_server(), textwrap.dedent(code), log=log, pipes=True) as parent:
+        saver = int(parent.stdout.readline() or log.read_text())
         parent.stdout.readline()
         assert not is_gone(saver)
         parent.kill()
-        parent.wait()
         try:
             wait_until(lambda: is_gone(saver))
         finally:
@@ -468,20 +466,14 @@ except KeyboardInterrupt:
 
 @pytest.mark.slow
 def test_ctrl_c_during_a_save_does_not_end_it(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, str(tmp_path / "run")],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as child:
-        assert child.stdout is not None
-        saver = int(child.stdout.readline())
+    log = tmp_path / "log"
+    with ForkedProcess(torch_server(), INTERRUPTED, str(tmp_path / "run"), log=log, pipes=True) as child:
+        saver = int(child.stdout.readline() or log.read_text())
         # As a terminal does, to the whole group; and to the saver, as a scheduler does to all processes of a job.
         os.killpg(child.pid, signal.SIGINT)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             os.kill(saver, number)
-        assert child.stdout.read().split() == ["interrupted", "2"]
-        assert child.wait() == 0
+        assert child.output().split() == ["interrupted", "2"]
     assert is_gone(saver)
 
 

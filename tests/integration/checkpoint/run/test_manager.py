@@ -6,9 +6,6 @@ import copy
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import warnings
 from pathlib import Path
@@ -655,16 +652,9 @@ def test_second_process_on_a_run_raises_run_taken_and_damages_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(Claim.take.__func__.__kwdefaults__, "wait_seconds", 0.1)
-    child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(HOLDING), str(tmp_path / "run")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    try:
-        assert child.stdout.readline() == "saved\n"
+    log = tmp_path / "log"
+    with ForkedProcess(torch_server(), HOLDING, str(tmp_path / "run"), log=log, pipes=True) as child:
+        assert child.stdout.readline() == b"saved\n", log.read_text()
         with CheckpointManager(tmp_path / "run", keep=1) as run:
             for step in (2, 9):
                 with pytest.raises(RunTakenError, match=f"pid {child.pid} "):
@@ -672,18 +662,15 @@ def test_second_process_on_a_run_raises_run_taken_and_damages_nothing(
             state = {"x": torch.zeros(1000)}
             assert run.restore(state) == 1
             # The first one has noticed nothing.
-            child.stdin.write("\n")
+            child.stdin.write(b"\n")
             child.stdin.flush()
-            assert child.stdout.readline() == "saved\n"
+            assert child.stdout.readline() == b"saved\n"
             assert run.steps() == [1, 2]
-            child.communicate("\n\n", timeout=300)
-            assert child.returncode == 0
+            child.stdin.write(b"\n\n")
+            assert child.output() == "saved\n"
             assert run.restore(state) == 3
             assert torch.equal(state["x"], torch.full((1000,), 3.0))
             assert run.save(4, state).step == 4
-    finally:
-        child.kill()
-        child.communicate()
 
 
 PREEMPTED = """
@@ -706,15 +693,12 @@ print("left", step, flush=True)
 
 @pytest.mark.slow
 def test_sigterm_saves_the_step_that_was_done(tmp_path: Path) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PREEMPTED), str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "ready\n"
-    child.send_signal(signal.SIGTERM)
-    word, step = child.stdout.readline().split()
-    assert (word, child.wait(300)) == ("left", 0)
-    child.stdout.close()
+    log = tmp_path / "log"
+    with ForkedProcess(torch_server(), PREEMPTED, str(tmp_path / "run"), log=log, pipes=True) as child:
+        assert child.stdout.readline() == b"ready\n", log.read_text()
+        os.kill(child.pid, signal.SIGTERM)
+        word, step = child.output().split()
+    assert word == "left"
     state = {"x": torch.zeros(1000), "step": -1}
     with CheckpointManager(tmp_path / "run") as run:
         assert run.restore(state) == int(step)
@@ -829,8 +813,8 @@ run.save(2, {"x": torch.randn(100_000)})
 @pytest.mark.slow
 def test_leftovers_of_dead_save_are_removed_by_the_next_save(tmp_path: Path) -> None:
     """Also with a policy that keeps every checkpoint."""
-    ended = subprocess.run([sys.executable, "-c", DYING, str(tmp_path / "run")], check=False)
-    assert ended.returncode == 9
+    with ForkedProcess(torch_server(), DYING, str(tmp_path / "run"), log=tmp_path / "log", pipes=True) as dying:
+        dying.output(code=9)
     left = tmp_path / "run" / "step-000000000002"
     assert list(left.glob("data-*"))
     with CheckpointManager(tmp_path / "run") as run:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.fork_server import ForkedProcess, torch_server
 from tests.support.savers import FEW_TRIES, is_gone, no_files_in, pid_of, savers_with
 from tests.support.servers import steady_port
 from tests.support.states import assert_same_state
@@ -525,11 +526,9 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_sharded_tensors_are_saved_without_a_process_group_in_the_saver(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", SHARDED, str(tmp_path / "run")], capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["full", "1"]
+    log = tmp_path / "log"
+    with ForkedProcess(torch_server(), SHARDED, str(tmp_path / "run"), log=log, pipes=True) as process:
+        assert process.output().split() == ["full", "1"]
 
 
 def test_fifty_saves_do_not_grow_the_saver(tmp_path: Path) -> None:
