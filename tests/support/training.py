@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.support.fork_server import PATH, ForkedProcess, torch_server
 from tests.support.waiting import wait_until
 
 from millrace.testing.s3 import S3Server
 
-_ROOT = Path(__file__).resolve().parents[2]
-
 
 def run_script(script: str, *arguments: str, directory: Path) -> int:
     """Run a test module as a script in a directory; returns its exit status."""
-    variables = {**os.environ, "PYTHONPATH": f"{_ROOT}:{_ROOT}/src", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-W", "ignore", script, *arguments]
-    return subprocess.run(command, cwd=directory, env=variables, check=False).returncode
+    variables = {**os.environ, "PYTHONPATH": PATH, "GLOO_SOCKET_IFNAME": "lo"}
+    log = directory / "script.log"
+    with ForkedProcess(torch_server(), script, *arguments, log=log, cwd=directory, env=variables) as process:
+        status = process.wait(timeout=300)
+    print(log.read_text(errors="replace"))
+    return status
 
 
 def environment_of(s3: S3Server) -> dict[str, str]:
