@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.support.fork_server import ForkedProcess, node_server
 from tests.support.held_locks import holding
 
 import millrace
@@ -91,24 +92,19 @@ def data(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def stopped(cache: Path, data: Path, point: str, capacity: str = "1GB") -> Iterator[subprocess.Popen[str]]:
+def stopped(cache: Path, data: Path, point: str, capacity: str = "1GB") -> Iterator[ForkedProcess]:
     """A process that was stopped at a point of its reading."""
-    command = [sys.executable, "-c", STOPPING, str(cache), str(data), point, capacity]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "stopped\n"
-            yield process
-        finally:
-            process.kill()
+    arguments, log = (str(cache), str(data), point, capacity), cache.with_suffix(".log")
+    with ForkedProcess(node_server(), STOPPING, *arguments, log=log, pipes=True) as process:
+        assert process.stdout.readline() == b"stopped\n", log.read_text()
+        yield process
 
 
 def seconds_to_read(cache: Path, data: Path, capacity: str = "1GB") -> float:
     """By a new process, which finds every byte right."""
-    command = [sys.executable, "-c", READER, str(cache), str(data), capacity]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return float(ended.stdout)
+    arguments, log = (str(cache), str(data), capacity), cache.with_suffix(".log")
+    with ForkedProcess(node_server(), READER, *arguments, log=log, pipes=True) as process:
+        return float(process.output())
 
 
 def seconds_next_to_stopped(cache: Path, data: Path, point: str) -> float:
@@ -126,7 +122,6 @@ def seconds_next_to_stopped(cache: Path, data: Path, point: str) -> float:
                 assert fs.cat_file(str(path)) == path.read_bytes()
             seconds = max(seconds, time.monotonic() - began)
         process.kill()
-        process.wait()
         assert seconds_to_read(cache, data, capacity) > 0
     close_nodes()
     return seconds

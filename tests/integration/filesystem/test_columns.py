@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 import pytest
+from tests.support.fork_server import ForkedProcess, node_server
 
 import millrace
 from millrace.cache.node import close_nodes
@@ -23,7 +25,7 @@ from millrace.origin import open_origin
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
-COLUMNS, ROWS = 20, 400_000
+COLUMNS, ROWS = 20, 200_000
 
 
 @pytest.fixture
@@ -59,15 +61,21 @@ class Wide:
         return sum(group.column(column).total_compressed_size for group in groups for column in columns)
 
 
-@pytest.fixture(params=[20_000, 100_000], ids=["3 MB", "16 MB"])
-def wide(s3: S3Server, bucket: str, region: EmulatedRegion, request: pytest.FixtureRequest) -> Wide:
-    """A file of row groups of this size."""
+@pytest.fixture(scope="module", params=[20_000, 100_000], ids=["3 MB", "16 MB"])
+def table_and_file(request: pytest.FixtureRequest) -> tuple[pa.Table, bytes]:
+    """A table, and a file of it with row groups of this size."""
     random = np.random.default_rng(0)
     table = pa.table({f"c{number}": random.integers(0, 1 << 40, ROWS) for number in range(COLUMNS)})
     data = io.BytesIO()
     pq.write_table(table, data, row_group_size=request.param, use_dictionary=False, compression="none")
-    open_origin("s3", s3.target_options).put(f"{bucket}/wide.parquet", data.getvalue())
-    return Wide(region, f"{bucket}/wide.parquet", table, data.getvalue())
+    return table, data.getvalue()
+
+
+@pytest.fixture
+def wide(s3: S3Server, bucket: str, region: EmulatedRegion, table_and_file: tuple[pa.Table, bytes]) -> Wide:
+    table, data = table_and_file
+    open_origin("s3", s3.target_options).put(f"{bucket}/wide.parquet", data)
+    return Wide(region, f"{bucket}/wide.parquet", table, data)
 
 
 READ = {
@@ -134,24 +142,27 @@ def test_columns_read_by_threads_and_processes_are_fetched_once(
     make_fs: Callable[..., MillraceFileSystem], wide: Wide, s3: S3Server, region: EmulatedRegion, tmp_path: Path
 ) -> None:
     code = (
-        "import sys, millrace, pyarrow.parquet as pq; path, url, key, secret, cache, column = sys.argv[1:]\n"
+        "import sys, millrace, pyarrow.parquet as pq\npath, url, key, secret, cache, column = sys.argv[1:]\n"
         "target = {'key': key, 'secret': secret, 'endpoint_url': url}\n"
         "fs = millrace.filesystem('s3', target_options=target, cache_dir=cache, min_free=0)\n"
         "print(pq.read_table(path, columns=[column], filesystem=fs).column(column).to_numpy().sum())"
     )
     options = s3.target_options
     arguments = [wide.path, region.endpoint_url, options["key"], options["secret"], str(tmp_path / "cache")]
-    commands = [[sys.executable, "-c", code, *arguments, name] for name in ("c3", "c4", "c3")]
-    children = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
-    fs = make_fs()
-    with ThreadPoolExecutor(4) as pool:
-        tables = list(pool.map(lambda name: READ["read_table"](fs, wide.path, [name]), ("c3", "c12", "c3", "c4")))
-    for table in tables:
-        (name,) = table.column_names
-        assert table.column(name) == wide.table.column(name)
-    for child, name in zip(children, ("c3", "c4", "c3"), strict=True):
-        output, _ = child.communicate(timeout=300)
-        assert int(output) == wide.table.column(name).to_numpy().sum()
+    with contextlib.ExitStack() as running:
+        children = []
+        for number, name in enumerate(("c3", "c4", "c3")):
+            log = tmp_path / f"{number}.log"
+            child = ForkedProcess(node_server(), code, *arguments, name, log=log, pipes=True)
+            children.append((running.enter_context(child), name))
+        fs = make_fs()
+        with ThreadPoolExecutor(4) as pool:
+            tables = list(pool.map(lambda name: READ["read_table"](fs, wide.path, [name]), ("c3", "c12", "c3", "c4")))
+        for table in tables:
+            (name,) = table.column_names
+            assert table.column(name) == wide.table.column(name)
+        for child, name in children:
+            assert int(child.output()) == wide.table.column(name).to_numpy().sum()
     assert wide.fetched_bytes() <= 1.2 * (wide.column_bytes(3, 4, 12) + (64 << 10))
 
 
@@ -170,11 +181,9 @@ def test_killed_reader_of_a_column_leaves_right_bytes(
     options = s3.target_options
     arguments = [wide.path, region.endpoint_url, options["key"], options["secret"], str(tmp_path / "cache")]
     for reads in (1, 5, 20):
-        child = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE)
-        assert child.stdout is not None
-        assert child.stdout.read(reads) == b"x" * reads
-        child.kill()
-        child.communicate()
+        log = tmp_path / "log"
+        with ForkedProcess(node_server(), code, *arguments, log=log, pipes=True) as child:
+            assert child.stdout.read(reads) == b"x" * reads, log.read_text()
     file = make_fs().open_input_file(wide.path)
     for start in range(100_000, len(wide.data), 1_000_000):
         assert file.read_at(200_000, start) == wide.data[start : start + 200_000]
