@@ -201,22 +201,38 @@ class ForkedProcess:
                 pipe.close()
 
 
+_LOADED_LATER = (
+    "millrace.cache.rebuild",
+    "millrace.origin.limits.retrying",
+    "millrace.origin.object_store",
+    "obstore.store",
+)
+"""Modules that Millrace imports at the first use of a cache or an origin."""
+
+
 def node_server() -> ForkServer:
     """Forks nodes, and processes that read and write through them."""
     return _server(
-        "tests.support.settable_time", "millrace.cli.node", "millrace.node.process", "millrace.filesystem", "xxhash"
+        "tests.support.settable_time",
+        "millrace.cli.node",
+        "millrace.node.process",
+        "millrace.filesystem",
+        *_LOADED_LATER,
+        "xxhash",
     )
 
 
 def torch_server() -> ForkServer:
     """Forks ranks, and other processes that use torch."""
     return _server(
+        "numpy.ma",  # at the first use of `numpy.unique`
         "pytest",  # as the ranks' scripts, which are test modules
         "torch._dynamo",
         "torch.distributed.checkpoint",
         "torch.distributed.tensor",  # its first use loads `torch._dynamo`: a second of CPU
         "millrace.checkpoint.run.manager",
         "millrace.filesystem",
+        *_LOADED_LATER,
     )
 
 

@@ -23,7 +23,9 @@ NBYTES = 20_000
 PROGRAM = """
 import json, os, sys, threading
 from millrace.events import add_hook
-from millrace.origin import open_origin
+from millrace.origin import object_store, open_origin
+from millrace.origin.limits import retrying
+import obstore.store
 
 arguments = json.loads(sys.argv[1])
 start, go = os.pipe()
