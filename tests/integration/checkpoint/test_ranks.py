@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, describe
-from millrace.errors import CheckpointNotFoundError, DeniedError, DiskFullError, UsageError
+from millrace.errors import CheckpointNotFoundError, DeniedError, DiskFullError, StateMismatchError, UsageError
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -161,6 +161,16 @@ def run_rank(root: pathlib.Path) -> None:
     assert torch.equal(loaded["x"], mine["x"])
     with pytest.raises(UsageError, match="saved with collectives"):
         dcp.save(mine, storage_writer=CheckpointWriter(root / "two"), use_collectives=False)
+
+    # A rank has only its own shards, and does not leave the values of another sharding as they were.
+    rows = {"rows": sharded(whole())["rows"]}
+    dcp.save(rows, storage_writer=CheckpointWriter(root / "shards"), use_collectives=False)
+    again = {"rows": sharded(zeroed(whole()))["rows"]}
+    dcp.load(again, storage_reader=CheckpointReader(root / "shards"))
+    assert torch.equal(again["rows"].to_local(), rows["rows"].to_local())
+    turned = {"rows": sharded(zeroed(whole()), turned=True)["rows"]}
+    with pytest.raises(StateMismatchError, match=r"'rows': this rank's part of the checkpoint has \d+ of the \d+"):
+        dcp.load(turned, storage_reader=CheckpointReader(root / "shards"))
 
     failures = failures_of(lambda: dcp.load(loaded, storage_reader=CheckpointReader(root / "nothing")))
     assert [type(error) for error in failures.values()] == [CheckpointNotFoundError] * 2

@@ -32,6 +32,7 @@ from millrace.checkpoint.reading import loads
 from millrace.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
+    CorruptCheckpointError,
     DeniedError,
     MillraceError,
     StorageError,
@@ -91,6 +92,16 @@ def test_save_without_collectives_in_one_process_is_loaded(tmp_path):
     dcp.load(loaded, storage_reader=CheckpointReader(tmp_path), no_dist=True)
     assert_same_state(loaded, state)
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".millrace"] * 2
+
+
+def test_load_of_a_damaged_manifest_next_to_an_older_save_without_collectives_raises(tmp_path):
+    dcp.save({"n": 1}, storage_writer=CheckpointWriter(tmp_path), no_dist=True, use_collectives=False)
+    dcp.save({"n": 2}, storage_writer=CheckpointWriter(tmp_path), no_dist=True)
+    (tmp_path / "manifest.millrace").write_bytes(b"damaged")
+    loaded = {"n": 0}
+    failure = failure_of(lambda: dcp.load(loaded, storage_reader=CheckpointReader(tmp_path), no_dist=True))
+    assert isinstance(failure, CorruptCheckpointError)
+    assert loaded == {"n": 0}
 
 
 def test_checkpoint_to_torch_file_and_back_is_equal(tmp_path):

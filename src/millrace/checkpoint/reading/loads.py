@@ -7,15 +7,18 @@ another dtype) is read through host memory, in waves of `_STAGING_BYTES`. Large 
 from __future__ import annotations
 
 import io
+import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
 from millrace.checkpoint.format.manifest import DTYPES, Manifest, Shard
 from millrace.checkpoint.format.slices import box_runs, split_box
@@ -60,6 +63,23 @@ def planned_loads(
         index = _ItemIndex(manifest)
     recipes = _read_recipes(items, index, fetcher)
     return each_paused(_waves(items, planner, index, recipes, trusted_types))
+
+
+def check_rank_has_all(items: Sequence[Any], planner: Any, metadata: Any) -> None:
+    """Raise `StateMismatchError` if one rank's part of a save without collectives lacks values of a tensor to load."""
+    stored: Counter[str] = Counter()
+    for item in items:
+        if item.type != LoadItemType.BYTE_IO:
+            stored[item.storage_index.fqn] += math.prod(item.lengths)
+    described = metadata.state_dict_metadata
+    for key, value in getattr(planner, "state_dict", {}).items():
+        if isinstance(described.get(key), TensorStorageMetadata):
+            wanted = sum(math.prod(chunk.sizes) for chunk in _create_chunk_list(value))
+            if stored[key] < wanted:
+                raise StateMismatchError(
+                    f"{key!r}: this rank's part of the checkpoint has {stored[key]} of the {wanted} elements to load",
+                    next_step="load with the ranks and the sharding of the save, which was made without collectives",
+                )
 
 
 class _WrappedShard(NamedTuple):

@@ -27,7 +27,7 @@ from millrace.checkpoint.arguments import (
 from millrace.checkpoint.codec.extension import extension_registry
 from millrace.checkpoint.format.transforms import transforms_for
 from millrace.checkpoint.reading.hugging_face import SafetensorsFetcher, SafetensorsFiles, read_hugging_face
-from millrace.checkpoint.reading.loads import load_items
+from millrace.checkpoint.reading.loads import check_rank_has_all, load_items
 from millrace.checkpoint.reading.stock import StockReader
 from millrace.checkpoint.state.tensors import metadata_of
 from millrace.checkpoint.storage.fetching import ChunkFetcher
@@ -102,6 +102,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
             "_stock": None,
             "_safetensors": None,
             "_failure": None,
+            "_rank_metadata": None,
         }
 
     @property
@@ -140,6 +141,8 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         self._stock: StockReader | None = None
         self._safetensors: SafetensorsFiles | None = None
         self._failure: MillraceError | None = None
+        # The metadata of one rank of a save without collectives.
+        self._rank_metadata: Any = None
 
     # Torch passes a rank only when a parameter has the name `kwargs`.
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,6 +153,9 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         exception of the second call by one that only quotes it.
         """
         rank: int | None = kwargs.get("rank")
+        if rank is not None and not isinstance(self._failure, CheckpointNotFoundError | None):
+            # The files of single ranks may be from an older save.
+            return _Unreadable(self._failure)
         try:
             metadata = self._read_metadata(rank)
         except MillraceError as error:
@@ -157,6 +163,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
                 self._failure = error
                 raise
             return _Unreadable(self._failure if isinstance(error, CheckpointNotFoundError) else error)
+        self._rank_metadata = None if rank is None else metadata
         if self._stock is not None or self._loaded is None:
             saved = metadata.storage_meta.save_id
         else:
@@ -177,6 +184,8 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         return plans
 
     def read_data(self, plan: Any, planner: Any) -> Any:
+        if self._rank_metadata is not None:
+            check_rank_has_all(plan.items, planner, self._rank_metadata)
         if self._stock is not None:
             return self._stock.read_data(plan, planner)
         if self._loaded is None:
