@@ -20,7 +20,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, describe
-from millrace.errors import CheckpointNotFoundError, DeniedError, DiskFullError, StateMismatchError, UsageError
+from millrace.errors import (
+    ChangedError,
+    CheckpointNotFoundError,
+    DeniedError,
+    DiskFullError,
+    StateMismatchError,
+    UsageError,
+)
 from millrace.testing.region import EmulatedRegion
 from millrace.testing.s3 import S3Server
 
@@ -197,6 +204,38 @@ def run_four(root: pathlib.Path) -> None:
     dcp.save(state, storage_writer=CheckpointWriter(root / "grid"))
 
 
+class ReadsBeforeItIsSavedAgain(CheckpointReader):
+    """Rank 0 reads the manifest and rank 1 saves over it before it reads. The old data files stay, as in a cache."""
+
+    def read_metadata(self, *args, **kwargs):
+        path = pathlib.Path(self.checkpoint_id)
+        if dist.get_rank() == 0:
+            metadata = super().read_metadata(*args, **kwargs)
+            dist.barrier()
+            dist.barrier()
+            return metadata
+        dist.barrier()
+        data = {file: file.read_bytes() for file in path.glob("data-*")}
+        dcp.save(whole(2), storage_writer=CheckpointWriter(path), no_dist=True)
+        for file, content in data.items():
+            file.write_bytes(content)
+        dist.barrier()
+        return super().read_metadata(*args, **kwargs)
+
+
+def run_overwritten(root: pathlib.Path) -> None:
+    """The ranks do not load different saves."""
+    path = root / "overwritten"
+    if dist.get_rank() == 0:
+        dcp.save(whole(1), storage_writer=CheckpointWriter(path), no_dist=True)
+    loaded = sharded(zeroed(whole()))
+    failures = failures_of(lambda: dcp.load(loaded, storage_reader=ReadsBeforeItIsSavedAgain(path)))
+    assert {type(error) for error in failures.values()} == {ChangedError}
+    assert_same_state(gathered(loaded), zeroed(whole()))
+    dcp.load(loaded, storage_reader=CheckpointReader(path))
+    assert_same_state(gathered(loaded), whole(2))
+
+
 class DiesOnRankOne(DefaultSavePlanner):
     def resolve_data(self, write_item):
         if dist.get_rank() == 1:
@@ -233,7 +272,13 @@ def run_upload(root: pathlib.Path) -> None:
     assert_same_state(gathered(loaded), whole(1))
 
 
-PROGRAMS = {"two": run_rank, "four": run_four, "dying": run_dying, "upload": run_upload}
+PROGRAMS = {
+    "two": run_rank,
+    "four": run_four,
+    "overwritten": run_overwritten,
+    "dying": run_dying,
+    "upload": run_upload,
+}
 
 
 # --- the tests ------------------------------------------------------------------------------------
@@ -271,6 +316,10 @@ def test_four_ranks_load_the_save_of_two(ran):
     assert_same_state(load(ran / "grid", zeroed(expected)), expected)
     # Of two copies one is stored.
     assert describe(ran / "grid").raw_bytes == sum(tensor.nbytes for tensor in expected.values())
+
+
+def test_load_of_a_checkpoint_that_is_saved_again_meanwhile_mixes_no_saves(tmp_path):
+    run("overwritten", 2, tmp_path)
 
 
 def test_killed_rank_fails_the_save_of_the_other(ran):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from millrace.checkpoint.storage.manifests import (
 )
 from millrace.checkpoint.storage.stock_metadata import summarize_stock
 from millrace.checkpoint.storage.storage import CheckpointStorage, can_open_storage, open_storage
-from millrace.errors import CheckpointNotFoundError, ConfigurationError, MillraceError, UsageError
+from millrace.errors import ChangedError, CheckpointNotFoundError, ConfigurationError, MillraceError, UsageError
 from millrace.origin import Readable
 from millrace.runtime.pipeline import collection_paused, default_threads
 
@@ -141,6 +142,8 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         self._stock: StockReader | None = None
         self._safetensors: SafetensorsFiles | None = None
         self._failure: MillraceError | None = None
+        # The save that all ranks load.
+        self._common_save_id: str | None = None
         # The metadata of one rank of a save without collectives.
         self._rank_metadata: Any = None
 
@@ -168,6 +171,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
             saved = metadata.storage_meta.save_id
         else:
             saved = self._loaded.manifest.save_id
+        self._common_save_id = saved if rank is None else None
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=saved, load_id=self._load_id)
         return metadata
 
@@ -178,9 +182,14 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
             self._stock.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        return plan
+        return replace(plan, storage_data=self._common_save_id)
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """Raises `ChangedError` if the ranks have read the metadata of different saves (one from a cache, for example)."""
+        if any(plan.storage_data != self._common_save_id for plan in plans):
+            raise ChangedError(
+                f"{self.checkpoint_id} was saved again while the ranks read its manifest", next_step="load it again"
+            )
         return plans
 
     def read_data(self, plan: Any, planner: Any) -> Any:
