@@ -58,14 +58,19 @@ class MillraceCheckpointIO(CheckpointIO):  # type: ignore[misc]
     ) -> None:
         """Save Lightning's nested dict. An existing checkpoint at `path` is replaced in one step. Called on one rank.
 
-        A symbolic link at `path` is removed first (`save_last="link"`). The checkpoint that it names stays unchanged.
+        A symbolic link at `path` is removed first (`save_last="link"`). The checkpoint that it names stays unchanged. A file
+        of Lightning's own plugin is removed when the checkpoint is complete.
         """
         _remove_link(path)
         tensors: dict[str, Any] = {}
         rest = io.BytesIO()
         torch.save(_take_tensors(checkpoint, "", tensors), rest)
         tensors[_REST] = torch.frombuffer(bytearray(rest.getbuffer()), dtype=torch.uint8)
-        save(plan_save(tensors), self._writer(path, storage_options))
+        target = f"{os.fspath(path)}.new" if os.path.isfile(path) else path
+        save(plan_save(tensors), self._writer(target, storage_options))
+        if target != path:
+            os.remove(path)
+            os.rename(target, path)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None

@@ -126,6 +126,16 @@ def test_training_resumes_from_a_file_of_lightnings_own_plugin(tmp_path: Path) -
     assert_same_end(old, new)
 
 
+def test_training_resumes_in_the_folder_of_lightnings_own_plugin(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    fit(folder, plugin=TorchCheckpointIO())
+    fit(folder, resume=f"{folder}/step=6.ckpt")
+    names = ["end.ckpt", "last.ckpt", "step=3.ckpt", "step=6.ckpt", "step=9-v1.ckpt", "step=9.ckpt"]
+    assert sorted(os.listdir(folder)) == names
+    assert MillraceCheckpointIO().load_checkpoint(f"{folder}/last.ckpt", weights_only=False)["global_step"] == 9
+    assert verify_checkpoint(f"{folder}/last.ckpt").ok
+
+
 def test_checkpoints_that_lightning_removes_are_removed(tmp_path: Path) -> None:
     class Loss(Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, module: Any, *others: Any) -> None:
