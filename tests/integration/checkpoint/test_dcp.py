@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, describe
+from millrace.checkpoint.format import manifest
 from millrace.checkpoint.format.manifest import DTYPES
 from millrace.checkpoint.writing import writer as writer_module
 from millrace.errors import (
@@ -288,6 +289,19 @@ def test_user_metadata_is_kept(tmp_path):
     error = failure_of(save, {"x": torch.ones(1)}, tmp_path, user_metadata={"step": object()})
     assert isinstance(error, UnsupportedObjectError)
     assert describe(tmp_path).user["step"] == 5
+
+
+def test_save_whose_manifest_readers_would_refuse_fails_and_keeps_the_previous_one(tmp_path, monkeypatch):
+    save({"x": torch.ones(1)}, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest, "MAX_MANIFEST_BYTES", 1 << 20)
+        for text in ("x" * (5 << 20), random.Random(0).randbytes(2 << 20)):
+            error = failure_of(save, {"x": torch.zeros(1)}, tmp_path, user_metadata={"text": text})
+            assert isinstance(error, UnsupportedObjectError)
+            assert "more than readers accept" in str(error)
+    loaded = {"x": torch.zeros(1)}
+    load(loaded, tmp_path)
+    assert loaded["x"].item() == 1
 
 
 # --- async, plan caching --------------------------------------------------------------------------

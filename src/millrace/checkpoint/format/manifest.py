@@ -152,7 +152,7 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Serialise a manifest. Raises `UnsupportedObjectError` for planner or user data that is not plain."""
+    """Serialise a manifest. Raises `UnsupportedObjectError` for planner or user data that is not plain or is too long."""
     described = (*manifest.tensors, *(each.tensor for each in manifest.wrapped))
     dtypes = sorted({entry.dtype for entry in described})
     properties = list(dict.fromkeys(entry.properties for entry in described))
@@ -197,6 +197,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
         # An extremely regular manifest would exceed the ratio that readers accept. Readers skip this section of noise.
         body, stored = _compress({**sections, b"NOIS": os.urandom(len(body) // (_BODY_RATIO // 2))})
     head = _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, len(stored), len(body))
+    if len(head) + len(stored) + _CHECKSUM.size > MAX_MANIFEST_BYTES or len(body) > _body_limit(len(stored)):
+        raise UnsupportedObjectError(
+            f"the manifest would have {len(stored)} bytes, and {len(body)} uncompressed, more than readers accept",
+            next_step="store large values as tensors of the state instead of user metadata",
+        )
     return head + stored + _CHECKSUM.pack(checksum(head + stored))
 
 
