@@ -70,6 +70,13 @@ def is_convertible(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat")) and dtype != "float4_e2m1fn_x2"
 
 
+def longest_stored(raw_bytes: Any, *, is_extended: bool) -> Any:
+    """The maximum length of a stored chunk of `raw_bytes`, a number or an array. `is_extended`: with stream extensions."""
+    # A chunk is never longer than its header and its plain bytes.
+    longest = raw_bytes + MAX_CHUNK_OVERHEAD_BYTES
+    return longest + (longest >> 3) + _TRANSFORM_BYTES if is_extended else longest
+
+
 @dataclass(frozen=True, slots=True)
 class DataFile:
     """A file of packed chunks, in the directory of the manifest or (`../name/...`) in a sibling. `size` in bytes."""
@@ -387,10 +394,7 @@ def _check_chunks(manifest: Manifest) -> None:
     for kind in kinds:
         widths[kind.code] = kind.width
     raw = chunks["raw_bytes"]
-    # A chunk is never longer than its header and its plain bytes.
-    longest = raw.astype(np.uint64) + np.uint64(MAX_CHUNK_OVERHEAD_BYTES)
-    if manifest.transforms:
-        longest += (longest >> np.uint64(3)) + np.uint64(_TRANSFORM_BYTES)
+    longest = longest_stored(raw.astype(np.int64), is_extended=bool(manifest.transforms))
     if (raw > MAX_CHUNK_BYTES).any() or (raw % widths[chunks["kind"]]).any() or (stored > longest).any():
         raise CorruptCheckpointError("a chunk has an impossible length")
     delta = chunks["base"] != NO_BASE

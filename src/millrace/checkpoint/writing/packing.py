@@ -20,7 +20,7 @@ from typing_extensions import Buffer
 from millrace.checkpoint.codec.chunks import Array, Effort, Kind, as_bytes, checksum
 from millrace.checkpoint.codec.planes import is_sparse
 from millrace.checkpoint.codec.registry import ChunkCodec, Schedule, Steady
-from millrace.checkpoint.format.manifest import DataFile
+from millrace.checkpoint.format.manifest import DataFile, longest_stored
 from millrace.checkpoint.format.tables import (
     MAX_BASES,
     NO_BASE,
@@ -37,7 +37,7 @@ from millrace.checkpoint.format.transforms import Transforms
 from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.checkpoint.writing.bases import Base, ItemKey
 from millrace.checkpoint.writing.delta import RESTORE_LIMIT, ChunkKey, same_bytes, sample, worth_a_delta
-from millrace.errors import CorruptCheckpointError, MillraceError
+from millrace.errors import CorruptCheckpointError, MillraceError, UsageError
 from millrace.events import Event, emit
 from millrace.origin import ObjectWriter
 from millrace.runtime.memory import Memory
@@ -514,6 +514,12 @@ class ChunkEncoder:
         base = None if reference is None else reference.data
         parts = self._codec.encode(raw.data, kind, base, effort=effort)
         stored = self._transforms.apply(b"".join(parts))
+        extensions = self._transforms.descriptors
+        if extensions and len(stored) > longest_stored(raw.size, is_extended=True):
+            raise UsageError(
+                f"{', '.join(extensions)} made {len(stored)} bytes of a chunk of {raw.size}, more than readers accept",
+                next_step="use an extension that adds at most an eighth (no base64, for example)",
+            )
         self._schedule.encoded(effort, raw.size, len(stored), perf_counter() - began)
         return stored, is_sparse(memoryview(parts[0]))
 

@@ -450,6 +450,25 @@ class Registry:
         return [Otherwise() if name.endswith("2") else Masked() for name in descriptors]
 
 
+class _Doubling(_Masking):
+    def write(self, data):
+        self.output.write(data)
+        return super().write(data)
+
+
+class Doubled(Masked):
+    def transform_to(self, output):
+        return _Doubling(output, self.mask)
+
+
+def test_extension_that_lengthens_chunks_more_than_readers_accept_fails_the_save(tmp_path):
+    noise = torch.randint(256, (300_000,), dtype=torch.uint8)
+    error = failure_of(dcp.save, {"x": noise}, storage_writer=CheckpointWriter(tmp_path, _extensions=[Doubled()]))
+    assert isinstance(error, UsageError)
+    assert "masked/1 made 600" in str(error)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("kind", ["memory", "stored"])
 def test_delta_with_stream_extension_uses_only_a_base_with_the_same_one(tmp_path, kind, events):
     first = {"w": weights(60_000), "frozen": weights(50_000, 1)}
