@@ -154,6 +154,12 @@ def run_rank(root: pathlib.Path) -> None:
     dist.barrier()
     assert sorted(os.listdir(root / "twice")) == before
 
+    # Shards of different types would make a checkpoint that cannot be read.
+    kinds = {"rows": state["rows"].to(torch.bfloat16) if dist.get_rank() else state["rows"]}
+    failures = failures_of(lambda: dcp.save(kinds, storage_writer=CheckpointWriter(root / "kinds")))
+    assert [type(error) for error in failures.values()] == [UsageError]
+    assert "is a tensor of torch.float32 on one rank and of torch.bfloat16 on another" in str(failures[0])
+
     # In the background.
     group = dist.new_group([0, 1], backend="gloo")
     dcp.async_save(sharded(whole(4)), storage_writer=CheckpointWriter(root / "async"), process_group=group).result()

@@ -107,6 +107,20 @@ def join(plans: Sequence[Any]) -> tuple[list[Any], Any]:
     return joined, Metadata(described)
 
 
+def check_kinds(plans: Sequence[Any]) -> None:
+    """Raise `UsageError` if the ranks' shards of a tensor have different element types, of which a manifest has one."""
+    kinds: dict[str, Any] = {}
+    for plan in plans:
+        for item in plan.items:
+            if item.type == WriteItemType.SHARD:
+                key, dtype = item.index.fqn, item.tensor_data.properties.dtype
+                if kinds.setdefault(key, dtype) != dtype:
+                    raise UsageError(
+                        f"{key!r} is a tensor of {kinds[key]} on one rank and of {dtype} on another",
+                        next_step="give every rank a shard of it",
+                    )
+
+
 def describe(metadata: Any, wrappers: Collection[str]) -> Described:
     """What a manifest needs of the `Metadata` of a plan. `wrappers` are the keys of wrapper tensors."""
     return Described(*entries_of(metadata, wrappers), metadata.planner_data)

@@ -32,7 +32,7 @@ from millrace.checkpoint.storage.storage import CheckpointStorage, can_open_stor
 from millrace.checkpoint.writing.bases import Base, ItemKey
 from millrace.checkpoint.writing.delta import RESTORE_LIMIT
 from millrace.checkpoint.writing.packing import ItemSource, StoredWrapper, WrapperParts, discard
-from millrace.checkpoint.writing.plans import check_cover, describe, sources_of
+from millrace.checkpoint.writing.plans import check_cover, check_kinds, describe, sources_of
 from millrace.checkpoint.writing.rank_writer import RankWriter
 from millrace.errors import DeniedError, MillraceError, ObjectExistsError, UsageError
 from millrace.events import Event, emit
@@ -171,6 +171,7 @@ class CheckpointWriter(RankWriter, StorageWriter, BlockingAsyncStager):  # type:
         return plan
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        check_kinds(plans)
         # Nothing of this save goes into a plan: torch replays cached plans in later saves.
         return plans
 
