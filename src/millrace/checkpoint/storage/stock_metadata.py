@@ -134,6 +134,24 @@ def _check_memo(data: bytes) -> None:
             raise CorruptCheckpointError("the metadata of the checkpoint stores a value under an impossible number")
 
 
+def _check_members(read: Any) -> None:
+    """Raise an exception if a part of the metadata that readers use is missing or has another type."""
+    for value in read.state_dict_metadata.values():
+        if isinstance(value, metadata.BytesStorageMetadata):
+            continue
+        shapes = [value.size]
+        for chunk in value.chunks:
+            shapes += (chunk.offsets, chunk.sizes)
+        if not all(type(each) is torch.Size and len(each) == len(value.size) for each in shapes):
+            raise ValueError("a tensor has an impossible shape")
+        if not isinstance(value.properties.dtype, torch.dtype):
+            raise ValueError("a tensor has no element type")
+    for index, info in read.storage_data.items():
+        place = (index.fqn, info.relative_path, info.offset, info.length)
+        if not all(isinstance(each, str | pathlib.PurePath | int) for each in place):
+            raise ValueError("a location has values of other types")
+
+
 def unpickle_metadata(data: bytes, url: str) -> Any:
     """Unpickle torch's `Metadata` without executing other code.
 
@@ -143,6 +161,8 @@ def unpickle_metadata(data: bytes, url: str) -> Any:
         _check_memo(data)
         with _unchanged_classes():
             read = _MetadataUnpickler(io.BytesIO(data)).load()
+        if isinstance(read, metadata.Metadata):
+            _check_members(read)
     except MillraceError:
         raise
     except Exception as error:
@@ -156,7 +176,7 @@ def unpickle_metadata(data: bytes, url: str) -> Any:
 
 def stock_files(data: bytes, url: str) -> list[str]:
     """The data files of torch's metadata in its own directory. Raises as `unpickle_metadata`."""
-    stored = unpickle_metadata(data, url).storage_data or {}
+    stored = unpickle_metadata(data, url).storage_data
     return sorted({info.relative_path for info in stored.values() if _FILE_NAME.fullmatch(str(info.relative_path))})
 
 
@@ -167,7 +187,7 @@ def summarize_stock(storage: CheckpointStorage) -> CheckpointSummary:
     tensors = [
         value for value in read.state_dict_metadata.values() if isinstance(value, metadata.TensorStorageMetadata)
     ]
-    lengths = {index: int(info.length) for index, info in (read.storage_data or {}).items()}
+    lengths = {index: int(info.length) for index, info in read.storage_data.items()}
     objects = [
         key for key, value in read.state_dict_metadata.items() if isinstance(value, metadata.BytesStorageMetadata)
     ]

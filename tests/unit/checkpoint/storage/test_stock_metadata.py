@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter, metadata
 
-from millrace.checkpoint import describe
+from millrace.checkpoint import describe, load_weights
 from millrace.checkpoint.storage.stock_metadata import unpickle_metadata
 from millrace.errors import CorruptCheckpointError, MillraceError, UnsupportedObjectError
 
@@ -132,3 +132,15 @@ def test_metadata_of_every_layout_that_torch_writes_is_read(tmp_path: Path) -> N
         pickle.loads((tmp_path / ".metadata").read_bytes()).state_dict_metadata.keys()
         == read.state_dict_metadata.keys()
     )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("name", ["chunks", "properties", "offsets", "fqn", "relative_path", "length", "storage_data"])
+def test_metadata_without_a_part_that_readers_use_is_corrupt(name: str, tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(3), "b": [1, "x"]}, storage_writer=FileSystemWriter(tmp_path))
+    data = (tmp_path / ".metadata").read_bytes()
+    assert name.encode() in data
+    (tmp_path / ".metadata").write_bytes(data.replace(name.encode(), name.upper().encode()))
+    for read in (describe, load_weights):
+        with pytest.raises(CorruptCheckpointError, match="the metadata cannot be read"):
+            read(tmp_path)
