@@ -59,9 +59,9 @@ class SafetensorsFiles(NamedTuple):
 def read_hugging_face(storage: CheckpointStorage, threads: int, keys: Sequence[str] = ()) -> SafetensorsFiles:
     """Describe the safetensors files of a directory. `keys` are the patterns of the keys to read, as in `select_keys`.
 
-    Uses the index, or else `model.safetensors`, or else every safetensors file. Raises `CheckpointNotFoundError` when there
-    is none, `CorruptCheckpointError` (also when a numbered one is missing), and `UnsupportedObjectError` for a selected
-    tensor of an unknown element type.
+    Uses the index if its files exist, or else `model.safetensors`, or else every safetensors file. Raises
+    `CheckpointNotFoundError` when there is none, `CorruptCheckpointError` (also when a numbered one is missing), and
+    `UnsupportedObjectError` for a selected tensor of an unknown element type.
     """
     named: dict[str, str] | None = None
     try:
@@ -73,7 +73,15 @@ def read_hugging_face(storage: CheckpointStorage, threads: int, keys: Sequence[s
         names = sorted(set(named.values()))
     found: dict[str, tuple[int, FileTensor]] = {}
     files: list[StoredFile] = []
-    for file, tensors in run_in_order(names, lambda name: _read_header(storage, name), threads):
+    try:
+        headers = list(run_in_order(names, lambda name: _read_header(storage, name), threads))
+    except CorruptCheckpointError as error:
+        is_missing = isinstance(error.__cause__, MissingError)
+        if not is_missing or SINGLE_NAME in names or not _exists(storage, SINGLE_NAME):
+            raise
+        # `save_pretrained` of a model in one file leaves the index of the one before, whose files it removes.
+        named, headers = None, [_read_header(storage, SINGLE_NAME)]
+    for file, tensors in headers:
         for tensor in tensors:
             if named is not None and named.get(tensor.name) != file.name:
                 continue  # transformers ignores it, too
@@ -146,12 +154,16 @@ def _manifest(files: Sequence[StoredFile], found: Sequence[tuple[int, FileTensor
     )
 
 
-def _file_names(storage: CheckpointStorage) -> list[str]:
+def _exists(storage: CheckpointStorage, name: str) -> bool:
     try:
-        storage.stat(SINGLE_NAME)
+        storage.stat(name)
     except MissingError:
-        pass
-    else:
+        return False
+    return True
+
+
+def _file_names(storage: CheckpointStorage) -> list[str]:
+    if _exists(storage, SINGLE_NAME):
         return [SINGLE_NAME]
     try:
         names = [name for name in storage.names() if name.endswith(".safetensors")]

@@ -193,6 +193,18 @@ def test_single_file_and_files_without_index_are_read(tmp_path: Path) -> None:
     assert load_weights(tmp_path).keys() == {"c"}
 
 
+def test_index_that_a_model_in_one_file_has_left_behind_is_ignored(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel  # slow to load
+
+    config = GPT2Config(vocab_size=60, n_positions=16, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path, max_shard_size="5KB")
+    model = GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / INDEX).exists()
+    weights = load_weights(tmp_path)
+    assert torch.equal(weights["transformer.wte.weight"], model.transformer.wte.weight)
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
