@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import Shard as OldShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -266,6 +267,8 @@ class _Gathered:
         if is_lazy(value):
             holder[place] = value  # it has no values, and the save refuses it
             self.places.append(_Never())
+        elif isinstance(value, AsyncCollectiveTensor):
+            self._put(holder, place, value.trigger_wait(), prefix)
         elif is_wrapper(value):
             self._put_wrapper(holder, place, value, key)
         elif isinstance(value, DTensor):

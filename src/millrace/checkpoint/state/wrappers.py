@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -26,8 +27,8 @@ from millrace.checkpoint.state.flattening import PLAIN_TENSORS
 from millrace.checkpoint.state.tensors import ADMIT, check_blob
 from millrace.errors import CorruptCheckpointError, MillraceError, UnsupportedObjectError
 
-# Tensors with inner tensors that a planner shards or refuses.
-_NOT_WRAPPERS = (DTensor, ShardedTensor, NestedTensor)
+# Tensors with inner tensors that a planner shards or refuses, or that stand for a plain tensor.
+_NOT_WRAPPERS = (DTensor, ShardedTensor, NestedTensor, AsyncCollectiveTensor)
 _MAX_DEPTH = 16
 
 

@@ -13,11 +13,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.support.failures import failure_of
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from millrace.checkpoint import CheckpointLoadPlanner, CheckpointReader, CheckpointSavePlanner, CheckpointWriter
+from millrace.checkpoint import (
+    CheckpointLoadPlanner,
+    CheckpointManager,
+    CheckpointReader,
+    CheckpointSavePlanner,
+    CheckpointWriter,
+    load_weights,
+)
 from millrace.errors import ConfigurationError, StateMismatchError, UnsupportedObjectError, UsageError
 from millrace.runtime.pipeline import collection_paused
 
@@ -104,6 +112,17 @@ def a_long_way_down() -> dict:
     for _ in range(5000):
         state = {"more": state}
     return state
+
+
+@pytest.mark.parametrize("planner", [None, CheckpointSavePlanner()], ids=["torch", "millrace"])
+def test_result_of_an_asynchronous_collective_is_awaited_and_saved_as_a_plain_tensor(tmp_path, planner):
+    results = [AsyncCollectiveTensor(torch.arange(5.0)) for _ in range(2)]
+    save(tmp_path / "c", {"x": results[0]}, planner)
+    with CheckpointManager(tmp_path / "run") as run:
+        run.save(1, {"x": results[1]})
+    assert all(each.completed for each in results)
+    for path in (tmp_path / "c", tmp_path / "run" / "step-000000000001"):
+        assert torch.equal(load_weights(path)["x"], torch.arange(5.0))
 
 
 def test_recursive_state_dict_fails_the_save(tmp_path):
