@@ -118,6 +118,7 @@ class StockReader(FileSystemReader):  # type: ignore[misc]
         self.transforms: Any = _StorageReaderTransforms(registry)
         self._storage = storage
         self._trusted_types = trusted_types
+        self._peeked: dict[str, StoredFile] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """Raises `CheckpointNotFoundError`, or as `unpickle_metadata`."""
@@ -149,8 +150,10 @@ class StockReader(FileSystemReader):  # type: ignore[misc]
     def holds_subclass(self, info: Any) -> bool:
         """Whether a stored tensor is of a tensor subclass, by its first bytes. False when they cannot be read."""
         try:
-            file = _RangeReader(self._storage, self._storage.stat(info.relative_path))
-            stream: Any = io.BufferedReader(file, _PEEK_BYTES)
+            stored = self._peeked.get(info.relative_path)
+            if stored is None:
+                stored = self._peeked[info.relative_path] = self._storage.stat(info.relative_path)
+            stream: Any = io.BufferedReader(_RangeReader(self._storage, stored), _PEEK_BYTES)
             head = self.transforms.transform_load_stream(
                 None, info.transform_descriptors or (), self._slice_file(stream, info)
             ).read(_PEEK_BYTES)
@@ -254,13 +257,17 @@ class StockContents:
         self._last: tuple[str, Mapping[str, Any]] = ("", {})
 
     def with_wrappers(self, threads: int, patterns: Sequence[str]) -> Self:
-        """Replace wrapper tensors by their plain tensors and recipes. Reads the first bytes of each tensor to find them.
+        """Replace wrapper tensors by their plain tensors and recipes. Reads the first bytes of each tensor to find them,
+        or of those that `patterns` may select.
 
         Raises `UnsupportedObjectError` for a class that is not trusted, if a pattern selects the tensor or there is no
         pattern. Other tensors of such classes stay as they are.
         """
         candidates = [
-            key for key, entry in self.tensors.items() if len(entry.shards) == len(self._stored.get(key, ())) == 1
+            key
+            for key, entry in self.tensors.items()
+            if len(entry.shards) == len(self._stored.get(key, ())) == 1
+            and (not patterns or any(_may_name_part(key, pattern) for pattern in patterns))
         ]
         tensors: dict[str, TensorEntry] = dict(self.tensors)
         inspected = list(run_in_order(candidates, self._holds_subclass, threads))
@@ -373,6 +380,11 @@ class StockContents:
             files=tuple(sorted({str(info.relative_path) for info in infos})),
             chunks_full=len(infos),
         )
+
+
+def _may_name_part(key: str, pattern: str) -> bool:
+    """Whether a pattern may select a tensor or, if it is a wrapper, one of its parts."""
+    return is_named(key, pattern) or pattern.startswith(f"{key}.") or not {"*", "?", "["}.isdisjoint(pattern)
 
 
 def _whole_shard(shape: Sequence[int]) -> Shard:

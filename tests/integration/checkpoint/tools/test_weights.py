@@ -182,6 +182,24 @@ def test_hugging_face_directory_in_a_bucket_reads_only_what_is_selected(
         assert region.stats().by_kind["GET"].bytes_down < 200_000  # the headers, and not `large`
 
 
+def test_one_tensor_of_torchs_own_checkpoint_in_a_bucket_takes_few_requests(
+    s3: S3Server, bucket: str, tmp_path: Path
+) -> None:
+    from millrace.filesystem import filesystem
+    from millrace.testing.region import EmulatedRegion
+
+    dcp.save(
+        {f"w{number}": torch.full((9,), number) for number in range(50)}, storage_writer=FileSystemWriter(tmp_path)
+    )
+    fs = filesystem("s3", s3.target_options, members="none")
+    for file in tmp_path.iterdir():
+        fs.origin.put(f"{bucket}/c/{file.name}", file.read_bytes())
+    with EmulatedRegion(s3.endpoint_url, round_trip_seconds=0, bytes_per_second=None) as region:
+        options = {**s3.target_options, "endpoint_url": region.endpoint_url}
+        assert load_weights(f"s3://{bucket}/c", "w7", target_options=options)["w7"].tolist() == [7] * 9
+        assert region.stats().requests < 20
+
+
 def test_single_file_and_files_without_index_are_read(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3)}, tmp_path / "x.safetensors")
     save_file({"b": torch.ones(4)}, tmp_path / "y.safetensors")
