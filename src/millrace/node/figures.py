@@ -84,9 +84,9 @@ class NodeFigures:
         """The cached objects by data set, and the retention rules. Raises `StorageError`."""
         with self._lock:
             if self._counting is None and time.monotonic() >= self._fresh_until:
-                self._counting = Future()
-                arguments = (self._counting,)
-                threading.Thread(target=self._recount, args=arguments, name="millrace-count", daemon=True).start()
+                begun: Future[None] = Future()
+                threading.Thread(target=self._recount, args=(begun,), name="millrace-count", daemon=True).start()
+                self._counting = begun  # not before the thread, which may fail to start; it needs the lock to end
             counting = self._counting
         if counting is not None:
             with contextlib.suppress(TimeoutError):

@@ -84,3 +84,21 @@ def test_count_that_fails_is_raised_and_repeated(node: CacheNode, monkeypatch: p
         with pytest.raises(StorageError):
             found.contents()
     assert found.contents().rules
+
+
+def test_contents_after_the_thread_of_a_count_could_not_start_are_counted(
+    node: CacheNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = NodeFigures(node)
+    with monkeypatch.context() as at_limit, pytest.raises(RuntimeError):
+        at_limit.setattr(threading.Thread, "start", _no_more_threads)
+        found.contents()
+    counted: list[Contents] = []
+    later = threading.Thread(target=lambda: counted.append(found.contents()), daemon=True)
+    later.start()
+    later.join(60)
+    assert counted
+
+
+def _no_more_threads(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
