@@ -31,7 +31,7 @@ class Fill:
     """Fetches one object version into the cache. `fetch` may run in many threads at once; close it at the end.
 
     `pieces` are the runs of blocks to fetch: those that are not cached, or all of them with `verify`. `spans` are the byte
-    ranges to fetch (None: everything). Raises `StorageError` if no disk can be used.
+    ranges to fetch (None: everything). A piece has at most `piece_blocks`. Raises `StorageError` if no disk can be used.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class Fill:
         *,
         verify: bool = False,
         spans: Iterable[tuple[int, int]] | None = None,
+        piece_blocks: int = PIECE_BLOCKS,
     ) -> None:
         reader = node.open_reader(origin, info, threads=CALLERS_THREAD)
         if not isinstance(reader, CachedReader):
@@ -58,7 +59,7 @@ class Fill:
         except BaseException:
             reader.close()
             raise
-        self.pieces = coalesce(missing, PIECE_BLOCKS)
+        self.pieces = coalesce(missing, piece_blocks)
 
     def nbytes(self, piece: range) -> int:
         """The number of bytes of a piece."""

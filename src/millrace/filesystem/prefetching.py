@@ -15,7 +15,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from millrace.cache.filling import FetchedPiece, Fill
+from millrace.cache.filling import PIECE_BLOCKS, FetchedPiece, Fill
 from millrace.config import parse_amount
 from millrace.errors import MillraceError, UsageError, shown_key
 from millrace.events import Event, emit
@@ -294,7 +294,9 @@ class Prefetch:
         if step.passed:
             return True
         try:
-            fill = Fill(self._node, self._origin, info)
+            # A piece that is larger than the window would never be fetched.
+            piece_blocks = min(PIECE_BLOCKS, self._window // BLOCK_BYTES)
+            fill = Fill(self._node, self._origin, info, piece_blocks=piece_blocks)
         except MillraceError as error:
             self._report(path, error)
             return True

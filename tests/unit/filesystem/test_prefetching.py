@@ -19,6 +19,7 @@ from millrace.errors import ConfigurationError, UsageError
 from millrace.filesystem.hot import open_hooks
 from millrace.filesystem.orders import PrefetchingSampler, following, ray_file_order, without_repeats
 from millrace.filesystem.prefetching import Prefetch
+from millrace.store.records import BLOCK_BYTES
 
 MB = 1_000_000
 FILES, FILE_BYTES = 12, 3 * MB
@@ -224,6 +225,15 @@ def test_prefetch_into_full_cache_stores_nothing(tmp_path: Path, files: list[str
     assert fs.node.disks()[0][1] <= 7 * MB
     assert progress.unkept_bytes
     assert progress.fetched_bytes <= 7 * MB + 17 * FILE_BYTES  # in flight when the first did not fit
+
+
+def test_prefetch_with_a_window_of_one_block_fetches_one_block_ahead(
+    tmp_path: Path, fs: millrace.MillraceFileSystem
+) -> None:
+    (tmp_path / "large").write_bytes(bytes(2 * BLOCK_BYTES))
+    with fs.prefetch([str(tmp_path / "large")], window=BLOCK_BYTES) as prefetch:
+        settled(prefetch)
+        assert prefetch.progress.fetched_bytes == fetched(fs) == BLOCK_BYTES
 
 
 @pytest.mark.parametrize("window", [0, 1000, "50%", "much"])
