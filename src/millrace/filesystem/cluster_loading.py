@@ -255,7 +255,7 @@ class _ClusterLoad:
 
     def _poll_one(self, share: _Share, order: LoadOrder) -> None:
         if not self._exchange(share, "GET", f"/v1/load/{self._job}"):
-            self._start(share, order)  # it was restarted, or has not received the order yet
+            self._start(share, order)  # it was restarted, runs too many jobs, or has not received the order yet
 
     def _exchange(self, share: _Share, method: str, path: str, body: Any = None) -> bool:
         """Send a request to a node, and record the response. Returns whether the node has the job."""

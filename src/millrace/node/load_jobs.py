@@ -16,7 +16,7 @@ from millrace.cache.eviction.usage import url_of
 from millrace.cache.node import CacheNode
 from millrace.cluster.load_order import LoadOrder
 from millrace.cluster.placement import Placement, stripe_count, stripe_span
-from millrace.errors import DeniedError, MillraceError, RetryableError, UsageError, without_queries
+from millrace.errors import DeniedError, MillraceError, UsageError, without_queries
 from millrace.filesystem.listing import ListingFileSystem
 from millrace.filesystem.loading import LoadProgress, Share, Spans, load
 from millrace.origin import ObjectInfo, Origin
@@ -85,9 +85,8 @@ class LoadJobs:
         self._closed = False
 
     def start(self, job_id: str, order: LoadOrder) -> dict[str, Any]:
-        """Start a job unless it exists; returns its state.
-
-        Raises `DeniedError` without access to the origin, `RetryableError` if too many jobs are running.
+        """Start a job unless it exists; returns its state. If too many jobs are running, it is not started, and waits for
+        the next request of its client. Raises `DeniedError` without access to the origin.
         """
         with self._lock:
             self._remove_old()
@@ -96,7 +95,7 @@ class LoadJobs:
                 if self._closed:
                     raise UsageError("this node is stopping", next_step="use the other nodes")
                 if sum(each.ended_at is None for each in self._jobs.values()) >= _MOST_RUNNING:
-                    raise RetryableError(f"{_MOST_RUNNING} loads are running", next_step="wait until one of them ends")
+                    return {"state": "running", "progress": {}}
                 job = self._jobs[job_id] = self._begin(order)
         return job.state()
 

@@ -43,6 +43,7 @@ from millrace.filesystem.loading import LoadProgress
 from millrace.node import load_jobs
 from millrace.node import process as node_process
 from millrace.node.drain import DrainReport
+from millrace.node.load_jobs import LoadJobs
 from millrace.node.process import NodeProcess
 from millrace.origin import open_origin
 from millrace.origin.object_store import ObjectStoreOrigin
@@ -189,6 +190,31 @@ def test_load_of_many_urls_sends_them_to_all_nodes(nodes: Nodes) -> None:
     assert len("".join(urls)) > 1 << 19
     done = nodes.load(keys=urls)
     assert (done.objects, done.done_objects, done.done_bytes) == (OBJECTS, OBJECTS, TOTAL)
+
+
+def test_loads_beyond_those_that_a_node_runs_at_once_wait_for_them(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_jobs, "_MOST_RUNNING", 1)
+    nodes.start(0)
+    start, load, second_waits = LoadJobs.start, load_jobs.load, threading.Event()
+
+    def start_one(jobs: LoadJobs, job_id: str, order: LoadOrder) -> dict[str, Any]:
+        try:
+            return start(jobs, job_id, order)
+        finally:
+            if jobs.state(job_id) is None:
+                second_waits.set()
+
+    def load_late(*arguments: Any, **options: Any) -> LoadProgress:
+        assert second_waits.wait(120)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(LoadJobs, "start", start_one)
+    monkeypatch.setattr(load_jobs, "load", load_late)
+    with ThreadPoolExecutor(2) as pool:
+        loads = [pool.submit(nodes.load) for _ in range(2)]
+        assert [done.result().done_objects for done in loads] == [OBJECTS] * 2
 
 
 def test_load_of_too_many_urls_raises(nodes: Nodes) -> None:
