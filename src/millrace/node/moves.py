@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from millrace.cache.node import CacheNode
@@ -114,14 +115,16 @@ class Moves:
     def _run(self) -> None:
         while (found := self._work.get()) is not None:
             # In parallel: a leaving member must not wait for another, or for the copies of a lost one.
-            threads = [
-                threading.Thread(target=self._take_over, args=(member,), daemon=True)
-                for member in (*found.leaving, *found.still_leaving)
+            acts: list[Callable[[], None]] = [
+                partial(self._take_over, member) for member in (*found.leaving, *found.still_leaving)
             ]
             if found.lost and self._cluster.link.replicas > 1:
-                threads.append(threading.Thread(target=self._restore, daemon=True))
-            for thread in threads:
-                thread.start()
+                acts.append(self._restore)
+            for act in acts:
+                try:
+                    threading.Thread(target=act, daemon=True).start()
+                except RuntimeError:  # no more threads: one after the other
+                    act()
             if found.came:
                 self._try("marking copies", self._mover.mark_copies)
 

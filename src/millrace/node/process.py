@@ -221,13 +221,14 @@ class NodeProcess:
                 return DrainReport()
             owns_share = self._state is MemberState.HERE
             self._state = MemberState.LEAVING
-        emit(Event(name="cluster.leaving", subject=self.address))
-        self._moves.stop()  # it takes over no more shares itself
-        self._publish_member()
-        self._announce_static()
-        report = self.drains.wait(started + seconds, self._ending) if owns_share else DrainReport()
-        self._leave()
-        return report
+        try:
+            emit(Event(name="cluster.leaving", subject=self.address))
+            self._moves.stop()  # it takes over no more shares itself
+            self._publish_member()
+            self._announce_static()
+            return self.drains.wait(started + seconds, self._ending) if owns_share else DrainReport()
+        finally:  # also without threads for its requests: the process of the node waits for its leave
+            self._leave()
 
     def _leave(self) -> None:
         with self._publishing:

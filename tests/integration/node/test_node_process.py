@@ -694,6 +694,34 @@ def test_drain_without_time_ends_at_once(nodes: Nodes) -> None:
     assert first.left.is_set()
 
 
+def test_drain_that_fails_ends_with_the_leave_of_the_node(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = nodes.start(0)
+    nodes.start(1)
+
+    def fail(*_: object) -> DrainReport:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(first.drains, "wait", fail)
+    with pytest.raises(RuntimeError):
+        first.drain(60)
+    assert first.left.is_set()
+
+
+def test_share_is_taken_over_without_a_thread_of_its_own(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = nodes.start(0), nodes.start(1)
+    nodes.load()
+    start = threading.Thread.start
+
+    def start_elsewhere(thread: threading.Thread) -> None:
+        if threading.current_thread() is second._moves._thread:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_elsewhere)
+    assert first.drain(20).took_over == (second.member_id,)
+    assert second._moves._thread.is_alive()
+
+
 def test_resize_changes_the_weight(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
