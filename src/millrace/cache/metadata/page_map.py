@@ -411,12 +411,14 @@ class PageMap:
                 base = position
                 for at, page in list(overlapping(cursor, space, base, base + encode(END))):
                     make_incomplete(txn, PAGE + space.digest + at, page)
+                self._strike(txn, cursor, space, key)
                 self._distrust(txn, cursor, level_space(identity, key), encode(key))
             below = key.rstrip("/")
             while slash := below.rfind("/") + 1:
                 level = level_space(identity, below[:slash])
                 if below == key:
                     known = self._strike(txn, cursor, level, key) or known
+                self._strike(txn, cursor, level, f"{below}/")  # a directory, of which this may have been all
                 self._distrust(txn, cursor, level, encode(below[:slash]))
                 below = below[: slash - 1]
             return known

@@ -373,8 +373,12 @@ def changes_since(txn: Transaction, number: int, space: Space) -> list[bytes] | 
 
 
 def concerns(change: bytes, position: bytes) -> bool:
-    """Whether a change may be one of `position`: it is that key, or a directory above it."""
-    return position == change or (change[-1:] in (b"/", b"\0") and position.startswith(change))
+    """Whether a change may be one of `position`: it is that key, a directory above it, or in that directory."""
+    return (
+        position == change
+        or (change[-1:] in (b"/", b"\0") and position.startswith(change))
+        or (position[-1:] in (b"/", b"\0") and change.startswith(position))
+    )
 
 
 def by_folders(position: bytes) -> bytes:

@@ -14,7 +14,7 @@ from tests.support.origins import MemoryOrigin
 from millrace.cache.metadata.metadata import MetadataCache
 from millrace.cache.metadata.page_map import PageMap
 from millrace.errors import DeniedError, DiskFullError, ObjectNotFoundError
-from millrace.origin import ListingPage, ObjectInfo, Origin
+from millrace.origin import Listing, ListingPage, ObjectInfo, Origin
 from millrace.runtime.locks import NamedLocks
 from millrace.store.index import Index
 
@@ -220,6 +220,32 @@ def test_listing_from_before_a_write_is_not_cached(make: Make) -> None:
     cache.invalidate(origin, "b/d/zz")
     list(pages)
     assert sum(len(page) for page in cache.list_all(origin, "b/d")) == 1501
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["", "by an answer in flight"])
+def test_directory_is_missing_after_all_below_its_listed_directories_was_removed(make: Make, in_flight: bool) -> None:
+    origin = MemoryOrigin()
+    origin.put("b/d/s/k", b"1")
+    cache, _, _ = make(math.inf)
+    list_level = origin.list_level
+
+    def remove() -> None:
+        origin.delete(["b/d/s/k"])
+        cache.invalidate(origin, "b/d/s/k")
+
+    def list_before_the_removal(prefix: str) -> Listing:
+        found = list_level(prefix)
+        if in_flight:
+            remove()
+        return found
+
+    origin.list_level = list_before_the_removal  # type: ignore[method-assign]
+    assert cache.list_level(origin, "b/d").prefixes == ["b/d/s"]
+    if not in_flight:
+        remove()
+    assert not cache.remembered_directory(origin, "b/d")
+    assert not cache.remembered_directory(origin, "b/d/s")
+    assert cache.below(origin, "b/d") == "nothing"
 
 
 def test_invalidate_all_removes_all_metadata(make: Make) -> None:
