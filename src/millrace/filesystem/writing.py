@@ -318,7 +318,7 @@ class WritingFileSystem(ListingFileSystem):
         elif is_file:
             self._delete([key])
         else:
-            with disk_errors(key):
+            with self._changing(f"{key}/"), disk_errors(key):
                 os.rmdir(key)
 
     def _remove_below(self, key: str) -> None:
@@ -335,15 +335,17 @@ class WritingFileSystem(ListingFileSystem):
     def _remove_below_local(self, key: str) -> None:
         if not os.path.isdir(key):
             return
-        below = [os.path.join(base, name) for base, _, names in os.walk(key) for name in names]
-        with disk_errors(key):
+        below = [
+            os.path.join(base, name)
+            for base, directories, files in os.walk(key)
+            for name in (*files, *(f"{name}/" for name in directories))
+        ]
+        with self._changing(*below, f"{key}/"), disk_errors(key):
             for entry in list(os.scandir(key)):
                 if entry.is_dir(follow_symlinks=False):
                     shutil.rmtree(entry.path)
                 else:
                     os.unlink(entry.path)
-        self._changed(*below)
-        self._changed(f"{key}/")
 
     def _delete(self, keys: Sequence[str]) -> None:
         for start in range(0, len(keys), _DELETE_KEYS):

@@ -1,10 +1,13 @@
 """When a write is published, when it is not, and the effects of removals, copies and moves."""
 
+import errno
 import gc
 import gzip
 import itertools
 import logging
 import lzma
+import os
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +23,14 @@ from tests.support.forked import in_child
 from tests.support.interrupts import interrupted_at
 
 import millrace
-from millrace.errors import DeniedError, IsDirectoryError, ObjectExistsError, OriginUnavailableError, UsageError
+from millrace.errors import (
+    DeniedError,
+    IsDirectoryError,
+    ObjectExistsError,
+    OriginUnavailableError,
+    StorageError,
+    UsageError,
+)
 from millrace.filesystem.uploads import UploadFile
 
 
@@ -233,6 +243,51 @@ def test_recursive_removal_removes_unlisted_files_and_follows_no_link(
         fs.delete_file(f"{data}/t")
     fs.rm([f"{data}/t*x"])
     assert not (data / "tx").exists()
+
+
+def test_listed_directory_is_missing_after_its_removal(fs: millrace.MillraceFileSystem, data: Path) -> None:
+    for remove in (
+        lambda: fs.rm(f"{data}/t", recursive=True),
+        lambda: fs.mv(f"{data}/t", f"{data}/moved", recursive=True),
+    ):
+        (data / "t" / "empty").mkdir(parents=True)
+        fs.pipe(f"{data}/t/s/y", b"1")
+        assert len(fs.ls(f"{data}/t")) == 2
+        assert f"{data}/t/empty" in fs.find(f"{data}/t", withdirs=True)
+        remove()
+        assert not any(fs.exists(f"{data}/{name}") for name in ("t", "t/empty", "t/s", "t/s/y"))
+        assert fs.find(f"{data}/t", withdirs=True) == []
+
+
+def test_removal_that_fails_invalidates_the_metadata_of_what_it_removed(
+    fs: millrace.MillraceFileSystem, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs.pipe({f"{data}/t/x": b"1", f"{data}/t/s/y": b"2"})
+    assert len(fs.find(f"{data}/t")) == 2
+
+    def remove_and_fail(path: str) -> None:
+        os.unlink(f"{path}/y")
+        raise PermissionError(errno.EACCES, "denied")
+
+    monkeypatch.setattr(shutil, "rmtree", remove_and_fail)
+    with pytest.raises(StorageError):
+        fs.rm(f"{data}/t", recursive=True)
+    assert fs.find(f"{data}/t") == [f"{data}/{name}" for name in ("t/x",) if (data / name).exists()]
+
+
+def test_directory_that_is_listed_during_its_removal_is_missing_afterwards(
+    fs: millrace.MillraceFileSystem, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs.pipe(f"{data}/t/x", b"1")
+    rmdir = os.rmdir
+
+    def remove_late(path: str) -> None:
+        fs.ls(str(data))
+        rmdir(path)
+
+    monkeypatch.setattr(os, "rmdir", remove_late)
+    fs.rm(f"{data}/t", recursive=True)
+    assert f"{data}/t" not in fs.ls(str(data), detail=False)
 
 
 def test_exists_is_false_only_for_missing_objects(
