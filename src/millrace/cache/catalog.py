@@ -127,10 +127,9 @@ def free(node: CacheNode, place: Place | None, *, on_freed: Callable[[Freed], No
     _some_disk(node)
     freed = Freed()
     for disk in node.open_disks:
-        rules = disk.rules.current()
         for entry in _entries(disk, place):
-            name = entry.name
-            if rules.rule_of(name).pinned or disk.store.is_linked(entry):
+            # With the newest rules: another caller may pin objects meanwhile.
+            if disk.rules.current().rule_of(entry.name).pinned or disk.store.is_linked(entry):
                 freed = freed._replace(pinned_objects=freed.pinned_objects + 1)
                 continue
             nbytes = entry.cached_bytes

@@ -405,6 +405,23 @@ def test_pinned_object_is_not_freed(fs: millrace.MillraceFileSystem, data: Path)
     assert fs.free(str(data)) == 3 * MB + 5
 
 
+def test_object_that_is_pinned_while_others_are_freed_is_kept(
+    fs: millrace.MillraceFileSystem, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs.load(str(data))
+    [disk] = fs.node.open_disks
+    remove = disk.remove
+
+    def pin_then_remove(object_id: bytes) -> None:
+        fs.pin(str(data))
+        remove(object_id)
+
+    monkeypatch.setattr(disk, "remove", pin_then_remove)
+    before = len(names(fs))
+    assert catalog.free(fs.node, None).objects == 1
+    assert len(names(fs)) == before - 1
+
+
 def test_rules_are_of_prefixes_not_of_patterns(fs: millrace.MillraceFileSystem) -> None:
     for call in (fs.pin, fs.unpin, fs.free, fs.limit):
         with pytest.raises(UsageError, match="is a pattern"):
