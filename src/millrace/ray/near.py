@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -277,10 +278,14 @@ def _as_one_of_many(fs: MillraceFileSystem) -> Iterator[None]:
     newer = _given(DataContext.get_current(), "use_datasource_v2", False)
     # Ray describes many files by a listing per part, or a task per sixteen files; here the metadata is cached.
     serial = _given(file_based_datasource, "FILE_SIZE_FETCH_PARALLELIZATION_THRESHOLD", sys.maxsize)
-    with newer, serial if fs._options.max_age_seconds else nullcontext(), warnings.catch_warnings():
+    with _settings_lock, newer, serial if fs._options.max_age_seconds else nullcontext(), warnings.catch_warnings():
         # There is no other option yet for a preferred node.
         warnings.filterwarnings("ignore", ".*ray_remote_args.* is deprecated")
         yield
+
+
+# Held while Ray's settings are changed: otherwise two threads restore each other's values. A `read` may contain another.
+_settings_lock = threading.RLock()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from millrace.errors import DeniedError, UsageError
 from millrace.filesystem import MillraceFileSystem
 from millrace.filesystem.listing import describe_many
 from millrace.origin import ListingPage, ObjectInfo
-from millrace.ray import cluster_counters, homes, read_near
+from millrace.ray import cluster_counters, homes, near, read_near
 from millrace.ray.counters import Sums
 from millrace.ray.near import NodeShare, grouped, share_out
 
@@ -76,6 +77,33 @@ def test_read_near_without_a_cluster_is_the_plain_read(tmp_path: Path) -> None:
     assert homes(fs, ["/a", "/b"]) == [None, None]
     with pytest.raises(UsageError, match="scheduling_strategy"):
         read_near(read, "/data", filesystem=fs, ray_remote_args={"scheduling_strategy": "SPREAD"})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray
+def test_settings_of_ray_are_restored_after_two_near_reads_at_once(tmp_path: Path) -> None:
+    from ray.data import DataContext
+    from ray.data.datasource import file_based_datasource
+
+    def settings() -> tuple[object, ...]:
+        threshold = file_based_datasource.FILE_SIZE_FETCH_PARALLELIZATION_THRESHOLD
+        return threshold, getattr(DataContext.get_current(), "use_datasource_v2", None)
+
+    fs = millrace.filesystem("file", cache_dir=str(tmp_path / "cache"), members="none")
+    before = settings()
+    second_began, first_ended = threading.Event(), threading.Event()
+
+    def read_second() -> None:
+        with near._as_one_of_many(fs):
+            second_began.set()
+            assert first_ended.wait(120)
+
+    second = threading.Thread(target=read_second)
+    with near._as_one_of_many(fs):
+        second.start()
+        second_began.wait(0.5)  # not while the first reads
+    first_ended.set()
+    second.join()
+    assert settings() == before
 
 
 def test_read_near_with_another_file_system_is_the_plain_read() -> None:
