@@ -317,7 +317,7 @@ class Prefetch:
 
     def _reach(self, info: ObjectInfo) -> _Step:
         with self._lock:
-            self._changed.wait_for(lambda: self._scheduler.is_closed or len(self._steps) < _STEPS_AHEAD)
+            self._hold_until(lambda: self._scheduler.is_closed or len(self._steps) < _STEPS_AHEAD)
             step = _Step(self._reached, info.key)
             self._coming -= Counter([info.key])
             self._reached += 1
@@ -336,16 +336,20 @@ class Prefetch:
             return self._ahead_bytes + nbytes <= self._window or (cached and not self._ahead_bytes)
 
         with self._lock:
-            while not (self._scheduler.is_closed or step.passed or fits()):
-                self._is_held = True
-                self._changed.notify_all()
-                self._changed.wait()
-            self._is_held = False
+            self._hold_until(lambda: self._scheduler.is_closed or step.passed or fits())
             if self._scheduler.is_closed or step.passed:
                 return False
             self._ahead_bytes += nbytes
             step.charged += nbytes if cached else 0
             return True
+
+    def _hold_until(self, may_continue: Callable[[], bool]) -> None:
+        """Wait for the reader. Call with the lock held."""
+        while not may_continue():
+            self._is_held = True
+            self._changed.notify_all()
+            self._changed.wait()
+        self._is_held = False
 
     # --- the threads that fetch ---------------------------------------------------------------------
 

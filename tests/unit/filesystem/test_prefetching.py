@@ -16,6 +16,7 @@ from tests.support.waiting import wait_until
 
 import millrace
 from millrace.errors import ConfigurationError, UsageError
+from millrace.filesystem import prefetching
 from millrace.filesystem.hot import open_hooks
 from millrace.filesystem.orders import PrefetchingSampler, following, ray_file_order, without_repeats
 from millrace.filesystem.prefetching import Prefetch
@@ -234,6 +235,17 @@ def test_prefetch_with_a_window_of_one_block_fetches_one_block_ahead(
     with fs.prefetch([str(tmp_path / "large")], window=BLOCK_BYTES) as prefetch:
         settled(prefetch)
         assert prefetch.progress.fetched_bytes == fetched(fs) == BLOCK_BYTES
+
+
+def test_wait_for_a_prefetch_that_reached_its_limit_of_paths_ends(
+    fs: millrace.MillraceFileSystem, files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetching, "_STEPS_AHEAD", 2)
+    with fs.prefetch(files, window="1GB") as prefetch:
+        assert prefetch.wait(20)
+        assert prefetch.progress.reached == 2
+        prefetch.advance(files[0])
+        wait_until(lambda: prefetch.progress.reached == 3)
 
 
 @pytest.mark.parametrize("window", [0, 1000, "50%", "much"])
