@@ -145,7 +145,7 @@ def free(node: CacheNode, place: Place | None, *, on_freed: Callable[[Freed], No
 
 
 def rules(node: CacheNode) -> Rules:
-    """The rules of the node, from its first disk; those of a disk that was added later are ignored."""
+    """The rules of the node, from its first disk."""
     return _some_disk(node).rules.current()
 
 

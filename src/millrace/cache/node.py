@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from millrace.cache.counters import NAMES, wait_until_settled
 from millrace.cache.disk import Disk
+from millrace.cache.eviction.retention import NO_RULES
 from millrace.cache.eviction.usage import AccessRecord, group_of, is_checkpoint_file
 from millrace.cache.metadata.metadata import MetadataCache
 from millrace.cache.metadata.page_map import PageMap
@@ -104,7 +105,20 @@ class CacheNode:
                 self._failure = error
                 detail = f"no caching in this directory: {error}"
                 emit(Event(name="cache.disk.failed", subject=str(directory), detail=detail))
+        known = [disk for disk in disks if disk.rules.exists()]
+        for disk in disks if known else ():
+            if disk not in known:  # it was added or replaced since the rules were set
+                self._copy_rules(known[0], disk)
         return disks
+
+    def _copy_rules(self, known: Disk, disk: Disk) -> None:
+        """Set the retention rules of a disk also on another one, which has none."""
+        try:
+            part, whole = (max(1, self.options.capacity.of(each.store.space.disk_bytes())) for each in (disk, known))
+            rules = known.rules.current().in_proportion(part, whole)
+            disk.rules.change(lambda old: rules if old == NO_RULES else old)
+        except StorageError as error:
+            disk.report(error)
 
     def apply_limits(self) -> None:
         """Apply the limits of this node's options to its disks again: another node of this process may have changed them."""

@@ -460,6 +460,27 @@ def test_invalid_limit_raises(fs: millrace.MillraceFileSystem, options: dict[str
         fs.limit("/data", **options)
 
 
+def test_rules_hold_on_a_disk_that_was_replaced_since(
+    make_fs: Callable[..., millrace.MillraceFileSystem], data: Path, tmp_path: Path
+) -> None:
+    disks = [str(tmp_path / "one"), str(tmp_path / "two")]
+    fs = make_fs(cache_dir=disks)
+    fs.pin(str(data / "train"))
+    fs.limit(str(data), quota=200 * MB, ttl="1h")
+    fs.resize(300 * MB)
+    before = catalog.placed_rules(fs.node)
+    close_nodes()
+    shutil.rmtree(disks[1])
+    fs = make_fs(cache_dir=disks)
+    assert catalog.placed_rules(fs.node) == before
+    assert [capacity for _, _, capacity in fs.node.disks()] == [300 * MB] * 2
+    fs.load(str(data / "train"))
+    assert fs.free(str(data)) == 0
+    fs.unpin(str(data))
+    close_nodes()
+    assert not any(rule.pinned for rule in catalog.placed_rules(make_fs(cache_dir=disks).node))
+
+
 def test_resized_capacity_stays_until_it_is_reset(
     make_fs: Callable[..., millrace.MillraceFileSystem], data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

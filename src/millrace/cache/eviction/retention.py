@@ -125,6 +125,16 @@ class Rules:
         return replace(self, capacity=capacity)
 
 
+    def in_proportion(self, part: int, whole: int) -> Rules:
+        """These rules of a disk for another one, which gets `part` of the objects for each `whole` of that disk."""
+
+        def scaled(rule: Rule) -> Rule:
+            nbytes = None if rule.quota is None else rule.quota.nbytes
+            return rule if nbytes is None else rule._replace(quota=Amount(nbytes=nbytes * part // whole))
+
+        return replace(self, by_place={place: scaled(rule) for place, rule in self.by_place.items()})
+
+
 NO_RULES = Rules()
 
 
@@ -241,6 +251,10 @@ class RulesFile:
             self._look_at = self._clock() + _LOOK_EVERY_SECONDS
             self._look()
         return self._rules
+
+    def exists(self) -> bool:
+        """Whether rules were ever set."""
+        return os.path.lexists(self._path)
 
     def change(self, edit: Callable[[Rules], Rules]) -> Rules:
         """Replace the rules by `edit` of the newest ones; returns them. Writes nothing if nothing changes.
