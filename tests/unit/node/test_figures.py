@@ -90,9 +90,10 @@ def test_contents_after_the_thread_of_a_count_could_not_start_are_counted(
     node: CacheNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = NodeFigures(node)
-    with monkeypatch.context() as at_limit, pytest.raises(RuntimeError):
+    with monkeypatch.context() as at_limit:
         at_limit.setattr(threading.Thread, "start", _no_more_threads)
-        found.contents()
+        with pytest.raises(RuntimeError):
+            found.contents()
     counted: list[Contents] = []
     later = threading.Thread(target=lambda: counted.append(found.contents()), daemon=True)
     later.start()

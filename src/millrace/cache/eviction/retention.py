@@ -124,7 +124,6 @@ class Rules:
         """These rules with another capacity."""
         return replace(self, capacity=capacity)
 
-
     def in_proportion(self, part: int, whole: int) -> Rules:
         """These rules of a disk for another one, which gets `part` of the objects for each `whole` of that disk."""
 
