@@ -88,6 +88,9 @@ class LoadJobs:
         """Start a job unless it exists; returns its state. If too many jobs are running, it is not started, and waits for
         the next request of its client. Raises `DeniedError` without access to the origin.
         """
+        if (known := self.state(job_id)) is not None:
+            return known
+        origin = self._find_origin(order.origin_identity)  # without the lock: it may wait for Ray's control plane
         with self._lock:
             self._remove_old()
             job = self._jobs.get(job_id)
@@ -96,17 +99,14 @@ class LoadJobs:
                     raise UsageError("this node is stopping", next_step="use the other nodes")
                 if sum(each.ended_at is None for each in self._jobs.values()) >= _MOST_RUNNING:
                     return {"state": "running", "progress": {}}
-                job = self._jobs[job_id] = self._begin(order)
+                if origin is None:
+                    raise DeniedError(
+                        f"no access to {order.origin_identity}",
+                        next_step="start it with --origin and the endpoint's URL, and credentials in its environment",
+                    )
+                job = _LoadJob(NodeFiles(self._node, origin), order, share_of(self._member_id, order))
+                self._jobs[job_id] = job
         return job.state()
-
-    def _begin(self, order: LoadOrder) -> _LoadJob:
-        origin = self._find_origin(order.origin_identity)
-        if origin is None:
-            raise DeniedError(
-                f"no access to {order.origin_identity}",
-                next_step="start it with --origin and the endpoint's URL, and credentials in its environment",
-            )
-        return _LoadJob(NodeFiles(self._node, origin), order, share_of(self._member_id, order))
 
     def state(self, job_id: str) -> dict[str, Any] | None:
         """The state of a job; None for an unknown one."""

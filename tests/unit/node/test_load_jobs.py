@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from millrace.cluster.placement import STRIPE_BYTES, WHOLE_BYTES
 from millrace.config import resolve
 from millrace.errors import DeniedError, UsageError
 from millrace.node.load_jobs import LoadJobs, share_of
-from millrace.origin import ObjectInfo, open_origin
+from millrace.origin import ObjectInfo, Origin, open_origin
 
 NAMES = ("a", "b", "c")
 VIEW = View.of(Member(id=name, address=f"127.0.0.1:{number}") for number, name in enumerate(NAMES, 1))
@@ -150,3 +152,29 @@ def test_load_jobs_after_close_refuse_new_ones(make_node: Callable[[str], CacheN
     jobs.close()
     with pytest.raises(UsageError, match="stopping"):
         jobs.start("job", order())
+
+
+def test_load_jobs_respond_while_the_access_for_another_load_is_looked_up(
+    data: Path, make_node: Callable[[str], CacheNode]
+) -> None:
+    begun, may_end, local = threading.Event(), threading.Event(), open_origin("file")
+
+    def find(identity: str) -> Origin | None:
+        if identity == "file":
+            return local
+        begun.set()
+        assert may_end.wait(120)
+        return None
+
+    jobs = LoadJobs(make_node("a"), find, member_id="a")
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(jobs.start, "other", order(origin_identity="s3"))
+        try:
+            assert begun.wait(120)
+            pool.submit(jobs.start, "job", order(keys=(str(data),), members=View.of(VIEW.members[:1]))).result(60)
+            assert finished(jobs, "job")["progress"]["done_objects"] == 30
+        finally:
+            may_end.set()
+        with pytest.raises(DeniedError):
+            other.result()
+    jobs.close()
