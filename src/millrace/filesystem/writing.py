@@ -381,6 +381,17 @@ class WritingFileSystem(ListingFileSystem):
             raise
         self._changed(key)
 
+    def rmdir(self, path: str) -> None:
+        """Remove an empty local directory. Does nothing for object stores, where a directory exists through its objects."""
+        if not self._rooted:
+            return
+        key = self.key_of(path)
+        if not os.path.isdir(key):
+            self.info(path)  # raises for a missing one
+            raise NotDirectoryError(f"{self.unstrip_protocol(key)} is not a directory", next_step="remove it with rm")
+        with self._changing(f"{key}/"), disk_errors(key):
+            os.rmdir(key)
+
     # --- inside -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager

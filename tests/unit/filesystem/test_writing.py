@@ -245,6 +245,20 @@ def test_recursive_removal_removes_unlisted_files_and_follows_no_link(
     assert not (data / "tx").exists()
 
 
+def test_rmdir_removes_only_an_empty_directory(fs: millrace.MillraceFileSystem, data: Path) -> None:
+    fs.mkdir(f"{data}/empty")
+    fs.pipe(f"{data}/t/x", b"1")
+    assert len(fs.ls(str(data))) == 2
+    fs.rmdir(f"{data}/empty")
+    assert fs.ls(str(data), detail=False) == [f"{data}/t"]
+    with pytest.raises(StorageError, match="not empty"):
+        fs.rmdir(f"{data}/t")
+    with pytest.raises(NotADirectoryError):
+        fs.rmdir(f"{data}/t/x")
+    with pytest.raises(FileNotFoundError):
+        fs.rmdir(f"{data}/empty")
+
+
 def test_listed_directory_is_missing_after_its_removal(fs: millrace.MillraceFileSystem, data: Path) -> None:
     for remove in (
         lambda: fs.rm(f"{data}/t", recursive=True),
