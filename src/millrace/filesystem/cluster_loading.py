@@ -175,7 +175,7 @@ class _ClusterLoad:
         self._rounds = 0
         self._job = ""
         self._shares: list[_Share] = []
-        self._lost: set[str] = set()
+        self._lost: set[tuple[str, str]] = set()
         self._before = dict.fromkeys(_NUMBERS, 0)  # of abandoned rounds
         self._started = time.monotonic()
         self._rate = Rate()
@@ -214,11 +214,11 @@ class _ClusterLoad:
     # --- rounds -----------------------------------------------------------------------------------
 
     def _present(self) -> tuple[Member, ...]:
-        return tuple(member for member in participants(self._views.view()) if member.id not in self._lost)
+        return tuple(member for member in participants(self._views.view()) if _place_of(member) not in self._lost)
 
     def _members_changed(self) -> bool:
-        self._lost |= {share.member.id for share in self._shares if share.failures >= _LOST_AFTER_FAILURES}
-        return {member.id for member in self._present()} != {share.member.id for share in self._shares}
+        self._lost |= {_place_of(share.member) for share in self._shares if share.failures >= _LOST_AFTER_FAILURES}
+        return {_place_of(member) for member in self._present()} != {_place_of(share.member) for share in self._shares}
 
     def _begin(self, order: LoadOrder) -> None:
         """Abandon the present round, and begin one with the present members."""
@@ -307,6 +307,11 @@ class _ClusterLoad:
             gone = isinstance(share.error, ObjectNotFoundError) and share.numbers["missing_objects"]
             if not (left_out or gone):
                 raise with_progress(share.error, state)
+
+
+def _place_of(member: Member) -> tuple[str, str]:
+    """What identifies a member for a load. One that was started again may have another address."""
+    return member.id, member.address
 
 
 _BY_CODE: Mapping[str, type[MillraceError]] = {

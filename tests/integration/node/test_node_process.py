@@ -311,6 +311,28 @@ def test_load_ends_on_a_node_whose_share_the_others_load(
     assert (done.nodes, done.objects, done.done_objects) == (1, OBJECTS, OBJECTS)
 
 
+def test_load_includes_a_lost_member_that_returns_at_another_address(nodes: Nodes, region: EmulatedRegion) -> None:
+    first, second = (nodes.start(number) for number in range(2))
+    [free] = free_ports(1)
+    before = Member(id=second.member_id, address=f"127.0.0.1:{free}")
+    members = [Member(id=first.member_id, address=first.address), before]
+    region.reshape(round_trip_seconds=0.0, bytes_per_second=3e5)
+
+    class Views:
+        def view(self) -> View:
+            return View.of(members)
+
+    def return_after_the_loss(state: LoadProgress) -> None:
+        if state.nodes == 1 and before in members:
+            members[1] = replace(before, address=second.address)
+            region.reshape(round_trip_seconds=0.0, bytes_per_second=None)
+
+    with access_through(first.address, nodes.options()) as cluster:
+        identity, keys = nodes.origin.identity, ["nodes/train"]
+        done = load_on_cluster(Views(), cluster.client, identity, keys, progress=return_after_the_loss)
+    assert (done.nodes, done.objects, done.done_objects) == (2, OBJECTS, OBJECTS)
+
+
 def test_load_of_a_large_object_is_divided_by_stripes(
     nodes: Nodes, region: EmulatedRegion, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
