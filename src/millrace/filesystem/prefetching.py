@@ -138,8 +138,14 @@ class Prefetch:
         self._reached = self._opened = self._failed = 0
         self._ahead_bytes = self._fetched_bytes = self._unkept_bytes = 0
         self._lookups = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="millrace-prefetch-stat")
-        self._unfollow = open_hooks.add(self._on_open) if follow_opens else lambda: None
-        self._scheduler.start()
+        self._unfollow: Callable[[], None] = lambda: None
+        try:
+            if follow_opens:
+                self._unfollow = open_hooks.add(self._on_open)
+            self._scheduler.start()
+        except BaseException:  # without a thread, or after an interrupt, every open would still be reported to it
+            self.close()
+            raise
 
     # --- for the user -------------------------------------------------------------------------------
 

@@ -248,6 +248,19 @@ def test_wait_for_a_prefetch_that_reached_its_limit_of_paths_ends(
         wait_until(lambda: prefetch.progress.reached == 3)
 
 
+def test_prefetch_without_a_thread_follows_no_opens(
+    fs: millrace.MillraceFileSystem, files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    fs.cat_file(files[0])
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError):
+        fs.prefetch(files)
+    assert not open_hooks.registered
+
+
 @pytest.mark.parametrize("window", [0, 1000, "50%", "much"])
 def test_prefetch_window_below_one_block_raises(fs: millrace.MillraceFileSystem, window: int | str) -> None:
     with pytest.raises((UsageError, ConfigurationError), match="window"):
