@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Buffer
 
 from millrace.cache.reading.reader import ObjectReader
-from millrace.errors import UsageError
+from millrace.errors import ObjectChangedError, ObjectNotFoundError, UsageError
 from millrace.origin import ObjectInfo
 from millrace.runtime import forks
 
@@ -61,7 +61,11 @@ class CachedOrigin:
         native = self._fs.node.find_native(self._fs.origin, info)
         if native is not None:
             return memoryview(native.buffer).cast("B")[start:stop]
-        return self._reader(info).read(start, stop)
+        try:
+            return self._reader(info).read(start, stop)
+        except (ObjectChangedError, ObjectNotFoundError):  # the next read requests the metadata again
+            self._fs.node.metadata.drop_outdated(self._fs.origin, key)
+            raise
 
     def _reader(self, info: ObjectInfo) -> ObjectReader:
         """A reader of this version, kept for the next ranges. A dropped reader is closed by its last user."""

@@ -23,6 +23,7 @@ from millrace.cache.node import close_nodes
 from millrace.errors import (
     ConfigurationError,
     DiskFullError,
+    ObjectChangedError,
     ObjectNotFoundError,
     OriginUnavailableError,
     StorageError,
@@ -283,6 +284,18 @@ def test_load_of_changed_object_stores_the_new_version(
         fs.load(f"{data}/train")
     assert names(fs, data / "train") == ["b.bin", "c.txt", "d.bin"]
     assert fs.cat_file(f"{data}/train/b.bin") == (data / "train/b.bin").read_bytes()
+
+
+def test_read_as_origin_after_an_overwrite_fails_once(
+    make_fs: Callable[..., millrace.MillraceFileSystem], data: Path
+) -> None:
+    path = data / "train/b.bin"
+    origin = make_fs(consistency="1h").as_origin()
+    assert bytes(origin.read(str(path), 0, 9)) == path.read_bytes()[:9]
+    path.write_bytes(os.urandom(20 * MB))
+    with pytest.raises(ObjectChangedError):
+        origin.read(str(path), 19 * MB, 20 * MB)
+    assert bytes(origin.read(str(path), 19 * MB, 20 * MB)) == path.read_bytes()[19 * MB :]
 
 
 def test_verify_finds_a_flipped_byte_and_mends_it(fs: millrace.MillraceFileSystem, data: Path) -> None:
