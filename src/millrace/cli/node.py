@@ -417,11 +417,15 @@ def _node_here(options: CacheOptions) -> str:
 
 
 def _wait_until_left(read_status: Callable[[], Any], deadline: float) -> bool:
-    """Wait until a node has left and its process has ended. Prints on stderr how many nodes still copy blocks."""
+    """Wait until a node has left and its process has ended, or was replaced by another one since the call.
+
+    Prints on stderr how many nodes still copy blocks.
+    """
     from millrace.errors import PeerRefusedError, PeerSilentError
 
     waiting_for: Sequence[str] | None = None
     has_left = False
+    began = time.monotonic()
     while time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
         try:
@@ -432,6 +436,8 @@ def _wait_until_left(read_status: Callable[[], Any], deadline: float) -> bool:
             return True  # its process has ended
         except PeerRefusedError:
             continue
+        if status["seconds"] < time.monotonic() - began:
+            return True  # a service manager has started it again
         if status["state"] == "left":
             deadline = deadline if has_left else min(deadline, time.monotonic() + _END_SECONDS)
             has_left = True

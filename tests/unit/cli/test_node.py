@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from millrace.cli import main
-from millrace.cli.node import DEFAULT_PORT, _origin, listening_address
+from millrace.cli.node import DEFAULT_PORT, _origin, _wait_until_left, listening_address
 from millrace.cluster.membership import Member, MemberState, View
 from millrace.config import resolve
 from millrace.errors import ConfigurationError
@@ -193,6 +194,11 @@ def test_changes_without_an_owner_name_members_that_are_still_leaving(old: str, 
         return View.of(Member(id=name, address="h:1", state=MemberState(state)) for name, state in pairs)
 
     assert "".join(member.id for member in changes(view(old), view(new), "a").still_leaving) == expected
+
+
+def test_drained_node_that_was_started_again_has_left() -> None:
+    states = iter([{"state": "leaving", "seconds": 1e6, "waiting_for": []}, {"state": "joining", "seconds": 0.01}])
+    assert _wait_until_left(lambda: next(states), time.monotonic() + 60)
 
 
 def test_drain_with_an_empty_address_drains_no_node(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
