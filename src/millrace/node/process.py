@@ -108,7 +108,7 @@ class NodeProcess:
         self.left = threading.Event()
         """Set when the node has left its cluster, for any reason."""
         self._resources = contextlib.ExitStack()
-        self.started_at = 0.0
+        self.started_at = self._started = 0.0  # in Unix seconds, and of the monotonic clock
 
     def __enter__(self) -> NodeProcess:
         self.start()
@@ -129,7 +129,7 @@ class NodeProcess:
             raise UsageError("this node was started before", next_step="make a new NodeProcess")
         with contextlib.ExitStack() as opened:
             self._open(opened)
-            self.started_at = time.time()
+            self.started_at, self._started = time.time(), time.monotonic()
             self._state = MemberState.JOINING
             self._membership.join(self._member())
             opened.callback(self._leave)
@@ -430,7 +430,7 @@ class NodeProcess:
             "state": self.state,
             "version": __version__,
             "pid": os.getpid(),
-            "seconds": time.time() - self.started_at,
+            "seconds": time.monotonic() - self._started,
             "folder": self._folder.name,
             "weight": self._weight,
             "replicas": self._options.replicas,
