@@ -27,9 +27,10 @@ from millrace.checkpoint.format.safetensors import (
     parse_index,
 )
 from millrace.checkpoint.format.tables import NO_BASE, chunk_table, item_table
-from millrace.checkpoint.storage.fetching import ChunkFetcher
-from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile
+from millrace.checkpoint.storage.fetching import ChunkFetcher, ItemRequest
+from millrace.checkpoint.storage.storage import CheckpointStorage, LocalStorage, StoredFile
 from millrace.errors import (
+    ChangedError,
     CheckpointNotFoundError,
     ConfigurationError,
     CorruptCheckpointError,
@@ -112,6 +113,15 @@ class SafetensorsFetcher(ChunkFetcher):
     def __init__(self, storage: CheckpointStorage, opened: SafetensorsFiles, threads: int) -> None:
         super().__init__(storage, opened.manifest, threads)
         self._files.update(enumerate(opened.files))
+
+    def fetch(self, requests: Sequence[ItemRequest]) -> None:
+        super().fetch(requests)
+        # A read of a local disk is not pinned to a version, and there are no checksums.
+        for file in self._files.values() if isinstance(self._storage, LocalStorage) else ():
+            if not _exists(self._storage, file.name) or self._storage.stat(file.name) != file:
+                raise ChangedError(
+                    f"{self._storage.url}/{file.name} was replaced during the read", next_step="load again"
+                )
 
     def _decode_one(self, row: int, stored: Buffer, out: np.ndarray[Any, Any], base: memoryview | None) -> None:
         out[:] = as_bytes(stored)

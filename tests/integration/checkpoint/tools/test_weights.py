@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from tests.support import wrappers
+from tests.support.failures import failure_of
 from tests.support.states import assert_same_state, in_order
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemWriter
 
 from millrace.checkpoint import (
     CheckpointManager,
@@ -24,6 +26,7 @@ from millrace.checkpoint import (
 from millrace.checkpoint.format.manifest import DTYPES, is_convertible
 from millrace.cli import main
 from millrace.errors import (
+    ChangedError,
     CheckpointNotFoundError,
     ConfigurationError,
     CorruptCheckpointError,
@@ -246,6 +249,27 @@ def test_damaged_hugging_face_directory_raises_corrupt(
     harm(split[0])  # type: ignore[operator]
     with pytest.raises(CorruptCheckpointError, match=message):
         load_weights(split[0])
+
+
+@pytest.mark.parametrize("way", ["in place", "by a rename"])
+def test_hugging_face_file_that_is_replaced_during_a_load_raises_changed(
+    split: tuple[Path, dict[str, torch.Tensor]], way: str
+) -> None:
+    folder, tensors = split
+    file = folder / "model-00001-of-00002.safetensors"
+
+    class Replaces(DefaultLoadPlanner):  # type: ignore[misc]
+        def create_local_plan(self) -> object:
+            new = file if way == "in place" else folder / "new"
+            save_file({"large": tensors["large"] + 1}, new, {"format": "pt"})
+            os.replace(new, file)
+            return super().create_local_plan()
+
+    state = {"large": torch.zeros_like(tensors["large"])}
+    error = failure_of(dcp.load, state, storage_reader=CheckpointReader(folder), planner=Replaces())
+    assert isinstance(error, ChangedError)
+    assert "model-00001-of-00002.safetensors was replaced during the read" in str(error)
+    assert torch.equal(load_weights(folder)["large"], tensors["large"] + 1)
 
 
 def test_unknown_element_type_raises_only_if_selected(tmp_path: Path) -> None:
