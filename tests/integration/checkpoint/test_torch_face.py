@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from millrace.checkpoint import CheckpointReader, CheckpointWriter, ZstdPlanes, describe
 from millrace.checkpoint.reading import loads
 from millrace.errors import (
+    ChangedError,
     CheckpointNotFoundError,
     ConfigurationError,
     CorruptCheckpointError,
@@ -102,6 +103,22 @@ def test_load_of_a_damaged_manifest_next_to_an_older_save_without_collectives_ra
     failure = failure_of(lambda: dcp.load(loaded, storage_reader=CheckpointReader(tmp_path), no_dist=True))
     assert isinstance(failure, CorruptCheckpointError)
     assert loaded == {"n": 0}
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
+def test_checkpoint_of_torchs_own_writer_that_is_saved_again_during_a_load_raises_changed(tmp_path):
+    class SavesAgain(DefaultLoadPlanner):
+        def create_local_plan(self):
+            dcp.save({"x": torch.ones(500)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+            return super().create_local_plan()
+
+    dcp.save({"x": torch.zeros(500)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    loaded = {"x": torch.zeros(500)}
+    reader = CheckpointReader(tmp_path)
+    failure = failure_of(lambda: dcp.load(loaded, storage_reader=reader, planner=SavesAgain(), no_dist=True))
+    assert isinstance(failure, ChangedError)
+    dcp.load(loaded, storage_reader=CheckpointReader(tmp_path), no_dist=True)
+    assert torch.equal(loaded["x"], torch.ones(500))
 
 
 def test_checkpoint_to_torch_file_and_back_is_equal(tmp_path):

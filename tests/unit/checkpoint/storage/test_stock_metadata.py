@@ -144,3 +144,13 @@ def test_metadata_without_a_part_that_readers_use_is_corrupt(name: str, tmp_path
     for read in (describe, load_weights):
         with pytest.raises(CorruptCheckpointError, match="the metadata cannot be read"):
             read(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("name", [b"__0_\0.distcp", b"\xed\xa0\x80_0.distc", b"../__0.distc"])
+def test_metadata_with_a_name_that_no_data_file_has_is_corrupt(name: bytes, tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(3)}, storage_writer=FileSystemWriter(tmp_path))
+    data = (tmp_path / ".metadata").read_bytes()
+    (tmp_path / ".metadata").write_bytes(data.replace(b"__0_0.distcp", name))
+    with pytest.raises(CorruptCheckpointError):
+        load_weights(tmp_path)
