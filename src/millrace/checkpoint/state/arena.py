@@ -12,6 +12,7 @@ import os
 import weakref
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from millrace.errors import StorageError
@@ -67,13 +68,14 @@ class Arena:
         if memory is None:
             # Without shared memory, saves do not use a saver process.
             try:
-                memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             except OSError as error:
                 raise StorageError(
                     f"{nbytes} bytes of host memory for the copy of a state cannot be allocated ({error.strerror})",
                     next_step="free memory, or raise its limit (ulimit -v, vm.overcommit_memory)",
                 ) from error
-            memory.madvise(_MADV_WIPEONFORK)
+            mapping.madvise(_MADV_WIPEONFORK)
+            memory = _viewed(mapping)
         self._memory = memory
         if pinned:
             self._pin()
@@ -91,7 +93,7 @@ class Arena:
         """Pin the pages for the copy engine of a GPU. The tests do not cover it without a GPU."""
         # Not `pin_memory=True`: torch's allocator rounds up to a power of two and does not free memory.
         runtime = torch.cuda.cudart()
-        address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        address = self._memory.ctypes.data
         status = int(runtime.cudaHostRegister(address, self.nbytes, 0))
         if status != 0:
             raise StorageError(
@@ -103,7 +105,14 @@ class Arena:
         unpin.atexit = False
 
 
-def _shared(nbytes: int, number: int) -> mmap.mmap | None:
+def _viewed(mapping: mmap.mmap) -> Any:
+    """An array over all of a mapping. Its finalizers run before the memory is unmapped. Those of the mapping run after that,
+    when another thread may have mapped the address.
+    """
+    return np.frombuffer(mapping, dtype=np.uint8)
+
+
+def _shared(nbytes: int, number: int) -> Any:
     """Memory with a descriptor, registered as a region until it is garbage. None if the system has no such memory."""
     if not hasattr(os, "memfd_create") or _is_overcommit_refused():
         return None
@@ -113,12 +122,11 @@ def _shared(nbytes: int, number: int) -> mmap.mmap | None:
         return None  # a kernel or a sandbox without it
     try:
         os.ftruncate(descriptor, nbytes)
-        memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
+        memory = _viewed(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED))
     except OSError:
         os.close(descriptor)
         return None
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    _regions[number] = Region(number, address, nbytes, descriptor)
+    _regions[number] = Region(number, memory.ctypes.data, nbytes, descriptor)
     # At exit the process frees everything.
     weakref.finalize(memory, _free, number).atexit = False
     return memory

@@ -20,6 +20,7 @@ from tests.support.memory import resident_bytes
 from tests.support.states import assert_same_state
 
 from millrace.checkpoint.format.manifest import DTYPES
+from millrace.checkpoint.state.arena import Arena
 from millrace.checkpoint.state.staging import StagedState, StateStager
 from millrace.errors import ConfigurationError, StorageError, UnsupportedObjectError, UsageError
 
@@ -347,6 +348,33 @@ def test_interrupted_staging_stops_its_threads(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         stage({"x": torch.ones(20_000_000)})
     assert not [thread for thread in threading.enumerate() if thread.name == "millrace-staging"]
+
+
+class Pins:
+    """In the place of CUDA's runtime. `unpinned` has, for each unpinned memory, whether it was still mapped."""
+
+    def __init__(self):
+        self.unpinned = []
+
+    def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
+        return 0
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        with open("/proc/self/maps") as maps:
+            ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+        self.unpinned.append(any(low <= address < high for low, high in ranges))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_pinned_memory_is_unpinned_before_it_is_unmapped(shared, monkeypatch):
+    pins = Pins()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: pins)
+    arena = Arena(1 << 20, pinned=True, shared=shared)
+    tensor = arena.tensor(0, torch.float32, torch.Size((4,)))
+    del arena
+    assert pins.unpinned == []
+    del tensor
+    assert pins.unpinned == [True]
 
 
 def test_pinned_stager_without_a_gpu_is_refused():
