@@ -215,6 +215,8 @@ def _checked(storage: CheckpointStorage, name: str, parse: Callable[[], _T]) -> 
     """The result of `parse`, whose errors are completed by the name of the file."""
     try:
         return parse()
+    except UnsupportedObjectError as error:
+        raise UnsupportedObjectError(f"{storage.url}/{name}: {error.message}", next_step=error.next_step) from error
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(
             f"{storage.url}/{name}: {error.message}", next_step="load another copy"

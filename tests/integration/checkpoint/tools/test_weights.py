@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.support import wrappers
 from tests.support.failures import failure_of
 from tests.support.states import assert_same_state, in_order
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemWriter, HuggingFaceStorageWriter
 
 from millrace.checkpoint import (
     CheckpointManager,
@@ -271,6 +271,19 @@ def test_hugging_face_file_that_is_replaced_during_a_load_raises_changed(
     assert isinstance(error, ChangedError)
     assert "model-00001-of-00002.safetensors was replaced during the read" in str(error)
     assert torch.equal(load_weights(folder)["large"], tensors["large"] + 1)
+
+
+@pytest.mark.parametrize("consolidated", [False, True])
+def test_parts_of_ranks_from_torchs_writer_are_refused_and_the_whole_is_read(consolidated: bool, tmp_path: Path) -> None:
+    """A part has the shape of what its rank had, so without the other files it looks like a whole tensor."""
+    state = {"a": torch.arange(6.0)}
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True, enable_consolidation=consolidated)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    if consolidated:
+        assert_same_state(load_weights(tmp_path), state)
+    else:
+        with pytest.raises(UnsupportedObjectError, match="parts of tensors"):
+            load_weights(tmp_path)
 
 
 def test_unknown_element_type_raises_only_if_selected(tmp_path: Path) -> None:
