@@ -274,7 +274,9 @@ def test_hugging_face_file_that_is_replaced_during_a_load_raises_changed(
 
 
 @pytest.mark.parametrize("consolidated", [False, True])
-def test_parts_of_ranks_from_torchs_writer_are_refused_and_the_whole_is_read(consolidated: bool, tmp_path: Path) -> None:
+def test_parts_of_ranks_from_torchs_writer_are_refused_and_the_whole_is_read(
+    consolidated: bool, tmp_path: Path
+) -> None:
     """A part has the shape of what its rank had, so without the other files it looks like a whole tensor."""
     state = {"a": torch.arange(6.0)}
     writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True, enable_consolidation=consolidated)
