@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.computed import ComputedOrigin
+from tests.support.fork_server import ForkedProcess, node_server
 from tests.support.small_disks import small_disk
 from tests.support.waiting import wait_until
 
@@ -228,25 +228,20 @@ class Readers:
     ) -> None:
         self.sizes = sizes
         self.processes = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    _READER,
-                    json.dumps([str(directory), capacity, sizes, seed, epochs, shuffled]),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
+            ForkedProcess(
+                node_server(),
+                _READER,
+                json.dumps([str(directory), capacity, sizes, seed, epochs, shuffled]),
+                log=directory.with_suffix(".log"),
+                pipes=True,
             )
             for seed in range(count)
         ]
         for process in self.processes:
             assert self._line(process) == "ready"
 
-    def _line(self, process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        return process.stdout.readline().strip()
+    def _line(self, process: ForkedProcess) -> str:
+        return process.stdout.readline().decode().strip()
 
     def epoch(self) -> tuple[float, int]:
         """One epoch of all at once: the share of bytes that came from the store, and the most that it held."""
@@ -257,17 +252,12 @@ class Readers:
 
     def begin(self) -> None:
         for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write("\n")
+            process.stdin.write(b"\n")
             process.stdin.flush()
 
     def end(self) -> None:
         for process in self.processes:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.close()
-            process.wait(timeout=300)
-            process.stdout.close()
+            process.output()
 
 
 @pytest.fixture
@@ -282,7 +272,6 @@ def start_readers(tmp_path: Path) -> Iterator[Callable[..., Readers]]:
     for readers in started:
         for process in readers.processes:
             process.kill()
-        readers.end()
 
 
 def disk_use(directory: Path) -> int:
@@ -303,7 +292,6 @@ def test_processes_that_share_a_store_reach_the_optimum_together(
     readers = start_readers(processes, capacity, sizes, epochs=5, shuffled=shuffled)
     epochs = [readers.epoch() for _ in range(5)]
     readers.end()
-    assert [process.returncode for process in readers.processes] == [0] * processes
     assert sum(ratio for ratio, _ in epochs[1:]) / 4 >= 0.95 * 0.5
     assert max(highest for _, highest in epochs) <= capacity
     node = open_node(tmp_path / "cache", capacity=capacity, min_free=0)
@@ -326,8 +314,7 @@ def test_killed_evictors_leave_a_working_store(start_readers: Callable[..., Read
         readers.begin()
         time.sleep(choice.uniform(0.05, 0.4))  # any moment will do
         for process in readers.processes:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+            process.kill()
     every = {f"{key}-{number}": size for key, size in sizes.items() for number in range(3)}
     node = open_node(tmp_path / "cache", capacity=20 * MIB, min_free=0)
     origin = ComputedOrigin(every)

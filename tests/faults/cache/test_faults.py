@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 
 import pytest
+from tests.support.fork_server import ForkedProcess, node_server
 from tests.support.small_disks import fill_disk, small_disk
 
 import millrace
@@ -98,22 +99,22 @@ def test_killed_readers_lose_no_returned_bytes(data: Path, monkeypatch: pytest.M
     for number in range(6):
         (data / f"{number}.bin").write_bytes(random.Random(number).randbytes(24_000_000))
     code = (
-        "import sys, millrace; fs = millrace.filesystem('file', cache_dir=sys.argv[1], min_free=0);"
-        "print('ready', flush=True);"
+        "import sys, millrace; fs = millrace.filesystem('file', cache_dir=sys.argv[1], min_free=0)\n"
+        "print('ready', flush=True)\n"
         "[(fs.cat_file(f'{sys.argv[2]}/{n}.bin'), print(n, flush=True)) for n in range(6)]"
     )
     chooser = random.Random(3)
     returned = set()
     for attempt in range(12):
-        command = [sys.executable, "-c", code, str(cache), str(data)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
+        log = cache.with_suffix(".log")
+        with ForkedProcess(node_server(), code, str(cache), str(data), log=log, pipes=True) as process:
+            assert process.stdout.readline() == b"ready\n", log.read_text()
             # Every other time something has been read: else, on a busy disk, there may be nothing to lose.
-            first = process.stdout.readline() if attempt % 2 else ""
+            first = process.stdout.readline() if attempt % 2 else b""
             time.sleep(chooser.uniform(0, 0.3))
-            process.kill()
-            returned |= {f"{data}/{number}.bin" for number in (first + process.stdout.read()).split()}
+            with contextlib.suppress(ProcessLookupError):  # it has read everything
+                os.kill(process.pid, signal.SIGKILL)
+            returned |= {f"{data}/{int(number)}.bin" for number in (first + process.stdout.read()).split()}
         # No bytes that a read has returned are lost, whichever process was killed since.
         fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0)
         assert returned <= {found.key for found in fs.cached() if found.complete}

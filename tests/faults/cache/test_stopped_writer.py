@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.support.fork_server import ForkedProcess, node_server
 
 import millrace
 from millrace.cache.node import close_nodes
@@ -63,15 +65,11 @@ def data(tmp_path: Path) -> Path:
 @contextmanager
 def stopped_writer(cache: Path, data: Path) -> Iterator[None]:
     """A process that is stopped in the middle of a transaction, until the end of the block."""
-    command = [sys.executable, "-c", WRITER, str(cache), str(data)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-        try:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == "writing\n"
-            writer.send_signal(signal.SIGSTOP)
-            yield
-        finally:
-            writer.kill()  # before `Popen` waits for it
+    log = data / "writer.log"
+    with ForkedProcess(node_server(), WRITER, str(cache), str(data), log=log, pipes=True) as writer:
+        assert writer.stdout.readline() == b"writing\n", log.read_text()
+        os.kill(writer.pid, signal.SIGSTOP)
+        yield
 
 
 @pytest.fixture

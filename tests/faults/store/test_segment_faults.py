@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from tests.support.fork_server import ForkedProcess, node_server
 from tests.support.harms import (
     and_set_back_the_times,
     empty,
@@ -208,22 +208,19 @@ def test_killed_readers_of_small_objects_leave_a_working_store(tmp_path: Path) -
     for number in range(300):
         (source / f"{number}.bin").write_bytes(data_of(number))
     code = (
-        "import sys, random, millrace; fs = millrace.filesystem('file', cache_dir=sys.argv[1], min_free=0);"
-        "print('ready', flush=True);"
+        "import sys, random, millrace; fs = millrace.filesystem('file', cache_dir=sys.argv[1], min_free=0)\n"
+        "print('ready', flush=True)\n"
         "[fs.cat_file(f'{sys.argv[2]}/{n}.bin') for n in random.sample(range(300), 300)]"
     )
     chooser = random.Random(3)
     for _ in range(6):
-        command = [sys.executable, "-c", code, str(cache), str(source)]
-        pair = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        log, arguments = tmp_path / "log", (str(cache), str(source))
+        pair = [ForkedProcess(node_server(), code, *arguments, log=log, pipes=True) for _ in range(2)]
         for process in pair:
-            assert process.stdout is not None
-            process.stdout.readline()
+            assert process.stdout.readline() == b"ready\n", log.read_text()
         time.sleep(chooser.uniform(0, 0.1))  # the moment is to be any
         for process in pair:
             process.kill()
-            with process:
-                process.wait(120)
     for native in (False, True):
         fs = millrace.filesystem("file", cache_dir=str(cache), min_free=0, native=native)
         for number in range(300):
