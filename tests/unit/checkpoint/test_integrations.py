@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.fork_server import ForkedProcess, torch_server
 
 from millrace.checkpoint import integrations
 
@@ -29,7 +30,7 @@ def test_every_public_name_has_a_library() -> None:
 @pytest.mark.parametrize(
     "name", ["MillraceTrainer", "MillraceCheckpointIO", "MillraceCheckpointer", "accelerator_state"]
 )
-def test_missing_library_is_named_with_the_extra_to_install(name: str) -> None:
+def test_missing_library_is_named_with_the_extra_to_install(name: str, tmp_path: Path) -> None:
     library, extra = LIBRARIES[name]
     program = (
         f"import sys; sys.modules[{library!r}] = None\n"
@@ -37,9 +38,8 @@ def test_missing_library_is_named_with_the_extra_to_install(name: str) -> None:
         f"try: integrations.{name}\n"
         "except ImportError as error: print(type(error).__name__, error)"
     )
-    variables = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True)
-    [line] = done.stdout.splitlines()
+    with ForkedProcess(torch_server(), program, log=tmp_path / "log", pipes=True) as process:
+        [line] = process.output().splitlines()
     assert line.startswith(f"MissingDependencyError {name} cannot be imported (")
     assert line.endswith(f": pip install 'millrace[{extra}]'")
 
