@@ -92,7 +92,7 @@ def assert_whole_epoch(region: EmulatedRegion, shards: dict[str, int], seen: lis
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than this machine has cores
 @pytest.mark.parametrize(
-    ("start", "workers"), [("fork", 2), ("fork", 8), ("spawn", 2), pytest.param("spawn", 8, marks=pytest.mark.slow)]
+    ("start", "workers"), [("fork", 2), ("fork", 8), ("spawn", 2), pytest.param("spawn", 4, marks=pytest.mark.slow)]
 )
 def test_prefetch_sampler_with_any_kind_of_worker_reads_whole_epochs(
     fs: millrace.MillraceFileSystem, region: EmulatedRegion, shards: dict[str, int], start: str, workers: int
