@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.support import ranks
+from tests.support.fork_server import PATH, ForkedProcess, torch_server
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -102,25 +102,24 @@ def test_killed_and_resumed_training_equals_the_uninterrupted_one(tmp_path: path
     # The second save waits for the first: so there is one to resume from.
     last = random.SystemRandom().randrange(2 * SAVE_EVERY + 1, STEPS - 2)
     with contextlib.ExitStack() as stack:
+        environment = {**os.environ, "PYTHONPATH": PATH}
 
         def start(seed: int, run: str, log: str) -> subprocess.Popen[str]:
-            (tmp_path / run).mkdir(exist_ok=True)
-            kind = "doomed" if log == "killed.log" else "train"
-            command = [sys.executable, "-W", "ignore", __file__, kind, str(seed), tmp_path / run, tmp_path / log]
-            environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).resolve().parents[4])}
+            """Not forked, as the killed one is: so each of the three has a hash seed of its own."""
+            command = [sys.executable, "-W", "ignore", __file__, "train", str(seed), tmp_path / run, tmp_path / log]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
             stack.enter_context(process)
             stack.callback(process.kill)
             return process
 
+        (tmp_path / "whole").mkdir()
+        (tmp_path / "run").mkdir()
         whole = start(1, "whole", "whole.log")
-        killed = start(1, "run", "killed.log")
-        assert killed.stdout is not None
-        for line in killed.stdout:
-            if int(line) == last:
-                break
-        killed.send_signal(signal.SIGKILL)
-        killed.wait()
+        arguments, errors = (str(tmp_path / "run"), str(tmp_path / "killed.log")), tmp_path / "errors.log"
+        with ForkedProcess(
+            torch_server(), __file__, "doomed", "1", *arguments, log=errors, env=environment, pipes=True
+        ) as killed:
+            assert any(int(line) == last for line in killed.stdout), errors.read_text()
         resumed = start(2, "run", "resumed.log")
         for process in (whole, resumed):
             process.communicate(timeout=300)
