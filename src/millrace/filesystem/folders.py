@@ -128,19 +128,21 @@ class LocalFolder:
     # --- files --------------------------------------------------------------------------------------
 
     def _fill(self, names: dict[str, str]) -> None:
-        wanted: list[tuple[set[bytes], bytes]] = []
+        wanted: dict[Disk, set[bytes]] = {disk: set() for disk in self._fs.node.open_disks}
 
         def want(info: ObjectInfo) -> None:
             number = self._id_of(info)
-            if (disk := self._fs.node.disk_of(number)) is not None:
-                disk.evictor.wanted.add(number)
-                wanted.append((disk.evictor.wanted, number))
+            disk = self._fs.node.disk_of(number)
+            if disk is not None and disk in wanted:
+                wanted[disk].add(number)
 
         try:
+            for disk, numbers in wanted.items():
+                disk.evictor.wanted[self] = numbers
             self._load_and_place(names, want)
         finally:
-            for numbers, number in wanted:
-                numbers.discard(number)
+            for disk in wanted:
+                disk.evictor.wanted.pop(self, None)
 
     def _load_and_place(self, names: dict[str, str], want: Callable[[ObjectInfo], None]) -> None:
         urls, placed, before = [self._url], set[str](), -1

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import millrace
 from millrace.cache.node import close_nodes
 from millrace.errors import DiskFullError, ObjectNotFoundError, StorageError, UsageError
 from millrace.filesystem import MillraceFileSystem, loading
+from millrace.filesystem.folders import LocalFolder
 from millrace.origin import ObjectInfo, open_origin
 from millrace.store.records import Entry
 from millrace.store.store import Store
@@ -369,6 +371,25 @@ def test_full_cache_makes_room_for_a_folder(put: Callable[..., str], s3_options:
     with fs.local_folder(url) as path:
         assert_equal(path, content())
     assert space(s3_options["cache_dir"] + "/millrace/local/objects") <= 34 * MIB
+
+
+def test_folder_next_to_another_one_of_the_same_objects_loads_them_once(
+    put: Callable[..., str], s3_options: dict[str, Any]
+) -> None:
+    other = put({str(number): os.urandom(4 * MIB) for number in range(8)}, "other")
+    url = put(content())
+    fs = millrace.filesystem("s3", capacity=34 * MIB, **s3_options)
+    fs.pin(other)
+
+    def use_and_need_the_space(_: object) -> None:
+        with fs.local_folder(url):
+            pass
+        with suppress(DiskFullError):
+            fs.load(other)
+
+    with LocalFolder(fs, url, progress=use_and_need_the_space) as folder:
+        assert_equal(folder.path, content())
+        assert folder.fetched_bytes == sum(SIZES.values())
 
 
 def test_folder_on_a_node_of_a_cluster_has_the_bytes_of_its_peers(

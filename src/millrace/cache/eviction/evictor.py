@@ -146,14 +146,14 @@ class Evictor:
         self._extremes_at = 0.0
         self._copies = copies
         self._audit = audit
-        self.wanted: set[bytes] = set()
-        """The keys of objects that this process must store: they are treated as pinned."""
+        self.wanted: dict[object, set[bytes]] = {}
+        """The keys of objects that callers in this process must store, by the caller: they are treated as pinned."""
 
     # --- for a read that found something to keep ----------------------------------------------------
 
     def reserve(self, nbytes: int, candidate: Candidate) -> bool:
         """Calls `Store.reserve`, and evicts for it if the policy allows. The caller releases the granted bytes."""
-        wanted = candidate.key in self.wanted
+        wanted = self.is_wanted(candidate.key)
         if wanted:
             candidate = candidate._replace(keep=Keep.OWNED)
         try:
@@ -198,7 +198,11 @@ class Evictor:
 
     def _rule_of(self, rules: Rules, candidate: Candidate) -> AppliedRule:
         rule = rules.rule_of(candidate.name())
-        return rule._replace(pinned=True) if candidate.key in self.wanted else rule
+        return rule._replace(pinned=True) if self.is_wanted(candidate.key) else rule
+
+    def is_wanted(self, key: bytes) -> bool:
+        """Whether a caller in this process must store this object."""
+        return any(key in keys for keys in list(self.wanted.values()))
 
     def _is_refused(self, nbytes: int, candidate: Candidate, state: _State, *, pinned: bool) -> bool:
         """Whether an equal request was refused a moment ago. A pin is not refused because of another object."""
@@ -581,7 +585,7 @@ class Evictor:
                 gone.append(record.unit.key)
             else:
                 copy = self._copies.is_copy(record)
-                rule = holding.rule._replace(pinned=True) if record.unit.key in self.wanted else holding.rule
+                rule = holding.rule._replace(pinned=True) if self.is_wanted(record.unit.key) else holding.rule
                 yield _resident(record, holding.nbytes, rule, places, now, copy=copy)
         if gone:
             self._records.gone(gone)

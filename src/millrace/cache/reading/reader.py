@@ -176,7 +176,7 @@ class CachedReader:
     def has_room(self, nbytes: int) -> bool:
         """Whether the disk would probably keep `nbytes` more."""
         try:
-            wanted = self._location.entry.object_id in self._disk.evictor.wanted
+            wanted = self._disk.evictor.is_wanted(self._location.entry.object_id)
             return wanted or self._disk.store.space.has_room(nbytes)
         except StorageError as error:
             self._location.report(error)
