@@ -1,6 +1,6 @@
 """What a model reads of a clip: features of its sound and labels of its sentence.
 
-Apart from the models, so that the tasks of Ray Data start without loading PyTorch's and Transformers' model code.
+Apart from the models, so that the tasks of Ray Data do not load their code. Feature extractors of Transformers load PyTorch.
 """
 
 from __future__ import annotations
