@@ -25,28 +25,30 @@ def status_document(reports: Sequence[Report], *, address: str, now: float) -> d
 
     A node that did not respond is in `nodes` with its error, and in no sum. Lists have at most a hundred rows.
     """
-    answering = [report for report in reports if report["answers"]]
+    responding = [report for report in reports if report["answers"]]
     nodes = [_node(report, reports) for report in reports]
-    counters = _sums(report["counters"] for report in answering)
+    counters = _sums(report["counters"] for report in responding)
     return {
         "schema_version": SCHEMA_VERSION,
         "time": now,
         "address": address,
         "nodes": nodes,
         "totals": {
-            "answering": len(answering),
+            "answering": len(responding),
             "silent": [report["address"] for report in reports if not report["answers"]],
-            **{name: sum(report[name] for report in answering) for name in ("used_bytes", "capacity_bytes", "objects")},
+            **{
+                name: sum(report[name] for report in responding) for name in ("used_bytes", "capacity_bytes", "objects")
+            },
             "hit_ratio": hit_ratio(counters),
             **_throughput(_added_series(node["history"] for node in nodes)),
         },
-        "datasets": _datasets(answering),
-        "rules": _rows(answering, "rules"),
-        "jobs": _jobs(answering),
-        "loads": _loads(answering),
-        "saves": [_saves(report) for report in answering],
-        "runs": _runs(answering),
-        "events": sorted(_rows(answering, "events"), key=lambda event: -event["time"])[:MOST_ROWS],
+        "datasets": _datasets(responding),
+        "rules": _rows(responding, "rules")[:MOST_ROWS],
+        "jobs": _jobs(responding),
+        "loads": _loads(responding),
+        "saves": [_saves(report) for report in responding],
+        "runs": _runs(responding),
+        "events": sorted(_rows(responding, "events"), key=lambda event: -event["time"])[:MOST_ROWS],
     }
 
 

@@ -131,6 +131,12 @@ def test_datasets_above_the_limit_are_one_row() -> None:
     assert (rows[-1]["url"], rows[-1]["objects"], rows[-1]["nbytes"]) == ("", 6, 0 + 1 + 2)
 
 
+@pytest.mark.parametrize("name", ["rules", "events"])
+def test_list_of_the_document_has_a_limited_number_of_rows(name: str) -> None:
+    many = [{"time": number} for number in range(MOST_ROWS + 3)]
+    assert len(document(report("a", **{name: many}))[name]) == MOST_ROWS
+
+
 def test_job_on_two_nodes_is_one_row_with_its_hit_ratio() -> None:
     row = {"job": "j", "prefix": "b/x", "cached_reads": 1, "cached_bytes": 30, "fetched_reads": 1, "fetched_bytes": 10}
     none = {**row, "job": "k", "cached_bytes": 0, "fetched_bytes": 0}
