@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.harness import ROOT, Case, ContenderError, Measure, Options, Prepared
 from millrace.cluster.dataplane import wire
 from millrace.cluster.dataplane.client import PeerClient
-from millrace.cluster.dataplane.wire import Ask, ObjectDescription
+from millrace.cluster.dataplane.wire import GetMode, ObjectDescription
 from millrace.cluster.membership import Member
 from millrace.testing.process import ChildProcess, free_ports, log_tail
 
@@ -183,7 +183,7 @@ def ours(measure: Measure, context: Mapping[str, Any]) -> list[int]:
     member = Member(id="benchmark", address=context["ours"]["address"])
 
     def read(number: int, start: int, stop: int) -> memoryview:
-        return memoryview(client.read(member, objects[number], (start, stop), ask=Ask.FETCH).data)
+        return memoryview(client.read(member, objects[number], (start, stop), mode=GetMode.FETCH).data)
 
     try:
         return _run(measure, context, context["ours"]["pid"], read)
@@ -198,8 +198,8 @@ def ours_lean(measure: Measure, context: Mapping[str, Any]) -> list[int]:
     lean = _Lean(address)
 
     def read(number: int, start: int, stop: int) -> memoryview:
-        request = wire.build_get(objects[number], (start, stop), host=address, token=_TOKEN, ask=Ask.CACHED)
-        return lean.ask(request)[: stop - start]
+        request = wire.build_get(objects[number], (start, stop), host=address, token=_TOKEN, mode=GetMode.CACHED)
+        return lean.mode(request)[: stop - start]
 
     return _run(measure, context, context["ours"]["pid"], read)
 
@@ -219,7 +219,9 @@ def _run_http(measure: Measure, context: Mapping[str, Any], server: Mapping[str,
     names, lean = context["names"], _Lean(server["address"])
 
     def read(number: int, start: int, stop: int) -> memoryview:
-        return lean.ask(f"GET /{names[number]} HTTP/1.1\r\nHost: x\r\nRange: bytes={start}-{stop - 1}\r\n\r\n".encode())
+        return lean.mode(
+            f"GET /{names[number]} HTTP/1.1\r\nHost: x\r\nRange: bytes={start}-{stop - 1}\r\n\r\n".encode()
+        )
 
     return _run(measure, context, server["pid"], read)
 
@@ -234,7 +236,7 @@ class _Lean:
         self._head = bytearray(32 << 10)
         self._body = memoryview(bytearray((4 << 20) + 64))
 
-    def ask(self, request: bytes) -> memoryview:
+    def mode(self, request: bytes) -> memoryview:
         self._socket.sendall(request)
         count = self._socket.recv_into(self._head)
         end = self._head.index(b"\r\n\r\n") + 4

@@ -7,7 +7,7 @@ import ssl
 from typing import Any
 
 from millrace.cluster.dataplane import wire
-from millrace.cluster.dataplane.wire import Ask, ObjectDescription, ResponseHead
+from millrace.cluster.dataplane.wire import GetMode, ObjectDescription, ResponseHead
 
 TOKEN = "a-token-of-tests"
 
@@ -44,7 +44,7 @@ class WireClient:
 
     def cached(self, what: ObjectDescription, span: tuple[int, int], **more: Any) -> tuple[ResponseHead, bytes]:
         """`get` of cached data only."""
-        return self.get(what, span, ask=Ask.CACHED, **more)
+        return self.get(what, span, mode=GetMode.CACHED, **more)
 
     def put(self, what: ObjectDescription, start: int, data: bytes) -> ResponseHead:
         """Bring whole blocks."""

@@ -377,8 +377,8 @@ class Disk:
         return self._copies.still_a_copy
 
     @still_a_copy.setter
-    def still_a_copy(self, ask: StillACopy | None) -> None:
-        self._copies.still_a_copy = ask
+    def still_a_copy(self, function: StillACopy | None) -> None:
+        self._copies.still_a_copy = function
 
     def find_copies(self, origin_identity: str, keys: Collection[str]) -> list[bytes]:
         """The ids of the cached objects with these keys that are copies, or in segments of copies."""

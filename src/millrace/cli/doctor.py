@@ -314,14 +314,14 @@ def _peers(options: CacheOptions) -> Check:
             nodes = statuses(access)
     except MillraceError as error:
         return Check(name="nodes", state="failed", detail=str(error))
-    answering = [node["address"] for node in nodes if node["answers"]]
+    responding = [node["address"] for node in nodes if node["answers"]]
     silent = [node["error"] for node in nodes if not node["answers"]]
     if not nodes:
         return Check(name="nodes", state="note", detail="the cluster has no nodes: 'millrace node run' starts one")
-    if not answering:
+    if not responding:
         return Check(name="nodes", state="failed", detail=f"no node responds: {silent[0]}")
     wrong = [*silent, *_disagreements([node for node in nodes if node["answers"]])]
-    detail = f"{', '.join(answering)} responded" + "".join(f"; {text}" for text in wrong)
+    detail = f"{', '.join(responding)} responded" + "".join(f"; {text}" for text in wrong)
     return Check(name="nodes", state="note" if wrong else "ok", detail=detail)
 
 

@@ -77,7 +77,7 @@ class _Source:
             assert self._node is not None
             return {THIS_MACHINE: self._node.counters()}
         addresses = {member.id: member.address for member in self._access.members()}
-        return {addresses.get(id, id): answer["now"] for id, answer in counted(self._access).items()}
+        return {addresses.get(id, id): response["now"] for id, response in counted(self._access).items()}
 
 
 _FIRST_SECONDS = 0.6  # a process counts its opens twice a second

@@ -124,11 +124,11 @@ def _status_of(access: ClusterAccess) -> dict[str, Any]:
     from millrace.filesystem.cluster_access import statuses
 
     nodes = statuses(access)
-    answering = [node for node in nodes if node["answers"]]
+    responding = [node for node in nodes if node["answers"]]
     names = ("used_bytes", "capacity_bytes", "objects", "complete_objects")
-    totals: dict[str, Any] = {name: sum(node[name] for node in answering) for name in names}
+    totals: dict[str, Any] = {name: sum(node[name] for node in responding) for name in names}
     counters: dict[str, int] = {}
-    for node in answering:
+    for node in responding:
         for name, value in node["counters"].items():
             counters[name] = counters.get(name, 0) + value
     return {"nodes": nodes, **totals, "counters": counters}
@@ -143,10 +143,10 @@ def cluster_lines(cluster: Mapping[str, Any]) -> list[str]:
         return ["the cluster has no nodes"]
     rows = [_COLUMNS, *(_row(node, cluster["nodes"]) for node in cluster["nodes"])]
     lines = columns_text(rows, left=len(_COLUMNS))
-    answering = sum(node["answers"] for node in cluster["nodes"])
-    silent = len(cluster["nodes"]) - answering
+    responding = sum(node["answers"] for node in cluster["nodes"])
+    silent = len(cluster["nodes"]) - responding
     lines.append(
-        f"{counted(answering, 'node')}{f', {silent} more that do not respond' if silent else ''}: "
+        f"{counted(responding, 'node')}{f', {silent} more that do not respond' if silent else ''}: "
         f"{size_text(cluster['used_bytes'])} of {size_text(cluster['capacity_bytes'])}, "
         f"{counted(cluster['objects'], 'object')}, hit ratio {ratio_text(hit_ratio(cluster['counters']))}"
     )

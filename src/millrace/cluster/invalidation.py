@@ -137,8 +137,8 @@ class Invalidations:
             version = versions.get(member.id)
             if version and version != mine.version and version not in found:
                 try:
-                    answer = self._cluster.client.call(member, "GET", "/v1/view", deadline=SILENCE_SECONDS)
-                    found[version] = View.from_json(answer)
+                    response = self._cluster.client.call(member, "GET", "/v1/view", deadline=SILENCE_SECONDS)
+                    found[version] = View.from_json(response)
                 except (PeerError, DamagedError) as error:
                     record_failure(self._cluster, member, error)
         return list(found.values())

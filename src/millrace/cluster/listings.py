@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar
 
 from millrace.cache.metadata.pages import Space
-from millrace.cache.metadata.sources import ORIGIN_METADATA, Answer, base_of, end_of
+from millrace.cache.metadata.sources import ORIGIN_METADATA, ListingPart, base_of, end_of
 from millrace.cache.node import CacheNode
 from millrace.cluster.breakers import boot_seconds
 from millrace.cluster.cluster import Cluster
@@ -189,7 +189,7 @@ class MetadataOwner:
         self._node = node
         self._origins = origins
         self._invalidations = invalidations
-        self._open: OrderedDict[tuple[str, str, str, str], tuple[float, Iterator[Answer]]] = OrderedDict()
+        self._open: OrderedDict[tuple[str, str, str, str], tuple[float, Iterator[ListingPart]]] = OrderedDict()
         """Listings to continue, each with the time (monotonic) before its last page was requested."""
         self._invalidated = 0  # number of invalidations
         self._since = time.time()
@@ -229,24 +229,24 @@ class MetadataOwner:
         name = origin.identity, prefix, call.query["age"], after
         with self._lock:
             invalidated = self._invalidated
-            last, answers = self._open.pop(name, (-math.inf, None))
+            last, parts = self._open.pop(name, (-math.inf, None))
         now = time.monotonic()
         # Its next pages may have arrived with earlier ones.
-        if answers is None or now - last > age / _PAGES_AHEAD:
-            answers = self._node.metadata_within(age, self._since).answers(origin, prefix, after)
-        answer = next(answers, None)
-        if answer is None:
-            answer = Answer([], end_of(prefix))
-        if answer.through != end_of(prefix):
+        if parts is None or now - last > age / _PAGES_AHEAD:
+            parts = self._node.metadata_within(age, self._since).parts(origin, prefix, after)
+        part = next(parts, None)
+        if part is None:
+            part = ListingPart([], end_of(prefix))
+        if part.through != end_of(prefix):
             with self._lock:
                 if invalidated == self._invalidated:  # else its next page may be prefetched and old
-                    self._open[(*name[:3], answer.through)] = now, answers
+                    self._open[(*name[:3], part.through)] = now, parts
                 while len(self._open) > _OPEN_LISTINGS:
                     self._open.popitem(last=False)
         return {
-            "objects": [_row(info) for info in answer.objects],
-            "through": answer.through,
-            "is_directory": answer.is_directory,
+            "objects": [_row(info) for info in part.objects],
+            "through": part.through,
+            "is_directory": part.is_directory,
         }
 
     def _level(self, call: Call) -> Any:
@@ -356,19 +356,19 @@ class _ListingProgress:
         """Whether the listing is complete."""
         return self.through == self._end
 
-    def take(self, response: Any) -> Answer:
+    def take(self, response: Any) -> ListingPart:
         """Parse the next page. Raises `ValueError` (also `KeyError`, `TypeError`) for an invalid one."""
         objects = [_info(row) for row in response["objects"]]
-        answer = Answer(objects, response["through"], bool(response["is_directory"]))
-        keys = [info.key for info in answer.objects]
-        if not isinstance(answer.through, str) or not all(key.startswith(self._base) for key in keys):
+        part = ListingPart(objects, response["through"], bool(response["is_directory"]))
+        keys = [info.key for info in part.objects]
+        if not isinstance(part.through, str) or not all(key.startswith(self._base) for key in keys):
             raise ValueError("a listing of another directory")
-        if answer.through != self._end:  # an origin without an order returns everything at once
-            self._spaces = [space for space in self._spaces if self._makes_progress(space, keys, answer.through)]
+        if part.through != self._end:  # an origin without an order returns everything at once
+            self._spaces = [space for space in self._spaces if self._makes_progress(space, keys, part.through)]
             if not self._spaces:
                 raise ValueError("a listing without progress")
-        self.through = answer.through
-        return answer
+        self.through = part.through
+        return part
 
     def _makes_progress(self, space: Space, keys: list[str], through: str) -> bool:
         places = [space.position(key) for key in (self.through, *keys)]

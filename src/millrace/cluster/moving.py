@@ -21,7 +21,7 @@ from typing_extensions import Buffer
 from millrace.cache.node import CacheNode
 from millrace.cluster.breakers import FIRST_PAUSE_SECONDS
 from millrace.cluster.cluster import Cluster
-from millrace.cluster.dataplane.wire import Ask, ObjectDescription
+from millrace.cluster.dataplane.wire import GetMode, ObjectDescription
 from millrace.cluster.inventory import InventoryPage, Offer, as_seen, givers
 from millrace.cluster.membership import Member, MemberState, View
 from millrace.cluster.placement import Placement, stripe_span
@@ -266,9 +266,9 @@ class _Move:
                 return None
             try:
                 path = f"/v1/inventory/{self._me}"
-                answer = self._cluster.client.call(member, "POST", path, body, deadline=_PAGE_SECONDS)
+                response = self._cluster.client.call(member, "POST", path, body, deadline=_PAGE_SECONDS)
                 self._cluster.breakers.worked(member.id)
-                return InventoryPage.from_json(answer)
+                return InventoryPage.from_json(response)
             except PeerSilentError:
                 self._cluster.breakers.failed(member.id)
             except PeerRefusedError as error:
@@ -338,7 +338,7 @@ class _Move:
                     self._members[name],
                     what,
                     (start, stop),
-                    ask=Ask.CACHED,
+                    mode=GetMode.CACHED,
                     deadline=_READ_SECONDS,
                 )
             except PeerSilentError as error:

@@ -22,7 +22,7 @@ from millrace.cache.reading.fetching import Fetched, MakeSource, Source
 from millrace.cache.reading.reader import CachedReader, ObjectReader
 from millrace.cache.reading.threads import CALLERS_THREAD
 from millrace.cluster.dataplane import wire
-from millrace.cluster.dataplane.answers import Answer, Done, Exchange, Refusal
+from millrace.cluster.dataplane.responses import Done, Exchange, Refusal, Response
 from millrace.cluster.dataplane.stored import StoredObjects
 from millrace.cluster.dataplane.wire import ObjectDescription, Put, Span
 from millrace.cluster.membership import ViewSource
@@ -115,7 +115,7 @@ class OwnedBlocks:
         finally:
             self._budget.release(nbytes)
 
-    def take_in(self, put: Put, exchange: Exchange) -> Answer:
+    def take_in(self, put: Put, exchange: Exchange) -> Response:
         """Store blocks that a reader uploads, each verified before it is stored."""
         what = put.what
         members = self._placed().order(what.object_id(), stripe_of(put.start, what.size))

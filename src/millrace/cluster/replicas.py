@@ -25,15 +25,15 @@ from typing import Any, NamedTuple
 from millrace.cache.disk import Disk
 from millrace.cache.node import CacheNode
 from millrace.cluster.dataplane import wire
-from millrace.cluster.dataplane.answers import (
-    Answer,
-    BrokenAnswerError,
+from millrace.cluster.dataplane.responses import (
+    BrokenResponseError,
     Content,
     Done,
     Exchange,
     OpenFile,
     Part,
     Refusal,
+    Response,
 )
 from millrace.cluster.dataplane.server import Call, PlaneServer
 from millrace.cluster.dataplane.wire import ReplicaName, ReplicaPut, Span, parse_replica_name
@@ -193,7 +193,7 @@ class ReplicaFiles:
 
     # --- bytes ----------------------------------------------------------------------------------------
 
-    def get(self, name: ReplicaName, span: Span) -> Answer:
+    def get(self, name: ReplicaName, span: Span) -> Response:
         """The framed bytes of a range of a file."""
         for place in self._readable_places():
             path = place.directory(name) / name.file
@@ -207,7 +207,7 @@ class ReplicaFiles:
             return Content(wire.build_framed_head(span, size), self._read(place, file, span))
         raise ObjectNotFoundError(f"no replica of {'/'.join(name)}", next_step="read it from another place")
 
-    def put(self, put: ReplicaPut, exchange: Exchange) -> Answer:
+    def put(self, put: ReplicaPut, exchange: Exchange) -> Response:
         """Write the bytes `[put.start, put.stop)` of a file. With its last byte the file becomes visible.
 
         A repeated request has the same result. A file that exists is never replaced: other bytes are refused. Names of files
@@ -255,7 +255,7 @@ class ReplicaFiles:
                 yield wire.sum_of(b"unreadable")
                 continue
             if len(data) != stop - start:
-                raise BrokenAnswerError("a file was truncated")
+                raise BrokenResponseError("a file was truncated")
             yield data
             yield wire.sum_of(data)
 
@@ -276,7 +276,7 @@ class ReplicaFiles:
         place.count(grown)
         self._release(place, name, len(data))
 
-    def _publish(self, place: _Place, put: ReplicaPut, part: Path) -> Answer:
+    def _publish(self, place: _Place, put: ReplicaPut, part: Path) -> Response:
         path = part.with_name(put.name.file)
         if path.exists():
             is_whole = (put.start, put.stop) == (0, put.size)

@@ -16,9 +16,9 @@ from typing_extensions import Buffer
 from millrace.cache.counters import Counters
 from millrace.cache.node import CacheNode
 from millrace.cluster.dataplane import wire
-from millrace.cluster.dataplane.answers import Answer, BrokenAnswerError, Content, Exchange, Part, Refusal
+from millrace.cluster.dataplane.responses import BrokenResponseError, Content, Exchange, Part, Refusal, Response
 from millrace.cluster.dataplane.stored import StoredObject, StoredObjects
-from millrace.cluster.dataplane.wire import Ask, Get, ObjectDescription, Put, Span
+from millrace.cluster.dataplane.wire import Get, GetMode, ObjectDescription, Put, Span
 from millrace.cluster.membership import ViewSource
 from millrace.cluster.origins import Origins
 from millrace.cluster.owning import OwnedBlocks
@@ -74,7 +74,7 @@ class BlockService:
 
     # --- requests -----------------------------------------------------------------------------------
 
-    def get(self, get: Get, exchange: Exchange) -> Answer:
+    def get(self, get: Get, exchange: Exchange) -> Response:
         """The framed bytes of a range of an object. Raises `WireError` for a malformed request."""
         stored = self._objects.find(get.object_id)
         if stored is not None and not get.verify:
@@ -95,7 +95,7 @@ class BlockService:
             return Refusal(status=416, message=f"more than {wire.MAX_FRAMED_BYTES} bytes at a time")
         return self._framed(get, stored, size, exchange)
 
-    def put(self, put: Put, exchange: Exchange) -> Answer:
+    def put(self, put: Put, exchange: Exchange) -> Response:
         """Store blocks that another member fetched, each verified before it is stored."""
         return self._owning.take_in(put, exchange)
 
@@ -137,12 +137,12 @@ class BlockService:
         stored.disk.usage.hit(entry, nbytes, served=True)
         stored.disk.counters.add("served_requests")
         stored.disk.counters.add("served_bytes", nbytes)
-        if get.ask is Ask.FETCH:
+        if get.mode is GetMode.FETCH:
             stored.disk.counters.add("served_cached_bytes", nbytes)
         head = wire.build_framed_head(get.span, entry.size, hot=hot)
         return Content(head, (part, checksum.to_bytes(wire.SUM_BYTES, "little")))
 
-    def _framed(self, get: Get, stored: StoredObject | None, size: int, exchange: Exchange) -> Answer:
+    def _framed(self, get: Get, stored: StoredObject | None, size: int, exchange: Exchange) -> Response:
         pieces = list(wire.pieces(*get.span))
         blocks = [start // BLOCK_BYTES for start, _ in pieces]
         partial = {start // BLOCK_BYTES for start, stop in pieces if not _is_whole(start, stop, size)}
@@ -184,7 +184,7 @@ class BlockService:
                 yield wire.sum_of(piece)
                 continue
             if stored is None:
-                raise BrokenAnswerError("an object was removed")
+                raise BrokenResponseError("an object was removed")
             checksum = stored.checksum(block) if _is_whole(start, stop, size) else None
             if checksum is not None and stop - start > _INSIDE_BYTES:
                 yield stored.part(start, stop)
@@ -195,7 +195,7 @@ class BlockService:
             yield wire.sum_of(data) if checksum is None else wire.pack_sum(checksum)
 
     def _read(self, stored: StoredObject, start: int, stop: int, *, verify: bool) -> Buffer:
-        """A piece of one verified block from its file. Raises `BrokenAnswerError` if the file was truncated."""
+        """A piece of one verified block from its file. Raises `BrokenResponseError` if the file was truncated."""
         block = start // BLOCK_BYTES
         try:
             if verify and not stored.is_verified(block):
@@ -212,7 +212,7 @@ class BlockService:
             data = None
         if data is None:
             self._objects.drop(stored.entry.object_id)
-            raise BrokenAnswerError("a block on the disk has changed")
+            raise BrokenResponseError("a block on the disk has changed")
         return data
 
     # --- counting -----------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class BlockService:
             counters = stored.disk.counters
             if used:
                 stored.disk.usage.hit(stored.entry, used, served=True)
-                if get.ask is Ask.FETCH:
+                if get.mode is GetMode.FETCH:
                     counters.add("served_cached_bytes", used)
         else:
             disk = self._node.disk_of(get.object_id)
@@ -247,7 +247,7 @@ class BlockService:
         self, get: Get, stored: StoredObject | None, missing: Mapping[int, Span], exchange: Exchange
     ) -> dict[int, Buffer] | Refusal:
         """Fetch missing blocks, each for the requested part of it, if this node is responsible; see `OwnedBlocks.fetch`."""
-        if get.ask is Ask.CACHED:
+        if get.mode is GetMode.CACHED:
             return Refusal(status=404, message="the blocks are not cached", code="missing")
         what = self._described(get) if get.described else _named(stored)
         return self._owning.fetch(what, missing, exchange, rank=get.rank, fetch_id=get.fetch_id)

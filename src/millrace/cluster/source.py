@@ -16,7 +16,7 @@ from millrace.cache.eviction.copies import Keep
 from millrace.cache.reading.fetching import DirectSource, Fetched, Source, log_fetch
 from millrace.cluster.cluster import Cluster
 from millrace.cluster.dataplane.client import PeerBytes
-from millrace.cluster.dataplane.wire import Ask, ObjectDescription
+from millrace.cluster.dataplane.wire import GetMode, ObjectDescription
 from millrace.cluster.handover import widened
 from millrace.cluster.membership import Member
 from millrace.cluster.placement import Placement, stripe_of, stripe_span
@@ -50,7 +50,7 @@ class Step(NamedTuple):
     """One request to a peer. `rank` is its place in the order of ownership, 0 for a request for cached blocks only."""
 
     member: Member
-    ask: Ask
+    mode: GetMode
     rank: int = 0
 
 
@@ -74,7 +74,7 @@ def route(
     order = placement.order(object_id, stripe)
     mine = next((place for place, member in enumerate(order) if member.id == me), None)
     before = () if serving else order[:mine]
-    steps = [Step(member, Ask.FETCH, rank) for rank, member in enumerate(before)]
+    steps = [Step(member, GetMode.FETCH, rank) for rank, member in enumerate(before)]
     if mine is None and not serving:
         return steps
     # From here on this node acts as the owner, because no member before it responded.
@@ -89,7 +89,7 @@ def route(
     for member in candidates:
         if member.id not in included:
             included.add(member.id)
-            steps.append(Step(member, Ask.CACHED))
+            steps.append(Step(member, GetMode.CACHED))
     return steps
 
 
@@ -137,7 +137,7 @@ class ClusterSource:
 
     def fetches_through_peer(self, start: int) -> bool:
         steps = self._steps(self._cluster.placement(), stripe_of(start, self._what.size))
-        return any(step.ask is Ask.FETCH and not self._cluster.is_skipped(step.member) for step in steps)
+        return any(step.mode is GetMode.FETCH and not self._cluster.is_skipped(step.member) for step in steps)
 
     def _steps(self, placement: Placement, stripe: int) -> list[Step]:
         return route(
@@ -231,11 +231,11 @@ class _Visit:
         """The bytes from the first peer that has them; None if the origin must be read."""
         fetches = 0
         for step in steps:
-            if self._failures == MOST_PEERS or (step.ask is Ask.FETCH and fetches == MOST_PEERS):
+            if self._failures == MOST_PEERS or (step.mode is GetMode.FETCH and fetches == MOST_PEERS):
                 return None
             if not self._cluster.is_available(step.member):
                 continue
-            fetches += step.ask is Ask.FETCH
+            fetches += step.mode is GetMode.FETCH
             try:
                 return self._send(step)
             except PeerRefusedError as error:
@@ -257,7 +257,7 @@ class _Visit:
                 step.member,
                 self._what,
                 self._range,
-                ask=step.ask,
+                mode=step.mode,
                 rank=step.rank,
                 deadline=SILENCE_SECONDS,
             )

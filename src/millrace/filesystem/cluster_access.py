@@ -85,12 +85,12 @@ def statuses(access: ClusterAccess, *, query: Mapping[str, str] | None = None) -
     A member that does not respond has only `member_id`, `address`, `answers` and `error`.
     """
     found: list[dict[str, Any]] = []
-    for member, answer in _request_all(access, "/v1/status", _DEADLINE_SECONDS, query=query):
-        if isinstance(answer, MillraceError):
-            failed = {"member_id": member.id, "address": member.address, "answers": False, "error": str(answer)}
+    for member, response in _request_all(access, "/v1/status", _DEADLINE_SECONDS, query=query):
+        if isinstance(response, MillraceError):
+            failed = {"member_id": member.id, "address": member.address, "answers": False, "error": str(response)}
             found.append(failed)
         else:
-            found.append({**answer, "answers": True})
+            found.append({**response, "answers": True})
     return found
 
 
@@ -115,8 +115,8 @@ def counted(access: ClusterAccess, *, settled: bool = False) -> dict[str, dict[s
     """
     query = {"settled": "1"} if settled else None
     deadline = _DEADLINE_SECONDS + (SETTLE_SECONDS if settled else 0.0)
-    answers = _request_all(access, "/v1/counters", deadline, query=query)
-    return {member.id: answer for member, answer in answers if not isinstance(answer, MillraceError)}
+    responses = _request_all(access, "/v1/counters", deadline, query=query)
+    return {member.id: response for member, response in responses if not isinstance(response, MillraceError)}
 
 
 def _request_all(

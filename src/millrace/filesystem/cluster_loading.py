@@ -148,12 +148,12 @@ class _Share:
     error: MillraceError | None = None
     failures: int = 0
 
-    def update(self, answer: Mapping[str, Any]) -> None:
-        progress = answer.get("progress") or {}
+    def update(self, response: Mapping[str, Any]) -> None:
+        progress = response.get("progress") or {}
         self.numbers = {name: int(progress.get(name, 0)) for name in _NUMBERS}
         self.listed = bool(progress.get("listed"))
-        self.state = str(answer.get("state"))
-        if (error := answer.get("error")) is not None:
+        self.state = str(response.get("state"))
+        if (error := response.get("error")) is not None:
             self.error = _error_of(self.member, error)
 
 
@@ -260,7 +260,7 @@ class _ClusterLoad:
     def _exchange(self, share: _Share, method: str, path: str, body: Any = None) -> bool:
         """Send a request to a node, and record the response. Returns whether the node has the job."""
         try:
-            answer = self._client.call(share.member, method, path, body, deadline=_DEADLINE_SECONDS)
+            response = self._client.call(share.member, method, path, body, deadline=_DEADLINE_SECONDS)
         except PeerRefusedError as error:
             if method == "GET" and error.status == 404:
                 return False
@@ -272,7 +272,7 @@ class _ClusterLoad:
             share.failures += 1
         else:
             share.failures = 0
-            share.update(answer)
+            share.update(response)
         return True
 
     def _cancel(self, shares: Sequence[_Share]) -> None:

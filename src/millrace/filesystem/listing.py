@@ -277,10 +277,10 @@ def _find(fs: ListingFileSystem, directory: str, names: list[str], found: dict[s
             if name in found:
                 continue
             # Begin just before the first name that is not found yet; continue while pages contain names.
-            for answer in metadata.answers(fs.origin, directory, name[:-1]):
-                hits = [info for info in answer.objects if info.key in wanted]
+            for part in metadata.parts(fs.origin, directory, name[:-1]):
+                hits = [info for info in part.objects if info.key in wanted]
                 found.update((info.key, info) for info in hits)
-                if not hits and answer.through >= name:
+                if not hits and part.through >= name:
                     break
     except ObjectNotFoundError:
         return  # there is no such bucket

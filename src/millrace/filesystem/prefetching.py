@@ -252,9 +252,9 @@ class Prefetch:
 
     def _walk(self) -> None:
         try:
-            for path, answer in self._looked_up():
+            for path, response in self._looked_up():
                 try:
-                    info = answer.result()
+                    info = response.result()
                 except CancelledError:
                     break
                 except MillraceError as error:

@@ -154,7 +154,7 @@ def _has_hashed_certificates() -> bool:
 
 # By server, of this process: the result of the last probe and its expiry, and the servers that have responded.
 _found: dict[str, tuple[float, Cause | None]] = {}
-_answered: set[str] = set()
+_responded: set[str] = set()
 
 
 def diagnose(url: str, *, seconds: float = _PROBE_SECONDS) -> Cause | None:
@@ -167,7 +167,7 @@ def diagnose(url: str, *, seconds: float = _PROBE_SECONDS) -> Cause | None:
     if time.monotonic() >= until:
         if len(_found) >= _MOST_KEPT:
             _found.clear()
-        cause = probe(url, seconds=min(seconds, _PROBE_SECONDS), detect_tls=server not in _answered)
+        cause = probe(url, seconds=min(seconds, _PROBE_SECONDS), detect_tls=server not in _responded)
         _found[server] = (time.monotonic() + _KEPT_SECONDS, cause)
     return cause
 
@@ -178,7 +178,7 @@ def first_contact(url: str) -> Cause | None:
     Waits for a temporary cause. A server that has responded to this process before is not checked.
     """
     began = time.monotonic()
-    while _server_of(url) not in _answered:
+    while _server_of(url) not in _responded:
         cause = diagnose(url)
         if cause is None or cause.seconds is None:
             break
@@ -188,13 +188,13 @@ def first_contact(url: str) -> Cause | None:
     return None
 
 
-def note_answer(url: str) -> None:
+def note_response(url: str) -> None:
     """Record that the server of `url` has responded to this process, so the scheme of its address is right."""
     server = _server_of(url)
-    if server not in _answered:
-        if len(_answered) >= _MOST_KEPT:
-            _answered.clear()
-        _answered.add(server)
+    if server not in _responded:
+        if len(_responded) >= _MOST_KEPT:
+            _responded.clear()
+        _responded.add(server)
 
 
 def _server_of(url: str) -> str:

@@ -26,7 +26,7 @@ from millrace.origin.keys import check_name, check_readable
 from millrace.origin.obstore_library import interruptible, is_panic, obstore_library
 from millrace.origin.options import StoreOptions, azure_options, gcs_options, s3_options
 from millrace.origin.protocol import ObjectInfo
-from millrace.origin.reachability import diagnose, note_answer
+from millrace.origin.reachability import diagnose, note_response
 from millrace.origin.translation import is_outside, panicked, translate
 from millrace.runtime import forks
 
@@ -233,14 +233,14 @@ class StoreAccess(BaseOrigin):
                 raise self._overwritten(key)
             return result.meta, result.bytes()
 
-        answer = self._request(key, request)
-        if isinstance(answer, Exception):
+        response = self._request(key, request)
+        if isinstance(response, Exception):
             info = self.head(key)
             if start >= info.size:
-                raise self._range_error(info, start, stop, version) from answer
+                raise self._range_error(info, start, stop, version) from response
             with self._translated(key):
-                raise answer
-        meta, data = answer
+                raise response
+        meta, data = response
         got = len(memoryview(data))
         if got != stop - start:
             if meta["size"] < stop and got == meta["size"] - start:
@@ -272,7 +272,7 @@ class StoreAccess(BaseOrigin):
             with self._translated(key):
                 result = self._waited(call)
             if not self._is_reached and self._clients.address:
-                note_answer(self._clients.address)
+                note_response(self._clients.address)
                 self._is_reached = True
             return result
 
@@ -347,6 +347,6 @@ def _is_strong(version: str) -> bool:
     return not version.startswith(("W/", MADE_UP))
 
 
-def _is_version(answered: str, wanted: str) -> bool:
+def _is_version(responded: str, wanted: str) -> bool:
     """Whether a response has the wanted version. A proxy may make an ETag weak without changing a byte."""
-    return answered == wanted or (_is_strong(wanted) and answered == f"W/{wanted}")
+    return responded == wanted or (_is_strong(wanted) and responded == f"W/{wanted}")

@@ -43,8 +43,8 @@ def is_resident(buffer: pa.Buffer) -> bool:
     start = buffer.address & _PAGE_MASK
     nbytes = buffer.address + buffer.size - start
     pages = bytearray(-(-nbytes // mmap.PAGESIZE))
-    answer = _mincore(start, nbytes, (ctypes.c_ubyte * len(pages)).from_buffer(pages))
-    return answer == 0 and pages.count(1) == len(pages)  # the other bits of each are 0
+    response = _mincore(start, nbytes, (ctypes.c_ubyte * len(pages)).from_buffer(pages))
+    return response == 0 and pages.count(1) == len(pages)  # the other bits of each are 0
 
 
 class MapSlot:

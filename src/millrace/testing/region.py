@@ -228,8 +228,8 @@ class EmulatedRegion:
 
     def stats(self, prefix: str = "/") -> RegionStats:
         """What went through, of paths that begin with `prefix` (`/bucket/train/`), in this region's whole life."""
-        answer = self._send({"do": "stats", "prefix": prefix})
-        kinds = {kind: Traffic(*row) for kind, row in answer["by_kind"].items()}
+        response = self._send({"do": "stats", "prefix": prefix})
+        kinds = {kind: Traffic(*row) for kind, row in response["by_kind"].items()}
         methods = {kind: row for kind, row in kinds.items() if kind not in ("GET", "LIST")}
         if downloads := [kinds[kind] for kind in ("GET", "LIST") if kind in kinds]:
             methods["GET"] = _total(downloads)
@@ -239,9 +239,9 @@ class EmulatedRegion:
             total.bytes_down,
             total.bytes_up,
             methods,
-            answer["cpu_seconds"],
+            response["cpu_seconds"],
             by_kind=kinds,
-            most_in_flight=answer["most_in_flight"],
+            most_in_flight=response["most_in_flight"],
         )
 
     def reset(self) -> None:
@@ -300,8 +300,8 @@ class EmulatedRegion:
             raise OriginUnavailableError(
                 f"the emulated region's proxy has ended; its log ends: {log_tail(self._log)}"
             ) from cause
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        response: dict[str, Any] = json.loads(line)
+        return response
 
 
 # --- calibration ----------------------------------------------------------------------------------

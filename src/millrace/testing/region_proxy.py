@@ -337,7 +337,7 @@ class _Connection:
         self._in_flight = True
         self.proxy.begin()
         try:
-            return self._answer(Head(raw))
+            return self._respond(Head(raw))
         finally:
             self._over()
 
@@ -347,7 +347,7 @@ class _Connection:
             self._in_flight = False
             self.proxy.end()
 
-    def _answer(self, request: Head) -> bool:
+    def _respond(self, request: Head) -> bool:
         self.method, target = request.start[0], request.start[1]
         url = urllib.parse.urlsplit(target)
         self.path, self.kind = urllib.parse.unquote(url.path), kind_of(self.method, url.query)

@@ -340,7 +340,7 @@ class S3Server:
         while True:
             if self._process is None or self._process.exit_status() is not None:
                 return False
-            if self._answers():
+            if self._responds():
                 return True
             if time.monotonic() > deadline:
                 raise OriginUnavailableError(
@@ -349,7 +349,7 @@ class S3Server:
                 )
             time.sleep(0.05)
 
-    def _answers(self) -> bool:
+    def _responds(self) -> bool:
         """Whether the keys are accepted, and there is a volume server to write to: S3 alone responds long before."""
         assert self._ports is not None
         try:

@@ -62,7 +62,7 @@ def let_everything_expire(fs: millrace.MillraceFileSystem) -> None:
     def set_back(txn: Writing) -> None:
         kept = [(bytes(key), bytearray(value)) for key, value in txn.cursor() if bytes(key[:1]) == b"P"]
         for key, value in kept:
-            when = pages.Page(value).asked
+            when = pages.Page(value).sent_at
             at = bytes(value).index(struct.pack("<d", when))
             struct.pack_into("<d", value, at, when - 86_400)
             txn.put(key, bytes(value))

@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until
 
 from millrace.cli import main
 from millrace.cluster.dataplane.client import PeerClient
-from millrace.cluster.dataplane.wire import Ask, ObjectDescription
+from millrace.cluster.dataplane.wire import GetMode, ObjectDescription
 from millrace.cluster.membership import Member, View
 from millrace.cluster.placement import Placement
 from millrace.errors import PeerError, PeerRefusedError
@@ -95,7 +95,7 @@ def owner(cluster: LocalCluster, origin: ObjectStoreOrigin, info: ObjectInfo) ->
 def is_cached(cluster: LocalCluster, node: LocalNode, what: ObjectDescription) -> bool:
     """Whether a node has the first byte of an object."""
     try:
-        cluster.client.read(cluster.member(node), what, (0, 1), ask=Ask.CACHED, deadline=60.0)
+        cluster.client.read(cluster.member(node), what, (0, 1), mode=GetMode.CACHED, deadline=60.0)
     except PeerRefusedError as error:
         if error.status != 404:
             raise

@@ -25,7 +25,7 @@ from tests.support.wire_client import TOKEN, WireClient, connect
 
 from millrace.cluster.dataplane import wire
 from millrace.cluster.dataplane.client import PeerClient
-from millrace.cluster.dataplane.wire import Ask, ObjectDescription
+from millrace.cluster.dataplane.wire import GetMode, ObjectDescription
 from millrace.cluster.membership import Member
 from millrace.config import Tls
 from millrace.errors import PeerError, PeerRefusedError, PeerSilentError
@@ -63,9 +63,9 @@ def questions(what: ObjectDescription, token: str) -> list[bytes]:
     """Every request of a member, for an existing and a missing object."""
     nothing = ObjectDescription(what.origin, "b/nothing", "v1", 10)
     found = [
-        wire.build_get(each, (0, 5), host="h", token=token, ask=ask)
+        wire.build_get(each, (0, 5), host="h", token=token, mode=mode)
         for each in (what, nothing)
-        for ask in (Ask.FETCH, Ask.CACHED)
+        for mode in (GetMode.FETCH, GetMode.CACHED)
     ]
     for each in (what, nothing):
         found.append(wire.build_put(each, 0, 5, host="h", token=token) + b"12345" + bytes(8))
@@ -136,7 +136,7 @@ def test_client_with_wrong_token_raises_peer_refused(plane: Plane) -> None:
     client = PeerClient(token="token-of-another-cluster")
     member = Member(id="me", address=plane.address)
     with pytest.raises(PeerRefusedError) as caught:
-        client.read(member, plane.describe("b/x"), (0, 5), ask=Ask.FETCH, deadline=_PATIENT_SECONDS)
+        client.read(member, plane.describe("b/x"), (0, 5), mode=GetMode.FETCH, deadline=_PATIENT_SECONDS)
     assert caught.value.status == 401
     assert "token-of-another-cluster" not in f"{caught.value}{caught.value!r}{caught.value.__cause__!r}"
     client.close()
@@ -263,7 +263,7 @@ def read_over(server: Tls | None, client: Tls | None, tmp_path: Path, *, seconds
         peer = PeerClient(token=TOKEN, tls=client)
         try:
             me = Member(id="me", address=plane.address)
-            found = peer.read(me, what, (0, 11), ask=Ask.FETCH, deadline=max(5.0, seconds))
+            found = peer.read(me, what, (0, 11), mode=GetMode.FETCH, deadline=max(5.0, seconds))
             assert plane.counters()["served_requests"] == 1
             return bytes(found.data)
         except PeerError:
@@ -340,7 +340,7 @@ def test_token_is_not_sent_to_peer_without_certificate(speaks_tls: bool, ours: A
     client = PeerClient(token=TOKEN, tls=ours.member("client"))
     member = Member(id="impostor", address=f"127.0.0.1:{listener.getsockname()[1]}")
     with pytest.raises(PeerSilentError):
-        client.read(member, ObjectDescription("memory", "b/x", "v1", 10), (0, 5), ask=Ask.FETCH, deadline=2)
+        client.read(member, ObjectDescription("memory", "b/x", "v1", 10), (0, 5), mode=GetMode.FETCH, deadline=2)
     client.close()
     thread.join(120)
     listener.close()

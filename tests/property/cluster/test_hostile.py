@@ -17,7 +17,7 @@ from tests.support.wire_client import TOKEN, connect
 
 from millrace.cluster.dataplane import wire
 from millrace.cluster.dataplane.conversation import RepeatedRequests
-from millrace.cluster.dataplane.wire import Ask, ObjectDescription
+from millrace.cluster.dataplane.wire import GetMode, ObjectDescription
 from millrace.errors import WireError
 from millrace.store.records import BLOCK_BYTES
 
@@ -60,19 +60,19 @@ def test_parser_of_any_text_returns_or_raises_wire_error(text: str) -> None:
         wire.parse_put(wire.Request("PUT", text, "", {"content-range": text, "millrace-object": text}))
 
 
-@given(described, spans(), tokens, st.sampled_from(Ask), st.integers(0, 99), st.booleans(), fetch_ids)
+@given(described, spans(), tokens, st.sampled_from(GetMode), st.integers(0, 99), st.booleans(), fetch_ids)
 def test_get_round_trip_is_equal(
-    what: ObjectDescription, span: tuple[int, int], token: str, ask: Ask, rank: int, verify: bool, fetch_id: str
+    what: ObjectDescription, span: tuple[int, int], token: str, mode: GetMode, rank: int, verify: bool, fetch_id: str
 ) -> None:
-    head = wire.build_get(what, span, host="h:1", token=token, ask=ask, rank=rank, verify=verify, fetch_id=fetch_id)
+    head = wire.build_get(what, span, host="h:1", token=token, mode=mode, rank=rank, verify=verify, fetch_id=fetch_id)
     assert wire.head_bytes(head + b"more") == len(head)
     request = wire.parse_request(head)
     get = wire.parse_get(request)
     assert request.headers["authorization"] == f"Bearer {token}"
-    assert (get.object_id, get.ask, get.rank, get.verify) == (what.object_id(), ask, rank, verify)
+    assert (get.object_id, get.mode, get.rank, get.verify) == (what.object_id(), mode, rank, verify)
     assert get.span == span
     assert get.fetch_id == fetch_id
-    if ask is Ask.FETCH:
+    if mode is GetMode.FETCH:
         assert ObjectDescription.from_header(get.described) == what
 
 
@@ -234,7 +234,7 @@ def test_server_survives_thousands_of_malformed_requests(plane: Plane, seed: int
     what = plane.describe("b/x")
     heads = [
         wire.build_get(what, (0, 100), host="h", token=TOKEN),
-        wire.build_get(what, (200, 300), host="h", token=TOKEN, ask=Ask.CACHED),
+        wire.build_get(what, (200, 300), host="h", token=TOKEN, mode=GetMode.CACHED),
         wire.build_put(what, 0, BLOCK_BYTES, host="h", token=TOKEN),
         wire.build_command("POST", "/v1/load", host="h", token=TOKEN, body=b"{}") + b"{}",
         wire.build_command("GET", "/v1/view", host="h", token=TOKEN),

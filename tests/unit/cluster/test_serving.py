@@ -24,7 +24,7 @@ from tests.support.wire_client import TOKEN, unframed
 from millrace.cache.node import close_nodes
 from millrace.cluster.dataplane import wire
 from millrace.cluster.dataplane.client import PeerClient
-from millrace.cluster.dataplane.wire import Ask, ObjectDescription
+from millrace.cluster.dataplane.wire import GetMode, ObjectDescription
 from millrace.cluster.membership import Member
 from millrace.cluster.owning import UploadLeases
 from millrace.cluster.placement import Placement
@@ -100,13 +100,13 @@ def test_block_requested_by_many_is_fetched_once(plane: Plane) -> None:
     what = plane.put("b/x", data)
     together = threading.Barrier(8)
 
-    def ask(number: int) -> bytes:
+    def mode(number: int) -> bytes:
         with plane.client() as client:
             together.wait()
             return client.get(what, (number, LARGE))[1]
 
     with ThreadPoolExecutor(8) as pool:
-        assert all(body == data[number:] for number, body in enumerate(pool.map(ask, range(8))))
+        assert all(body == data[number:] for number, body in enumerate(pool.map(mode, range(8))))
     assert plane.origin.bytes_read() == LARGE
 
 
@@ -339,7 +339,7 @@ def test_damaged_block_is_never_served(tmp_path: Path, nbytes: int) -> None:
         )
         # A whole block is sent as stored with the checksum from the index: the receiver detects the damage.
         stop = min(nbytes, BLOCK_BYTES)
-        client.socket.sendall(wire.build_get(what, (0, stop), host="x", token=client.token, ask=Ask.CACHED))
+        client.socket.sendall(wire.build_get(what, (0, stop), host="x", token=client.token, mode=GetMode.CACHED))
         head, body = client.answer()
         assert head.status == 206
         assert body[stop:] != wire.sum_of(body[:stop])
@@ -369,7 +369,7 @@ def test_eviction_does_not_break_a_response(plane: Plane) -> None:
     plane.fill("b/x")
     span = (0, len(data))
     with plane.client() as client:
-        client.socket.sendall(wire.build_get(what, span, host="x", token=client.token, ask=Ask.CACHED))
+        client.socket.sendall(wire.build_get(what, span, host="x", token=client.token, mode=GetMode.CACHED))
         client.socket.recv(1, 2)  # MSG_PEEK: it has begun, and waits for a reader
         plane.node.open_disks[0].remove(what.object_id())
         head, body = client.answer()
@@ -402,7 +402,7 @@ def test_file_truncated_during_a_response_ends_it(plane: Plane) -> None:
     plane.fill("b/x")
     span = (0, len(data))
     with plane.client() as client:
-        client.socket.sendall(wire.build_get(what, span, host="x", token=client.token, ask=Ask.CACHED))
+        client.socket.sendall(wire.build_get(what, span, host="x", token=client.token, mode=GetMode.CACHED))
         client.socket.recv(1, socket.MSG_PEEK)
         os.truncate(data_file(plane, what), BLOCK_BYTES + 5)
         with pytest.raises(ConnectionError):
@@ -431,7 +431,10 @@ def test_unreadable_block_is_fetched_again(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(os, "pread", failing(os.pread, 0))
         member = Member(id=ME, address=plane.address)
         with seen_events() as seen:
-            assert client.read(member, what, (0, BLOCK_BYTES), ask=Ask.FETCH, deadline=60.0).data == data[:BLOCK_BYTES]
+            assert (
+                client.read(member, what, (0, BLOCK_BYTES), mode=GetMode.FETCH, deadline=60.0).data
+                == data[:BLOCK_BYTES]
+            )
         assert "cache.disk.failed" in [event.name for event in seen]
 
 

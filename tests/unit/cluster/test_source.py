@@ -98,7 +98,7 @@ def test_route_returns_the_requests_in_order(
     letters = {member.id: name for member, name in zip(order, states, strict=True)}
     own = next((member_id for member_id, name in letters.items() if name == me), me)
     steps = route(placement, own, NAME, 0, changed_lately=lately, serving=serving)
-    assert " ".join(f"{letters[step.member.id]}:{step.ask}:{step.rank}" for step in steps) == expected
+    assert " ".join(f"{letters[step.member.id]}:{step.mode}:{step.rank}" for step in steps) == expected
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_route_of_an_owner_asks_the_owners_of_earlier_placements(
     now, *before = [Placement(View.of(members[name] for name in names)) for names in ["abcd", *earlier]]
     steps = route(now, members["a"].id, NAME, 0, changed_lately=lately, earlier=before)
     letters = {member.id: name for name, member in members.items()}
-    assert " ".join(f"{letters[step.member.id]}:{step.ask}" for step in steps) == expected
+    assert " ".join(f"{letters[step.member.id]}:{step.mode}" for step in steps) == expected
 
 
 def test_route_of_a_serving_node_has_no_fetch_requests() -> None:
@@ -129,7 +129,7 @@ def test_route_of_a_serving_node_has_no_fetch_requests() -> None:
         placement = _placement(2, **states)
         for member in placement.view.members:
             steps = route(placement, member.id, NAME, 0, changed_lately=True, serving=True)
-            assert all(step.ask == "cached" for step in steps)
+            assert all(step.mode == "cached" for step in steps)
             assert member.id not in [step.member.id for step in steps]
 
 

@@ -44,7 +44,7 @@ slots = [limiter.acquire(60.0) for _ in range(int(sys.argv[3]))]
 print("held", flush=True)
 sys.stdin.readline()
 for slot in slots:
-    limiter.release(slot, answered=True)
+    limiter.release(slot, responded=True)
 print("left", flush=True)
 sys.stdin.readline()
 """
@@ -151,7 +151,7 @@ def test_requests_in_flight_never_exceed_the_limit(path: Path, shared: bool) -> 
             time.sleep(0.0002)
             with lock:
                 at_once -= 1
-            limiter.release(slot, answered=True)
+            limiter.release(slot, responded=True)
 
     threads = [in_thread(work) for _ in range(16)]
     for thread in threads:
@@ -172,8 +172,8 @@ def test_slots_of_two_processes_are_shared(path: Path, hold: Callable[[int, int]
     holder.go_on()
     thread.join(DEADLINE)
     assert len(waiting) == 1
-    limiter.release(last, answered=True)
-    limiter.release(waiting[0], answered=True)
+    limiter.release(last, responded=True)
+    limiter.release(waiting[0], responded=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -211,13 +211,13 @@ def test_waiters_of_one_process_are_served_in_order(path: Path) -> None:
     def work(number: int) -> None:
         slot = acquire(limiter)
         order.append(number)
-        limiter.release(slot, answered=True)
+        limiter.release(slot, responded=True)
 
     threads = []
     for number in range(6):
         threads.append(in_thread(lambda number=number: work(number)))  # type: ignore[misc]
         wait_until(lambda number=number: len(limiter._waiting) == number + 1)  # type: ignore[misc]
-    limiter.release(first, answered=True)
+    limiter.release(first, responded=True)
     for thread in threads:
         thread.join(DEADLINE)
     assert order == list(range(6))
@@ -235,7 +235,7 @@ def work():
     while not stop.is_set():
         slot = limiter.acquire(60.0)
         time.sleep(0.002)
-        limiter.release(slot, answered=True)
+        limiter.release(slot, responded=True)
         done[0] += 1
 threads = [threading.Thread(target=work) for _ in range(6)]
 [thread.start() for thread in threads]
@@ -275,7 +275,7 @@ def test_interrupted_wait_leaves_no_slot_and_no_waiter(path: Path, waits_for: st
     limiter = make(path, most=1, per_second=0.01 if waits_for == "the schedule" else None)
     held = acquire(limiter)
     if waits_for != "a slot":
-        limiter.release(held, answered=True)
+        limiter.release(held, responded=True)
     if waits_for == "the gate":
         limiter.close_gate(held, retry_after=50.0)
     with interrupts() as interrupt_after:
@@ -286,7 +286,7 @@ def test_interrupted_wait_leaves_no_slot_and_no_waiter(path: Path, waits_for: st
 
         with pytest.raises(KeyboardInterrupt):
             wait()
-    limiter.release(held, answered=True)
+    limiter.release(held, responded=True)
     assert not limiter._waiting
     assert not limiter._held
 
@@ -321,7 +321,7 @@ def test_interrupt_at_any_moment_leaves_no_slot_and_no_waiter(path: Path) -> Non
 def test_slot_without_references_is_released(path: Path) -> None:
     limiter = make(path, most=1)
     lost = acquire(limiter)
-    threads = [in_thread(lambda: limiter.release(acquire(limiter), answered=True)) for _ in range(2)]
+    threads = [in_thread(lambda: limiter.release(acquire(limiter), responded=True)) for _ in range(2)]
     wait_until(lambda: len(limiter._waiting) == 2)
     gone = Slot()
     limiter._waiting.appendleft(weakref.ref(gone))  # as of a thread that was interrupted again while it cleaned up
@@ -364,7 +364,7 @@ def test_forked_child_has_no_slots_of_its_parent(path: Path, shared: bool) -> No
     held = acquire(limiter)
 
     def child() -> bool:
-        limiter.release(held, answered=True)  # the parent's: nothing happens
+        limiter.release(held, responded=True)  # the parent's: nothing happens
         mine = acquire(limiter)
         return mine.number != held.number if shared else True
 
@@ -413,14 +413,14 @@ def test_forked_child_of_a_busy_parent_acquires_slots(path: Path) -> None:
 
     def work() -> None:
         while not stop.is_set():
-            limiter.release(acquire(limiter), answered=True)
+            limiter.release(acquire(limiter), responded=True)
 
     threads = [in_thread(work) for _ in range(4)]
     try:
         for _ in range(5):
 
             def child() -> bool:
-                limiter.release(acquire(limiter), answered=True)
+                limiter.release(acquire(limiter), responded=True)
                 return True
 
             assert exit_code(in_child(child)) == 0
@@ -437,7 +437,7 @@ def test_closed_gate_applies_to_every_process(path: Path) -> None:
     one, other = make(path), make(path)
     slot = acquire(one)
     assert one.close_gate(slot, retry_after=1000.0)
-    one.release(slot, answered=False)
+    one.release(slot, responded=False)
     for limiter in (one, other):
         answer = limiter.acquire(60.0)
         assert isinstance(answer, GateClosed)
@@ -449,11 +449,11 @@ def test_pause_within_the_patience_is_waited_for_and_counted(path: Path, monkeyp
     limiter = make(path)
     slot = acquire(limiter)
     limiter.close_gate(slot, retry_after=2.0)
-    limiter.release(slot, answered=False)
+    limiter.release(slot, responded=False)
     later = acquire(limiter)
     assert later.started - slot.started >= 2.0
     assert later.gate_seconds == pytest.approx(later.started - slot.started)
-    limiter.release(later, answered=True)
+    limiter.release(later, responded=True)
 
 
 def test_slow_downs_of_concurrent_requests_close_the_gate_once(path: Path, events: list[Event]) -> None:
@@ -473,7 +473,7 @@ def test_gate_after_a_pause_opens_for_a_few_and_then_for_more(path: Path, events
     crowd = [acquire(limiter) for _ in range(8)]
     limiter.close_gate(crowd[0], retry_after=0.05)
     for slot in crowd:
-        limiter.release(slot, answered=True)  # successes of before the closing open nothing
+        limiter.release(slot, responded=True)  # successes of before the closing open nothing
     assert [event.name for event in events] == ["origin.gate.closed"]
     few = [acquire(limiter) for _ in range(FEW_REQUESTS)]
     got: list[Slot] = []
@@ -481,14 +481,14 @@ def test_gate_after_a_pause_opens_for_a_few_and_then_for_more(path: Path, events
     time.sleep(0.1)
     assert not got
     for slot in few:
-        limiter.release(slot, answered=True)
+        limiter.release(slot, responded=True)
     thread.join(DEADLINE)
     assert len(got) == 1
     assert [event.name for event in events] == ["origin.gate.closed", "origin.gate.opened"]
     assert {event.subject for event in events} == {"test+origin"}
-    limiter.release(got[0], answered=True)
+    limiter.release(got[0], responded=True)
     while not limiter._window().is_open:
-        limiter.release(acquire(limiter), answered=True)
+        limiter.release(acquire(limiter), responded=True)
     assert len(events) == 2
 
 
@@ -497,13 +497,13 @@ def test_success_with_a_low_limit_does_not_open_the_window_of_a_higher_one(path:
     crowd = [acquire(large) for _ in range(64)]
     large.close_gate(crowd[0], retry_after=0.05)
     for slot in crowd:
-        large.release(slot, answered=False)
+        large.release(slot, responded=False)
     for _ in range(40):
-        modest.release(acquire(modest), answered=True)
+        modest.release(acquire(modest), responded=True)
     assert modest._window().is_open
     assert not large._window().is_open
     while not large._window().is_open:
-        large.release(acquire(large), answered=True)
+        large.release(acquire(large), responded=True)
     assert large._window().requests == 64
 
 
@@ -542,7 +542,7 @@ def test_rate_of_two_limiters_is_shared(path: Path, monkeypatch: pytest.MonkeyPa
 
     def work(limiter: NodeLimiter) -> None:
         for _ in range(5):
-            limiter.release(acquire(limiter), answered=True)
+            limiter.release(acquire(limiter), responded=True)
 
     threads = [in_thread(lambda limiter=limiter: work(limiter)) for limiter in limiters for _ in range(2)]  # type: ignore[misc]
     for thread in threads:
@@ -594,7 +594,7 @@ def test_limiter_without_a_shared_file_is_private_to_the_process(
     thread = in_thread(lambda: got.append(acquire(limiter)))
     time.sleep(0.05)
     assert not got
-    limiter.release(slot, answered=True)
+    limiter.release(slot, responded=True)
     thread.join(DEADLINE)
     assert len(got) == 1
     expected = "cache.file.recreated" if place == "pipe" else "origin.limits.private"
@@ -653,8 +653,8 @@ with NodeState(Path(sys.argv[1])).exclusive():
     monkeypatch.setattr(node_state, "SILENCE_SECONDS", 600.0)
     with limiter._shared_state().exclusive():
         numbers[Number.CLOSED_UNTIL] = 0.0
-    limiter.release(slot, answered=True)
-    limiter.release(acquire(limiter), answered=True)
+    limiter.release(slot, responded=True)
+    limiter.release(acquire(limiter), responded=True)
     assert numbers[Number.BOOKED_UNTIL] > booked
 
 
@@ -679,7 +679,7 @@ time.sleep(60)
     limiter = make(path, per_second=0.2)
     assert limiter._shared_state().numbers[Number.BOOKED_UNTIL] <= time.monotonic() + 5.0
     limiter._shared_state().numbers[Number.BOOKED_UNTIL] = time.monotonic() + 1e6
-    limiter.release(acquire(limiter), answered=True)
+    limiter.release(acquire(limiter), responded=True)
 
 
 # --- around an origin ---------------------------------------------------------------------------------
@@ -736,7 +736,7 @@ def test_web_servers_have_separate_limiters(tmp_path: Path) -> None:
     busy = origin.limiter_of("busy.example/x")
     slot = acquire(busy)
     busy.close_gate(slot, retry_after=600.0)
-    busy.release(slot, answered=False)
+    busy.release(slot, responded=False)
     assert origin.limiter_of("busy.example/y") is busy
     assert isinstance(origin.limiter_of("other.example:8443/x").acquire(0.0), Slot)
     assert isinstance(busy.acquire(0.0), GateClosed)
@@ -746,17 +746,17 @@ def test_limiters_of_many_web_servers_keep_few_files_open(tmp_path: Path) -> Non
     origin = open_origin("http", None, {"cache_dir": str(tmp_path)})
     assert isinstance(origin, LimitedOrigin)
     used = origin.limiter_of("used.example/x")
-    used.release(acquire(used), answered=True)
+    used.release(acquire(used), responded=True)
     in_flight = acquire(origin.limiter_of("slow.example/x"))
     slow = origin.limiter_of("slow.example/x")
     before = count_open(tmp_path)
     for number in range(200):
         assert origin.limiter_of("used.example/x") is used
         limiter = origin.limiter_of(f"host{number}.example/x")
-        limiter.release(acquire(limiter), answered=True)
+        limiter.release(acquire(limiter), responded=True)
     assert count_open(tmp_path) <= before + 2 * 64
     assert origin.limiter_of("slow.example/y") is slow
-    slow.release(in_flight, answered=True)
+    slow.release(in_flight, responded=True)
 
 
 def count_open(folder: Path) -> int:
@@ -786,13 +786,13 @@ def test_state_file_replaced_during_the_open_is_an_error(path: Path, monkeypatch
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e300, -1e300])
 def test_limiter_with_a_damaged_number_grants_slots(path: Path, number: Number, value: float) -> None:
     limiter = make(path, per_second=1000.0)
-    limiter.release(acquire(limiter), answered=True)
+    limiter.release(acquire(limiter), responded=True)
     NodeState(path).numbers[number] = value
     for _ in range(2):
-        limiter.release(acquire(limiter), answered=True)
+        limiter.release(acquire(limiter), responded=True)
     slot = acquire(limiter)
     limiter.close_gate(slot, 0.001)
-    limiter.release(slot, answered=False)
+    limiter.release(slot, responded=False)
 
 
 @pytest.mark.slow
@@ -848,7 +848,7 @@ sys.stdin.read()
                 time.sleep(0.02)
             with limiter._lock:  # the third thread tries each slot for a moment
                 assert len(limiter._held) == 2
-            limiter.release(entered[0], answered=True)
+            limiter.release(entered[0], responded=True)
             for thread in threads:
                 thread.join(300)
             assert len(entered) == 3

@@ -73,7 +73,7 @@ def _patient_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _no_earlier_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server here may have the port of one that has answered an earlier test, without TLS."""
-    monkeypatch.setattr(reachability, "_answered", set())
+    monkeypatch.setattr(reachability, "_responded", set())
     monkeypatch.setattr(reachability, "_found", {})
 
 
@@ -306,7 +306,7 @@ def test_cause_of_another_failure_is_unknown(error: Exception) -> None:
 
 
 @pytest.mark.parametrize(
-    ("brief", "answered_lately", "seconds"),
+    ("brief", "responded_lately", "seconds"),
     [
         (None, False, 60.0),
         (0.0, False, 0.0),
@@ -317,11 +317,11 @@ def test_cause_of_another_failure_is_unknown(error: Exception) -> None:
     ],
 )
 def test_patience_depends_on_the_cause_and_on_earlier_answers(
-    brief: float | None, answered_lately: bool, seconds: float
+    brief: float | None, responded_lately: bool, seconds: float
 ) -> None:
     error = OriginUnavailableError("x")
     error.brief_seconds = brief
-    assert patience_with(error, 60.0, answered_lately=answered_lately) == seconds
+    assert patience_with(error, 60.0, responded_lately=responded_lately) == seconds
 
 
 class _Odd(http.server.BaseHTTPRequestHandler):

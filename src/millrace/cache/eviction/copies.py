@@ -56,7 +56,7 @@ class Copies:
     def __init__(self, index: Index, records: UsageRecords) -> None:
         self._index = index
         self._records = records
-        self._answers: dict[int, tuple[float, bool]] = {}
+        self._results: dict[int, tuple[float, bool]] = {}
         self.still_a_copy: StillACopy | None = None
 
     @property
@@ -102,7 +102,7 @@ class Copies:
         """Mark all units that this node should not hold, after owners have changed. Returns the number of new marks."""
         marked = 0
         after = b""
-        self._answers.clear()
+        self._results.clear()
         while self.still_a_copy is not None and (page := self._records.page(after, _PAGE)):
             after = page[-1].unit.key
             new = [record.unit.key for record in page if not record.unit.copy and self._is_of_others(record)]
@@ -118,18 +118,18 @@ class Copies:
                 return True
             return self._is_checkpoint(record)
         now = time.monotonic()
-        until, answer = self._answers.get(record.segment, (0.0, False))
+        until, result = self._results.get(record.segment, (0.0, False))
         if now >= until:
             some = self._index.entries_in(record.segment, limit=_SAMPLED_ENTRIES)
-            answer = all(
+            result = all(
                 is_checkpoint_file(entry.name.key)
                 or (still_a_copy is not None and still_a_copy(entry.object_id, entry.size))
                 for entry in some
             )
-            if len(self._answers) >= _MAX_ANSWERS:
-                self._answers.clear()
-            self._answers[record.segment] = (now + _ANSWER_SECONDS, answer)
-        return answer
+            if len(self._results) >= _MAX_ANSWERS:
+                self._results.clear()
+            self._results[record.segment] = (now + _ANSWER_SECONDS, result)
+        return result
 
     def _is_checkpoint(self, record: UnitRecord) -> bool:
         entry = self._index.get(record.unit.key)

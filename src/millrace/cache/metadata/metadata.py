@@ -18,9 +18,9 @@ from millrace.cache.metadata.pages import Description, Page, Space, Transaction,
 from millrace.cache.metadata.sources import (
     ALWAYS_FRESH,
     ORIGIN_METADATA,
-    Answer,
     Below,
     Freshness,
+    ListingPart,
     ListingStream,
     MetadataSource,
     Moment,
@@ -147,7 +147,7 @@ class MetadataCache:
             return None
         now = self._clock()  # once: the first open of an object by a process uses this
         known = self._map.known_in(txn, identity, key, freshness.earliest(now), freshness.latest(now), changes=changes)
-        return None if known is None else (known.description, freshness.stale_from(known.asked))
+        return None if known is None else (known.description, freshness.stale_from(known.sent_at))
 
     def unpacked(self, identity: str, key: str, changes: int, freshness: Freshness) -> tuple[int, str, float] | None:
         """Size and version of an object from an unpacked page, if they are fresh, and the time from which they are stale.
@@ -177,7 +177,7 @@ class MetadataCache:
         moment = moment.earlier(age)
         space = self._space(origin)
         self._report(origin, [self._tolerantly(lambda: self._map.store_record(space, info, moment), None)])
-        return info, self.freshness_of(origin, key).stale_from(moment.asked)
+        return info, self.freshness_of(origin, key).stale_from(moment.sent_at)
 
     def _stat_by_listing(self, origin: Origin, key: str) -> tuple[ObjectInfo, float] | None:
         """Request the page of the listing that named `key`; None if none did, or if it no longer does."""
@@ -192,16 +192,16 @@ class MetadataCache:
                 known = self._known_until(origin, key)  # another thread may have requested it
                 if known is not None:
                     return known
-                asked = self._clock()
+                sent_at = self._clock()
                 stream = self._stream(origin, stretch.root, start)
                 try:
-                    answer = self._pull(origin, stream)[0]
+                    part = self._pull(origin, stream)[0]
                 except DeniedError:  # credentials may allow reads but not listings
                     return None
-            for info in answer.objects:
+            for info in part.objects:
                 if info.key == key:
-                    return info, self.freshness_of(origin, key).stale_from(asked - stream.age)
-            if space.position(answer.through) >= space.position(key):
+                    return info, self.freshness_of(origin, key).stale_from(sent_at - stream.age)
+            if space.position(part.through) >= space.position(key):
                 return None
         return None
 
@@ -243,10 +243,10 @@ class MetadataCache:
         below = self._fresh_below(origin, prefix)
         if below or (below is False and accept_empty):
             return "something" if below else "nothing"
-        for answer in self._walk(origin, prefix):
-            if answer.objects:
+        for part in self._walk(origin, prefix):
+            if part.objects:
                 return "something"
-            if answer.is_directory:
+            if part.is_directory:
                 return "empty"
         return "nothing"
 
@@ -259,12 +259,12 @@ class MetadataCache:
             space = self._space(origin)
             base, end = (space.position(text) for text in (base_of(prefix), end_of(prefix)))
             marker = self._map.look_up(space, base_of(prefix))
-            if marker is not None and self._fresh(freshness, marker.asked):
+            if marker is not None and self._fresh(freshness, marker.sent_at):
                 return True
 
             def read(stretch: Stretch, page: Page) -> tuple[bool, bool, str]:
                 return (
-                    self._fresh(freshness, stretch.asked),
+                    self._fresh(freshness, stretch.sent_at),
                     page.names_below(encode(base)),
                     self._complete_to(freshness, stretch),
                 )
@@ -283,7 +283,7 @@ class MetadataCache:
                 _level(origin, base_of(prefix)),
                 base_of(prefix),
                 lambda stretch, page: (
-                    self._fresh(freshness, stretch.asked) and page.names_below(encode(base_of(prefix)))
+                    self._fresh(freshness, stretch.sent_at) and page.names_below(encode(base_of(prefix)))
                 ),
             )
         except StorageError as error:
@@ -293,7 +293,7 @@ class MetadataCache:
 
     def _complete_to(self, freshness: Freshness, stretch: Stretch) -> str:
         """The position up to which a page is complete; empty if it is stale or incomplete."""
-        return stretch.through if self._fresh(freshness, stretch.asked) and not stretch.incomplete else ""
+        return stretch.through if self._fresh(freshness, stretch.sent_at) and not stretch.incomplete else ""
 
     def _was_directory(self, origin: Origin, prefix: str) -> bool:
         """Whether the first cached page, however old, names something below `prefix`."""
@@ -311,7 +311,7 @@ class MetadataCache:
 
     def list_all(self, origin: Origin, prefix: str) -> Iterator[Sequence[ObjectInfo]]:
         """Every object below `prefix`, in pages, in bounded memory; fresh pages are from the index."""
-        return (answer.objects for answer in self._walk(origin, prefix) if answer.objects)
+        return (part.objects for part in self._walk(origin, prefix) if part.objects)
 
     def list_level(self, origin: Origin, prefix: str) -> Listing:
         """The direct children of `prefix`; an empty listing if there are none."""
@@ -326,72 +326,72 @@ class MetadataCache:
                 remembered = self._flat_level(origin, prefix)
             return self._request_level(origin, prefix) if remembered is None else remembered
 
-    def answers(self, origin: Origin, prefix: str, after: str) -> Iterator[Answer]:
+    def parts(self, origin: Origin, prefix: str, after: str) -> Iterator[ListingPart]:
         """The content of a directory after the key `after` (`""`: all of it), as in `list_all`, response by response.
 
         Raises `UsageError` for an origin that lists without an order, because no response can be continued.
         """
         last = after or base_of(prefix)
-        for answer in self._walk(origin, prefix, last):
+        for part in self._walk(origin, prefix, last):
             if last == end_of(prefix):
                 raise UsageError(f"the origin lists {prefix} in no order that can be cut into pages")
-            last = answer.through
-            yield answer
+            last = part.through
+            yield part
 
-    def _walk(self, origin: Origin, prefix: str, start: str = "") -> Iterator[Answer]:
+    def _walk(self, origin: Origin, prefix: str, start: str = "") -> Iterator[ListingPart]:
         """The content of a directory: fresh pages from the index, each run of other pages as one stream from the origin."""
         freshness = self.freshness_of(origin, prefix)
         after, end = start or base_of(prefix), end_of(prefix)
         found, stuck = after != base_of(prefix), False
         stream: ListingStream | None = None
         while after != end:
-            answer = self._fresh_page(freshness, self._space(origin), prefix, after)
-            if answer is None:
+            part = self._fresh_page(freshness, self._space(origin), prefix, after)
+            if part is None:
                 root, start = (prefix, after) if stuck else self._next_request(origin, prefix, after)
                 turn = self._turn(origin, start)
                 with self._locks.threads(turn), self._locks.processes(turn):
-                    answer = self._fresh_page(
+                    part = self._fresh_page(
                         freshness, self._space(origin), prefix, after
                     )  # another thread may have requested it
-                    if answer is None:
+                    if part is None:
                         continues = stuck and stream is not None and stream.root == prefix
                         if stream is None or not (
                             continues or (stream.root, stream.after) in ((root, start), (prefix, after))
                         ):
                             stream = self._stream(origin, root, start)
                         began = stream.after
-                        answer, ordered = self._pull(origin, stream)
+                        part, ordered = self._pull(origin, stream)
                         if not ordered:
                             break
                         if (stream.root, began) != (prefix, after):
-                            answer = answer.within(prefix, after, self._space(origin))
-            yield answer
-            stuck = answer.through == after
-            after, found = answer.through, found or bool(answer.objects)
+                            part = part.within(prefix, after, self._space(origin))
+            yield part
+            stuck = part.through == after
+            after, found = part.through, found or bool(part.objects)
         if after != end or (not found and (stream is None or stream.root != prefix)):
             # An order that cannot be stored; or an empty result, which is never cached: it may change at any time. Nor is
             # one of a parent's listing used: the parent's first page may not show yet that it lists folder by folder.
             yield from self._walk_unremembered(origin, prefix, after if after != end else "")
 
-    def _walk_unremembered(self, origin: Origin, prefix: str, after: str) -> Iterator[Answer]:
+    def _walk_unremembered(self, origin: Origin, prefix: str, after: str) -> Iterator[ListingPart]:
         for page, _ in self._source().list_pages(origin, prefix, after=after):
-            yield Answer(page.objects, end_of(prefix), page.is_directory)
+            yield ListingPart(page.objects, end_of(prefix), page.is_directory)
 
-    def _fresh_page(self, freshness: Freshness, space: Space, prefix: str, after: str) -> Answer | None:
+    def _fresh_page(self, freshness: Freshness, space: Space, prefix: str, after: str) -> ListingPart | None:
         """The part of a fresh and complete page that follows `after` below `prefix`."""
         if not freshness:
             return None
 
-        def read(stretch: Stretch, page: Page) -> Answer | None:
+        def read(stretch: Stretch, page: Page) -> ListingPart | None:
             if not self._complete_to(freshness, stretch):
                 return None
             infos = page.infos()
             if space.folders_first:
                 infos = [ObjectInfo(space.key(each.key), each.size, each.version, each.modified) for each in infos]
-            return Answer(infos, space.key(stretch.through))
+            return ListingPart(infos, space.key(stretch.through))
 
-        answer = self._tolerantly(lambda: self._map.read_after(space, space.position(after), read), None)
-        found = None if answer is None else answer.within(prefix, after, space)
+        part = self._tolerantly(lambda: self._map.read_after(space, space.position(after), read), None)
+        found = None if part is None else part.within(prefix, after, space)
         # A page that does not lead on is not used: the loop of the caller would not end.
         return None if found is None or found.through == after else found
 
@@ -428,17 +428,17 @@ class MetadataCache:
         """
         base = base_of(prefix)
 
-        def is_flat(answer: Answer) -> bool:
-            return all("/" not in info.key[len(base) :] for info in answer.objects)
+        def is_flat(part: ListingPart) -> bool:
+            return all("/" not in info.key[len(base) :] for info in part.objects)
 
         first = self._fresh_page(self.freshness_of(origin, base), self._space(origin), prefix, base)
         if first is None or not is_flat(first):
             return None
         objects: list[ObjectInfo] = []
-        for pages, answer in enumerate(self._walk(origin, prefix)):
-            if pages == _LEVEL_PAGES or not is_flat(answer):
+        for pages, part in enumerate(self._walk(origin, prefix)):
+            if pages == _LEVEL_PAGES or not is_flat(part):
                 return None
-            objects += answer.objects
+            objects += part.objects
         return Listing(objects=objects, prefixes=[]) if objects else None
 
     def _fresh_infos(
@@ -450,12 +450,12 @@ class MetadataCache:
         found: list[ObjectInfo] = []
         after, pages = base, 0
         while after != end_of(base):
-            answer = self._fresh_page(freshness, space, base, after)
+            part = self._fresh_page(freshness, space, base, after)
             pages += 1
-            if answer is None or (most_pages is not None and pages > most_pages):
+            if part is None or (most_pages is not None and pages > most_pages):
                 return None
-            found += answer.objects
-            after = answer.through
+            found += part.objects
+            after = part.through
         return found
 
     def _is_long(self, level: Space, base: str) -> bool:
@@ -521,14 +521,14 @@ class MetadataCache:
             start = key if key is not None and key.startswith(base) else base
         return start
 
-    def _pull(self, origin: Origin, stream: ListingStream) -> tuple[Answer, bool]:
+    def _pull(self, origin: Origin, stream: ListingStream) -> tuple[ListingPart, bool]:
         """Request one page of a stream and store it. Also returns whether its order can be stored."""
-        start, asked = stream.after, self._moment(origin)
+        start, sent_at = stream.after, self._moment(origin)
         # A client may have the page already, since it requested the one before.
-        moment = stream.asked or asked
-        page, stream.asked = stream.next_page(), asked
+        moment = stream.sent_at or sent_at
+        page, stream.sent_at = stream.next_page(), sent_at
         moment = moment.earlier(stream.age)
-        answer = Answer(page.objects, stream.after, page.is_directory)
+        part = ListingPart(page.objects, stream.after, page.is_directory)
         keys = [info.key for info in page.objects]
         ordered = self._tolerantly(lambda: self._map.learn_order(origin.identity, keys, start), False)
         if ordered and stream.after != start:
@@ -548,7 +548,7 @@ class MetadataCache:
                 ]
 
             self._report(origin, self._tolerantly(store, []))
-        return answer, ordered
+        return part, ordered
 
     def _space(self, origin: Origin) -> Space:
         return self._tolerantly(lambda: self._map.space(origin.identity), _NOWHERE)
@@ -557,8 +557,8 @@ class MetadataCache:
         now = self._clock()
         return self._tolerantly(lambda: self._map.moment(origin.identity, now), Moment(now, -1))
 
-    def _fresh(self, freshness: Freshness, asked: float) -> bool:
-        return freshness.is_fresh(asked, self._clock())
+    def _fresh(self, freshness: Freshness, sent_at: float) -> bool:
+        return freshness.is_fresh(sent_at, self._clock())
 
     def _report(self, origin: Origin, gone: Iterable[ObjectInfo | None]) -> None:
         for info in gone:

@@ -78,7 +78,7 @@ class Known(NamedTuple):
     """The description of a key, and the time of the request."""
 
     description: Description
-    asked: float
+    sent_at: float
 
 
 def described_in_page(cursor: Any, space: Space, position: bytes) -> Known | None:
@@ -89,8 +89,8 @@ def described_in_page(cursor: Any, space: Space, position: bytes) -> Known | Non
     at, value = cursor.item()
     if at[:9] != own:
         return None
-    asked, description = description_in(value, position)
-    return None if description is None else Known(description, asked)
+    sent_at, description = description_in(value, position)
+    return None if description is None else Known(description, sent_at)
 
 
 class Stretch(NamedTuple):
@@ -99,7 +99,7 @@ class Stretch(NamedTuple):
     lower: str
     through: str
     root: str
-    asked: float
+    sent_at: float
     incomplete: bool
 
 
@@ -202,21 +202,21 @@ class PageMap:
         position = encode(space.position(key) if space.folders_first else key)
         if changes is not None:
             known = self.alone_in(txn, space, position)
-            if known is not None and oldest <= known.asked <= newest:
+            if known is not None and oldest <= known.sent_at <= newest:
                 return known
         cursor = txn.cursor()
         known = described_in_page(cursor, space, position)
-        if known is not None and oldest <= known.asked <= newest:
+        if known is not None and oldest <= known.sent_at <= newest:
             if changes is not None and not space.folders_first:
                 self._memory.note(space.digest, bytes(cursor.key()), cursor.value(), changes)
             return known
         known = described_in_page(
             cursor, self._level_above(identity, key), encode(key) if space.folders_first else position
         )
-        if known is not None and oldest <= known.asked <= newest:
+        if known is not None and oldest <= known.sent_at <= newest:
             return known
         known = self.alone_in(txn, space, position)
-        return known if known is not None and oldest <= known.asked <= newest else None
+        return known if known is not None and oldest <= known.sent_at <= newest else None
 
     def alone_in(self, txn: Transaction, space: Space, position: bytes) -> Known | None:
         """The description of a key that was requested alone, however old."""
@@ -225,10 +225,10 @@ class PageMap:
 
     def _level_above(self, identity: str, key: str) -> Space:
         """The level of a key: mostly that of the last key."""
-        asked = (identity, key[: key.rfind("/") + 1])
+        level = (identity, key[: key.rfind("/") + 1])
         last = self._last_level
-        if last is None or last[0] != asked:
-            last = self._last_level = (asked, level_space(*asked))
+        if last is None or last[0] != level:
+            last = self._last_level = (level, level_space(*level))
         return last[1]
 
     def read_after(self, space: Space, position: str, read: Callable[[Stretch, Page], _T]) -> _T | None:
@@ -245,7 +245,7 @@ class PageMap:
             through = page.through
             if through <= wanted:
                 return None
-            return read(Stretch(decode(at[9:]), decode(through), page.root, page.asked, page.incomplete), page)
+            return read(Stretch(decode(at[9:]), decode(through), page.root, page.sent_at, page.incomplete), page)
 
         # The smallest greater key, so that a page that begins at `position` itself is found.
         return self._index.last_meta_before(own + wanted + b"\0", found)
@@ -261,7 +261,7 @@ class PageMap:
             page = Page(value)
             if page.find(position) is None:
                 return None
-            return Stretch(decode(at[9:]), decode(page.through), page.root, page.asked, page.incomplete)
+            return Stretch(decode(at[9:]), decode(page.through), page.root, page.sent_at, page.incomplete)
 
         return self._index.last_meta_before(own + position, read)
 
@@ -327,7 +327,7 @@ class PageMap:
             incomplete = False
             for at, value in old:
                 page = Page(value)
-                if later(page.asked, moment.asked) and not page.incomplete:
+                if later(page.sent_at, moment.sent_at) and not page.incomplete:
                     if at <= start:
                         return []
                     incomplete = cut_differs(space, [start, *(encode(entry[0]) for entry in entries), stop], at)
@@ -335,14 +335,14 @@ class PageMap:
                     entries = [entry for entry in entries if encode(entry[0]) <= stop]
                     break
             old = [(at, value) for at, value in old if at < stop]
-            value = pack_page(entries, asked=moment.asked, through=decode(stop), root=root, incomplete=incomplete)
+            value = pack_page(entries, sent_at=moment.sent_at, through=decode(stop), root=root, incomplete=incomplete)
             gone = struck_by(changes, space, start, stop, entries)
             if gone is not None:
                 value = Page(value).without(gone)
             superseded = replace_pages(txn, space, start, stop, value, old, keep=bool(entries) or keep_empty)
-            outdated, better = settle_records(cursor, space, start, stop, value, moment.asked)
+            outdated, better = settle_records(cursor, space, start, stop, value, moment.sent_at)
             if keys is not None:
-                outdated += settle_named(txn, keys, [info for _, info in entries], moment.asked)
+                outdated += settle_named(txn, keys, [info for _, info in entries], moment.sent_at)
             if better and (entries or keep_empty):
                 txn.put(PAGE + space.digest + start, Page(value).without(better))
             return superseded + outdated
@@ -372,12 +372,12 @@ class PageMap:
             if listed is not None:
                 page = Page(listed[1])
                 number = page.find(position)
-                if number is not None and not later(page.asked, moment.asked):
+                if number is not None and not later(page.sent_at, moment.sent_at):
                     description = page.info(number, info.key)
                     old = old or description
                     if (description.version, description.size) != (info.version, info.size):
                         txn.put(listed[0], page.without([position]))
-            txn.put(at, pack_record(info, moment.asked))
+            txn.put(at, pack_record(info, moment.sent_at))
             return old if old is not None and (old.version, old.size) != (info.version, info.size) else None
 
         return self._index.meta_write(write)
@@ -538,7 +538,9 @@ class PageMemory:
             if not page.incomplete:  # none of its objects is removed
                 positions, sizes, versions, times = page.columns()
                 known = self._known.setdefault(space, {})
-                known.update(zip(positions, zip(sizes, versions, times, repeat(page.asked), strict=False), strict=True))
+                known.update(
+                    zip(positions, zip(sizes, versions, times, repeat(page.sent_at), strict=False), strict=True)
+                )
         elif self._clock() >= self._since + _PAUSE_SECONDS:
             self._begin(changes)
 

@@ -90,11 +90,11 @@ def storable(position: str, info: ObjectInfo) -> bool:
 
 
 def pack_page(
-    entries: Sequence[tuple[str, ObjectInfo]], *, asked: float, through: str, root: str, incomplete: bool = False
+    entries: Sequence[tuple[str, ObjectInfo]], *, sent_at: float, through: str, root: str, incomplete: bool = False
 ) -> bytes:
     """A page of objects by position, in ascending order; the key of an object's description is not kept.
 
-    `asked` is the time of the request. The page covers the keys up to the position `through`, in a listing of `root`. An
+    `sent_at` is the time of the request. The page covers the keys up to the position `through`, in a listing of `root`. An
     `incomplete` page may lack keys.
     """
     names = [position for position, _ in entries]
@@ -116,7 +116,7 @@ def pack_page(
     ]
     ends = list(accumulate(map(len, sections), initial=_HEADER.size))
     flags = _INCOMPLETE if incomplete else 0
-    header = _HEADER.pack(_VERSION, flags, len(entries), len(sections[0]) // _SLOT.size, asked, *ends[1:])
+    header = _HEADER.pack(_VERSION, flags, len(entries), len(sections[0]) // _SLOT.size, sent_at, *ends[1:])
     return header + b"".join(sections)
 
 
@@ -159,12 +159,14 @@ def description_in(data: memoryview, position: bytes) -> tuple[float, Descriptio
     The results of `Page.find` and `Page.info` by one function: every first open of a file by a process calls it.
     """
     header = _HEADER.unpack_from(data)
-    version, _, _, slots, asked, sizes, times, name_starts, version_starts, _, _, prefix_at, names, versions, _ = header
+    version, _, _, slots, sent_at, sizes, times, name_starts, version_starts, _, _, prefix_at, names, versions, _ = (
+        header
+    )
     if version != _VERSION:
         raise ValueError(f"a page of format {version}")
     length = names - prefix_at
     if position[:length] != data[prefix_at:names]:
-        return asked, None
+        return sent_at, None
     name = position[length:]
     nbytes = len(name)
     slot = xxhash.xxh3_64_intdigest(name)
@@ -172,17 +174,17 @@ def description_in(data: memoryview, position: bytes) -> tuple[float, Descriptio
         slot &= slots - 1
         (number,) = _SLOT.unpack_from(data, _HEADER.size + 2 * slot)
         if number == _NO_OBJECT:
-            return asked, None
+            return sent_at, None
         start, stop = _PAIR.unpack_from(data, name_starts + 4 * number)
         if stop - start - 1 == nbytes and data[names + start : names + stop - 1] == name:
             break
         slot += 1
     (size,) = _SIZE.unpack_from(data, sizes + 8 * number)
     if size == _STRUCK:
-        return asked, None
+        return sent_at, None
     start, stop = _PAIR.unpack_from(data, version_starts + 4 * number)
     text = str(data[versions + start : versions + stop - 1], "utf-8", "surrogatepass")
-    return asked, Description(size, text, _TIME.unpack_from(data, times + 8 * number)[0])
+    return sent_at, Description(size, text, _TIME.unpack_from(data, times + 8 * number)[0])
 
 
 class Page:
@@ -191,12 +193,12 @@ class Page:
     `data` must live as long as the page.
     """
 
-    __slots__ = ("_at", "_data", "_slots", "asked", "count", "incomplete")
+    __slots__ = ("_at", "_data", "_slots", "count", "incomplete", "sent_at")
 
     def __init__(self, data: memoryview | bytes) -> None:
         self._data = data
         header = _HEADER.unpack_from(data)
-        version, flags, self.count, self._slots, self.asked = header[:5]
+        version, flags, self.count, self._slots, self.sent_at = header[:5]
         self._at: tuple[int, ...] = header[5:]
         if version != _VERSION:
             raise ValueError(f"a page of format {version}")
@@ -325,9 +327,9 @@ _RECORD = struct.Struct("<IIQdd")
 _RECORD_VERSION = 1
 
 
-def later(asked: float, other: float) -> bool:
-    """Whether the request at time `asked` was sent after `other`. If it is much later, the clock was set back in between."""
-    return other < asked <= other + _LONGEST_ANSWER_SECONDS
+def later(sent_at: float, other: float) -> bool:
+    """Whether a request at `sent_at` was sent after `other`. If it is much later, the clock was set back in between."""
+    return other < sent_at <= other + _LONGEST_ANSWER_SECONDS
 
 
 def change_key(number: int) -> bytes:
@@ -488,7 +490,7 @@ def replace_pages(
 
 def _part(page: Page, entries: Sequence[tuple[str, ObjectInfo]], through: bytes, *, incomplete: bool) -> bytes:
     incomplete = page.incomplete or incomplete
-    return pack_page(entries, asked=page.asked, through=decode(through), root=page.root, incomplete=incomplete)
+    return pack_page(entries, sent_at=page.sent_at, through=decode(through), root=page.root, incomplete=incomplete)
 
 
 def record_key(space: Space, position: bytes) -> bytes:
@@ -498,29 +500,29 @@ def record_key(space: Space, position: bytes) -> bytes:
     return RECORD + space.digest + position
 
 
-def pack_record(info: ObjectInfo, asked: float) -> bytes:
+def pack_record(info: ObjectInfo, sent_at: float) -> bytes:
     """The description of a key that was requested alone, and the time of the request."""
     key = encode(info.key)
-    return _RECORD.pack(_RECORD_VERSION, len(key), info.size, info.modified, asked) + key + encode(info.version)
+    return _RECORD.pack(_RECORD_VERSION, len(key), info.size, info.modified, sent_at) + key + encode(info.version)
 
 
 def unpack_record(value: memoryview) -> tuple[ObjectInfo, float]:
     """The reverse of `pack_record`."""
-    description, asked = description_in_record(value)
+    description, sent_at = description_in_record(value)
     key_bytes = _RECORD.unpack_from(value)[1]
-    return ObjectInfo(decode(bytes(value[_RECORD.size : _RECORD.size + key_bytes])), *description), asked
+    return ObjectInfo(decode(bytes(value[_RECORD.size : _RECORD.size + key_bytes])), *description), sent_at
 
 
 def description_in_record(value: memoryview) -> tuple[Description, float]:
     """Such a description without its key. Called by the first open of a file by a process."""
-    version, key_bytes, size, modified, asked = _RECORD.unpack_from(value)
+    version, key_bytes, size, modified, sent_at = _RECORD.unpack_from(value)
     if version != _RECORD_VERSION:
         raise ValueError(f"a record of format {version}")
-    return Description(size, str(value[_RECORD.size + key_bytes :], "utf-8", "surrogatepass"), modified), asked
+    return Description(size, str(value[_RECORD.size + key_bytes :], "utf-8", "surrogatepass"), modified), sent_at
 
 
 def settle_records(
-    cursor: Any, space: Space, start: bytes, stop: bytes, value: bytes, asked: float
+    cursor: Any, space: Space, start: bytes, stop: bytes, value: bytes, sent_at: float
 ) -> tuple[list[ObjectInfo], list[bytes]]:
     """Remove the single records that a page replaces.
 
@@ -540,7 +542,7 @@ def settle_records(
         same = listed is not None and (listed.version, listed.size) == (info.version, info.size)
         if not start < position <= stop:
             found = cursor.next()
-        elif later(described, asked):
+        elif later(described, sent_at):
             better += [] if same else [position]
             found = cursor.next()
         else:
@@ -549,7 +551,7 @@ def settle_records(
     return superseded, better
 
 
-def settle_named(txn: Transaction, keys: Space, infos: Sequence[ObjectInfo], asked: float) -> list[ObjectInfo]:
+def settle_named(txn: Transaction, keys: Space, infos: Sequence[ObjectInfo], sent_at: float) -> list[ObjectInfo]:
     """Remove the single records of these objects, which a page of a level names. Returns those with another version or size.
 
     Those that were requested later stay.
@@ -561,7 +563,7 @@ def settle_named(txn: Transaction, keys: Space, infos: Sequence[ObjectInfo], ask
         if value is None:
             continue
         old, described = unpack_record(value)
-        if not later(described, asked):
+        if not later(described, sent_at):
             superseded += [] if (old.version, old.size) == (info.version, info.size) else [old]
             txn.delete(at)
     return superseded

@@ -20,12 +20,12 @@ from millrace.origin import Listing, ListingPage, ObjectInfo, Origin
 class Moment(NamedTuple):
     """The moment of a request to the origin: the time, and the number of the last change before it."""
 
-    asked: float
+    sent_at: float
     changes: int
 
     def earlier(self, seconds: float) -> Moment:
         """The moment of a response that had this age when it arrived."""
-        return self if not seconds else Moment(self.asked - seconds, self.changes)
+        return self if not seconds else Moment(self.sent_at - seconds, self.changes)
 
 
 class Freshness(NamedTuple):
@@ -52,13 +52,13 @@ class Freshness(NamedTuple):
         """
         return math.inf if self.max_age == math.inf else now
 
-    def is_fresh(self, asked: float, now: float) -> bool:
-        """Whether the response to a request at time `asked` is fresh at time `now`."""
-        return self.max_age > 0 and self.earliest(now) <= asked <= self.latest(now)
+    def is_fresh(self, sent_at: float, now: float) -> bool:
+        """Whether the response to a request at time `sent_at` is fresh at time `now`."""
+        return self.max_age > 0 and self.earliest(now) <= sent_at <= self.latest(now)
 
-    def stale_from(self, asked: float) -> float:
-        """The time from which the response to a request at time `asked` is stale."""
-        return asked + self.max_age
+    def stale_from(self, sent_at: float) -> float:
+        """The time from which the response to a request at time `sent_at` is stale."""
+        return sent_at + self.max_age
 
 
 ALWAYS_FRESH = Freshness(math.inf)
@@ -128,14 +128,14 @@ def end_of(prefix: str) -> str:
     return base_of(prefix) + END
 
 
-class Answer(NamedTuple):
+class ListingPart(NamedTuple):
     """A part of a directory's listing: its objects after the end of the response before, up to the key `through`."""
 
     objects: Sequence[ObjectInfo]
     through: str
     is_directory: bool = False
 
-    def within(self, prefix: str, after: str, space: Space) -> Answer:
+    def within(self, prefix: str, after: str, space: Space) -> ListingPart:
         """The part of a response about a parent directory that is below `prefix` and after the key `after`."""
         first, last = space.position(after), space.position(end_of(prefix))
 
@@ -146,13 +146,13 @@ class Answer(NamedTuple):
         start, stop = bisect_right(self.objects, first, key=position), bisect_left(self.objects, last, key=position)
         through = max(first, min(space.position(self.through), last))
         is_directory = start > 0 and after == base_of(prefix) and self.objects[start - 1].key == after
-        return Answer(self.objects[start:stop], space.key(through), is_directory)
+        return ListingPart(self.objects[start:stop], space.key(through), is_directory)
 
 
 class ListingStream:
     """The listing of `root` after the key `start`. Each page is one request.
 
-    The caller sets `asked`: the moment before the last page was requested. `age` is the age of that page on arrival.
+    The caller sets `sent_at`: the moment before the last page was requested. `age` is the age of that page on arrival.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class ListingStream:
     ) -> None:
         self.root = root
         self.after = start
-        self.asked: Moment | None = None
+        self.sent_at: Moment | None = None
         self.age = 0.0
         self._pages = iter(source.list_pages(origin, root, after=start, settled=settled))
 
@@ -223,12 +223,12 @@ class UncachedMetadata:
                 return "empty"
         return "nothing"
 
-    def answers(self, origin: Origin, prefix: str, after: str) -> Iterator[Answer]:
+    def parts(self, origin: Origin, prefix: str, after: str) -> Iterator[ListingPart]:
         for page in origin.list_pages(prefix, after=after):
             through = (
                 end_of(prefix) if page.last else page.objects[-1].key if page.objects else after or base_of(prefix)
             )
-            yield Answer(page.objects, through, page.is_directory)
+            yield ListingPart(page.objects, through, page.is_directory)
 
     def list_level(self, origin: Origin, prefix: str) -> Listing:
         return origin.list_level(prefix)

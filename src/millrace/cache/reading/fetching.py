@@ -247,7 +247,7 @@ class Fetcher:
         """Request neighbouring blocks; store them, then complete their flights. Without a location nothing is stored."""
         entry, counters = self.entry, self.disk.counters
         start, stop = span_of(part.start, part.stop, entry.size, entry.block_bytes)
-        (answer, how, peer_bytes), fetched_bytes = self._read_uncached(start, stop, location)
+        (response, how, peer_bytes), fetched_bytes = self._read_uncached(start, stop, location)
         fetched_here.nbytes += fetched_bytes
         self.disk.missed(entry, fetched_bytes, self.group, peer_bytes=peer_bytes, served=self.for_peers)
         candidate = Candidate(entry.object_id, entry.size, lambda: entry.name, self.group, how)
@@ -259,7 +259,9 @@ class Fetcher:
             for block in part:
                 block_start, block_stop = span_of(block, block + 1, entry.size, entry.block_bytes)
                 piece = (
-                    answer if len(part) == 1 else memoryview(answer).cast("B")[block_start - start : block_stop - start]
+                    response
+                    if len(part) == 1
+                    else memoryview(response).cast("B")[block_start - start : block_stop - start]
                 )
                 keep = keep and self._try_store(location, block, piece, how)
                 if keep and location is not None:

@@ -172,11 +172,11 @@ class Peers:
             return ()
         members = sorted(link.views.view().members, key=lambda member: member.id != link.member_id)
         peers = {member.id: Peer(client, member, self.name) for member in members}
-        asked = list(peers.values())
+        not_seen = list(peers.values())
         for _ in range(_PATIENT_LOOKS if patient else 1):
-            for _ in run_in_order(asked, Peer.look, min(_LOOK_THREADS, max(1, len(asked)))):
+            for _ in run_in_order(not_seen, Peer.look, min(_LOOK_THREADS, max(1, len(not_seen)))):
                 pass
-            asked = [peer for peer in asked if isinstance(peer.failure, PeerSilentError)]
+            not_seen = [peer for peer in not_seen if isinstance(peer.failure, PeerSilentError)]
         with self._lock:
             self._peers = peers
         for peer in peers.values():

@@ -71,30 +71,30 @@ class Ranks:
         self.raise_if_any_failed(failure)
         return results[0]
 
-    def exchange(self, function: Callable[[], Value], answers: Callable[[list[Value]], Sequence[Other]]) -> Other:
-        """Call `function` on every rank, then `answers` on the first with all results. Each rank returns its own result.
+    def exchange(self, function: Callable[[], Value], responses: Callable[[list[Value]], Sequence[Other]]) -> Other:
+        """Call `function` on every rank, then `responses` on the first with all results. Each rank returns its own result.
 
         Raises on every rank the error of the lowest failed rank.
         """
         value = self.run_on_all(function)
         if self.count == 1:
-            return answers([value])[0]
+            return responses([value])[0]
         gathered: list[Any] | None = [None] * self.count if self.is_first else None
         with lost_ranks_translated():
             dist.gather_object(value, gathered, dst=0, group=self.group)
         replies: list[Any] | None = None
         if gathered is not None:
             try:
-                replies = [(each, None) for each in answers(gathered)]
+                replies = [(each, None) for each in responses(gathered)]
             except Exception as error:  # noqa: BLE001 - as in `run_on_first`
                 replies = [(None, picklable(error))] * self.count
         received: list[Any] = [None]
         with lost_ranks_translated():
             dist.scatter_object_list(received, replies, src=0, group=self.group)
-        answer, failure = received[0]
+        response, failure = received[0]
         if failure is not None:
             raise failure
-        found: Other = answer
+        found: Other = response
         return found
 
     def raise_if_any_failed(self, failure: Exception | None) -> None:

@@ -27,7 +27,6 @@ from millrace.checkpoint.run.engine import EngineOptions, SaveEngine
 from millrace.checkpoint.run.save_values import LastSave, SaveOrder, Staged, Written, picklable
 from millrace.checkpoint.run.saver_protocol import (
     Acknowledge,
-    Answer,
     Channel,
     Claimed,
     Close,
@@ -46,6 +45,7 @@ from millrace.checkpoint.run.saver_protocol import (
     Ready,
     Refused,
     Released,
+    Response,
     Save,
     Saved,
     SharedState,
@@ -168,7 +168,7 @@ class _Saver:
             self._give_state(engine)
         elif isinstance(message, Close):
             engine.close()
-            self._answer(Closed())
+            self._respond(Closed())
             return False
         else:
             raise AssertionError(f"an unknown message: {type(message).__name__}")
@@ -180,7 +180,7 @@ class _Saver:
             options: EngineOptions = pickle.loads(message.options)
             tiers = options.open()
         except Exception as error:  # noqa: BLE001 - whatever a class of the user raises
-            self._answer(Refused(f"{type(error).__name__}: {error!s:.300}"))
+            self._respond(Refused(f"{type(error).__name__}: {error!s:.300}"))
             return False
         self._engine = SaveEngine(
             options=options,
@@ -189,7 +189,7 @@ class _Saver:
             write=_save_mapped,
             on_claim=lambda state: self._channel.send(Claimed(state)),
         )
-        self._answer(Ready())
+        self._respond(Ready())
         return True
 
     def _decide(self, engine: SaveEngine, step: int) -> None:
@@ -201,7 +201,7 @@ class _Saver:
                 order = engine.order(step)
             except Exception as error:  # noqa: BLE001 - raised in the training process, whatever it is
                 failure = _portable(error)
-        self._answer(Decided(order, failure))
+        self._respond(Decided(order, failure))
 
     def _save(self, engine: SaveEngine, message: Save) -> None:
         ticket = message.state.ticket
@@ -274,12 +274,12 @@ class _Saver:
             ticket = staged.ticket
             if base is None:
                 staged.release()
-        self._answer(StateGiven(state, None if base is None else ticket, base))
+        self._respond(StateGiven(state, None if base is None else ticket, base))
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _answer(self, message: Ready | Refused | Decided | StateGiven | Closed) -> None:
-        self._channel.send(Answer(self._question, message))
+    def _respond(self, message: Ready | Refused | Decided | StateGiven | Closed) -> None:
+        self._channel.send(Response(self._question, message))
 
     def _mapped(self, nbytes: int) -> _Mapping:
         descriptor = self._channel.take_descriptor()

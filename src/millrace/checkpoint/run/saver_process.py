@@ -32,7 +32,6 @@ from millrace.checkpoint.run.run_layout import parse_name
 from millrace.checkpoint.run.save_values import LastSave, RunState, SaveOrder, Written
 from millrace.checkpoint.run.saver_protocol import (
     Acknowledge,
-    Answer,
     Channel,
     Claimed,
     Close,
@@ -51,6 +50,7 @@ from millrace.checkpoint.run.saver_protocol import (
     Ready,
     Refused,
     Released,
+    Response,
     Save,
     Saved,
     SharedState,
@@ -147,11 +147,11 @@ class SaverProcess:
         child = _Child(self._url, self._known.claim)
         self._end = weakref.finalize(self, _end, os.getpid(), child)
         self._planned = None
-        answer = child.ask(Start(options, this_process()))
-        if not isinstance(answer, Ready):
+        response = child.request(Start(options, this_process()))
+        if not isinstance(response, Ready):
             self._end()
             # It would also end at the next start, for example where its imports fail.
-            problem = answer.problem if isinstance(answer, Refused) else f"it ended during its start: {child.death}"
+            problem = response.problem if isinstance(response, Refused) else f"it ended during its start: {child.death}"
             raise SaverUnavailable(f"another process cannot use the options, or cannot start ({problem})")
         self._child = child
         if self._known != RunState():
@@ -164,14 +164,14 @@ class SaverProcess:
     def order(self, step: int) -> SaveOrder:
         """As `SaveEngine.order`. `start` was called before. Raises also `SaverDiedError`."""
         child = self._running()
-        answer = child.ask(Decide(step))
-        if not isinstance(answer, Decided):
+        response = child.request(Decide(step))
+        if not isinstance(response, Decided):
             raise child.died(f"the decision about the save of step {step}")
-        if answer.error is not None:
-            raise answer.error
-        if answer.order is None:
+        if response.error is not None:
+            raise response.error
+        if response.order is None:
             raise AssertionError("a decision without an error has an order")
-        return answer.order
+        return response.order
 
     def save(self, request: SaveRequest, staged: StagedState, report: Report | None) -> tuple[Written, Upload]:
         """Save a state, which this object owns from now on. `start` was called before. Returns also a function that waits
@@ -248,13 +248,13 @@ class SaverProcess:
         child = self._child
         if child is not None:
             try:
-                answer = child.ask(GiveState())
+                response = child.request(GiveState())
             except BaseException:  # Ctrl-C: the saver releases the run, and this process has not received its state
                 self._lose()
                 raise
-            if isinstance(answer, StateGiven):
+            if isinstance(response, StateGiven):
                 self._known, child.claim = RunState(), None
-                return answer.state, child.last_save(answer)
+                return response.state, child.last_save(response)
         self._lose()
         state, self._known = self._known, RunState()
         return state, None
@@ -270,7 +270,7 @@ class SaverProcess:
         if not self._owner.is_this_process or self._child is None:
             return True
         child = self._child
-        if not isinstance(child.ask(Close()), Closed) and child.claim is not None:
+        if not isinstance(child.request(Close()), Closed) and child.claim is not None:
             return False
         child.stop(patience=_END_SECONDS)
         self._child = None
@@ -335,7 +335,7 @@ class _Child:
         self.claim = claim
         self._questions = itertools.count(1)
         # None at the end.
-        self._answers: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._responses: queue.SimpleQueue[object] = queue.SimpleQueue()
         ours, theirs = socket.socketpair()
         _connections.update((ours, theirs))
         self._channel = Channel(ours, look_seconds=_LOOK_SECONDS)
@@ -360,7 +360,7 @@ class _Child:
         self.process = found
 
     def send(self, message: object, region: Region | None = None) -> None:
-        """Send a message. If that fails, the process ends or has ended, and callers that wait for answers get an error."""
+        """Send a message. If that fails, the process ends or has ended, and callers that wait for responses get an error."""
         try:
             descriptor = None if region is None else region.descriptor
             self._channel.send(message, descriptor, look=_Looks(self.process))
@@ -368,16 +368,16 @@ class _Child:
             self._unsent = f"a message could not be sent ({error.strerror or error})"
             self._channel.shut_down()
 
-    def ask(self, message: Start | Decide | GiveState | Close) -> object:
-        """Send a question and wait for its answer. None if the process has ended.
+    def request(self, message: Start | Decide | GiveState | Close) -> object:
+        """Send a request and wait for its response. None if the process has ended.
 
-        Answers to earlier questions are dropped: a Ctrl-C may have ended the wait for one.
+        Responses to earlier requests are dropped: a Ctrl-C may have ended the wait for one.
         """
         number = next(self._questions)
         self.send(Question(number, message))
-        while self.death is None or not self._answers.empty():
-            found = self._next(self._answers)
-            if not isinstance(found, Answer):
+        while self.death is None or not self._responses.empty():
+            found = self._next(self._responses)
+            if not isinstance(found, Response):
                 break
             if found.number == number:
                 return found.message
@@ -501,7 +501,7 @@ class _Child:
         self._release_all()
         for inbox in list(self._inboxes.values()):
             inbox.put(None)
-        self._answers.put(None)
+        self._responses.put(None)
 
     def _handle(self, message: Any) -> None:
         if isinstance(message, Emitted):
@@ -519,8 +519,8 @@ class _Child:
                 staged.release()
         elif isinstance(message, Claimed):
             self.claim = message.claim
-        elif isinstance(message, Answer):
-            self._answers.put(message)
+        elif isinstance(message, Response):
+            self._responses.put(message)
         else:
             raise UsageError(f"an unknown message of the saver: {type(message).__name__}")
 

@@ -142,7 +142,7 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
     """The response to the request of this number."""
 
     number: int

@@ -15,7 +15,7 @@ from millrace.cluster.dataplane.connections import Connection, ConnectionPool
 from millrace.cluster.dataplane.wire import (
     MAX_BODY_BYTES,
     SUM_BYTES,
-    Ask,
+    GetMode,
     ObjectDescription,
     ReplicaName,
     ReplicaPut,
@@ -81,7 +81,7 @@ class PeerClient:
         what: ObjectDescription,
         span: Span,
         *,
-        ask: Ask,
+        mode: GetMode,
         rank: int = 0,
         verify: bool = False,
         deadline: float = SILENCE_SECONDS,
@@ -95,7 +95,7 @@ class PeerClient:
         self.require_version(member)
 
         def exchange(verified: bool) -> _Exchange:
-            request = self._get(what, span, member.address, ask, rank, verified)
+            request = self._get(what, span, member.address, mode, rank, verified)
             return _Exchange(self._pool, member.address, [request], deadline)
 
         for verified in (True,) if verify else (False, True):
@@ -212,12 +212,12 @@ class PeerClient:
         what: ObjectDescription,
         span: Span,
         address: str,
-        ask: Ask,
+        mode: GetMode,
         rank: int,
         verify: bool,
     ) -> bytes:
         """The request for a range. Only the range and the fetch are built again in repeated requests for one object."""
-        key = (what.object_id(), address, ask, rank, verify)
+        key = (what.object_id(), address, mode, rank, verify)
         cut = self._requests.get(key)
         if cut is None:
             request = build_get(
@@ -225,7 +225,7 @@ class PeerClient:
                 (0, 1),
                 host=address,
                 token=self._token,
-                ask=ask,
+                mode=mode,
                 rank=rank,
                 verify=verify,
             )
@@ -234,7 +234,7 @@ class PeerClient:
                 self._requests.clear()
             cut = self._requests[key] = before + b"\r\nRange: ", b"\r\n" + after
         varied = format_range(span)
-        if ask is Ask.FETCH and (found := fetch_id.get()):
+        if mode is GetMode.FETCH and (found := fetch_id.get()):
             varied = f"{varied}\r\nMillrace-Fetch: {found}"
         return b"%b%b%b" % (cut[0], varied.encode("ascii"), cut[1])
 
@@ -291,7 +291,7 @@ class _Exchange:
         except PeerSilentError as error:
             self.fail()
             waited = isinstance(error.__cause__, TimeoutError | BlockingIOError)
-            if not connection.used or connection.answered or connection.is_dropped or waited:
+            if not connection.used or connection.responded or connection.is_dropped or waited:
                 raise
             # The peer ended an idle connection while this request was sent, which is not a failure.
             self._connection = connection = self._send(True)

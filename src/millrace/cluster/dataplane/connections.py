@@ -42,7 +42,7 @@ class Connection:
         self.address = address
         self.used = False
         """Whether an earlier request received its response on it."""
-        self.answered = False
+        self.responded = False
         """Whether any bytes have arrived since the last request was sent."""
         self.idle_since = 0.0
         # Received bytes that are not consumed yet: the chunk from `_begin` to `_end`.
@@ -79,7 +79,7 @@ class Connection:
 
     def send(self, request: Sequence[bytes | memoryview], deadline: float) -> None:
         """Send a request, in parts."""
-        self.answered = False
+        self.responded = False
         self._begin = self._end = 0
         self._set_deadline(deadline)
         try:
@@ -195,7 +195,7 @@ class Connection:
                 raise _silent(self.address, error) from error
             if not count:
                 raise PeerSilentError(f"{self.address}: closed the connection")
-            self.answered = True
+            self.responded = True
             return count
 
     def _send_by_tls(self, request: Sequence[bytes | memoryview]) -> None:

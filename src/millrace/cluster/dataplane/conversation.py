@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qsl, unquote
 
 from millrace.cluster.dataplane import wire as protocol
-from millrace.cluster.dataplane.answers import Answer, BrokenAnswerError, Content, Exchange, Refusal
+from millrace.cluster.dataplane.responses import BrokenResponseError, Content, Exchange, Refusal, Response
 from millrace.cluster.dataplane.transport import PlainTransport, Transport
 from millrace.errors import (
     ChangedError,
@@ -53,9 +53,9 @@ _STATUS_OF: tuple[tuple[type[MillraceError], int], ...] = (
 class Blocks(Protocol):
     """Responds to requests for blocks, see `serving.BlockService`. Thread-safe; raises `WireError` for a malformed one."""
 
-    def get(self, get: protocol.Get, exchange: Exchange) -> Answer: ...
+    def get(self, get: protocol.Get, exchange: Exchange) -> Response: ...
 
-    def put(self, put: protocol.Put, exchange: Exchange) -> Answer: ...
+    def put(self, put: protocol.Put, exchange: Exchange) -> Response: ...
 
     def close(self) -> None: ...
 
@@ -76,9 +76,9 @@ Handle = Callable[[Call], Any]
 class Replicas(Protocol):
     """Responds to requests for files of replicas, see `replicas.ReplicaFiles`. Thread-safe."""
 
-    def get(self, name: protocol.ReplicaName, span: protocol.Span) -> Answer: ...
+    def get(self, name: protocol.ReplicaName, span: protocol.Span) -> Response: ...
 
-    def put(self, put: protocol.ReplicaPut, exchange: Exchange) -> Answer: ...
+    def put(self, put: protocol.ReplicaPut, exchange: Exchange) -> Response: ...
 
 
 class Page(NamedTuple):
@@ -183,7 +183,7 @@ class Connection:
                 pass
         except OSError:
             pass  # the other side is gone, too slow, or not a member
-        except BrokenAnswerError as error:
+        except BrokenResponseError as error:
             emit(Event(name="peer.answer.broken", subject=self._server.address, detail=str(error)))
         except Exception as error:  # noqa: BLE001 - an error in one connection must not end the server
             _log.exception("a defect in the data plane")
@@ -202,7 +202,7 @@ class Connection:
                 return False
             get = self._server.repeated.find(head)
             if get is not None and self._server.is_authorized_head(head):
-                return self._answer_again(get)
+                return self._respond_again(get)
             request = protocol.parse_request(head)
             headers = request.headers
             if not self._server.is_authorized(headers.get("authorization", "")):
@@ -216,11 +216,11 @@ class Connection:
         try:
             self._body_left = self._announced_body(request)
             if request.path.startswith(protocol.OBJECTS_PATH):
-                self._answer_for_object(request, head)
+                self._respond_with_object(request, head)
             elif request.path.startswith(protocol.REPLICA_FILES_PATH):
-                self._answer_for_replica(request)
+                self._respond_with_replica(request)
             else:
-                self._answer_command(request)
+                self._respond_to_command(request)
         except WireError as error:
             self._send_refusal(Refusal(status=error.status, message=str(error), code=error.code), request)
             keep = keep and error.status in (404, 405, 416, 421)
@@ -278,50 +278,50 @@ class Connection:
 
     # --- blocks -------------------------------------------------------------------------------------
 
-    def _answer_for_object(self, request: protocol.Request, head: bytes) -> None:
+    def _respond_with_object(self, request: protocol.Request, head: bytes) -> None:
         service = self._server.service
         if request.method == "GET":
             get = protocol.parse_get(request)
             self._server.repeated.keep(head, request, get)
-            answer = service.get(get, self)
+            response = service.get(get, self)
         elif request.method == "PUT":
-            answer = service.put(protocol.parse_put(request), self)
+            response = service.put(protocol.parse_put(request), self)
         else:
             raise WireError("objects support GET and PUT", status=405)
-        self._send_answer(answer, request)
+        self._send_response(response, request)
 
-    def _answer_for_replica(self, request: protocol.Request) -> None:
+    def _respond_with_replica(self, request: protocol.Request) -> None:
         replicas = self._server.replicas
         if replicas is None:
             raise WireError("this node stores no replicas", status=404)
         if request.method == "GET":
-            answer = replicas.get(*protocol.parse_replica_get(request))
+            response = replicas.get(*protocol.parse_replica_get(request))
         elif request.method == "PUT":
-            answer = replicas.put(protocol.parse_replica_put(request), self)
+            response = replicas.put(protocol.parse_replica_put(request), self)
         else:
             raise WireError("files of replicas support GET and PUT", status=405)
-        self._send_answer(answer, request)
+        self._send_response(response, request)
 
-    def _answer_again(self, get: protocol.Get) -> bool:
+    def _respond_again(self, get: protocol.Get) -> bool:
         """Respond to a request that equals an earlier one except for its range and fetch."""
         self._interim, self._last_interim = True, 0.0
         try:
-            answer = self._server.service.get(get, self)
+            response = self._server.service.get(get, self)
         except MillraceError as error:
             status = error.status if isinstance(error, WireError) else _status_of(error)
-            answer = Refusal(status=status, message=str(error), code=error.code)
-        self._send_answer(answer, None)
+            response = Refusal(status=status, message=str(error), code=error.code)
+        self._send_response(response, None)
         return True
 
-    def _send_answer(self, answer: Answer, request: protocol.Request | None) -> None:
-        if isinstance(answer, Content):
-            head, parts = answer
+    def _send_response(self, response: Response, request: protocol.Request | None) -> None:
+        if isinstance(response, Content):
+            head, parts = response
             try:
-                self.transport.send((head, *parts) if isinstance(parts, tuple) else _with_head(answer))
+                self.transport.send((head, *parts) if isinstance(parts, tuple) else _with_head(response))
             except MillraceError as error:  # raised while sending: a refusal would be taken for content
-                raise BrokenAnswerError(str(error)) from error
-        elif isinstance(answer, Refusal):
-            self._send_refusal(answer, request)
+                raise BrokenResponseError(str(error)) from error
+        elif isinstance(response, Refusal):
+            self._send_refusal(response, request)
         else:
             self.transport.send((protocol.build_response(204),))
 
@@ -357,7 +357,7 @@ class Connection:
 
     # --- commands -----------------------------------------------------------------------------------
 
-    def _answer_command(self, request: protocol.Request) -> None:
+    def _respond_to_command(self, request: protocol.Request) -> None:
         page = self._server.page_of(request.path, authorized=True)
         if page is not None and request.method in ("GET", "HEAD"):
             self._send_page(page, request, [])

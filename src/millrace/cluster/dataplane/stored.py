@@ -16,7 +16,7 @@ from typing_extensions import Buffer
 from millrace.cache.disk import Disk
 from millrace.cache.node import CacheNode
 from millrace.cache.reading.locations import stored_object
-from millrace.cluster.dataplane.answers import FilePart, OpenFile
+from millrace.cluster.dataplane.responses import FilePart, OpenFile
 from millrace.cluster.dataplane.wire import Span
 from millrace.errors import StorageError
 from millrace.events import Event, emit

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from typing_extensions import Buffer
 
-from millrace.cluster.dataplane.answers import BrokenAnswerError, FilePart, Part
 from millrace.cluster.dataplane.connections import timeval
+from millrace.cluster.dataplane.responses import BrokenResponseError, FilePart, Part
 from millrace.runtime.failures import FAILING_ERRNOS
 
 _RECEIVE_BYTES = 64 << 10
@@ -43,7 +43,7 @@ class Transport(Protocol):
         ...
 
     def send(self, parts: Iterable[Part]) -> None:
-        """Send everything, in as few packets as possible. Raises `BrokenAnswerError` if a file is too short."""
+        """Send everything, in as few packets as possible. Raises `BrokenResponseError` if a file is too short."""
         ...
 
     def shut_down(self) -> None:
@@ -135,7 +135,7 @@ class PlainTransport:
                     self._send_memory([data], len(data), socket.MSG_MORE)
                     sent = len(data)
                 if not sent:
-                    raise BrokenAnswerError("a file was truncated")
+                    raise BrokenResponseError("a file was truncated")
                 offset += sent
         except BlockingIOError:
             raise TimeoutError("nothing was accepted") from None
@@ -197,7 +197,7 @@ class TlsTransport:
             except OSError as error:
                 data = _instead_of_unreadable(error, wanted)
             if not data:
-                raise BrokenAnswerError("a file was truncated")
+                raise BrokenResponseError("a file was truncated")
             self._send_all(before + data if before else data)
             before = b""
             offset += len(data)

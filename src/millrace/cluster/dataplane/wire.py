@@ -97,7 +97,7 @@ Span = tuple[int, int]
 """A half-open range of bytes of an object."""
 
 
-class Ask(StrEnum):
+class GetMode(StrEnum):
     """What a peer may do to respond."""
 
     FETCH = "fetch"
@@ -307,7 +307,7 @@ class Get(NamedTuple):
 
     object_id: bytes
     span: Span
-    ask: Ask
+    mode: GetMode
     rank: int
     verify: bool
     described: str
@@ -328,13 +328,13 @@ def parse_get(request: Request) -> Get:
     object_id = parse_object_path(request.path)
     require_version(request)
     try:
-        ask = Ask(headers.get("millrace-ask", "fetch"))
+        mode = GetMode(headers.get("millrace-ask", "fetch"))
     except ValueError:
         raise WireError("Millrace-Ask must be fetch or cached") from None
     return Get(
         object_id=object_id,
         span=parse_range(headers.get("range", "")),
-        ask=ask,
+        mode=mode,
         rank=parse_number(headers.get("millrace-rank", "0"), "Millrace-Rank"),
         verify=headers.get("millrace-verify") == "1",
         described=headers.get("millrace-object", ""),
@@ -355,7 +355,7 @@ def build_get(
     *,
     host: str,
     token: str,
-    ask: Ask = Ask.FETCH,
+    mode: GetMode = GetMode.FETCH,
     rank: int = 0,
     verify: bool = False,
     fetch_id: str = "",
@@ -365,8 +365,8 @@ def build_get(
     if fetch_id:
         fields.append(("Millrace-Fetch", fetch_id))
     fields.append(_VERSION_FIELD)
-    fields.append(("Millrace-Ask", ask.value))
-    if ask is Ask.FETCH:
+    fields.append(("Millrace-Ask", mode.value))
+    if mode is GetMode.FETCH:
         fields.append(("Millrace-Object", what.to_header()))
     if rank:
         fields.append(("Millrace-Rank", str(rank)))

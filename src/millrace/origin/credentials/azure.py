@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from millrace.errors import ConfigurationError, DeniedError, MillraceError, OriginUnavailableError
-from millrace.origin.credentials.provider import Found, Provider, for_obstore, metadata_answers
+from millrace.origin.credentials.provider import Found, Provider, for_obstore, metadata_responds
 from millrace.origin.options import StoreOptions
 from millrace.runtime.forks import imported, is_installed
 
@@ -45,7 +45,7 @@ def azure_credentials(options: StoreOptions, environ: Mapping[str, str]) -> Foun
         return Found(provider=_tokens(lambda: _default_credential(options)))
     if shutil.which("az"):
         return Found(config={"credential_type": "azure_cli", **_hints(options)})
-    if metadata_answers(_METADATA_ADDRESS):
+    if metadata_responds(_METADATA_ADDRESS):
         return Found(config={"credential_type": "managed_identity", **_hints(options)})
     raise none_found()
 
@@ -69,7 +69,7 @@ def _tokens(make: Any) -> Provider:
     def look_up() -> Any:
         credential = make()
 
-        def answer() -> dict[str, Any]:
+        def read() -> dict[str, Any]:
             try:
                 with _quiet():
                     token = credential.get_token(_SCOPE)
@@ -77,7 +77,7 @@ def _tokens(make: Any) -> Provider:
                 raise _failed(error) from error
             return {"token": token.token, "expires_at": datetime.fromtimestamp(token.expires_on, UTC)}
 
-        return answer
+        return read
 
     return Provider(look_up)
 

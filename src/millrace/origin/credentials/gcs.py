@@ -12,7 +12,7 @@ from datetime import UTC
 from typing import Any
 
 from millrace.errors import ConfigurationError, DeniedError, OriginUnavailableError
-from millrace.origin.credentials.provider import Answer, Found, Provider, for_obstore, metadata_answers
+from millrace.origin.credentials.provider import Found, Provider, ReadCredentials, for_obstore, metadata_responds
 from millrace.origin.options import StoreOptions
 from millrace.runtime.forks import imported, is_installed
 
@@ -42,7 +42,7 @@ def gcs_credentials(options: StoreOptions, environ: Mapping[str, str]) -> Found:
     path = token if token not in (None, "google_default", "cloud") else named
     if path is not None:
         return Found(config={"application_credentials": _existing(path)})
-    if (token != "cloud" and os.path.exists(os.path.expanduser(_GCLOUD_FILE))) or metadata_answers(_METADATA_ADDRESS):
+    if (token != "cloud" and os.path.exists(os.path.expanduser(_GCLOUD_FILE))) or metadata_responds(_METADATA_ADDRESS):
         return Found()
     raise none_found()
 
@@ -57,13 +57,13 @@ def _existing(path: str) -> str:
     return path
 
 
-def _by_google_auth(token: Any) -> Answer:
+def _by_google_auth(token: Any) -> ReadCredentials:
     auth: Any = imported("google.auth")
     errors: Any = imported("google.auth.exceptions")
     credentials = _load(auth, errors, token)
     request = _request()
 
-    def answer() -> dict[str, Any]:
+    def read() -> dict[str, Any]:
         try:
             if not credentials.valid:
                 credentials.refresh(request)
@@ -78,7 +78,7 @@ def _by_google_auth(token: Any) -> Answer:
         expiry = credentials.expiry
         return {"token": credentials.token, "expires_at": expiry and expiry.replace(tzinfo=expiry.tzinfo or UTC)}
 
-    return answer
+    return read
 
 
 def _load(auth: Any, errors: Any, token: Any) -> Any:

@@ -16,7 +16,7 @@ from millrace.origin.options.store import is_sendable, stripped, unusable_in
 
 _MOST_SHARED_SECONDS = 5.0
 
-Answer = Callable[[], dict[str, Any]]
+ReadCredentials = Callable[[], dict[str, Any]]
 """Returns credentials in obstore's form; it is called again at `expires_at`, None for never."""
 
 
@@ -28,9 +28,9 @@ class Provider:
     it took, up to 5 s: requests come here one after the other, and the last of 100 would otherwise wait 100 times as long.
     """
 
-    def __init__(self, look_up: Callable[[], Answer]) -> None:
+    def __init__(self, look_up: Callable[[], ReadCredentials]) -> None:
         self._look_up = look_up
-        self._answer: Answer | None = None
+        self._read: ReadCredentials | None = None
         self._last: dict[str, Any] | None = None
         self._failed_until = 0.0
         self._lock = threading.Lock()
@@ -46,9 +46,9 @@ class Provider:
             began = time.monotonic()
             if self.error is None or began >= self._failed_until:
                 try:
-                    if self._answer is None:
-                        self._answer = self._look_up()
-                    self._last, self.error = usable(self._answer()), None
+                    if self._read is None:
+                        self._read = self._look_up()
+                    self._last, self.error = usable(self._read()), None
                 except MillraceError as error:
                     self.error, now = error, time.monotonic()
                     self._failed_until = now + min(now - began, _MOST_SHARED_SECONDS)
@@ -67,16 +67,16 @@ class Provider:
             fresh = self._look_up()
             found = usable(fresh())
             changed = self._last is None or _secrets(found) != _secrets(self._last)
-            self._answer, self._last, self._failed_until = fresh, found, 0.0
+            self._read, self._last, self._failed_until = fresh, found, 0.0
             return changed
 
 
-def usable(answer: Mapping[str, Any]) -> dict[str, Any]:
+def usable(read: Mapping[str, Any]) -> dict[str, Any]:
     """The credentials without white space around them. Raises `ConfigurationError` if a request cannot contain them.
 
     For every credential, also a renewed one: of options, variables, profiles, programs and services.
     """
-    cleaned: dict[str, Any] = stripped(dict(answer))
+    cleaned: dict[str, Any] = stripped(dict(read))
     for name, value in cleaned.items():
         if isinstance(value, str) and not is_sendable(value):
             raise ConfigurationError(
@@ -86,8 +86,8 @@ def usable(answer: Mapping[str, Any]) -> dict[str, Any]:
     return cleaned
 
 
-def _secrets(answer: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in answer.items() if name != "expires_at"}
+def _secrets(read: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in read.items() if name != "expires_at"}
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def for_obstore(names: Iterable[str], environ: Mapping[str, str]) -> dict[str, s
     return {name.lower(): environ[name] for name in names if os.environ.get(name, environ[name]) != environ[name]}
 
 
-def metadata_answers(address: tuple[str, int]) -> bool:
+def metadata_responds(address: tuple[str, int]) -> bool:
     """Whether a metadata service of a cloud responds at an address. Waits a second at most."""
     try:
         socket.create_connection(address, timeout=1).close()

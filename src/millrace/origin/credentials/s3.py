@@ -17,7 +17,14 @@ from millrace.errors import (
     MissingDependencyError,
     OriginUnavailableError,
 )
-from millrace.origin.credentials.provider import Answer, Found, Provider, for_obstore, metadata_answers, usable
+from millrace.origin.credentials.provider import (
+    Found,
+    Provider,
+    ReadCredentials,
+    for_obstore,
+    metadata_responds,
+    usable,
+)
 from millrace.origin.options import StoreOptions
 from millrace.runtime.forks import imported, is_installed
 
@@ -73,12 +80,12 @@ def s3_credentials(options: StoreOptions, environ: Mapping[str, str]) -> Found:
             "AWS_CONTAINER_CREDENTIALS_FULL_URI without AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE needs botocore",
             next_step="pip install 'millrace[s3]'",
         )
-    if not metadata_answers(_METADATA_ADDRESS):
+    if not metadata_responds(_METADATA_ADDRESS):
         raise none_found()
     return Found()
 
 
-def _by_botocore(profile: str | None) -> Answer:
+def _by_botocore(profile: str | None) -> ReadCredentials:
     session_module: Any = imported("botocore.session")
     errors: Any = imported("botocore.exceptions")
     try:
@@ -92,7 +99,7 @@ def _by_botocore(profile: str | None) -> Answer:
     if credentials is None:
         raise none_found()
 
-    def answer() -> dict[str, Any]:
+    def read() -> dict[str, Any]:
         try:
             frozen = credentials.get_frozen_credentials()
         except Exception as error:  # as above, during a renewal
@@ -107,16 +114,16 @@ def _by_botocore(profile: str | None) -> Answer:
             "expires_at": min(latest, expiry.astimezone(UTC)) if expiry is not None else latest,
         }
 
-    return answer
+    return read
 
 
 def _failed(errors: Any, error: Exception) -> MillraceError:
     """The error for a failure of botocore. Its text may contain the output of a program or service, and is not shown."""
     status, code = 0, ""
     if isinstance(error, errors.ClientError):
-        answer: Mapping[str, Any] = getattr(error, "response", {})
-        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        code = answer.get("Error", {}).get("Code", "")
+        read: Mapping[str, Any] = getattr(error, "response", {})
+        status = read.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        code = read.get("Error", {}).get("Code", "")
     is_throttled = status == 429 or code in _THROTTLED  # STS has the status 400 for it
     if is_throttled or status >= 500 or isinstance(error, errors.ConnectionError | errors.HTTPClientError):
         return OriginUnavailableError(

@@ -71,11 +71,11 @@ def find_token(given: str | bool | None, environ: Mapping[str, str]) -> str | No
 
 def _users_token(environ: Mapping[str, str]) -> str | None:
     token = (environ.get("HF_TOKEN") or environ.get("HUGGING_FACE_HUB_TOKEN") or "").strip()
-    asks_elsewhere = bool(environ.get("HF_OIDC_RESOURCE")) or "google.colab" in sys.modules
-    if token and not asks_elsewhere:
+    has_other_places = bool(environ.get("HF_OIDC_RESOURCE")) or "google.colab" in sys.modules
+    if token and not has_other_places:
         return token
     path = _token_path(environ)
-    if not asks_elsewhere and not path.exists():
+    if not has_other_places and not path.exists():
         return None  # avoids the import, which is slower than many reads
     if importlib.util.find_spec("huggingface_hub") is None:  # it renews sessions
         return token or _token_of_file(path)

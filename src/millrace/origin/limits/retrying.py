@@ -91,14 +91,14 @@ def verdict_on(error: MillraceError) -> Verdict:
     return Verdict.RETRY if passing else Verdict.RAISE
 
 
-def patience_with(error: MillraceError, usual_seconds: float, *, answered_lately: bool) -> float:
+def patience_with(error: MillraceError, usual_seconds: float, *, responded_lately: bool) -> float:
     """For how many seconds a request that fails with `error` is retried.
 
     A server that restarts in the middle of a run is waited for. An address that never worked is not: an unknown host, or a
     port without TLS, does not change.
     """
     brief = error.brief_seconds if isinstance(error, OriginUnavailableError) else None
-    return usual_seconds if brief is None or answered_lately else min(brief, usual_seconds)
+    return usual_seconds if brief is None or responded_lately else min(brief, usual_seconds)
 
 
 def is_unsure(error: MillraceError) -> bool:
@@ -155,27 +155,27 @@ def in_slot(
     `request_retry_after` is called, once for the whole node, when a busy origin did not send `Retry-After`.
     """
     trouble = _current.trouble or _Trouble(url, timeout)
-    answered = False
+    responded = False
     slot = Slot()
     try:
         trouble.acquire(limiter, slot)
         try:
             result = request()
-            answered = True
+            responded = True
             if _log.isEnabledFor(logging.DEBUG):
                 trouble.log_request(time.monotonic() - slot.started)
-            limiter.note_answer()
+            limiter.note_response()
             return result
         except MillraceError as error:
-            answered = verdict_on(error) is Verdict.RAISE
+            responded = verdict_on(error) is Verdict.RAISE
             if isinstance(error, MissingError | ChangedError):  # only the origin itself can report these
-                limiter.note_answer()
-            trouble.answered_lately = limiter.answered_lately
+                limiter.note_response()
+            trouble.responded_lately = limiter.responded_lately
             if isinstance(error, OriginBusyError):
                 trouble.close_gate(limiter, slot, error, request_retry_after)
             raise
     finally:
-        limiter.release(slot, answered=answered)
+        limiter.release(slot, responded=responded)
 
 
 class _Trouble:
@@ -190,7 +190,7 @@ class _Trouble:
         self._began = 0.0
         self._waited = 0.0
         self.seconds = 0.0
-        self.answered_lately = False
+        self.responded_lately = False
         self.unsure: MillraceError | None = None
         """The error of the last try that may have had its effect."""
         self.refused: MillraceError | None = None
@@ -260,7 +260,7 @@ class _Trouble:
     def _most_seconds(self) -> float:
         if self._last is None:
             return self._patience.seconds
-        return patience_with(self._last, self._patience.seconds, answered_lately=self.answered_lately)
+        return patience_with(self._last, self._patience.seconds, responded_lately=self.responded_lately)
 
     def _most_tries(self) -> int:
         most = self._last.most_tries if isinstance(self._last, OriginUnavailableError) else None
@@ -298,6 +298,6 @@ _current = _Current()
 
 def _unknown_outcome(url: str, lost: MillraceError) -> OutcomeUnknownError:
     return OutcomeUnknownError(
-        f"{url} exists now, made by this write, whose answer was lost ({lost.message}), or by another",
+        f"{url} exists now, made by this write, whose response was lost ({lost.message}), or by another",
         next_step="read it to see whose it is",
     )

@@ -165,19 +165,19 @@ class NodeLimiter:
                 return slot
             self._let_go(slot)
 
-    def release(self, slot: Slot, *, answered: bool) -> None:
-        """Release a slot, also an empty one. `answered`: the origin responded, and not with "slow down"."""
+    def release(self, slot: Slot, *, responded: bool) -> None:
+        """Release a slot, also an empty one. `responded`: the origin responded, and not with "slow down"."""
         self._let_go(slot)
-        if answered:
+        if responded:
             self._succeeded(slot)
 
     @property
-    def answered_lately(self) -> bool:
+    def responded_lately(self) -> bool:
         """Whether the origin has responded to any process of this node in the last hour."""
         at = self._shared_state().numbers[Number.ANSWERED_AT]
         return bool(at) and 0 <= time.monotonic() - at < _LATELY_SECONDS
 
-    def note_answer(self) -> None:
+    def note_response(self) -> None:
         """Record that the origin has served a request."""
         state, now = self._shared_state(), time.monotonic()
         if not 0 <= now - state.numbers[Number.ANSWERED_AT] < _NOTED_SECONDS:

@@ -31,7 +31,7 @@ from millrace.errors import (
     UsageError,
 )
 from millrace.origin.base import UNLIMITED, RequestLimiter
-from millrace.origin.reachability import Cause, cause_of, diagnose, note_answer, proxy_of, trusted_context
+from millrace.origin.reachability import Cause, cause_of, diagnose, note_response, proxy_of, trusted_context
 from millrace.origin.web.addresses import redirected, shown
 from millrace.origin.web.options import SILENCE_SECONDS
 from millrace.runtime import forks
@@ -363,7 +363,7 @@ class Connections:
                 preload_content=False,
                 decode_content=False,
             )
-        note_answer(url)
+        note_response(url)
         return Response(response, url, limiter.request_seconds)
 
     def _manager(self, url: str) -> urllib3.PoolManager:

@@ -252,7 +252,7 @@ def test_page_of_level_replaces_contradicted_single_record(make_node: MakeNode) 
 
 def page(first: int, count: int, *, asked: float = 5.0) -> bytes:
     infos = [ObjectInfo(f"k/{n:05}", n, f"v{n}", float(n)) for n in range(first, first + count)]
-    return pack_page([(info.key, info) for info in infos], asked=asked, through="z", root="k")
+    return pack_page([(info.key, info) for info in infos], sent_at=asked, through="z", root="k")
 
 
 def test_page_with_many_lookups_is_unpacked() -> None:

@@ -25,7 +25,7 @@ from millrace.cluster.dataplane.client import PeerClient
 from millrace.cluster.dataplane.wire import (
     PROCESSING,
     SUM_BYTES,
-    Ask,
+    GetMode,
     ObjectDescription,
     build_framed_head,
     build_response,
@@ -70,7 +70,7 @@ def client() -> Iterator[PeerClient]:
 
 def read(client: PeerClient, peer: Peer, start: int = 10, stop: int = BLOCK_BYTES + 10, **options: object) -> bytes:
     options = {"deadline": 60.0, **options}  # a busy machine may delay a peer that responds
-    return bytes(client.read(peer.member(), WHAT, (start, stop), ask=Ask.FETCH, **options).data)  # type: ignore[arg-type]
+    return bytes(client.read(peer.member(), WHAT, (start, stop), mode=GetMode.FETCH, **options).data)  # type: ignore[arg-type]
 
 
 def idle_connections(client: PeerClient) -> int:
@@ -98,7 +98,7 @@ def test_connection_after_a_response_is_reused(client: PeerClient, peer: Callabl
 
 def test_read_of_several_blocks_is_one_request(client: PeerClient, peer: Callable[..., Peer]) -> None:
     one = peer(honest)
-    got = client.read(one.member(), WHAT, (BLOCK_BYTES - 3, BLOCK_BYTES + 7), ask=Ask.CACHED, deadline=60.0)
+    got = client.read(one.member(), WHAT, (BLOCK_BYTES - 3, BLOCK_BYTES + 7), mode=GetMode.CACHED, deadline=60.0)
     assert got.data == DATA[BLOCK_BYTES - 3 : BLOCK_BYTES + 7]
     assert one.requests == 1
 
@@ -113,7 +113,7 @@ def test_request_contains_its_headers(client: PeerClient, peer: Callable[..., Pe
             visit.send(head_of(body, ("Millrace-Hot", "1")), body)
 
     one = peer(handle)
-    got = client.read(one.member(), WHAT, (0, 5), ask=Ask.FETCH, rank=2, verify=True, deadline=60.0)
+    got = client.read(one.member(), WHAT, (0, 5), mode=GetMode.FETCH, rank=2, verify=True, deadline=60.0)
     assert got.hot
     for line in ("Millrace-Rank: 2", "Millrace-Verify: 1", "Millrace-Ask: fetch"):
         assert f"\r\n{line}\r\n" in seen[0]
@@ -449,7 +449,7 @@ def test_refusal_raises_its_status(
 def test_read_from_a_peer_of_another_wire_version_is_refused(client: PeerClient, peer: Callable[..., Peer]) -> None:
     one = peer(honest)
     with pytest.raises(PeerRefusedError, match="wire version 3"):
-        client.read(one.member(3), WHAT, (0, 1), ask=Ask.CACHED)
+        client.read(one.member(3), WHAT, (0, 1), mode=GetMode.CACHED)
     assert not one.visits
 
 
@@ -528,11 +528,11 @@ def test_client_close_ends_requests_in_progress(client: PeerClient, peer: Callab
     one = peer(silent)
     threading.Timer(0.05, client.close).start()
     with pytest.raises(PeerSilentError):
-        client.read(one.member(), WHAT, (0, 1), ask=Ask.CACHED, deadline=60)
+        client.read(one.member(), WHAT, (0, 1), mode=GetMode.CACHED, deadline=60)
 
 
 def test_client_never_shows_its_token(client: PeerClient, peer: Callable[..., Peer]) -> None:
-    found = client.read(peer(honest).member(), WHAT, (0, 1), ask=Ask.CACHED, deadline=60.0)
+    found = client.read(peer(honest).member(), WHAT, (0, 1), mode=GetMode.CACHED, deadline=60.0)
     assert TOKEN not in f"{client!r} {client!s} {found!r}"
 
 

@@ -27,8 +27,8 @@ from tests.support.waiting import wait_until
 from tests.support.wire_client import TOKEN, WireClient, connect
 
 from millrace.cluster.dataplane import transport, wire
-from millrace.cluster.dataplane.answers import Answer, Content, Done, Exchange, Refusal
 from millrace.cluster.dataplane.client import PeerClient
+from millrace.cluster.dataplane.responses import Content, Done, Exchange, Refusal, Response
 from millrace.cluster.dataplane.server import Call, PlaneServer
 from millrace.cluster.membership import Member
 from millrace.config import Tls
@@ -52,10 +52,10 @@ LARGE = BLOCK_BYTES * 2 + 12345
 class NoBlocks:
     """An empty service, for tests of the server alone."""
 
-    def get(self, get: wire.Get, exchange: Exchange) -> Answer:
+    def get(self, get: wire.Get, exchange: Exchange) -> Response:
         return Refusal(status=404, message="nothing is here", code="missing")
 
-    def put(self, put: wire.Put, exchange: Exchange) -> Answer:
+    def put(self, put: wire.Put, exchange: Exchange) -> Response:
         return Done()
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class ManyBytes(NoBlocks):
 
     nbytes = 64 << 20
 
-    def get(self, get: wire.Get, exchange: Exchange) -> Answer:
+    def get(self, get: wire.Get, exchange: Exchange) -> Response:
         head = wire.build_response(200, length=self.nbytes)
         return Content(head=head, parts=(bytes(1 << 20) for _ in range(self.nbytes >> 20)))
 
@@ -359,7 +359,7 @@ def test_connections_of_idle_members_do_not_block_others(enough_room: None) -> N
 class RefusesUploads(NoBlocks):
     """Does not read the bodies."""
 
-    def put(self, put: wire.Put, exchange: Exchange) -> Answer:
+    def put(self, put: wire.Put, exchange: Exchange) -> Response:
         return Refusal(status=421, message="not an owner", code="not-mine")
 
 
@@ -591,7 +591,7 @@ def test_tls_connections_without_a_handshake_do_not_block_members(tmp_path: Path
 class Vanishing(NoBlocks):
     """Fails in the middle of a body."""
 
-    def get(self, get: wire.Get, exchange: Exchange) -> Answer:
+    def get(self, get: wire.Get, exchange: Exchange) -> Response:
         def parts() -> Iterator[bytes]:
             yield bytes(1 << 20)
             raise WireError("the object is not cached, and its description is missing", status=404)
@@ -613,7 +613,7 @@ def test_refusal_inside_a_body_closes_the_connection() -> None:
 class Failing(NoBlocks):
     """Its disk fails at every request."""
 
-    def get(self, get: wire.Get, exchange: Exchange) -> Answer:
+    def get(self, get: wire.Get, exchange: Exchange) -> Response:
         raise StorageError("the disk fails")
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from millrace.cluster.dataplane import wire
-from millrace.cluster.dataplane.wire import Ask, ObjectDescription
+from millrace.cluster.dataplane.wire import GetMode, ObjectDescription
 from millrace.errors import WireError
 from millrace.store.records import BLOCK_BYTES, object_id
 
@@ -23,14 +23,14 @@ def test_framed_request_round_trip_is_equal() -> None:
     get = wire.parse_get(parsed)
     assert get.object_id == WHAT.object_id() == object_id(WHAT.origin, WHAT.key, WHAT.version, WHAT.size)
     assert get.span == (5, 9)
-    assert (get.ask, get.rank, get.verify) == (Ask.FETCH, 3, True)
+    assert (get.mode, get.rank, get.verify) == (GetMode.FETCH, 3, True)
     assert ObjectDescription.from_header(get.described) == WHAT
     assert wire.head_bytes(head) == len(head)
 
 
 def test_request_for_cached_blocks_has_no_description() -> None:
-    get = wire.parse_get(wire.parse_request(wire.build_get(WHAT, (0, 5), host="h", token="t", ask=Ask.CACHED)))
-    assert (get.ask, get.described, get.rank, get.verify) == (Ask.CACHED, "", 0, False)
+    get = wire.parse_get(wire.parse_request(wire.build_get(WHAT, (0, 5), host="h", token="t", mode=GetMode.CACHED)))
+    assert (get.mode, get.described, get.rank, get.verify) == (GetMode.CACHED, "", 0, False)
 
 
 def test_put_round_trip_is_equal() -> None:

@@ -41,11 +41,11 @@ def _in_forked_child(action: Callable[[], bytes]) -> bytes:
         ended = bool(wait([read_end], _SECONDS))
         if not ended:
             os.kill(pid, signal.SIGKILL)
-        answer = pipe.read()
+        response = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert ended, f"the forked child has not ended after {_SECONDS} seconds"
     assert status == 0, "the forked child could not read"
-    return answer
+    return response
 
 
 def _in_new_process(pickled: bytes, key: str, size: int) -> bytes:

@@ -52,10 +52,10 @@ class Done(NamedTuple):
     """The response 204, without a body."""
 
 
-Answer = Content | Refusal | Done
+Response = Content | Refusal | Done
 
 
-class BrokenAnswerError(Exception):
+class BrokenResponseError(Exception):
     """A body cannot be sent to its end: the server closes the connection, so that the receiver detects it."""
 
 
