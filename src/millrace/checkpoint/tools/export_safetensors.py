@@ -19,10 +19,10 @@ from millrace.checkpoint.format.safetensors import (
     split_files,
 )
 from millrace.checkpoint.reading.contents import Bytes, Contents, pieces, stream, whole
-from millrace.checkpoint.storage.storage import CheckpointStorage, StoredFile
+from millrace.checkpoint.storage.storage import CheckpointStorage
 from millrace.checkpoint.tools.export_targets import DirectoryTarget, FileStream, FileTarget
 from millrace.checkpoint.writing.packing import discard
-from millrace.errors import ChangedError, MissingError, ObjectExistsError, UsageError
+from millrace.errors import ObjectExistsError, UsageError
 
 
 def names_of(keys: Sequence[str], strip_prefix: str, renames: Sequence[str]) -> dict[str, str]:
@@ -101,17 +101,14 @@ def write_safetensors(
     files = split_files(tensors, limit_bytes)
     headers = {name: pack_header(each) for name, each in files.items()}
     storage = _prepare(target)
-    # The index first: it may be that of another export at the same time, some of whose files this one has replaced.
-    written = [INDEX_NAME]
-    stored: list[StoredFile] = []
+    written: list[str] = []
     try:
         for name, each in files.items():
             written.append(name)
             with FileStream(storage.open_writer(name), count) as file:
                 _write(file, headers[name], contents, [keys[tensor.name] for tensor in each], dtype, count)
-            stored.append(storage.stat(name))
         if len(files) > 1:
-            _require_unchanged(storage, stored)
+            written.append(INDEX_NAME)
             storage.publish(INDEX_NAME, pack_index(files), replace=True)
     except BaseException:
         discard(storage, written)
@@ -136,20 +133,6 @@ def _prepare(target: DirectoryTarget) -> CheckpointStorage:
         storage.delete([INDEX_NAME])
     storage.delete(former)
     return storage
-
-
-def _require_unchanged(storage: CheckpointStorage, stored: Sequence[StoredFile]) -> None:
-    """Raise `ChangedError` if another export has replaced or removed one of the files: the model would be a mixture."""
-    for file in stored:
-        try:
-            is_same = storage.stat(file.name).version == file.version
-        except MissingError:
-            is_same = False
-        if not is_same:
-            raise ChangedError(
-                f"{storage.url}/{file.name} was replaced during the export",
-                next_step="export again, with one export into a directory at a time",
-            )
 
 
 def _is_shard(name: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -364,24 +363,6 @@ def test_export_of_a_model_over_itself_by_another_spelling_is_refused(
             output_options=options,
         )
     assert_same_state(in_order(load_weights(url, target_options=options)), in_order(tensors))
-
-
-def test_two_exports_into_a_directory_at_the_same_time_leave_no_mixture(
-    split: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    folder, tensors = split
-    out, other = tmp_path / "out", tmp_path / "other"
-    dcp.save({key: value + 1 for key, value in tensors.items()}, storage_writer=CheckpointWriter(other))
-
-    def export_the_other(progress: object) -> None:
-        if other.exists() and len(list(out.glob("model-*"))) == 2:
-            export_checkpoint(other, out, "safetensors", shard_bytes=10, overwrite=True)
-            shutil.rmtree(other)
-
-    with pytest.raises(ChangedError, match="was replaced during the export"):
-        export_checkpoint(folder, out, "safetensors", shard_bytes=10, progress=export_the_other)
-    assert not other.exists()
-    assert not out.exists()
 
 
 def test_failed_export_of_several_files_leaves_none(
