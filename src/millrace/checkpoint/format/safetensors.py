@@ -18,8 +18,6 @@ from millrace.figures import listed
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# In the metadata of a file that torch writes for each rank. The other files may be missing, so it is never read as a whole.
-_RANK_MARK = "DCP_SHARDING_INFO"
 LENGTH_BYTES = 8
 # Readers of safetensors reject longer headers.
 MAX_HEADER_BYTES = 100_000_000
@@ -120,22 +118,14 @@ def header_bytes(head: bytes, file_bytes: int) -> int:
 
 
 def parse_header(head: bytes, file_bytes: int) -> list[FileTensor]:
-    """The tensors of a file of `file_bytes` bytes, from its first `header_bytes`. Raises `CorruptCheckpointError`, and
-    `UnsupportedObjectError` for a file with the parts of tensors that one rank had.
-    """
+    """The tensors of a file of `file_bytes` bytes, from its first `header_bytes`. Raises `CorruptCheckpointError`."""
     try:
         header = json.loads(head[LENGTH_BYTES:], object_pairs_hook=_unique)
-        is_of_one_rank = _RANK_MARK in header.get("__metadata__", {})
         found = [
             _tensor(name, value, len(head), file_bytes) for name, value in header.items() if name != "__metadata__"
         ]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError("its header is damaged") from error
-    if is_of_one_rank:
-        raise UnsupportedObjectError(
-            "it has the parts of tensors that one rank had, from HuggingFaceStorageWriter(save_distributed=True)",
-            next_step="load the model with torch's HuggingFaceStorageReader, or save it with enable_consolidation=True",
-        )
     # The tensors of a small file could otherwise take any amount of memory.
     by_place = sorted((each for each in found if each.start < each.stop), key=lambda each: each.start)
     for before, after in itertools.pairwise(by_place):

@@ -28,9 +28,8 @@ from millrace.checkpoint.format.safetensors import (
 )
 from millrace.checkpoint.format.tables import NO_BASE, chunk_table, item_table
 from millrace.checkpoint.storage.fetching import ChunkFetcher, ItemRequest
-from millrace.checkpoint.storage.storage import CheckpointStorage, LocalStorage, StoredFile
+from millrace.checkpoint.storage.storage import CheckpointStorage, LocalStorage, StoredFile, require_unchanged
 from millrace.errors import (
-    ChangedError,
     CheckpointNotFoundError,
     ConfigurationError,
     CorruptCheckpointError,
@@ -46,6 +45,8 @@ _PART_BYTES = 1 << 20
 
 # A file of a model in several files, by their number.
 _NUMBERED = re.compile(r"(.*)-\d+-of-(\d+)\.safetensors", re.ASCII)
+# A file that torch's writer has for each rank. It looks complete when those of the other ranks are missing.
+_OF_ONE_RANK = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors", re.ASCII)
 
 _T = TypeVar("_T")
 
@@ -116,12 +117,11 @@ class SafetensorsFetcher(ChunkFetcher):
 
     def fetch(self, requests: Sequence[ItemRequest]) -> None:
         super().fetch(requests)
-        # A read of a local disk is not pinned to a version, and there are no checksums.
-        for file in self._files.values() if isinstance(self._storage, LocalStorage) else ():
-            if not _exists(self._storage, file.name) or self._storage.stat(file.name) != file:
-                raise ChangedError(
-                    f"{self._storage.url}/{file.name} was replaced during the read", next_step="load again"
-                )
+        if isinstance(self._storage, LocalStorage):
+            # A read of a local disk is not pinned to a version, and there are no checksums.
+            rows = self._manifest.items["chunk"][[request.item for request in requests if request.runs.nbytes]]
+            for number in np.unique(self._manifest.chunks["file"][rows]):
+                require_unchanged(self._storage, self._files[int(number)])
 
     def _decode_one(self, row: int, stored: Buffer, out: np.ndarray[Any, Any], base: memoryview | None) -> None:
         out[:] = as_bytes(stored)
@@ -198,6 +198,11 @@ def _read_index(storage: CheckpointStorage, file: StoredFile) -> bytes:
 
 
 def _read_header(storage: CheckpointStorage, name: str) -> tuple[StoredFile, list[FileTensor]]:
+    if _OF_ONE_RANK.fullmatch(name):
+        raise UnsupportedObjectError(
+            f"{storage.url}/{name} has the parts of tensors that one rank had (save_distributed=True)",
+            next_step="load the model with torch's HuggingFaceStorageReader, or save it with enable_consolidation=True",
+        )
     try:
         file = storage.stat(name)
     except MissingError as error:
@@ -215,8 +220,6 @@ def _checked(storage: CheckpointStorage, name: str, parse: Callable[[], _T]) -> 
     """The result of `parse`, whose errors are completed by the name of the file."""
     try:
         return parse()
-    except UnsupportedObjectError as error:
-        raise UnsupportedObjectError(f"{storage.url}/{name}: {error.message}", next_step=error.next_step) from error
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(
             f"{storage.url}/{name}: {error.message}", next_step="load another copy"

@@ -12,7 +12,7 @@ import math
 import pickle
 import posixpath
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -40,9 +40,8 @@ from millrace.checkpoint.state.tensors import (
 from millrace.checkpoint.state.wrappers import encode_recipe, is_wrapper, take_apart
 from millrace.checkpoint.storage.manifests import read_stock_metadata
 from millrace.checkpoint.storage.stock_metadata import unpickle_metadata
-from millrace.checkpoint.storage.storage import CheckpointStorage, LocalStorage, StoredFile
+from millrace.checkpoint.storage.storage import CheckpointStorage, LocalStorage, StoredFile, require_unchanged
 from millrace.errors import (
-    ChangedError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     MillraceError,
@@ -121,8 +120,6 @@ class StockReader(FileSystemReader):  # type: ignore[misc]
         self._storage = storage
         self._trusted_types = trusted_types
         self._peeked: dict[str, StoredFile] = {}
-        # The data files on a local disk when the metadata was read.
-        self._local_files: dict[str, StoredFile] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """Raises `CheckpointNotFoundError`, or as `unpickle_metadata`."""
@@ -132,17 +129,16 @@ class StockReader(FileSystemReader):  # type: ignore[misc]
         read = unpickle_metadata(data, self._storage.url)
         if getattr(read, "storage_meta", None) is None:
             read.storage_meta = StorageMeta()
-        if isinstance(self._storage, LocalStorage):
-            self._local_files = self._stat({str(info.relative_path) for info in read.storage_data.values()})
         return read
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         """Raises `UnsupportedObjectError` for a class that is not trusted, `StateMismatchError` for a value that cannot be
         copied into the tensor or object of the planner, `CorruptCheckpointError` where torch's
-        reader cannot read a file, `ChangedError` if a file was replaced after the metadata was read.
+        reader cannot read a file, `ChangedError` if a file was replaced during the read.
         """
         checked = _CheckedPlanner(planner, self._trusted_types)
         self.transforms = _Transforms(self.transforms.extension_registry, checked)
+        local_files = self._local_files(plan)
         try:
             with admitted(self._trusted_types) if self._trusted_types else contextlib.nullcontext():
                 result = super().read_data(plan, checked)
@@ -150,17 +146,17 @@ class StockReader(FileSystemReader):  # type: ignore[misc]
             raise
         except Exception as error:
             raise self._failure(error, checked) from error
-        # A read of a local disk is not pinned to a version, and there are no checksums.
-        if self._stat(self._local_files) != self._local_files:
-            raise ChangedError(f"{self._storage.url} was saved again during the read", next_step="load again")
+        for storage, file in local_files:
+            require_unchanged(storage, file)
         return result
 
-    def _stat(self, names: Iterable[str]) -> dict[str, StoredFile]:
-        """The files that exist."""
-        found = {}
-        for name in names:
-            with contextlib.suppress(MissingError, ValueError):  # hostile metadata has names that no file can have
-                found[name] = self._storage.stat(name)
+    def _local_files(self, plan: Any) -> list[tuple[LocalStorage, StoredFile]]:
+        """The data files of a plan on a local disk, where a read is not pinned to a version and there are no checksums."""
+        storage, found = self._storage, []
+        if isinstance(storage, LocalStorage):
+            for name in {str(self.storage_data[item.storage_index].relative_path) for item in plan.items}:
+                with contextlib.suppress(MissingError, ValueError):  # hostile metadata has names that no file can have
+                    found.append((storage, storage.stat(name)))
         return found
 
     def holds_subclass(self, info: Any) -> bool:

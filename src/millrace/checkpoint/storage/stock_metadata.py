@@ -142,7 +142,7 @@ def _check_members(read: Any) -> None:
         shapes = [value.size]
         for chunk in value.chunks:
             shapes += (chunk.offsets, chunk.sizes)
-        if not all(type(each) is torch.Size and len(each) == len(value.size) for each in shapes):
+        if not all(isinstance(each, tuple) and len(each) == len(value.size) for each in shapes):
             raise ValueError("a tensor has an impossible shape")
         if not isinstance(value.properties.dtype, torch.dtype):
             raise ValueError("a tensor has no element type")
@@ -162,6 +162,7 @@ def unpickle_metadata(data: bytes, url: str) -> Any:
         with _unchanged_classes():
             read = _MetadataUnpickler(io.BytesIO(data)).load()
         if isinstance(read, metadata.Metadata):
+            read.storage_data = read.storage_data or {}
             _check_members(read)
     except MillraceError:
         raise

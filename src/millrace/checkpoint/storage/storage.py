@@ -399,6 +399,17 @@ class LocalStorage:
         return os.path.normpath(os.path.join(self._path, name))
 
 
+def require_unchanged(storage: LocalStorage, file: StoredFile) -> None:
+    """Raise `ChangedError` if another file, or none, has the name of `file` by now."""
+    try:
+        found = storage.stat(file.name)
+    except MissingError:
+        found = None
+    # Not by the inode, which some mounted object stores change.
+    if found is None or (found.size, found.modified) != (file.size, file.modified):
+        raise ChangedError(f"{storage.url}/{file.name} was replaced during the read", next_step="load again")
+
+
 class LocalWriter:
     """Writes a file under a temporary name. `close` syncs the file, renames it, and syncs the directory.
 

@@ -272,19 +272,19 @@ def test_hugging_face_file_that_is_replaced_during_a_load_raises_changed(
     assert torch.equal(load_weights(folder)["large"], tensors["large"] + 1)
 
 
-@pytest.mark.parametrize("consolidated", [False, True])
-def test_parts_of_ranks_from_torchs_writer_are_refused_and_the_whole_is_read(
-    consolidated: bool, tmp_path: Path
-) -> None:
-    """A part has the shape of what its rank had, so without the other files it looks like a whole tensor."""
+@pytest.mark.parametrize("options", [{}, {"save_distributed": True, "enable_consolidation": True}], ids=["", "joined"])
+def test_whole_tensors_of_torchs_hugging_face_writer_are_read(options: dict[str, bool], tmp_path: Path) -> None:
     state = {"a": torch.arange(6.0)}
-    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True, enable_consolidation=consolidated)
-    dcp.save(state, storage_writer=writer, no_dist=True)
-    if consolidated:
-        assert_same_state(load_weights(tmp_path), state)
-    else:
-        with pytest.raises(UnsupportedObjectError, match="parts of tensors"):
-            load_weights(tmp_path)
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(tmp_path), **options), no_dist=True)
+    assert_same_state(load_weights(tmp_path), state)
+
+
+def test_parts_of_ranks_from_torchs_hugging_face_writer_are_refused(tmp_path: Path) -> None:
+    """A part has the shape of what its rank had, so without the other files it looks like a whole tensor."""
+    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    dcp.save({"a": torch.arange(6.0)}, storage_writer=writer, no_dist=True)
+    with pytest.raises(UnsupportedObjectError, match="parts of tensors"):
+        load_weights(tmp_path)
 
 
 def test_unknown_element_type_raises_only_if_selected(tmp_path: Path) -> None:
