@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import sys
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.default_planner import (
     _EmptyStateDictLoadPlanner,
 )
 from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, _save_state_dict
 
@@ -93,6 +94,37 @@ def test_save_without_collectives_in_one_process_is_loaded(tmp_path):
     dcp.load(loaded, storage_reader=CheckpointReader(tmp_path), no_dist=True)
     assert_same_state(loaded, state)
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".millrace"] * 2
+
+
+class LeavesOutW(DefaultLoadPlanner):
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, items=[item for item in plan.items if item.dest_index.fqn != "w"])
+
+
+class LoadsAverageIntoW(DefaultLoadPlanner):
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        items = [
+            dataclasses.replace(item, storage_index=dataclasses.replace(item.storage_index, fqn="average"))
+            for item in plan.items
+        ]
+        return dataclasses.replace(plan, items=items)
+
+
+class MakesNewPlans(DefaultLoadPlanner):
+    def create_global_plan(self, plans):
+        return [LoadPlan(plan.items) for plan in plans]
+
+
+@pytest.mark.parametrize(("planner", "expected"), [(LeavesOutW, 0.0), (LoadsAverageIntoW, 2.0), (MakesNewPlans, 1.0)])
+@pytest.mark.parametrize("use_collectives", [True, False])
+def test_load_with_a_planner_of_ones_own_reads_what_it_plans(planner, expected, use_collectives, tmp_path):
+    state = {"w": torch.ones(4), "average": torch.full((4,), 2.0)}
+    dcp.save(state, storage_writer=CheckpointWriter(tmp_path), no_dist=True, use_collectives=use_collectives)
+    loaded = {"w": torch.zeros(4)}
+    dcp.load(loaded, storage_reader=CheckpointReader(tmp_path), planner=planner(), no_dist=True)
+    assert loaded["w"].tolist() == [expected] * 4
 
 
 def test_load_of_a_damaged_manifest_next_to_an_older_save_without_collectives_raises(tmp_path):

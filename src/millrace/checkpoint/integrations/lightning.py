@@ -69,8 +69,10 @@ class MillraceCheckpointIO(CheckpointIO):  # type: ignore[misc]
         target = f"{os.fspath(path)}.new" if os.path.isfile(path) else path
         save(plan_save(tensors), self._writer(target, storage_options))
         if target != path:
-            os.remove(path)
+            replaced = f"{os.fspath(path)}.replaced"
+            os.rename(path, replaced)
             os.rename(target, path)
+            os.remove(replaced)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None

@@ -186,7 +186,8 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
         """Raises `ChangedError` if the ranks have read the metadata of different saves (one from a cache, for example)."""
-        if any(plan.storage_data != self._common_save_id for plan in plans):
+        # A planner may have replaced the plans.
+        if any(plan.storage_data not in (None, self._common_save_id) for plan in plans):
             raise ChangedError(
                 f"{self.checkpoint_id} was saved again while the ranks read its manifest", next_step="load it again"
             )

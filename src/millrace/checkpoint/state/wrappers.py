@@ -131,6 +131,8 @@ def _take_apart(tensor: Any, prefix: str, tensors: dict[str, Any], key: str, dep
         ) from error
     parts: dict[str, Wrapper | Leaf] = {}
     for name, value in inner.items():
+        if isinstance(value, AsyncCollectiveTensor):
+            value = value.trigger_wait()
         if type(value) in PLAIN_TENSORS and not value.is_nested:
             parts[name] = Leaf(tuple(value.stride()) if value.layout is torch.strided else ())
             tensors[f"{prefix}.{name}"] = value
@@ -138,7 +140,7 @@ def _take_apart(tensor: Any, prefix: str, tensors: dict[str, Any], key: str, dep
             parts[name] = _take_apart(value, f"{prefix}.{name}", tensors, key, depth + 1)
         else:
             raise UnsupportedObjectError(
-                f"{key!r} is a {type_name(kind)} that contains a {type(value).__name__}, which a checkpoint cannot store",
+                f"{key!r} is a {type_name(kind)} with a {type(value).__name__} in it, which cannot be stored",
                 next_step="make it a plain tensor before saving",
             )
     return Wrapper(kind, size, stride, context, parts)

@@ -117,7 +117,7 @@ def check_kinds(plans: Sequence[Any]) -> None:
                 if kinds.setdefault(key, dtype) != dtype:
                     raise UsageError(
                         f"{key!r} is a tensor of {kinds[key]} on one rank and of {dtype} on another",
-                        next_step="give every rank a shard of it",
+                        next_step="convert it to one element type on all ranks",
                     )
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tests.support import wrappers
 from tests.support.failures import failure_of
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,6 +27,7 @@ from millrace.checkpoint import (
     CheckpointWriter,
     load_weights,
 )
+from millrace.checkpoint.state.wrappers import take_apart
 from millrace.errors import ConfigurationError, StateMismatchError, UnsupportedObjectError, UsageError
 from millrace.runtime.pipeline import collection_paused
 
@@ -123,6 +125,14 @@ def test_result_of_an_asynchronous_collective_is_awaited_and_saved_as_a_plain_te
     assert all(each.completed for each in results)
     for path in (tmp_path / "c", tmp_path / "run" / "step-000000000001"):
         assert torch.equal(load_weights(path)["x"], torch.arange(5.0))
+
+
+def test_wrapper_around_the_result_of_an_asynchronous_collective_is_taken_apart():
+    wrapper = wrappers.Scaled(torch.arange(4.0), torch.tensor(2.0), wrappers.Settings(8), torch.float32)
+    wrapper.values_ = AsyncCollectiveTensor(wrapper.values_)
+    _, tensors = take_apart(wrapper, "x")
+    assert type(tensors["x.values_"]) is torch.Tensor
+    assert tensors["x.values_"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_recursive_state_dict_fails_the_save(tmp_path):
