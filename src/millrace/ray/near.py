@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +95,7 @@ def read_near(
     costs = [part.cost for part in parts]
     shares = {name: share_out(options[name], costs) for name in _SHARED if options.get(name)}
     datasets = []
-    with _as_one_of_many(fs):
+    with _settings.of(fs):
         for place, part in enumerate(parts):
             named = {**(options.get("ray_remote_args") or {}), **_near(part.node)}
             given = {
@@ -268,6 +268,32 @@ def _near(node: str | None) -> dict[str, Any]:
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True)}
 
 
+class _Settings:
+    """Settings of Ray for all near reads at the same time: the first sets them, and the last restores them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._changed = ExitStack()
+
+    @contextmanager
+    def of(self, fs: MillraceFileSystem) -> Iterator[None]:
+        with self._lock:
+            if not self._users:
+                self._changed.enter_context(_as_one_of_many(fs))
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._changed.close()
+
+
+_settings = _Settings()
+
+
 @contextmanager
 def _as_one_of_many(fs: MillraceFileSystem) -> Iterator[None]:
     """Make Ray create data sets in ways that work once per node, without its warnings about options."""
@@ -278,14 +304,10 @@ def _as_one_of_many(fs: MillraceFileSystem) -> Iterator[None]:
     newer = _given(DataContext.get_current(), "use_datasource_v2", False)
     # Ray describes many files by a listing per part, or a task per sixteen files; here the metadata is cached.
     serial = _given(file_based_datasource, "FILE_SIZE_FETCH_PARALLELIZATION_THRESHOLD", sys.maxsize)
-    with _settings_lock, newer, serial if fs._options.max_age_seconds else nullcontext(), warnings.catch_warnings():
+    with newer, serial if fs._options.max_age_seconds else nullcontext(), warnings.catch_warnings():
         # There is no other option yet for a preferred node.
         warnings.filterwarnings("ignore", ".*ray_remote_args.* is deprecated")
         yield
-
-
-# Held while Ray's settings are changed: otherwise two threads restore each other's values. A `read` may contain another.
-_settings_lock = threading.RLock()
 
 
 @contextmanager

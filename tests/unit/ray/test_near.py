@@ -93,14 +93,14 @@ def test_settings_of_ray_are_restored_after_two_near_reads_at_once(tmp_path: Pat
     second_began, first_ended = threading.Event(), threading.Event()
 
     def read_second() -> None:
-        with near._as_one_of_many(fs):
+        with near._settings.of(fs):
             second_began.set()
             assert first_ended.wait(120)
 
     second = threading.Thread(target=read_second)
-    with near._as_one_of_many(fs):
+    with near._settings.of(fs):
         second.start()
-        second_began.wait(0.5)  # not while the first reads
+        assert second_began.wait(120)
     first_ended.set()
     second.join()
     assert settings() == before
