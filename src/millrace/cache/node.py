@@ -112,13 +112,18 @@ class CacheNode:
         return disks
 
     def _copy_rules(self, known: Disk, disk: Disk) -> None:
-        """Set the retention rules of a disk also on another one, which has none."""
+        """Set the retention rules of a disk also on another one, which has none. A quota of the node grows by its part."""
+        failing = known
         try:
-            part, whole = (max(1, self.options.capacity.of(each.store.space.disk_bytes())) for each in (disk, known))
-            rules = known.rules.current().in_proportion(part, whole)
-            disk.rules.change(lambda old: rules if old == NO_RULES else old)
+            whole, rules = self._capacity_of(known), known.rules.current()
+            failing = disk
+            copied = rules.in_proportion(self._capacity_of(disk), whole)
+            disk.rules.change(lambda old: copied if old == NO_RULES else old)
         except StorageError as error:
-            disk.report(error)
+            failing.report(error)
+
+    def _capacity_of(self, disk: Disk) -> int:
+        return max(1, self.options.capacity.of(disk.store.space.disk_bytes()))
 
     def apply_limits(self) -> None:
         """Apply the limits of this node's options to its disks again: another node of this process may have changed them."""

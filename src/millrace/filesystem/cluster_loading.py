@@ -310,7 +310,7 @@ class _ClusterLoad:
 
 
 def _place_of(member: Member) -> tuple[str, str]:
-    """What identifies a member for a load. One that was started again may have another address."""
+    """The identity of a member in a load. A node that was started again may have another address."""
     return member.id, member.address
 
 

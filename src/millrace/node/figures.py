@@ -86,7 +86,7 @@ class NodeFigures:
             if self._counting is None and time.monotonic() >= self._fresh_until:
                 begun: Future[None] = Future()
                 threading.Thread(target=self._recount, args=(begun,), name="millrace-count", daemon=True).start()
-                self._counting = begun  # not before the thread, which may fail to start; it needs the lock to end
+                self._counting = begun  # now that the thread has started
             counting = self._counting
         if counting is not None:
             with contextlib.suppress(TimeoutError):

@@ -88,25 +88,33 @@ class LoadJobs:
         """Start a job unless it exists; returns its state. If too many jobs are running, it is not started, and waits for
         the next request of its client. Raises `DeniedError` without access to the origin.
         """
-        if (known := self.state(job_id)) is not None:
+        with self._lock:
+            known = self._known(job_id)
+        if known is not None:
             return known
         origin = self._find_origin(order.origin_identity)  # without the lock: it may wait for Ray's control plane
         with self._lock:
-            self._remove_old()
-            job = self._jobs.get(job_id)
-            if job is None:
-                if self._closed:
-                    raise UsageError("this node is stopping", next_step="use the other nodes")
-                if sum(each.ended_at is None for each in self._jobs.values()) >= _MOST_RUNNING:
-                    return {"state": "running", "progress": {}}
-                if origin is None:
-                    raise DeniedError(
-                        f"no access to {order.origin_identity}",
-                        next_step="start it with --origin and the endpoint's URL, and credentials in its environment",
-                    )
-                job = _LoadJob(NodeFiles(self._node, origin), order, share_of(self._member_id, order))
-                self._jobs[job_id] = job
+            known = self._known(job_id)
+            if known is not None:
+                return known
+            if origin is None:
+                raise DeniedError(
+                    f"no access to {order.origin_identity}",
+                    next_step="start it with --origin and the endpoint's URL, and credentials in its environment",
+                )
+            job = self._jobs[job_id] = _LoadJob(NodeFiles(self._node, origin), order, share_of(self._member_id, order))
         return job.state()
+
+    def _known(self, job_id: str) -> dict[str, Any] | None:
+        """The state of a job that exists or cannot start now; None if it can start. Call with the lock held."""
+        self._remove_old()
+        job = self._jobs.get(job_id)
+        if job is not None:
+            return job.state()
+        if self._closed:
+            raise UsageError("this node is stopping", next_step="use the other nodes")
+        is_full = sum(each.ended_at is None for each in self._jobs.values()) >= _MOST_RUNNING
+        return {"state": "running", "progress": {}} if is_full else None
 
     def state(self, job_id: str) -> dict[str, Any] | None:
         """The state of a job; None for an unknown one."""

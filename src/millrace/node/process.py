@@ -227,7 +227,7 @@ class NodeProcess:
             self._publish_member()
             self._announce_static()
             return self.drains.wait(started + seconds, self._ending) if owns_share else DrainReport()
-        finally:  # also without threads for its requests: the process of the node waits for its leave
+        finally:  # also after an error, such as no more threads: the process waits until its node has left
             self._leave()
 
     def _leave(self) -> None:

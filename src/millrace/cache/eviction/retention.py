@@ -129,7 +129,7 @@ class Rules:
 
         def scaled(rule: Rule) -> Rule:
             nbytes = None if rule.quota is None else rule.quota.nbytes
-            return rule if nbytes is None else rule._replace(quota=Amount(nbytes=nbytes * part // whole))
+            return rule if nbytes is None else rule._replace(quota=Amount(nbytes=max(1, nbytes * part // whole)))
 
         return replace(self, by_place={place: scaled(rule) for place, rule in self.by_place.items()})
 
