@@ -305,19 +305,19 @@ def read_batch(paths: Sequence[str], ranges: Sequence[Range], read: ReadRanges) 
     places: dict[str, list[int]] = {}
     for place, path in enumerate(paths):
         places.setdefault(path, []).append(place)
-    responses: list[bytes | Exception] = [b""] * len(paths)
+    results: list[bytes | Exception] = [b""] * len(paths)
 
     def one(path: str) -> None:
         mine = places[path]
         try:
             for place, data in zip(mine, read(path, [ranges[place] for place in mine]), strict=True):
-                responses[place] = data
+                results[place] = data
         except Exception as error:  # noqa: BLE001 - returned to the caller, which decides
             for place in mine:
-                responses[place] = error
+                results[place] = error
 
     side_by_side(one, list(places), _OBJECTS_AT_A_TIME, "millrace-batch")
-    return responses
+    return results
 
 
 def as_list(value: int | Sequence[int | None] | None, count: int) -> list[int | None]:

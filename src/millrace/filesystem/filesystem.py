@@ -300,8 +300,8 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
         if len(paths) == 1 and not isinstance(path, list) and paths[0] == self._strip_protocol(path):
             return self.cat_file(paths[0], **kwargs)
         wanted = (kwargs.get("start"), kwargs.get("end"))
-        responses = self._cat_batch(paths, [wanted] * len(paths), "raise" if on_error == "raise" else "return")
-        named = dict(zip(paths, responses, strict=True))
+        results = self._cat_batch(paths, [wanted] * len(paths), "raise" if on_error == "raise" else "return")
+        named = dict(zip(paths, results, strict=True))
         return {name: data for name, data in named.items() if on_error != "omit" or not isinstance(data, Exception)}
 
     # --- inside -----------------------------------------------------------------------------------
@@ -377,20 +377,20 @@ class MillraceFileSystem(CacheManagement, WritingFileSystem, PyFileSystem):  # t
     def _cat_batch(self, paths: Sequence[str], ranges: Sequence[Range], on_error: str) -> list[bytes | Exception]:
         """Ranges of objects. Objects without a recent open are read several at a time."""
         hot = {path: self._hot.find(path) for path in paths}
-        responses: list[bytes | Exception] = [b""] * len(paths)
+        results: list[bytes | Exception] = [b""] * len(paths)
         rest = []
         for place, path in enumerate(paths):
             buffer = hot[path]
             if buffer is None:
                 rest.append(place)
             else:
-                (responses[place],) = self._read_ranges(path, [ranges[place]], buffer)
+                (results[place],) = self._read_ranges(path, [ranges[place]], buffer)
         found = read_batch([paths[place] for place in rest], [ranges[place] for place in rest], self._read_ranges)
-        for place, response in zip(rest, found, strict=True):
-            if isinstance(response, Exception) and on_error == "raise":
-                raise response
-            responses[place] = response
-        return responses
+        for place, result in zip(rest, found, strict=True):
+            if isinstance(result, Exception) and on_error == "raise":
+                raise result
+            results[place] = result
+        return results
 
     def _read_ranges(self, path: str, ranges: Sequence[Range], buffer: pa.Buffer | None = None) -> list[bytes]:
         """Ranges of one version of an object, from its memory map if it is cached."""

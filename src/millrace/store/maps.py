@@ -43,8 +43,8 @@ def is_resident(buffer: pa.Buffer) -> bool:
     start = buffer.address & _PAGE_MASK
     nbytes = buffer.address + buffer.size - start
     pages = bytearray(-(-nbytes // mmap.PAGESIZE))
-    response = _mincore(start, nbytes, (ctypes.c_ubyte * len(pages)).from_buffer(pages))
-    return response == 0 and pages.count(1) == len(pages)  # the other bits of each are 0
+    status = _mincore(start, nbytes, (ctypes.c_ubyte * len(pages)).from_buffer(pages))
+    return status == 0 and pages.count(1) == len(pages)  # the other bits of each are 0
 
 
 class MapSlot:

@@ -26,8 +26,8 @@ StillACopy = Callable[[bytes, int], bool]
 """Whether another node owns all of the object with this id and size in bytes. Thread-safe, quick, never raises."""
 
 _SAMPLED_ENTRIES = 32
-_ANSWER_SECONDS = 1.0  # for which the result of a segment is kept
-_MAX_ANSWERS = 4096
+_RESULT_SECONDS = 1.0  # for which the result of a segment is kept
+_MAX_RESULTS = 4096
 _PAGE = 1000
 _DRAWS = 8  # each twice as large as the one before
 _DRAWS_ALONE = 2  # without a cluster only checkpoint files are copies, and the marks of others stay
@@ -126,9 +126,9 @@ class Copies:
                 or (still_a_copy is not None and still_a_copy(entry.object_id, entry.size))
                 for entry in some
             )
-            if len(self._results) >= _MAX_ANSWERS:
+            if len(self._results) >= _MAX_RESULTS:
                 self._results.clear()
-            self._results[record.segment] = (now + _ANSWER_SECONDS, result)
+            self._results[record.segment] = (now + _RESULT_SECONDS, result)
         return result
 
     def _is_checkpoint(self, record: UnitRecord) -> bool:

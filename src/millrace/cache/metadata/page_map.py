@@ -382,7 +382,7 @@ class PageMap:
 
         return self._index.meta_write(write)
 
-    # --- forgetting -------------------------------------------------------------------------------
+    # --- dropping -------------------------------------------------------------------------------
 
     def change(self, identity: str, key: str) -> ObjectInfo | None:
         """Note that `key` was written or removed; returns its old description.
@@ -418,7 +418,7 @@ class PageMap:
                 level = level_space(identity, below[:slash])
                 if below == key:
                     known = self._strike(txn, cursor, level, key) or known
-                self._strike(txn, cursor, level, f"{below}/")  # a directory, of which this may have been all
+                self._strike(txn, cursor, level, f"{below}/")  # this directory may be gone with its last key
                 self._distrust(txn, cursor, level, encode(below[:slash]))
                 below = below[: slash - 1]
             return known

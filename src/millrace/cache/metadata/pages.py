@@ -320,7 +320,7 @@ PAGE, RECORD, CHANGE, ORDER, NUMBER = b"P", b"S", b"T", b"O", b"N"
 CHANGES_KEPT = 4096
 MOST_POSITION_BYTES = 480  # LMDB takes keys of 511 bytes
 
-_LONGEST_ANSWER_SECONDS = 3600.0
+_LONGEST_REQUEST_SECONDS = 3600.0
 
 _NUMBER = struct.Struct(">Q")
 _RECORD = struct.Struct("<IIQdd")
@@ -329,7 +329,7 @@ _RECORD_VERSION = 1
 
 def later(sent_at: float, other: float) -> bool:
     """Whether a request at `sent_at` was sent after `other`. If it is much later, the clock was set back in between."""
-    return other < sent_at <= other + _LONGEST_ANSWER_SECONDS
+    return other < sent_at <= other + _LONGEST_REQUEST_SECONDS
 
 
 def change_key(number: int) -> bytes:

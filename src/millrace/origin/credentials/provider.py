@@ -71,12 +71,12 @@ class Provider:
             return changed
 
 
-def usable(read: Mapping[str, Any]) -> dict[str, Any]:
+def usable(credentials: Mapping[str, Any]) -> dict[str, Any]:
     """The credentials without white space around them. Raises `ConfigurationError` if a request cannot contain them.
 
     For every credential, also a renewed one: of options, variables, profiles, programs and services.
     """
-    cleaned: dict[str, Any] = stripped(dict(read))
+    cleaned: dict[str, Any] = stripped(dict(credentials))
     for name, value in cleaned.items():
         if isinstance(value, str) and not is_sendable(value):
             raise ConfigurationError(
@@ -86,8 +86,8 @@ def usable(read: Mapping[str, Any]) -> dict[str, Any]:
     return cleaned
 
 
-def _secrets(read: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in read.items() if name != "expires_at"}
+def _secrets(credentials: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in credentials.items() if name != "expires_at"}
 
 
 @dataclass(frozen=True)

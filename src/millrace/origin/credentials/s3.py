@@ -121,9 +121,9 @@ def _failed(errors: Any, error: Exception) -> MillraceError:
     """The error for a failure of botocore. Its text may contain the output of a program or service, and is not shown."""
     status, code = 0, ""
     if isinstance(error, errors.ClientError):
-        read: Mapping[str, Any] = getattr(error, "response", {})
-        status = read.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        code = read.get("Error", {}).get("Code", "")
+        response: Mapping[str, Any] = getattr(error, "response", {})
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        code = response.get("Error", {}).get("Code", "")
     is_throttled = status == 429 or code in _THROTTLED  # STS has the status 400 for it
     if is_throttled or status >= 500 or isinstance(error, errors.ConnectionError | errors.HTTPClientError):
         return OriginUnavailableError(

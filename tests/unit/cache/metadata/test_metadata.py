@@ -222,7 +222,7 @@ def test_listing_from_before_a_write_is_not_cached(make: Make) -> None:
     assert sum(len(page) for page in cache.list_all(origin, "b/d")) == 1501
 
 
-@pytest.mark.parametrize("in_flight", [False, True], ids=["", "by an answer in flight"])
+@pytest.mark.parametrize("in_flight", [False, True], ids=["", "by a response in flight"])
 def test_directory_is_missing_after_all_below_its_listed_directories_was_removed(make: Make, in_flight: bool) -> None:
     origin = MemoryOrigin()
     origin.put("b/d/s/k", b"1")
