@@ -38,7 +38,7 @@ from millrace.checkpoint.state.tensors import (
     torch_dtype,
 )
 from millrace.checkpoint.state.wrappers import encode_recipe, is_wrapper, take_apart
-from millrace.checkpoint.storage.manifests import read_stock_metadata
+from millrace.checkpoint.storage.manifests import read_stock_metadata, stock_metadata_name
 from millrace.checkpoint.storage.stock_metadata import unpickle_metadata
 from millrace.checkpoint.storage.storage import CheckpointStorage, LocalStorage, StoredFile, require_unchanged
 from millrace.errors import (
@@ -120,9 +120,13 @@ class StockReader(FileSystemReader):  # type: ignore[misc]
         self._storage = storage
         self._trusted_types = trusted_types
         self._peeked: dict[str, StoredFile] = {}
+        self._metadata_file: StoredFile | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """Raises `CheckpointNotFoundError`, or as `unpickle_metadata`."""
+        if isinstance(self._storage, LocalStorage):
+            with contextlib.suppress(MissingError):
+                self._metadata_file = self._storage.stat(stock_metadata_name(kwargs.get("rank")))
         data = read_stock_metadata(self._storage, kwargs.get("rank"))
         if data is None:
             raise CheckpointNotFoundError(f"{self._storage.url}: no checkpoint of torch's own writer")
@@ -151,9 +155,13 @@ class StockReader(FileSystemReader):  # type: ignore[misc]
         return result
 
     def _local_files(self, plan: Any) -> list[tuple[LocalStorage, StoredFile]]:
-        """The data files of a plan on a local disk, where a read is not pinned to a version and there are no checksums."""
+        """The metadata and the data files of a plan on a local disk: a read there is not pinned to a version, and there are
+        no checksums.
+        """
         storage, found = self._storage, []
         if isinstance(storage, LocalStorage):
+            if self._metadata_file is not None:
+                found.append((storage, self._metadata_file))
             for name in {str(self.storage_data[item.storage_index].relative_path) for item in plan.items}:
                 with contextlib.suppress(MissingError, ValueError):  # hostile metadata has names that no file can have
                     found.append((storage, storage.stat(name)))

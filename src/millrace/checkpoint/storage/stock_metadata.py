@@ -162,7 +162,6 @@ def unpickle_metadata(data: bytes, url: str) -> Any:
         with _unchanged_classes():
             read = _MetadataUnpickler(io.BytesIO(data)).load()
         if isinstance(read, metadata.Metadata):
-            read.storage_data = read.storage_data or {}
             _check_members(read)
     except MillraceError:
         raise
