@@ -112,7 +112,7 @@ class CacheNode:
         return disks
 
     def _copy_rules(self, known: Disk, disk: Disk) -> None:
-        """Set the retention rules of a disk also on another one, which has none. A quota of the node grows by its part."""
+        """Copy the retention rules of a disk to another one, which has none. That disk adds its part to quotas in bytes."""
         failing = known
         try:
             whole, rules = self._capacity_of(known), known.rules.current()

@@ -86,7 +86,7 @@ class NodeFigures:
             if self._counting is None and time.monotonic() >= self._fresh_until:
                 begun: Future[None] = Future()
                 threading.Thread(target=self._recount, args=(begun,), name="millrace-count", daemon=True).start()
-                self._counting = begun  # now that the thread has started
+                self._counting = begun  # after the start, which may fail: later calls wait for it
             counting = self._counting
         if counting is not None:
             with contextlib.suppress(TimeoutError):

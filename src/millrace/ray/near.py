@@ -269,7 +269,7 @@ def _near(node: str | None) -> dict[str, Any]:
 
 
 class _Settings:
-    """Settings of Ray for all near reads at the same time: the first sets them, and the last restores them. Thread-safe."""
+    """The settings of Ray that concurrent near reads share. The first sets them, the last restores them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -118,7 +118,7 @@ class SafetensorsFetcher(ChunkFetcher):
     def fetch(self, requests: Sequence[ItemRequest]) -> None:
         super().fetch(requests)
         if isinstance(self._storage, LocalStorage):
-            # A read of a local disk is not pinned to a version, and there are no checksums.
+            # A read of a local disk is not pinned to a version, and safetensors have no checksums.
             rows = self._manifest.items["chunk"][[request.item for request in requests if request.runs.nbytes]]
             for number in np.unique(self._manifest.chunks["file"][rows]):
                 require_unchanged(self._storage, self._files[int(number)])

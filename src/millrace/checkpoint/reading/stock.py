@@ -155,8 +155,8 @@ class StockReader(FileSystemReader):  # type: ignore[misc]
         return result
 
     def _local_files(self, plan: Any) -> list[tuple[LocalStorage, StoredFile]]:
-        """The metadata and the data files of a plan on a local disk: a read there is not pinned to a version, and there are
-        no checksums.
+        """The metadata file and the data files of a plan, if they are on a local disk. A read there has no pinned version,
+        and torch stores no checksums.
         """
         storage, found = self._storage, []
         if isinstance(storage, LocalStorage):

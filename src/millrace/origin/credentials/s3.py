@@ -36,7 +36,7 @@ _OBSTORE_READS = (
 )
 _METADATA_ADDRESS = ("169.254.169.254", 80)
 _THROTTLED = frozenset({"RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException"})
-_ANSWER_SECONDS = timedelta(minutes=15)  # credentials without an expiry are requested again after this
+_MOST_AGE = timedelta(minutes=15)  # credentials without an expiry are requested again after this
 
 
 def s3_credentials(options: StoreOptions, environ: Mapping[str, str]) -> Found:
@@ -104,7 +104,7 @@ def _by_botocore(profile: str | None) -> ReadCredentials:
             frozen = credentials.get_frozen_credentials()
         except Exception as error:  # as above, during a renewal
             raise _failed(errors, error) from error
-        latest = datetime.now(UTC) + _ANSWER_SECONDS
+        latest = datetime.now(UTC) + _MOST_AGE
         # botocore renews them itself in a call near their expiry, which only it has.
         expiry: datetime | None = getattr(credentials, "_expiry_time", None)
         return {
