@@ -8,6 +8,7 @@ secret data on a machine with other users.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import fcntl
 import http.client
@@ -44,6 +45,7 @@ _MIN_FREE_BYTES = 512 << 20
 _HOST = "127.0.0.1"
 _ROLES = ("s3", "filer", "volume", "master")
 _ATTEMPTS = 4
+_SOCKETS = Path("/tmp")
 
 
 def find_weed() -> Path:
@@ -101,10 +103,17 @@ class _Ports:
         ]
 
 
-def _remove_sockets(grpc_ports: Mapping[str, int]) -> None:
-    # SeaweedFS hard-codes this folder and leaves some of them behind.
-    for role, port in grpc_ports.items():
-        Path(f"/tmp/seaweedfs-{role}-grpc-{port}.sock").unlink(missing_ok=True)
+def _remove_dead_sockets() -> None:
+    """Remove the inner sockets of this user's servers that have ended: SeaweedFS hard-codes their folder.
+
+    So the server that starts or stops next cleans up after one that was killed, wherever that kept its data.
+    """
+    for path in _SOCKETS.glob("seaweedfs-*-grpc-*.sock"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            status = path.stat()
+            is_new = time.time() - status.st_mtime < 1.0  # its server is perhaps between `bind` and `listen`
+            if status.st_uid == os.getuid() and not is_new and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+                path.unlink()
 
 
 class S3Server:
@@ -273,11 +282,7 @@ class S3Server:
             "m[0-9]*"
         ):  # the master's state, one folder a port; it reads it again from the data
             shutil.rmtree(old)
-        state = self.directory / "ports.json"
-        try:
-            _remove_sockets(json.loads(state.read_text()))
-        except (FileNotFoundError, json.JSONDecodeError):
-            return  # nothing was left behind, or not even this file was finished
+        _remove_dead_sockets()
 
     def _check_wanted_port(self) -> None:
         if self._wanted_port is None:
@@ -297,7 +302,6 @@ class S3Server:
         ) from cause
 
     def _launch(self, weed: Path, ports: _Ports) -> None:
-        (self.directory / "ports.json").write_text(json.dumps(dict(ports.grpc)))
         (self.directory / "logs").mkdir(exist_ok=True)
         self.log_path.write_bytes(b"")
         command: list[str | Path] = [
@@ -365,9 +369,8 @@ class S3Server:
         if self._process is not None:
             self._process.stop()
             self._process = None
-        if self._ports is not None:
-            _remove_sockets(self._ports.grpc)
-            self._ports = None
+            _remove_dead_sockets()
+        self._ports = None
 
     def _disk_full(self) -> DiskFullError:
         return DiskFullError(

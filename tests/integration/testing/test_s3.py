@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import stat
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import obstore.store
 import pytest
+from tests.support.waiting import wait_until
 
 from millrace import errors
 from millrace.testing import s3 as s3_module
@@ -134,6 +136,25 @@ def test_server_ends_with_its_owner_and_frees_its_directory(tmp_path: Path) -> N
     assert not is_running(pid)
     with S3Server(tmp_path):
         pass
+
+
+@pytest.mark.slow
+def test_sockets_of_a_killed_server_are_removed_by_the_next_one_elsewhere(tmp_path: Path) -> None:
+    def sockets(server: S3Server) -> list[Path]:
+        grpc_ports = re.findall(r"-\w+\.port\.grpc=(\d+)", Path(f"/proc/{server.pid}/cmdline").read_text())
+        return [path for port in grpc_ports for path in Path("/tmp").glob(f"seaweedfs-*-grpc-{port}.sock")]
+
+    with S3Server(tmp_path / "killed") as killed, S3Server(tmp_path / "running") as running:
+        of_killed, of_running = sockets(killed), sockets(running)
+        assert of_killed
+        assert of_running
+        assert killed.pid is not None
+        os.kill(killed.pid, signal.SIGKILL)
+        wait_until(lambda: not killed.is_running)
+        with S3Server(tmp_path / "next"):
+            assert not [path for path in of_killed if path.exists()]
+            assert all(path.exists() for path in of_running)
+    assert not [path for path in of_running if path.exists()]
 
 
 def test_missing_server_binary_raises_with_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
