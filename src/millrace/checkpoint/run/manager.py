@@ -817,10 +817,13 @@ def _check_user(user: Mapping[str, Any] | None) -> dict[str, Any]:
     try:
         packed = pack_value(dict(user or {}), "user=")
         copy: dict[str, Any] = unpack_value(packed)
+        deeper = packed
+        for _ in range(50):  # the save and the restore encode and decode it further down the stack
+            deeper = [deeper]
+        try:
+            json.dumps(deeper)
+        except ValueError as error:
+            raise UsageError("user= contains an integer with too many digits", next_step="store it as text") from error
     except RecursionError as error:
         raise UsageError("user= is nested too deeply, or contains itself", next_step="make it flatter") from error
-    try:
-        json.dumps(packed)
-    except ValueError as error:
-        raise UsageError("user= contains an integer with too many digits", next_step="store it as text") from error
     return copy

