@@ -24,6 +24,7 @@ from millrace.checkpoint.run.saving import ProgressMeter, Report, SaveResult
 from millrace.checkpoint.run.tiers import Placed, Tiers, open_tiers
 from millrace.checkpoint.run.uploading import Uploader
 from millrace.config import parse_timeout, resolve_limits
+from millrace.errors import MillraceError
 from millrace.events import Event, emit
 from millrace.origin.base import Operation, part_of
 
@@ -233,10 +234,18 @@ class SaveEngine:
             self.retention.prune_after_save()
 
     def _scan(self) -> list[ListedCheckpoint]:
-        """The checkpoints in all places, complete or not, each once. Those of an outdated history count as incomplete."""
+        """The checkpoints in all places, complete or not, each once. Those of an outdated history count as incomplete.
+
+        A near place that cannot be listed is skipped with an event, as in `Tiers.complete`: the save goes to the origin.
+        """
         self.tiers.look()
         *near, origin = self.tiers.places
-        placed = {each.name: Placed(each, run) for run in near for each in run.scan()}
+        placed: dict[str, Placed] = {}
+        for run in near:
+            try:
+                placed.update({each.name: Placed(each, run) for each in run.scan()})
+            except MillraceError as error:
+                emit(Event(name="checkpoint.tier.unreachable", subject=run.url, detail=str(error)))
         at_origin = {
             each.name: Placed(each, origin) for each in origin.scan() if each.complete or each.name not in placed
         }

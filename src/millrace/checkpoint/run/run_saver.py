@@ -38,6 +38,7 @@ from millrace.errors import (
     OutcomeUnknownError,
     RunTakenError,
     SaverDiedError,
+    StorageError,
     UsageError,
 )
 from millrace.events import Event, emit
@@ -575,6 +576,9 @@ class RunSaver:
             if self.member.count > 1 and target is self.run:
                 self._await_others(storage, order, writer)
         except ObjectExistsError as error:
+            if target is not self.run:
+                # A disk that was away has a save of an abandoned history. The origin decides what the name stands for.
+                raise StorageError(f"{storage.url}: contains another save", next_step="remove it") from error
             raise RunTakenError(
                 f"another manager has just saved {order.name} into {self.run.url}",
                 next_step="let one manager write to a run, and give the other one a run of its own",

@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,24 @@ def test_unwritable_near_disk_is_skipped(tmp_path: Path, runs_server: S3Server) 
             run.save(4, state)
 
 
+@pytest.mark.parametrize("save", [CheckpointManager.save, CheckpointManager.save_async])
+def test_near_disk_that_cannot_be_listed_is_skipped(tmp_path: Path, save: Callable[..., Any]) -> None:
+    near = open_tiers(tmp_path / "run", local=tmp_path / "near").local
+    assert near is not None
+    (tmp_path / "near").mkdir()
+    Path(near.url).symlink_to(near.url)  # a loop of links, which the kernel refuses to follow
+    state = make_state()
+    with warnings.catch_warnings(), seen_events() as seen:
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with CheckpointManager(tmp_path / "run", local=tmp_path / "near") as run:
+            save(run, 1, state)
+            run.wait()
+            found = empty_like(state)
+            assert run.restore(found) == 1
+    assert_same_state(found, state)
+    assert {"checkpoint.tier.unreachable", "checkpoint.tier.refused"} <= {event.name for event in seen}
+
+
 @pytest.mark.slow
 def test_save_during_an_outage_of_the_origin_loses_no_state(tmp_path: Path) -> None:
     state, server = make_state(), S3Server(tmp_path / "s3", port=steady_port())
@@ -321,6 +340,27 @@ def test_disk_of_a_node_that_was_away_restores_no_outdated_history(tmp_path: Pat
     assert "checkpoint.tier.outdated" in {event.name for event in seen}
     assert steps_at(open_run(url)) == [300, 310, 320, 330]
     assert not (url / "step-000000000400").exists()
+
+
+def test_disk_that_returns_during_a_run_with_an_outdated_save_of_the_same_step_is_skipped(tmp_path: Path) -> None:
+    url, state = tmp_path / "run", make_state()
+    with CheckpointManager(url, local=tmp_path / "a") as run:
+        for step in (300, 400):
+            run.save(step, state)
+    shutil.rmtree(url / "step-000000000400")  # as if the node was lost before the upload
+    (tmp_path / "a").rename(tmp_path / "away")
+    with CheckpointManager(url, local=tmp_path / "a") as run:
+        assert run.restore(empty_like(state)) == 300
+        run.save(350, state)
+        change(state)
+        [outdated] = (tmp_path / "away").glob("*/step-000000000400")
+        shutil.copytree(outdated, tmp_path / "a" / outdated.relative_to(tmp_path / "away"))
+        with pytest.warns(RuntimeWarning, match="contains another save"):
+            run.save(400, state)
+        found = empty_like(state)
+        assert run.restore(found) == 400
+        assert_same_state(found, state)
+    assert steps_at(open_run(url)) == [300, 350, 400]
 
 
 def test_disk_of_a_node_that_was_away_restores_no_history_of_equal_steps(tmp_path: Path) -> None:
