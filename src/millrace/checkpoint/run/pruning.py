@@ -28,10 +28,12 @@ from millrace.checkpoint.run.retention import (
 from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, RunListing, parse_name, rank_of_part
 from millrace.checkpoint.run.tiers import pending_uploads
 from millrace.checkpoint.storage.storage import StoredFile
-from millrace.errors import ChangedError, DiskFullError, MillraceError, MissingError, UsageError
+from millrace.errors import ChangedError, DeniedError, DiskFullError, MillraceError, MissingError, UsageError
 from millrace.events import Event, emit
 
 _ATTEMPTS = 3
+# More checkpoints than this are not locked one by one: the credentials do not allow deletions.
+_MOST_DENIED = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +76,13 @@ def prune(
 
     Safe while others save and prune. A reader of a checkpoint that is removed gets an error that names the reason. If the
     process is killed, every checkpoint that has a manifest is complete, and the next pruning finishes the work. Raises
-    errors of the storage, and `ChangedError` when others keep replacing the checkpoints to remove.
+    errors of the storage, and `ChangedError` when others keep replacing the checkpoints to remove. `DeniedError` is raised
+    after everything else was removed: a checkpoint whose manifest must not be deleted (a locked milestone) stays whole.
     """
     kept_by = as_policy(policy)
     removed: list[str] = []
     deleted: dict[str, int] = {}
+    denied: dict[str, DeniedError] = {}
     leftovers: list[str] = []
     for _ in range(_ATTEMPTS):
         listing = run.look()
@@ -90,7 +94,7 @@ def prune(
             described,
             kept_by,
             now=time.time(),
-            protected=protected,
+            protected={*protected, *denied},
             notes={file.name: _read_note(run, file) for file in listing.files if is_note(file.name)},
             dead=_dead(run, listing),
             is_remote=run.is_remote,
@@ -102,12 +106,14 @@ def prune(
             deleted = {path: work.sizes[path] for path in work.paths}
             removed, leftovers = list(work.plan.remove), list(work.leftovers)
         else:
-            before = len(deleted)
-            finished = _carry_out(run, listing, work, deleted, progress)
+            before = dict(deleted)
+            finished = _carry_out(run, listing, work, deleted, denied, progress)
             removed += [name for name in work.plan.remove if f"{name}/{MANIFEST_NAME}" in deleted]
             leftovers += [path for path in work.leftovers if path in deleted]
-            _report(run, work, len(deleted) - before)
+            _report(run, work, {path: size for path, size in deleted.items() if path not in before})
         if finished:
+            for error in denied.values():
+                raise error
             return PruneReport(
                 url=run.url,
                 dry_run=dry_run,
@@ -222,11 +228,13 @@ def _carry_out(
     listing: RunListing,
     work: PruneWork,
     deleted: dict[str, int],
+    denied: dict[str, DeniedError],
     progress: Callable[[int, int], None] | None,
 ) -> bool:
-    """Do the work, and add the deleted files to `deleted`.
+    """Do the work, and add the deleted files to `deleted`, and directories with files that must not be deleted to `denied`.
 
-    Returns False when a manifest was replaced meanwhile. Then the plan must be made again, and the data is still there.
+    Returns False when a manifest was replaced meanwhile, or must not be deleted. Then the plan must be made again, and the
+    data is still there.
     """
     total = len(deleted) + len(work.paths)
 
@@ -242,13 +250,25 @@ def _carry_out(
         if is_there is False:
             return False
         if is_there:
-            # Without the manifest, a restore would join parts that a crash or a restore has left next to it.
-            run.remove(name, [file.name for file in founds[name].files if rank_of_part(file.name) is not None])
-            run.remove(name, [MANIFEST_NAME])
-            done(name, [MANIFEST_NAME])
+            try:
+                # Without the manifest, a restore would join parts that a crash or a restore has left next to it.
+                run.remove(name, [file.name for file in founds[name].files if rank_of_part(file.name) is not None])
+                run.remove(name, [MANIFEST_NAME])
+            except DeniedError as error:
+                denied[name] = error
+                if len(denied) > _MOST_DENIED:
+                    raise
+            else:
+                done(name, [MANIFEST_NAME])
+    if not denied.keys().isdisjoint(work.plan.remove):
+        return False
     for directory, names in work.delete.items():
-        run.remove(directory, names)
-        done(directory, names)
+        try:
+            run.remove(directory, names)
+        except DeniedError as error:  # as any leftover, they are tried again when they are old
+            denied[directory] = error
+        else:
+            done(directory, names)
     for directory in work.empty:
         run.remove(directory, [])
     run.storage.delete([*work.run_files, *note])
@@ -293,12 +313,12 @@ def _read_note(run: Run, file: StoredFile) -> Note:
         return Note()
 
 
-def _report(run: Run, work: PruneWork, files: int) -> None:
+def _report(run: Run, work: PruneWork, deleted: Mapping[str, int]) -> None:
     for name in work.unreadable:
         emit(Event(name="checkpoint.prune.unreadable", subject=run.url_of(name), detail="left alone"))
-    if files:
-        detail = ", ".join(work.plan.remove) or "leftovers"
-        emit(Event(name="checkpoint.pruned", subject=run.url, nbytes=work.freed_bytes, detail=detail))
+    if deleted:
+        detail = ", ".join(name for name in work.plan.remove if f"{name}/{MANIFEST_NAME}" in deleted) or "leftovers"
+        emit(Event(name="checkpoint.pruned", subject=run.url, nbytes=sum(deleted.values()), detail=detail))
 
 
 def _in_order(names: Collection[str]) -> tuple[str, ...]:

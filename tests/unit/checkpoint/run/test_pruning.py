@@ -32,6 +32,7 @@ from millrace.errors import (
     ChangedError,
     CheckpointNotFoundError,
     ConfigurationError,
+    DeniedError,
     DiskFullError,
     OriginUnavailableError,
 )
@@ -230,6 +231,50 @@ def test_prune_on_failing_storage_raises(run, monkeypatch):
     with pytest.raises(OriginUnavailableError):
         prune(Run(run.storage, run._place), 1)
     assert complete(run) == names(1, 2)
+
+
+def denying(monkeypatch, run, *denied: str) -> None:
+    """Make the storage refuse to delete these files, as a store does with locked objects."""
+    delete = type(run.storage).delete
+
+    def delete_some(self, names):
+        found = [path for name in names if (path := f"{self.url.rpartition('/')[2]}/{name}") in denied]
+        if found:
+            raise DeniedError(f"{found[0]} is locked")
+        delete(self, names)
+
+    monkeypatch.setattr(type(run.storage), "delete", delete_some)
+
+
+def test_prune_with_a_checkpoint_that_must_not_be_removed_removes_all_others(run, tmp_path, monkeypatch):
+    base = add_checkpoint(run, 1)
+    locked = add_checkpoint(run, 2, siblings=own_paths(base))
+    for step in (3, 4, 5):
+        add_checkpoint(run, step)
+    denying(monkeypatch, run, f"{locked.name}/{MANIFEST_NAME}")
+    for last in (5, 6):
+        with pytest.raises(DeniedError, match="locked"):
+            prune(run, 1)
+        assert complete(run) == names(2, last)
+        assert_whole(run)
+        # No notes either, which the next prunings would have to read.
+        assert {path.partition("/")[0] for path in files(tmp_path)} == {*names(1, 2, last)}
+        add_checkpoint(run, last + 1)
+
+
+def test_prune_with_a_file_that_must_not_be_removed_removes_all_others(run, tmp_path, monkeypatch):
+    locked = own_paths(add_checkpoint(run, 1))
+    for step in (2, 3):
+        add_checkpoint(run, step)
+    with monkeypatch.context() as patch:
+        denying(patch, run, *locked)
+        for _ in range(2):
+            with pytest.raises(DeniedError, match="locked"):
+                prune(run, 1)
+            assert complete(run) == names(3)
+            assert {path.partition("/")[0] for path in files(tmp_path)} == {*names(1, 3)}
+            age(tmp_path, locked[0], DAY + 60)
+    assert prune(run, 1).leftovers == tuple(locked)
 
 
 # --- manifests that cannot be read ----------------------------------------------------------------
