@@ -92,12 +92,12 @@ def restore(
     of `CheckpointManager.restore`.
     """
     context = _context()
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is None:
-        return None
     _check_ranks(context)
     ranks = Ranks()
     try:
+        checkpoint = _newest(context, ranks)
+        if checkpoint is None:
+            return None
         patterns = [keys] if isinstance(keys, str) else keys
         reader = checkpoint_reader(
             checkpoint, target_options=target_options, trusted_types=trusted_types, read_through=read_through
@@ -197,6 +197,17 @@ def _check_ranks(context: Any) -> None:
             f"the {context.get_world_size()} workers have no process group, which a common checkpoint needs",
             next_step="use ray.train.torch.TorchTrainer, or call torch.distributed.init_process_group first",
         )
+
+
+def _newest(context: Any, ranks: Ranks) -> Checkpoint | None:
+    """The first worker's newest checkpoint. The others may not have registered that report yet."""
+    own = ray.train.get_checkpoint()
+    path = ranks.run_on_first(lambda: None if own is None else own.path)
+    if path is None:
+        return None
+    if own is not None and own.path == path:
+        return own
+    return Checkpoint(path, context.get_storage().storage_filesystem)
 
 
 def _step_of(checkpoint: Checkpoint) -> int:
