@@ -27,8 +27,8 @@ class PreemptionWatch:
 
     A handler runs in the middle of a step, when the state is not consistent. So it only records the signal, and the loop
     saves after the step. A second signal, two seconds later or more, and the end of the grace period, have the effect that
-    the first one would have had without this object. Create it in the main thread. Not for forked children: `noted` does
-    not change there.
+    the first one would have had without this object. Watches of several managers record the same signal. Create it in the
+    main thread. Not for forked children: `noted` does not change there.
     """
 
     def __init__(self, signals: Sequence[int] = (signal.SIGTERM,), *, grace_seconds: float = 25.0) -> None:
@@ -52,7 +52,10 @@ class PreemptionWatch:
         self._grace_seconds = real_number("grace_seconds", grace_seconds, least=0)
         self._owner = forks.Owner()
         self._timer: threading.Timer | None = None
-        self._before: dict[int, Any] = {each: signal.signal(each, self._note) for each in numbers}
+        self._closed = False
+        self._before: dict[int, Any] = {}
+        for each in dict.fromkeys(numbers):
+            self._before[each] = signal.signal(each, self._note)
 
     @property
     def seconds_left(self) -> float:
@@ -60,15 +63,21 @@ class PreemptionWatch:
         return self._grace_seconds - (time.monotonic() - self._noted_at if self.noted else 0.0)
 
     def close(self) -> None:
-        """Restore the signal handlers, and stop the grace period. Call it in the main thread."""
+        """Restore the signal handlers, and stop the grace period. Call it in the main thread.
+
+        A watch that was created later keeps this one's handler, which then has the effect of the handler before it.
+        """
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, handler)
-        self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._closed:
+            self._pass_on(number, frame)
+            return
         if self.noted or not self._owner.is_this_process:
             seconds = time.monotonic() - self._noted_at
             if seconds >= min(_REPEAT_SECONDS, self._grace_seconds) or not self._owner.is_this_process:
@@ -83,9 +92,12 @@ class PreemptionWatch:
         with contextlib.suppress(RuntimeError):  # no more threads: an error would end the loop before it saves
             self._timer.start()
             report.start()
+        earlier = getattr(self._before.get(number), "__self__", None)
+        if isinstance(earlier, PreemptionWatch):  # of another manager, which saves as well
+            earlier._note(number, frame)
 
     def _give_up(self, number: int) -> None:
-        if number not in self._before:  # closed meanwhile
+        if self._closed:
             return
         text = f"millrace: {self._grace_seconds:g} s after the signal: what is not durable by now is lost\n"
         with contextlib.suppress(OSError):  # no stderr; one that is full, with a reader that has stopped, is left out

@@ -64,6 +64,29 @@ def test_signal_that_comes_twice_is_one_signal(monkeypatch: pytest.MonkeyPatch) 
         signal.signal(signal.SIGUSR1, handler)
 
 
+def test_signal_is_recorded_by_the_watches_of_all_managers() -> None:
+    first, second = PreemptionWatch([signal.SIGUSR1]), PreemptionWatch([signal.SIGUSR1])
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert (first.noted, second.noted) == (True, True)
+    finally:
+        second.close()
+        first.close()
+
+
+def test_signal_after_watches_were_closed_in_the_order_of_their_creation_has_its_former_effect() -> None:
+    received: list[int] = []
+    handler = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
+    try:
+        first, second = PreemptionWatch([signal.SIGUSR1] * 2), PreemptionWatch([signal.SIGUSR1])
+        first.close()
+        second.close()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert received == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+
+
 def test_end_of_the_grace_period_after_close_has_no_effect() -> None:
     """The timer has started its function when `close` cancels it."""
     watch = PreemptionWatch([signal.SIGUSR1])
