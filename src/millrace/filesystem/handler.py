@@ -65,7 +65,7 @@ class MillraceHandler(FSSpecHandler):  # type: ignore[misc]
         self.fs.rm_tree(self._directory(path))
 
     def delete_dir_contents(self, path: str, missing_dir_ok: bool) -> None:
-        if not path.strip("/"):
+        if not self.fs.without_scheme(path).strip("/"):  # also an empty path, which would be the current directory
             raise UsageError("the root cannot be emptied", next_step="name a directory")
         try:
             self.fs.rm_below(self._directory(path))
@@ -86,6 +86,10 @@ class MillraceHandler(FSSpecHandler):  # type: ignore[misc]
         if self.fs.isdir(src):
             raise self.fs.is_directory_error(src)
         self.fs.cp_file(src, dest)  # fsspec's `copy` would copy into a directory of this name
+
+    def move(self, src: str, dest: str) -> None:
+        self.fs.info(src)  # raises for a missing one: a name is never a pattern
+        self.fs.mv(src, dest, recursive=True)
 
     def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
         self.fs.require_new_file_name(path)

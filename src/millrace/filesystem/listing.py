@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -28,6 +29,9 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
 
         @property
         def node(self) -> CacheNode: ...
+
+        @property
+        def is_rooted(self) -> bool: ...
 
         def key_of(self, path: str) -> str: ...
 
@@ -160,7 +164,7 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
         assume_literal: bool = False,
         **kwargs: Any,
     ) -> list[str]:
-        """fsspec's, but a name with `*`, `?` or `[` is a pattern only if no object has exactly that name.
+        """fsspec's, but a name with `*`, `?` or `[` is a pattern only if no object or directory has exactly that name.
 
         Raises `ObjectNotFoundError` if nothing matches.
         """
@@ -169,7 +173,7 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
             return []
         found: set[str] = set()
         for name in names:
-            literal = assume_literal or (has_magic(str(name)) and self.isfile(str(name)))
+            literal = assume_literal or (has_magic(str(name)) and self.exists(str(name)))
             if names_directory(name):  # fsspec removes the slash
                 self._require_directory_name(str(name), is_file=self.isfile(self.key_of(str(name))))
             try:
@@ -192,6 +196,14 @@ class ListingFileSystem(ChainedFileSystem):  # type: ignore[misc]
                 lpath = [os.path.join(target, self.key_of(rpath).rpartition("/")[2]) if into else target]
             rpath = [rpath]
         return super().get(rpath, lpath, *arguments, **kwargs)
+
+    def get_file(self, rpath: str, lpath: Any = None, *arguments: Any, **kwargs: Any) -> None:
+        """fsspec's; a local file onto itself stays as it is. fsspec empties it before it is read."""
+        if self.is_rooted and isinstance(lpath, str | os.PathLike):
+            with contextlib.suppress(OSError):  # one of them does not exist
+                if os.path.samefile(self.key_of(rpath), lpath):
+                    return
+        super().get_file(rpath, lpath, *arguments, **kwargs)
 
     def glob(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
         """fsspec's, but a web address with '?' is not a pattern: its query begins there, and it names one object."""

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
+from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.core import get_compression, has_magic
+from fsspec.utils import other_paths
 
 from millrace.errors import (
     IsDirectoryError,
@@ -122,6 +124,30 @@ class WritingFileSystem(ListingFileSystem):
             else:
                 self._origin.put(key, value, if_absent=mode == "create")
 
+    def put_file(
+        self, lpath: Any, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **kwargs: Any
+    ) -> None:
+        """fsspec's, which waits without end for the rest of a local file that becomes shorter while it is read.
+
+        Raises `ObjectChangedError` for such a file, and publishes nothing.
+        """
+        if os.path.isdir(lpath):
+            self.makedirs(rpath, exist_ok=True)
+            return
+        if mode == "create" and self.exists(rpath):
+            raise ObjectExistsError(f"{self.unstrip_protocol(rpath)} exists already", next_step="choose another name")
+        with open(lpath, "rb") as file, self.open(rpath, "wb", **kwargs) as upload:
+            left = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            callback.set_size(left)
+            while left:
+                data = file.read(min(left, _COPY_BYTES))
+                if not data:
+                    raise ObjectChangedError(f"{lpath} became shorter while it was read", next_step="put it again")
+                upload.write(data)
+                left -= len(data)
+                callback.relative_update(len(data))
+
     def touch(self, path: str, truncate: bool = True, **_: Any) -> None:
         """Write an empty object; without `truncate` only if there is none.
 
@@ -168,19 +194,48 @@ class WritingFileSystem(ListingFileSystem):
         if planned is not None:
             planned.append((source, target))
             return
-        if source == target or self.isdir(source):
+        if source == target or self._is_only_directory(source):
             return
         self.require_new_file_name(path2)
-        try:
-            self._copy(source, target)
-        except ObjectChangedError:  # since its metadata was cached; nothing was published
-            self._changed(source)
-            self._copy(source, target)
+        self._copy(source, target)
+
+    def copy(
+        self,
+        path1: Any,
+        path2: Any,
+        recursive: bool = False,
+        maxdepth: int | None = None,
+        on_error: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """fsspec's; an existing object or directory with `*`, `?` or `[` in its name gets the same target as any other."""
+        if isinstance(path1, str) and isinstance(path2, str) and has_magic(path1) and self.exists(path1):
+            found = self.expand_path(path1, recursive=recursive, maxdepth=maxdepth)
+            into = (names_directory(path2) or self.isdir(path2)) and not names_directory(path1)
+            path1 = [each for each in found if recursive or not self.isdir(each)]
+            path2 = other_paths(path1, self.key_of(path2), exists=into)
+        super().copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error=on_error, **kwargs)
 
     def _copy(self, source: str, target: str) -> None:
+        try:
+            self._copy_version(source, target)
+        except ObjectChangedError:  # since its metadata was cached; nothing was published
+            self._changed(source)
+            self._copy_version(source, target)
+
+    def _copy_version(self, source: str, target: str) -> None:
         with self.open(source) as file, self.open(target, "wb") as copy:
             while data := file.read(_COPY_BYTES):
                 copy.write(data)
+
+    def _is_only_directory(self, key: str) -> bool:
+        """Whether `key` is a directory. In an object store an object may have the same name; an empty one is its marker."""
+        if not self.isdir(key):
+            return False
+        try:
+            return self._rooted or not self.describe(key).size
+        except ObjectNotFoundError:
+            return True
 
     # --- moving -----------------------------------------------------------------------------------
 
@@ -190,7 +245,7 @@ class WritingFileSystem(ListingFileSystem):
         Raises `IsDirectoryError` for a directory without `recursive`, and `UsageError` for a directory into itself and for
         two files with one target.
         """
-        if isinstance(path1, str) and not recursive and not has_magic(path1) and self.isdir(path1):
+        if isinstance(path1, str) and not recursive and self.isdir(path1):
             raise IsDirectoryError(f"{self.unstrip_protocol(path1)} is a directory", next_step="pass recursive=True")
         planned: list[tuple[str, str]] = []
         token = _planned_copies.set(planned)
@@ -199,7 +254,7 @@ class WritingFileSystem(ListingFileSystem):
         finally:
             _planned_copies.reset(token)
         moves = [pair for pair in dict.fromkeys(planned) if self._identity(pair[0]) != self._identity(pair[1])]
-        directories = {source for source, _ in moves if self.isdir(source)}
+        directories = {source for source, _ in moves if self._is_only_directory(source)}
         links = sorted(key for key in directories if self._rooted and os.path.islink(key))
         behind = tuple(f"{link}/" for link in links)
         sources = {self._identity(source) for source, _ in moves}
@@ -226,7 +281,7 @@ class WritingFileSystem(ListingFileSystem):
             self._changed(*files[start : start + _DELETE_KEYS])
         for source, target in moves:
             if source not in directories:
-                self.cp_file(source, target)
+                self._copy(source, target)
             elif self._rooted:
                 self.makedirs(target, exist_ok=True)
         # Of a link to a directory only the link is removed, not its target.
@@ -283,6 +338,8 @@ class WritingFileSystem(ListingFileSystem):
         Nothing below a symbolic link is removed, as in pyarrow's local file system.
         """
         key = self.key_of(path)
+        if not key.strip("/"):
+            raise UsageError("the root cannot be emptied", next_step="name a directory")
         if self._rooted and os.path.islink(key):
             return
         entry = self.info(key)

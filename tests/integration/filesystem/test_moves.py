@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.fs as pafs
 import pytest
 
 from millrace.errors import IsDirectoryError, UsageError
-from millrace.filesystem import filesystem
+from millrace.filesystem import MillraceFileSystem, filesystem
 from millrace.testing.s3 import S3Server
 
 FILES = {"d/a": b"A", "d/b": b"B", "d/e/x": b"X", "d/e/y/z": b"Z"}
@@ -116,6 +117,66 @@ def test_move_of_object_that_another_client_has_replaced_keeps_the_new_version(
     fs.mv(f"{bucket}/a", f"{bucket}/b")
     assert other.cat_file(f"{bucket}/b") == b"newer"
     assert not other.exists(f"{bucket}/a")
+
+
+@pytest.mark.parametrize("recursive", [False, True])
+@pytest.mark.parametrize("listed", ["", "d", "d/a"])
+def test_object_that_has_the_name_of_a_directory_is_moved_and_copied_whatever_is_cached(
+    listed: str, recursive: bool, s3: S3Server, bucket: str, tmp_path: Path
+) -> None:
+    fs, other = (
+        filesystem("s3", s3.target_options, cache_dir=str(tmp_path / name), min_free=0) for name in ("cache", "other")
+    )
+    fs.pipe({f"{bucket}/d/a": b"A", f"{bucket}/d/a/x": b"X"})
+    fs.invalidate_cache()
+    if listed:
+        fs.find(f"{bucket}/{listed}")
+        fs.cat_file(f"{bucket}/d/a")
+    fs.cp(f"{bucket}/d/a", f"{bucket}/copy", recursive=recursive)
+    assert other.cat_file(f"{bucket}/copy") == b"A"
+    fs.mv(f"{bucket}/d/a", f"{bucket}/moved", recursive=recursive)
+    assert other.cat_file(f"{bucket}/moved") == b"A"
+    assert other.cat_file(f"{bucket}/moved/x" if recursive else f"{bucket}/d/a/x") == b"X"
+
+
+NAMES = ["d/run[1]/x", "d/run[1]/y", "d/run1/x", "d/f[1]", "d/f1"]
+# The call, and the files below the root that it adds, with the files whose bytes they have.
+WILDCARDS: dict[str, tuple[Callable[[Any, str], object], dict[str, str]]] = {
+    "file": (lambda fs, r: fs.mv(f"{r}/d/f[1]", f"{r}/new"), {"new": "d/f[1]"}),
+    "file into a directory": (lambda fs, r: fs.mv(f"{r}/d/f[1]", f"{r}/d/run1"), {"d/run1/f[1]": "d/f[1]"}),
+    "copied file": (lambda fs, r: fs.cp(f"{r}/d/f[1]", f"{r}/new"), {"new": "d/f[1]"}),
+    "pyarrow's file": (lambda fs, r: pafs.FileSystem.move(fs, f"{r}/d/f[1]", f"{r}/new"), {"new": "d/f[1]"}),
+    "directory": (
+        lambda fs, r: fs.mv(f"{r}/d/run[1]", f"{r}/new", recursive=True),
+        {"new/x": "d/run[1]/x", "new/y": "d/run[1]/y"},
+    ),
+    "directory into a directory": (
+        lambda fs, r: fs.mv(f"{r}/d/run[1]", f"{r}/d/run1", recursive=True),
+        {"d/run1/run[1]/x": "d/run[1]/x", "d/run1/run[1]/y": "d/run[1]/y"},
+    ),
+    "pyarrow's directory": (
+        lambda fs, r: pafs.FileSystem.move(fs, f"{r}/d/run[1]", f"{r}/new"),
+        {"new/x": "d/run[1]/x", "new/y": "d/run[1]/y"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WILDCARDS)
+def test_move_of_name_with_wildcards_moves_exactly_this_name(name: str, bucket: str, fs: MillraceFileSystem) -> None:
+    move, expected = WILDCARDS[name]
+    fs.pipe({f"{bucket}/{each}": each.encode() for each in NAMES})
+    move(fs, bucket)
+    fs.invalidate_cache()
+    found = {path[len(bucket) + 1 :]: fs.cat_file(path).decode() for path in fs.find(bucket)}
+    moved = set(expected.values()) if name != "copied file" else set()
+    assert found == {**{each: each for each in NAMES if each not in moved}, **expected}
+
+
+def test_move_of_missing_name_with_wildcards_moves_nothing(bucket: str, fs: MillraceFileSystem) -> None:
+    fs.pipe(f"{bucket}/run1/x", b"1")
+    with pytest.raises(FileNotFoundError):
+        pafs.FileSystem.move(fs, f"{bucket}/run[1]", f"{bucket}/new")
+    assert fs.find(bucket) == [f"{bucket}/run1/x"]
 
 
 def test_move_of_directory_keeps_what_its_links_lead_to(tmp_path: Path) -> None:

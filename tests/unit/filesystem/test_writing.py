@@ -26,11 +26,13 @@ import millrace
 from millrace.errors import (
     DeniedError,
     IsDirectoryError,
+    ObjectChangedError,
     ObjectExistsError,
     OriginUnavailableError,
     StorageError,
     UsageError,
 )
+from millrace.filesystem import writing
 from millrace.filesystem.uploads import UploadFile
 
 
@@ -302,6 +304,45 @@ def test_directory_that_is_listed_during_its_removal_is_missing_afterwards(
     monkeypatch.setattr(os, "rmdir", remove_late)
     fs.rm(f"{data}/t", recursive=True)
     assert f"{data}/t" not in fs.ls(str(data), detail=False)
+
+
+@pytest.mark.parametrize("path", ["file:///", "/.", "/{}/..", "file://", ""])
+def test_contents_of_the_root_and_of_an_empty_path_are_never_removed(
+    path: str, fs: millrace.MillraceFileSystem, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (data / "kept").write_bytes(b"1")
+    monkeypatch.chdir(data)
+    removed: list[str] = []
+    monkeypatch.setattr(type(fs), "_remove_below", lambda _, key: removed.append(key))
+    with pytest.raises(UsageError):
+        fs.delete_dir_contents(path.format(data.parts[1]), missing_dir_ok=True)
+    assert removed == []
+
+
+@pytest.mark.parametrize("name", ["a", "hard", "soft", "./a"])
+def test_get_of_local_file_onto_itself_keeps_it(name: str, fs: millrace.MillraceFileSystem, data: Path) -> None:
+    (data / "a").write_bytes(b"kept")
+    os.link(data / "a", data / "hard")
+    os.symlink(data / "a", data / "soft")
+    fs.get(f"{data}/a", f"{data}/{name}")
+    assert (data / "a").read_bytes() == b"kept"
+
+
+def test_put_of_file_that_becomes_shorter_raises_and_publishes_nothing(
+    fs: millrace.MillraceFileSystem, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (data / "a").write_bytes(bytes(100_000))
+
+    def write_and_cut(file: UploadFile, data_: bytes) -> int:
+        os.truncate(data / "a", 20_000)
+        return write(file, data_)
+
+    write = UploadFile.write
+    monkeypatch.setattr(UploadFile, "write", write_and_cut)
+    monkeypatch.setattr(writing, "_COPY_BYTES", 10_000)
+    with pytest.raises(ObjectChangedError, match="became shorter"):
+        fs.put(f"{data}/a", f"{data}/b")
+    assert not (data / "b").exists()
 
 
 def test_exists_is_false_only_for_missing_objects(
