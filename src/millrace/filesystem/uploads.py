@@ -7,6 +7,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from typing_extensions import Buffer
@@ -27,7 +28,8 @@ class UploadFile(io.RawIOBase):
     - `close` is called while an exception is being handled that was raised after the open. Text wrappers, pyarrow streams,
       `pq.ParquetWriter` and `fsspec.open` call it so at the end of their `with` blocks. A `close` in an `except` block has
       the same effect, with a warning in the log;
-    - the file is garbage-collected without having been closed, with a `ResourceWarning` and a line in the log.
+    - the file is garbage-collected without having been closed, with a `ResourceWarning` and a line in the log. This includes
+      a `close` by the destructor of another object: `pq.ParquetWriter` has one, also after an error of its own `close`.
 
     A `close` outside of any exception always publishes, even if it came too early. In a process that was forked since the
     open, `write` and `close` raise `UsageError`, and the end of the file there has no effect.
@@ -82,6 +84,9 @@ class UploadFile(io.RawIOBase):
             _log.warning("%s was not written: closed while %s was being handled", self.name, type(error).__name__)
 
     def close(self) -> None:
+        if not self.closed and _is_by_destructor():
+            self._dealloc_warn(self)
+            self.fail()
         self.fail_under_exception()
         self._end()
 
@@ -119,6 +124,14 @@ class UploadFile(io.RawIOBase):
                     self._on_published()  # also after an error: the object may have been published
         finally:
             super().close()
+
+
+def _is_by_destructor() -> bool:
+    """Whether the `close` that calls this is called by the `__del__` of an object, or by its `close` for it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name == "close":
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "__del__"
 
 
 class CompressedUpload(io.RawIOBase):

@@ -149,6 +149,45 @@ def test_unclosed_write_is_discarded_with_a_warning(
     assert list(data.iterdir()) == []
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_parquet_file_whose_writer_is_interrupted_at_any_write_is_not_published(
+    fs: millrace.MillraceFileSystem, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, calls = UploadFile.write, itertools.count()
+
+    def interrupted_write(file: UploadFile, part: bytes) -> int:
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return write(file, part)
+
+    monkeypatch.setattr(UploadFile, "write", interrupted_write)
+    for number in itertools.count():
+        calls = itertools.count()
+        try:
+            pq.write_table(pa.table({"a": range(100)}), f"{data}/x.parquet", filesystem=fs)
+            break
+        except KeyboardInterrupt:
+            pass
+        gc.collect()  # pyarrow's writer closes the file in its destructor
+        assert list(data.iterdir()) == [], number
+    assert number > 4
+    assert fs.exists(f"{data}/x.parquet")
+
+
+def test_parquet_writer_that_is_never_closed_publishes_nothing(
+    fs: millrace.MillraceFileSystem, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forget_to_close() -> None:
+        table = pa.table({"a": range(100)})
+        writer = pq.ParquetWriter(f"{data}/x.parquet", table.schema, filesystem=fs)
+        writer.write_table(table)
+
+    with pytest.warns(ResourceWarning, match=r"x\.parquet was not written"):
+        forget_to_close()
+    assert "was not written: its file was never closed" in caplog.text
+    assert list(data.iterdir()) == []
+
+
 def test_close_inside_except_block_logs_a_warning(
     fs: millrace.MillraceFileSystem, data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
