@@ -6,7 +6,7 @@ import codecs
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -24,16 +24,18 @@ from millrace.errors import (
     StorageError,
     UsageError,
 )
+from millrace.figures import listed
 from millrace.filesystem.listing import ListingFileSystem, parents
 from millrace.filesystem.paths import names_directory
 from millrace.filesystem.uploads import CompressedUpload, UploadFile
-from millrace.origin.side_by_side import at_late_end
+from millrace.origin.side_by_side import at_late_end, side_by_side
 from millrace.runtime.failures import disk_errors
 from millrace.runtime.forks import importing
 
 _PIPE_BYTES = 16 << 20
 _COPY_BYTES = 16 << 20
 _DELETE_KEYS = 1000
+_THREADS = 8
 _BYTE_ORDER_MARKS = {"utf-16": codecs.BOM_UTF16, "utf-32": codecs.BOM_UTF32}
 
 
@@ -216,17 +218,20 @@ class WritingFileSystem(ListingFileSystem):
             path2 = other_paths(path1, self.key_of(path2), exists=into)
         super().copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error=on_error, **kwargs)
 
-    def _copy(self, source: str, target: str) -> None:
+    def _copy(self, source: str, target: str) -> str:
+        """Copy one object; returns its version, or an older one if it was overwritten at the same moment."""
         try:
-            self._copy_version(source, target)
+            return self._copy_version(source, target)
         except ObjectChangedError:  # since its metadata was cached; nothing was published
             self._changed(source)
-            self._copy_version(source, target)
+            return self._copy_version(source, target)
 
-    def _copy_version(self, source: str, target: str) -> None:
+    def _copy_version(self, source: str, target: str) -> str:
+        version = self.checksum(source)
         with self.open(source) as file, self.open(target, "wb") as copy:
             while data := file.read(_COPY_BYTES):
                 copy.write(data)
+        return version
 
     def _is_only_directory(self, key: str) -> bool:
         """Whether `key` is a directory. In an object store an object may have the same name; an empty one is its marker."""
@@ -243,7 +248,8 @@ class WritingFileSystem(ListingFileSystem):
         """Copy files as `copy` does, and then remove those that were copied. A file onto itself stays as it is.
 
         Raises `IsDirectoryError` for a directory without `recursive`, and `UsageError` for a directory into itself and for
-        two files with one target.
+        two files with one target. Files that were overwritten after they were copied stay: then it raises
+        `ObjectChangedError` at the end.
         """
         if isinstance(path1, str) and not recursive and self.isdir(path1):
             raise IsDirectoryError(f"{self.unstrip_protocol(path1)} is a directory", next_step="pass recursive=True")
@@ -279,14 +285,39 @@ class WritingFileSystem(ListingFileSystem):
         for start in range(0, len(files), _DELETE_KEYS):
             # A newer version than the cached one would be removed and not copied.
             self._changed(*files[start : start + _DELETE_KEYS])
+        versions: dict[str, str] = {}
         for source, target in moves:
             if source not in directories:
-                self._copy(source, target)
+                versions[source] = self._copy(source, target)
             elif self._rooted:
                 self.makedirs(target, exist_ok=True)
         # Of a link to a directory only the link is removed, not its target.
-        self._delete([key for key in (*files, *links) if not key.startswith(behind)])
+        self._remove_copied({key: version for key, version in versions.items() if not key.startswith(behind)})
+        self._delete([key for key in links if not key.startswith(behind)])
         self._remove_empty(sorted((key for key in directories if not key.startswith(behind)), reverse=True))
+
+    def _remove_copied(self, versions: Mapping[str, str]) -> None:
+        """Remove objects that still have these versions. Raises `ObjectChangedError` at the end if others do not."""
+        keys = list(versions)
+        kept: list[str] = []
+        for start in range(0, len(keys), _DELETE_KEYS):
+            batch = keys[start : start + _DELETE_KEYS]
+            self._changed(*batch)
+            now = dict(zip(batch, side_by_side(self._version_now, batch, _THREADS, "millrace-move"), strict=True))
+            kept += [key for key in batch if now[key] not in ("", versions[key])]
+            self._delete([key for key in batch if now[key] == versions[key]])
+        if kept:
+            raise ObjectChangedError(
+                f"{listed([self.unstrip_protocol(key) for key in kept], 3)} changed after the copy, and stayed",
+                next_step="move it again",
+            )
+
+    def _version_now(self, key: str) -> str:
+        """The version of an object; empty if it does not exist."""
+        try:
+            return self.checksum(key)
+        except ObjectNotFoundError:
+            return ""
 
     def _identity(self, key: str) -> str:
         """What two names of one file have in common: for local files, the name in the real directory."""
@@ -309,7 +340,8 @@ class WritingFileSystem(ListingFileSystem):
 
     def rm_file(self, path: str) -> None:
         key = self.key_of(path)
-        if self.info(key)["type"] == "directory":  # object stores do not report a missing object
+        # Object stores do not report a missing object.
+        if self.info(key)["type"] == "directory" and self._is_only_directory(key):
             raise IsDirectoryError(f"{self.unstrip_protocol(key)} is a directory", next_step="pass recursive=True")
         self._delete([key])
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.fs as pafs
 import pytest
 
-from millrace.errors import IsDirectoryError, UsageError
+from millrace.errors import IsDirectoryError, ObjectChangedError, UsageError
 from millrace.filesystem import MillraceFileSystem, filesystem
 from millrace.testing.s3 import S3Server
 
@@ -119,9 +119,31 @@ def test_move_of_object_that_another_client_has_replaced_keeps_the_new_version(
     assert not other.exists(f"{bucket}/a")
 
 
+def test_file_that_is_overwritten_after_its_copy_stays(root: tuple[Any, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fs, place = root
+    copy = type(fs)._copy
+
+    def overwritten_later(self: Any, source: str, target: str) -> str:
+        version = copy(self, source, target)
+        if source.endswith("e/x"):
+            self.origin.put(source, b"newer")
+        if source.endswith("e/y/z"):
+            self.origin.delete([source])
+        return version
+
+    monkeypatch.setattr(type(fs), "_copy", overwritten_later)
+    with pytest.raises(ObjectChangedError, match="d/e/x changed after the copy"):
+        fs.mv(f"{place}/d", f"{place}/new", recursive=True)
+    fs.invalidate_cache()
+    assert {path[len(place) + 1 :]: fs.cat_file(path) for path in fs.find(place)} == {
+        "d/e/x": b"newer",
+        **{f"new/{name[2:]}": value for name, value in FILES.items()},
+    }
+
+
 @pytest.mark.parametrize("recursive", [False, True])
 @pytest.mark.parametrize("listed", ["", "d", "d/a"])
-def test_object_that_has_the_name_of_a_directory_is_moved_and_copied_whatever_is_cached(
+def test_object_that_has_the_name_of_a_directory_is_copied_moved_and_removed_whatever_is_cached(
     listed: str, recursive: bool, s3: S3Server, bucket: str, tmp_path: Path
 ) -> None:
     fs, other = (
@@ -137,6 +159,11 @@ def test_object_that_has_the_name_of_a_directory_is_moved_and_copied_whatever_is
     fs.mv(f"{bucket}/d/a", f"{bucket}/moved", recursive=recursive)
     assert other.cat_file(f"{bucket}/moved") == b"A"
     assert other.cat_file(f"{bucket}/moved/x" if recursive else f"{bucket}/d/a/x") == b"X"
+    fs.pipe({f"{bucket}/d/a": b"A", f"{bucket}/d/a/x": b"X"})
+    if listed:
+        fs.find(f"{bucket}/d/a")
+    fs.rm(f"{bucket}/d/a")
+    assert other.find(f"{bucket}/d") == [f"{bucket}/d/a/x"]
 
 
 NAMES = ["d/run[1]/x", "d/run[1]/y", "d/run1/x", "d/f[1]", "d/f1"]
