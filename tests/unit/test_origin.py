@@ -12,8 +12,10 @@ from tests.support.http_service import HttpService, Reply, Request
 from millrace.errors import (
     ConfigurationError,
     DeniedError,
+    MillraceError,
     MissingDependencyError,
     ObjectChangedError,
+    OriginBusyError,
     OriginUnavailableError,
     UsageError,
 )
@@ -184,6 +186,28 @@ def test_object_store_range_past_the_end_raises_usage_error(
         for start, stop in ((5, 11), (10, 12), (20, 30)):
             with pytest.raises(UsageError, match="past the 10 bytes"):
                 origin.read(key, start, stop)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected", "match"),
+    [("AccessDenied", DeniedError, "s3://b/d/x2 was denied"), ("SlowDown", OriginBusyError, "fewer requests")],
+)
+def test_removal_of_several_objects_raises_the_error_of_the_one_that_stays(
+    code: str, expected: type[MillraceError], match: str
+) -> None:
+    """AWS responds with the status 200, and an error for each object that stays."""
+    rows = f"<Deleted><Key>d/x1</Key></Deleted><Error><Key>d/x2</Key><Code>{code}</Code><Message>no</Message></Error>"
+
+    def answer(request: Request) -> Reply:
+        return Reply(body=f"<DeleteResult>{rows}</DeleteResult>".encode())
+
+    with HttpService(answer) as server:
+        options = {"endpoint_url": server.url, "key": "k", "secret": "s"}
+        origin = open_origin("s3", options, {"timeout": "1s"})
+        with pytest.raises(expected, match=match):
+            origin.delete(["b/d/x1", "b/d/x2"])
+    if expected is DeniedError:
+        assert server.count("POST") == 1
 
 
 def test_listing_whose_server_repeats_a_page_ends() -> None:

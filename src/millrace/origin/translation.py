@@ -28,6 +28,8 @@ from millrace.origin.reachability import Cause
 
 # The error code of S3, GCS and Azure, in the body of a response.
 _CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
+# One object of a request that removes several; the status of the response is 200.
+_NOT_REMOVED = re.compile(r'DeleteFailed \{\s*path: "(.*)",\s*code: "([A-Za-z]+)"')
 _STATUS = re.compile(r"status code: (\d{3})\b|\bstatus: (\d{3})\b")
 # The address of the failed request, which obstore hides if it contains a token.
 _ASKED = re.compile(r"Error performing [A-Z]+ (\S+) in ")
@@ -88,10 +90,13 @@ _REFUSALS = frozenset(
 _SKEWED = frozenset({"RequestTimeTooSkewed", "RequestInTheFuture"})
 _EXPIRED = frozenset({"ExpiredToken", "RequestExpired", "TokenRefreshRequired"})
 _BUSY = frozenset({429, 503})
+_SLOW_DOWN = "SlowDown"  # also in a response with the status 200
 
 
 def server_code(error: BaseException) -> str | None:
     """The error code in the server's response (`NoSuchBucket`, ...), if any."""
+    if match := _NOT_REMOVED.search(str(error)):
+        return match[2]
     match = _CODE.search(str(error))
     return match[1] if match else None
 
@@ -139,6 +144,8 @@ def translate(
     if isinstance(error, library.BaseError | OSError) and is_credentials_request(error, url):
         return _no_credentials(http_status(error), url)
     code = server_code(error)
+    if match := _NOT_REMOVED.search(str(error)):
+        url = f"{'/'.join(url.split('/', 3)[:3])}/{match[1]}"
     if code in _NO_BUCKET:
         bucket = "/".join(url.split("/", 3)[:3])
         return ObjectNotFoundError(
@@ -188,9 +195,10 @@ def translate(
         )
     if isinstance(error, library.InvalidPathError):
         return ObjectNotFoundError(f"{url} is not a valid object name", next_step="check the name")
-    if http_status(error) in _BUSY:
+    if http_status(error) in _BUSY or code == _SLOW_DOWN:
+        reason = code if code == _SLOW_DOWN else f"status {http_status(error)}"
         return OriginBusyError(
-            f"{url}: {identity} requests a lower rate (status {http_status(error)})",
+            f"{url}: {identity} requests a lower rate ({reason})",
             next_step="try again later, or with fewer workers",
         )
     if url.startswith("file:") and f"(os error {errno.ENOTDIR})" in str(error):
