@@ -36,6 +36,7 @@ class UploadFile(io.RawIOBase):
     """
 
     _failed = False
+    _is_cut = False  # a write failed, which its caller knows
     _position = 0
 
     def __init__(self, writer: ObjectWriter, *, path: str, on_published: Callable[[], None]) -> None:
@@ -63,7 +64,9 @@ class UploadFile(io.RawIOBase):
             raise ValueError(f"{self.name} is closed")
         nbytes = memoryview(data).nbytes
         if not self._failed:  # else the end of a compressed stream or a footer of a discarded file
+            self._is_cut = True
             self._writer.write(data)
+            self._is_cut = False
         self._position += nbytes
         return nbytes
 
@@ -105,7 +108,7 @@ class UploadFile(io.RawIOBase):
         if not self.is_of_this_process:
             return
         self.fail()
-        if self._position:
+        if self._position and not self._is_cut:
             _log.warning("%s was not written: its file was never closed", self.name)
             warnings.warn(f"{self.name} was not written: its file was never closed", ResourceWarning, 2, source)
 

@@ -33,8 +33,9 @@ class ObjectUpload:
 
     Memory is bounded by the parts in the queue and in flight. An object that fits one part becomes a single PUT.
     Not thread-safe: one writer at a time. An exception of a signal handler (Ctrl-C) in `write` or `close` aborts the upload,
-    unless all of it was sent: then it continues, see `at_late_end`. After such a `write`, or one that failed, `close` raises
-    `UsageError`. In a forked process, `write` and `close` raise `UsageError`, and `abort` does nothing.
+    unless all of it was sent: then it continues, see `at_late_end`. After such a `write`, or one that failed, `write` raises
+    the same exception again, and `close` raises `UsageError`. In a forked process, `write` and `close` raise `UsageError`,
+    and `abort` does nothing.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class ObjectUpload:
         self._error: BaseException | None = None
         self._finished = False
         self._is_cut = False  # a write did not return
+        self._cut_by: BaseException | None = None
         self._is_sent = False
         self._after: Callable[[], None] | None = None
         self._owner = forks.Owner()
@@ -63,6 +65,8 @@ class ObjectUpload:
 
     def write(self, data: Buffer, /) -> int:
         self._require_owner()
+        if self._cut_by is not None:  # as of a compressor, which ends its stream after a failed write, too
+            raise self._cut_by
         if self._finished:
             raise ValueError(f"upload of {self._key} is closed")
         view = byte_view(data)
@@ -75,8 +79,8 @@ class ObjectUpload:
                 if len(self._part) == PART_BYTES:
                     self._send(self._part)
                     self._part = bytearray()
-        except BaseException:  # an interrupt: a part may have been sent, and would be sent again
-            self._is_cut = True
+        except BaseException as error:  # an interrupt: a part may have been sent, and would be sent again
+            self._is_cut, self._cut_by = True, error
             self.abort()
             raise
         return len(view)

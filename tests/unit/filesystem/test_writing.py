@@ -34,6 +34,7 @@ from millrace.errors import (
 )
 from millrace.filesystem import writing
 from millrace.filesystem.uploads import UploadFile
+from millrace.origin import upload
 
 
 @pytest.fixture
@@ -108,6 +109,26 @@ def test_write_with_exception_in_the_block_publishes_nothing(
     with pytest.raises(StopError):
         write_half()
     gc.collect()
+    assert list(data.iterdir()) == []
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_write_that_fails_raises_its_own_error_at_the_end_of_the_block(
+    door: str, fs: millrace.MillraceFileSystem, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: upload.ObjectUpload, part: bytes | None) -> None:
+        raise OriginUnavailableError("the storage failed")
+
+    monkeypatch.setattr(upload, "PART_BYTES", 50)  # more than the head of a compressed stream
+    monkeypatch.setattr(upload.ObjectUpload, "_send", fail)
+
+    def write() -> None:
+        with DOORS[door](fs, f"{data}/x") as file:
+            fill(file, door)
+            file.flush()
+
+    with pytest.raises(OriginUnavailableError, match="the storage failed"):
+        write()
     assert list(data.iterdir()) == []
 
 

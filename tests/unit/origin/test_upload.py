@@ -77,7 +77,7 @@ def test_interrupt_at_any_moment_of_write_sends_no_part_twice() -> None:
         try:
             writer.write(b"1" * 10)
             writer.close()
-        except (UsageError, ValueError):
+        except (KeyboardInterrupt, UsageError, ValueError):
             writer.abort()
         wait_until(lambda: not running())
         # Before the first line of `write` the part is missing, after the last one it is there.
