@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 from millrace.errors import (
     DeniedError,
+    DiskFullError,
     MillraceError,
     NotDirectoryError,
     ObjectChangedError,
@@ -71,6 +72,7 @@ _NO_BUCKET = frozenset(
 _NO_UPLOAD = frozenset({"NoSuchUpload", "InvalidBlockList"})
 
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Error codes that obstore does not always distinguish from other failures.
 _REFUSALS = frozenset(
@@ -186,6 +188,10 @@ def translate(
     if url.startswith("file:") and any(f"(os error {number})" in str(error) for number in _DENIED):
         return DeniedError(
             f"access to {url} was denied", next_step="check the owner, the mode and the mount of its directory"
+        )
+    if url.startswith("file:") and any(f"(os error {number})" in str(error) for number in _FULL):
+        return DiskFullError(
+            f"{url}: no space left on the disk", next_step="free disk space, or raise the quota or limit"
         )
     refused = isinstance(error, library.PermissionDeniedError | library.UnauthenticatedError | PermissionError)
     if refused or code in _REFUSALS or http_status(error) in (401, 403):

@@ -25,6 +25,7 @@ from tests.support.interrupts import interrupted_at
 import millrace
 from millrace.errors import (
     DeniedError,
+    DiskFullError,
     IsDirectoryError,
     ObjectChangedError,
     ObjectExistsError,
@@ -135,6 +136,24 @@ def test_write_that_fails_raises_its_own_error_at_the_end_of_the_block(
 def test_write_without_permission_is_denied(fs: millrace.MillraceFileSystem) -> None:
     with pytest.raises(DeniedError, match="access to file:///sys/x was denied: check the owner"):  # also for root
         fs.pipe_file("/sys/x", b"1")
+
+
+@pytest.mark.root
+def test_write_to_a_full_disk_keeps_the_file_and_names_the_cause(
+    fs: millrace.MillraceFileSystem, small_disk: Path, data: Path
+) -> None:
+    (small_disk / "x").write_bytes(b"kept")
+    (data / "y").write_bytes(bytes(12_000_000))
+    for write in (
+        lambda: fs.pipe(f"{small_disk}/x", bytes(12_000_000)),
+        lambda: fs.pipe(f"{small_disk}/x", bytes(36_000_000)),
+        lambda: fs.mv(f"{data}/y", f"{small_disk}/x"),
+    ):
+        with pytest.raises(DiskFullError, match="x: no space left on the disk"):
+            write()
+    assert (small_disk / "x").read_bytes() == b"kept"
+    assert os.listdir(small_disk) == ["x"]
+    assert (data / "y").exists()
 
 
 def test_failed_parquet_writer_publishes_nothing(fs: millrace.MillraceFileSystem, data: Path) -> None:
