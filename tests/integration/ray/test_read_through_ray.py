@@ -93,7 +93,8 @@ def test_restore_in_a_ray_job_is_cached_and_does_not_displace_training_data(
         """Read all; returns the share of the bytes that was cached."""
         before = down(region, f"/{bucket}/train")
         dataset = ray.data.read_parquet(f"s3://{bucket}/train", filesystem=fs)
-        assert sum(len(batch["a"]) for batch in dataset.iter_batches(batch_format="numpy")) == FILES * ROWS
+        blocks = dataset.iter_batches(batch_format="numpy", batch_size=None)
+        assert sum(len(block["a"]) for block in blocks) == FILES * ROWS
         return 1 - (down(region, f"/{bucket}/train") - before) / size
 
     epoch()
