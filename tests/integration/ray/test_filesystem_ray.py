@@ -39,7 +39,7 @@ def cluster() -> Iterator[None]:
 
 def total(dataset: Any) -> int:
     """The sum of column `a`. `Dataset.sum` would start processes that aggregate."""
-    return sum(int(batch["a"].sum()) for batch in dataset.iter_batches(batch_format="numpy"))
+    return sum(int(batch["a"].sum()) for batch in dataset.iter_batches(batch_format="numpy", batch_size=None))
 
 
 def test_read_parquet_reads_the_origin_in_the_first_epoch_only(
