@@ -107,27 +107,27 @@ def normalise(sentence: str) -> str:
 
 
 def split_dataset(
-    fs: MillraceFileSystem, settings: Settings, preprocessor: Preprocessor, table: pa.Table, *, shuffle: bool
+    fs: MillraceFileSystem, settings: Settings, preprocessor: ray.ObjectRef, table: pa.Table, *, shuffle: bool
 ) -> ray.data.Dataset:
     """A lazy data set of the prepared clips of one split. Every pass over it reads the clips again.
 
     Each clip is read by a task on the node that has it in its part of the cache. With `shuffle` every pass has a new order.
+    `preprocessor` refers to a `Preprocessor`: processes of Ray that only plan the tasks do not load its libraries.
     """
     paths = [posixpath.join(settings.data, "clips", name) for name in table["name"].to_pylist()]
     # Ray Train hands out whole blocks, so small data sets get small blocks: the workers' shares are then about equal.
     per_block = min(_MAX_CLIPS_PER_BLOCK, max(_MIN_CLIPS_PER_BLOCK, math.ceil(len(paths) / (4 * settings.workers))))
     resources: dict[str, Any] = {}
-    cpus = sum(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
-    if cpus - settings.workers * settings.cpus < 1:
+    cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    workers = min(settings.workers, sum(count // settings.cpus for count in cpus))
+    if sum(cpus) - workers * settings.cpus < 1:
         # The training workers may hold all CPUs, for example after the loss of a node. Tasks that request a CPU would then
         # wait for the workers, and the workers for the tasks.
         resources = {"num_cpus": 0, "concurrency": max(2, settings.workers)}
-    # A large table reaches each node once, instead of travelling with every task. Processes of Ray Data that only plan the
-    # tasks do not load the preprocessor's libraries.
-    reference = ray.put((table, preprocessor))
+    reference = ray.put(table)  # a large one reaches each node once, instead of travelling with every task
 
     def prepare_block(files: pa.Table) -> pa.Table:
-        return prepare(files, *ray.get(reference), max_seconds=settings.max_seconds)
+        return prepare(files, *ray.get([reference, preprocessor]), max_seconds=settings.max_seconds)
 
     def prepared(files: ray.data.Dataset) -> ray.data.Dataset:
         return files.map_batches(prepare_block, batch_format="pyarrow", batch_size=None, **resources)

@@ -71,9 +71,10 @@ def fine_tune(
         # Settled: a worker process counts what it reads up to half a second late.
         counters=partial(cluster_counters, data, settled=True),
     )
+    preprocessor = ray.put(model.preprocessor)
     # Called for every new group of workers: each plans its reads for the nodes that exist then.
     datasets = {
-        split: partial(split_dataset, data, settings, model.preprocessor, table, shuffle=split == "train")
+        split: partial(split_dataset, data, settings, preprocessor, table, shuffle=split == "train")
         for split, table in splits.items()
     }
     trainer = TorchTrainer(

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import ray.data
@@ -21,9 +23,9 @@ from tests.support.ray_sessions import start_ray
 import millrace
 from finetune.data import EveryClipOnce, read_splits, split_dataset
 from finetune.log import clips_digest, open_checkpoints
-from finetune.models import speech_model
 from finetune.network import interface_of
 from finetune.options import Settings
+from finetune.preprocessing import Preprocessor
 from finetune.run import error_of_millrace, fine_tune
 from millrace.errors import ConfigurationError, DamagedError
 from millrace.filesystem import MillraceFileSystem
@@ -133,12 +135,20 @@ def test_workers_that_hold_every_cpu_still_get_data(settings: Settings, fs: Mill
         def ready(self) -> None:
             pass
 
+    # In place of those of a model, which load PyTorch in each of the processes.
+    def extractor(samples: np.ndarray, **_: Any) -> dict[str, Any]:
+        return {"input_features": [samples]}
+
+    def tokenizer(sentence: str) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=[len(sentence)])
+
     settings = replace(settings, workers=3)
     table = read_splits(fs, settings)["train"]
     workers = [ray.remote(num_cpus=1)(Busy).remote() for _ in range(3)]
     ray.get([worker.ready.remote() for worker in workers])
     ray.data.DataContext.get_current().enable_progress_bars = False
-    dataset = split_dataset(fs, settings, speech_model(settings).preprocessor, table, shuffle=True)
+    preprocessor = ray.put(Preprocessor(extractor=extractor, tokenizer=tokenizer, feature_shape=(-1,)))
+    dataset = split_dataset(fs, settings, preprocessor, table, shuffle=True)
     shares = EveryClipOnce().configure({"train": dataset}, 3, None, None)
 
     def names(share: dict[str, Any]) -> list[str]:
