@@ -35,6 +35,10 @@ unset PYTHONDONTWRITEBYTECODE
 export RAY_worker_niceness=0
 # Ray Data starts 32 processes for the footers of even one Parquet file, each for 1.5 s of CPU time; most are killed while they start.
 export RAY_DATA_PARQUET_FOOTER_NUM_ACTORS=1
+# Neither a process of Ray Train for each group of workers that waits for drained nodes, nor one of Ray Data for usage reports.
+export RAY_TRAIN_ENABLE_PREEMPTION_WATCHER=0 RAY_USAGE_STATS_ENABLED=0
+# Ray ends processes that are idle for a second, and starts others, which import all modules again.
+export RAY_idle_worker_killing_time_threshold_ms=60000
 
 # Four files at a time, in the order of tests/conftest.py: most of what those do is wait, for leases, deadlines and
 # processes that start, so that two cores have room for two more.

@@ -196,6 +196,8 @@ def _private_ray(directory: Path, settings: Settings) -> Iterator[None]:
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     # Without this, Ray uses the network card instead of loopback.
     os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
+    # Nothing drains this machine: Ray Train need not start a process that waits for it.
+    os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
     # The run kills a process on purpose and reports this itself.
     os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "A worker died or was killed"
     os.environ.pop("RAY_ADDRESS", None)

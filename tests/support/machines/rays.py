@@ -11,8 +11,12 @@ from urllib.request import ProxyHandler, build_opener
 from tests.support.machines.namespaces import Command, Machine
 from tests.support.waiting import wait_until
 
-ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-"""The environment of every Ray command: no tokens, and no usage reports."""
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+}
+"""The environment of every Ray command: no tokens, no usage reports, and no process that waits for drained nodes."""
 _IMPATIENT = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 1000,
@@ -65,7 +69,10 @@ class RayOnMachines:
         return get_json(f"{self.dashboard}{path}")
 
     def _start(self, machine: Machine, cpus: int, *arguments: str) -> None:
-        own = (f"--num-cpus={cpus}", f"--object-store-memory={_STORE_BYTES}", "--block", "--disable-usage-stats")
+        own = (
+            *(f"--num-cpus={cpus}", f"--object-store-memory={_STORE_BYTES}", "--block", "--disable-usage-stats"),
+            "--include-log-monitor=false",  # it sends the workers' output to drivers, of which none prints it
+        )
         self._arguments[machine.name] = [*arguments, *own]
         self._run(machine)
 
