@@ -14,8 +14,13 @@ import pytest
 from tests.support.doc_page_runs import ROOT, RUN_WITH_RAY, run_page
 from tests.support.ray_sessions import start_ray
 
+from millrace.checkpoint import load_weights
+from millrace.checkpoint.run.run_layout import open_run
+from millrace.testing.s3 import S3Server
+
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
+README, RAY_TRAIN = ROOT / "README.md", ROOT / "docs" / "how-to" / "ray-train.md"
 _OF_READER = ("AWS_", "GLOO_", "MILLRACE_", "OMP_", "XDG_")
 
 
@@ -42,11 +47,22 @@ def joining(address: str, reader: dict[str, str]) -> dict[str, str]:
 
 
 def test_readme_run_from_top_to_bottom_succeeds(reader: dict[str, str], tmp_path: Path) -> None:
-    run_page(ROOT / "README.md", reader, tmp_path)
+    run_page(README, reader, tmp_path)
+
+
+def test_ray_train_page_saves_at_the_endpoint_in_the_environment(
+    joining: dict[str, str], s3: S3Server, tmp_path: Path
+) -> None:
+    run_page(RAY_TRAIN, joining, tmp_path)
+    url = "s3://bucket/train/run-1"
+    steps = [found.step for found in open_run(url, s3.target_options).scan() if found.complete]
+    weights = load_weights(f"{url}/step-{steps[-1]:012d}", target_options=s3.target_options)
+    assert set(weights) >= {"model.module.0.weight", "model.module.2.bias"}
+    assert all(bool(weights[name].any()) for name in weights if name.startswith("model."))
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in RUN_WITH_RAY if page != ROOT / "README.md"], ids=lambda page: page.stem
+    "page", [page for page in RUN_WITH_RAY if page not in (README, RAY_TRAIN)], ids=lambda page: page.stem
 )
 def test_page_run_from_top_to_bottom_succeeds(page: Path, joining: dict[str, str], tmp_path: Path) -> None:
     run_page(page, joining, tmp_path)

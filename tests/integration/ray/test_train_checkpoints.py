@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,9 +38,6 @@ pytestmark = [
 SAMPLES, BATCH, WORLD = 42, 3, 2
 STEPS = 2 * SAMPLES // (BATCH * WORLD)
 SAVE_EVERY, KILLED_AFTER = 2, 6
-
-
-GUIDE = Path(__file__).parents[3] / "docs" / "how-to" / "ray-train.md"
 
 
 def aws_environment(s3: S3Server) -> dict[str, str]:
@@ -213,28 +209,3 @@ def test_report_outside_of_a_worker_raises() -> None:
     for call in (lambda: report({"loss": 1.0}), lambda: report({}, {"a": torch.zeros(1)}), lambda: restore({})):
         with pytest.raises(UsageError, match="training function of a trainer"):
             call()
-
-
-@pytest.mark.usefixtures("cluster")
-def test_guide_with_an_endpoint_in_the_environment_saves_there(
-    s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in aws_environment(s3).items():
-        monkeypatch.setenv(name, value)
-    code = re.search(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    assert code is not None
-    assert code[1].count("s3://bucket/train") == 1
-    source = code[1].replace("s3://bucket/train", f"s3://{bucket}/train")
-    # As a script: what it defines travels to the workers.
-    script: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(source, str(GUIDE), "exec"), script)
-
-    result = script["result"]
-    url, options = location_of(result.checkpoint.filesystem, result.checkpoint.path)
-    assert options["endpoint_url"] == s3.endpoint_url
-    assert url.startswith(f"s3://{bucket}/train/run-1/")
-    weights = {
-        f"module.{name}": torch.zeros_like(value) for name, value in script["build_model"]().state_dict().items()
-    }
-    dcp.load({"model": weights}, storage_reader=checkpoint_reader(result.checkpoint), no_dist=True)
-    assert any(bool(value.any()) for value in weights.values())
