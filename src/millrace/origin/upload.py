@@ -53,8 +53,7 @@ class ObjectUpload:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._finished = False
-        self._is_cut = False  # a write did not return
-        self._cut_by: BaseException | None = None
+        self._cut_by: BaseException | None = None  # what ended a write that did not return
         self._is_sent = False
         self._after: Callable[[], None] | None = None
         self._owner = forks.Owner()
@@ -80,14 +79,14 @@ class ObjectUpload:
                     self._send(self._part)
                     self._part = bytearray()
         except BaseException as error:  # an interrupt: a part may have been sent, and would be sent again
-            self._is_cut, self._cut_by = True, error
+            self._cut_by = error
             self.abort()
             raise
         return len(view)
 
     def close(self) -> None:
         self._require_owner()
-        if self._is_cut:
+        if self._cut_by is not None:
             raise UsageError(
                 f"{self._key} was not written: a write was interrupted or failed", next_step="write it again"
             )

@@ -104,9 +104,9 @@ def test_close_after_an_interrupted_write_raises() -> None:
     target = Target()
     writer = target.writer()
     number = 0
-    while (interrupted_at(number, lambda: writer.write(PART))) is not None and not writer._is_cut:
+    while (interrupted_at(number, lambda: writer.write(PART))) is not None and writer._cut_by is None:
         number += 1
-    assert writer._is_cut
+    assert writer._cut_by is not None
     with pytest.raises(UsageError, match="a write was interrupted or failed: write it again"):
         writer.close()
     assert target.bodies == []
