@@ -6,7 +6,7 @@ import io
 import math
 import posixpath
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -118,9 +118,7 @@ def split_dataset(
     # Ray Train hands out whole blocks, so small data sets get small blocks: the workers' shares are then about equal.
     per_block = min(_MAX_CLIPS_PER_BLOCK, max(_MIN_CLIPS_PER_BLOCK, math.ceil(len(paths) / (4 * settings.workers))))
     resources: dict[str, Any] = {}
-    cpus = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-    workers = min(settings.workers, sum(count // settings.cpus for count in cpus))
-    if sum(cpus) - workers * settings.cpus < 1:
+    if free_cpus([int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]], settings) < 1:
         # The training workers may hold all CPUs, for example after the loss of a node. Tasks that request a CPU would then
         # wait for the workers, and the workers for the tasks.
         resources = {"num_cpus": 0, "concurrency": max(2, settings.workers)}
@@ -142,6 +140,12 @@ def split_dataset(
         override_num_blocks=max(2, math.ceil(len(paths) / per_block)),
         **resources,
     )
+
+
+def free_cpus(cpus: Sequence[int], settings: Settings) -> int:
+    """How many of the nodes' CPUs the training workers leave, of which as many run as fit. Pure."""
+    workers = min(settings.workers, sum(count // settings.cpus for count in cpus))
+    return sum(cpus) - workers * settings.cpus
 
 
 def prepare(files: pa.Table, table: pa.Table, preprocessor: Preprocessor, *, max_seconds: float) -> pa.Table:

@@ -11,7 +11,7 @@ import pytest
 import soundfile
 
 import millrace
-from finetune.data import collate, decode, normalise, prepare, read_splits
+from finetune.data import collate, decode, free_cpus, normalise, prepare, read_splits
 from finetune.models import speech_model
 from finetune.options import Settings
 from finetune.preprocessing import SAMPLE_RATE
@@ -118,3 +118,18 @@ def test_batch_has_padded_tensors_and_clip_names() -> None:
     assert not batch.inputs["input_features"][0, frames[0] :].any()
     assert batch.inputs["labels"][0].tolist() == [*PREPROCESSOR.labels("kurz"), *[-100] * 8]
     assert (batch.names, batch.sentences, batch.known) == (["a.wav", "b.wav"], ["kurz", "etwas länger"], [True, True])
+
+
+@pytest.mark.parametrize(
+    ("cpus", "free"),
+    [
+        ([0, 3, 3], 2),  # a head without CPUs
+        ([0, 3], 1),  # one of the two nodes is lost, and one of the two workers runs
+        ([0, 2], 0),
+        ([4], 0),
+        ([8], 4),
+        ([], 0),
+    ],
+)
+def test_free_cpus_are_those_that_workers_which_fit_leave(cpus: list[int], free: int) -> None:
+    assert free_cpus(cpus, Settings(data="d", run="r", workers=2, cpus=2)) == free
