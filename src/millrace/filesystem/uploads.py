@@ -36,7 +36,7 @@ class UploadFile(io.RawIOBase):
     """
 
     _failed = False
-    _is_cut = False  # a write failed, which its caller knows
+    _is_cut = False  # a write has raised an error
     _position = 0
 
     def __init__(self, writer: ObjectWriter, *, path: str, on_published: Callable[[], None]) -> None:
