@@ -199,6 +199,10 @@ def translate(
             f"access to {url} was denied",
             next_step="check the credentials and their rights on this " + bucket_word(url.partition(":")[0]),
         )
+    if url.startswith("file:") and "Filenames containing trailing" in str(error):
+        return ObjectNotFoundError(
+            f"{url} is not a valid object name", next_step="rename it: '#' and a number mark unfinished writes"
+        )
     if isinstance(error, library.InvalidPathError):
         return ObjectNotFoundError(f"{url} is not a valid object name", next_step="check the name")
     if http_status(error) in _BUSY or code == _SLOW_DOWN:

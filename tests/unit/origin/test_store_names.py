@@ -95,3 +95,20 @@ def test_error_about_local_directory_contains_its_url(tmp_path: Path) -> None:
     (tmp_path / "a\x01b").write_bytes(b"")
     with pytest.raises(UsageError, match=f"^file://{tmp_path} contains an object whose name cannot be used"):
         ObjectStoreOrigin("file", {}).list_level(str(tmp_path))
+
+
+def test_local_file_named_as_an_unfinished_write_is_refused(tmp_path: Path) -> None:
+    origin = ObjectStoreOrigin("file", {})
+    folder = tmp_path / "run#1"
+    folder.mkdir()
+    (folder / "x#1").write_bytes(b"a")
+    (folder / "x#1a").write_bytes(b"bc")
+    assert [entry.key for entry in origin.list_level(str(folder)).objects] == [str(folder / "x#1a")]
+    assert origin.head(f"{folder}/x#1a").size == 2
+    for request in (
+        lambda: origin.head(f"{folder}/x#1"),
+        lambda: origin.read(f"{folder}/x#1", 0, 1),
+        lambda: origin.put(f"{folder}/x#2", b""),
+    ):
+        with pytest.raises(ObjectNotFoundError, match="not a valid object name: rename it"):
+            request()
