@@ -6,9 +6,10 @@ LMDB has these limits:
 - After a fork the child must open the index again (`node.py` does). It must not close the inherited environment, which would
   wait for threads that do not exist in the child. It must not open the same path, which py-lmdb refuses, so it opens a hard
   link: LMDB's locks belong to the file, not to its name. py-lmdb 3 resolves the link, hence the upper bound on its version.
-- LMDB detects processes by POSIX locks on its lock file. A process loses all of them when it closes *any* descriptor of that
-  file; the next process would then reset the table of readers and the writers' lock. So this module never opens that file
-  after LMDB has.
+- LMDB detects processes by POSIX locks on its lock file, at the offset of the process number. If two processes in different
+  PID namespaces (containers) have the same number, only one can read; the other gets EAGAIN.
+- A process loses these locks when it closes *any* descriptor of that file; the next process would then reset the table of
+  readers and the writers' lock. So this module never opens that file after LMDB has.
 """
 
 from __future__ import annotations
@@ -64,6 +65,11 @@ def translated(error: Exception, path: str) -> StorageError:
         return StorageError(
             f"cache index {path}: {error}",
             next_step="give the process more address space ('ulimit -v'): 2 GiB is enough",
+        )
+    if os.strerror(errno.EAGAIN) in str(error):
+        return StorageError(
+            f"cache index {path}: a process of another container has the same number as this one ({os.getpid()})",
+            next_step="run containers that share a cache directory in one PID namespace (Kubernetes: 'hostPID: true')",
         )
     # LMDB reports a full disk while it writes as a plain system error.
     if isinstance(error, lmdb.DiskError) or os.strerror(errno.ENOSPC) in str(error):

@@ -154,7 +154,23 @@ def test_pod_is_root_only_to_set_the_owner_and_has_time_to_drain() -> None:
     assert spec["terminationGracePeriodSeconds"] > VALUES["drainSeconds"]
     [owner] = spec["initContainers"]
     assert owner["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
-    assert container({"spec": {"template": {"spec": spec}}})["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    node = container({"spec": {"template": {"spec": spec}}})
+    assert node["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert node["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def test_metrics_are_public_only_on_request() -> None:
+    public = {"name": "MILLRACE_PUBLIC_METRICS", "value": "1"}
+    assert public not in container(rendered(REQUIRED))["env"]
+    assert public in container(rendered({**REQUIRED, "metrics": {"public": True}}))["env"]
+
+
+def test_nodes_and_the_pods_that_mount_their_cache_are_in_one_pid_namespace() -> None:
+    assert rendered(REQUIRED)["spec"]["template"]["spec"]["hostPID"] is True
+    assert "hostPID" not in rendered({**REQUIRED, "hostPID": False})["spec"]["template"]["spec"]
+    [readers] = documents("kuberay/raycluster.yaml")
+    groups = [readers["spec"]["headGroupSpec"], *readers["spec"]["workerGroupSpecs"]]
+    assert [group["template"]["spec"]["hostPID"] for group in groups] == [True, True]
 
 
 def test_kuberay_example_uses_the_directory_and_the_token_of_the_chart() -> None:
