@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+WITH_IS_BROKEN = sys.version_info[:2] == (3, 14)
+"""Whether a signal handler may run, and raise, after `__enter__` in C and before its block (python/cpython#148874)."""
+
 
 @contextmanager
 def interrupts() -> Iterator[Callable[[float], None]]:
@@ -76,10 +79,13 @@ def interrupted_at(number: int, action: Callable[[], object]) -> KeyboardInterru
     """Call `action`, and raise `KeyboardInterrupt` in it at the `number`-th moment at which Python runs signal handlers.
 
     These are the first instruction of each function in Python, also of a generator that continues, and the end of each call
-    of a function in C; loops, too, but these are not covered. Nor are the functions that `Thread.start` calls, where Python
-    itself leaves a lock held. Nor is the end of `__enter__` in C, as of a lock: a defect of Python 3.14 runs handlers there,
-    before the block is entered (python/cpython#148874), and leaves the lock held. Returns the exception that `action`
-    raised, with its traceback, which refers to all that was interrupted; None if it ended before.
+    of a function in C; loops, too, but these are not covered. Nor are
+    - the functions that `Thread.start` calls, where Python itself leaves a lock held;
+    - destructors, whose exceptions Python discards;
+    - the end of `__enter__` in C, as of a lock, where only Python 3.14 runs handlers (`WITH_IS_BROKEN`).
+
+    Returns the exception that `action` raised, with its traceback, which refers to all that was interrupted; None if it
+    ended before.
     """
     moments = 0
 
@@ -87,7 +93,7 @@ def interrupted_at(number: int, action: Callable[[], object]) -> KeyboardInterru
         nonlocal moments
         if event == "c_return" and (argument is sys.setprofile or getattr(argument, "__name__", None) == "__enter__"):
             return
-        if event in ("call", "c_return") and not _starts_a_thread(frame.f_back):
+        if event in ("call", "c_return") and not _is_exempt(frame):
             moments += 1
             if moments > number:
                 sys.setprofile(None)
@@ -105,10 +111,16 @@ def interrupted_at(number: int, action: Callable[[], object]) -> KeyboardInterru
     return None
 
 
-def _starts_a_thread(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code is not threading.Thread.start.__code__:
-        frame = frame.f_back
-    return frame is not None
+def _is_exempt(frame: FrameType) -> bool:
+    """Whether the frame is that of a destructor, or was called by one or by `Thread.start`."""
+    if frame.f_code.co_name == "__del__":
+        return True
+    caller = frame.f_back
+    while caller is not None:
+        if caller.f_code is threading.Thread.start.__code__ or caller.f_code.co_name == "__del__":
+            return True
+        caller = caller.f_back
+    return False
 
 
 class InterruptedWhenDeleted:

@@ -39,7 +39,9 @@ assert os.waitpid(pid, 0)[1] == 0
 def saving(cache_dir: Path) -> str:
     """Run a process that only saves; returns its output for errors."""
     variables = {**os.environ, "MILLRACE_CACHE_DIR": str(cache_dir)}
-    done = subprocess.run([sys.executable, "-c", _SAVES], env=variables, capture_output=True, text=True, timeout=300)
+    # Python 3.12 warns of a fork next to threads.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _SAVES]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stderr
 

@@ -62,7 +62,11 @@ def test_doctor_on_network_file_system_fails(
         f"2 1 0:9 / {tmp_path!s} rw - nfs4 host:/x rw\n"
         f"3 1 0:8 / {tmp_path!s}/a\\040b rw - tmpfs tmpfs rw\n"
     )
-    monkeypatch.setattr(Path, "read_text", lambda self, **_: text)
+    read_text = Path.read_text
+    # The metadata of the installed packages is read, too.
+    monkeypatch.setattr(
+        Path, "read_text", lambda self, **kwargs: text if self.name == "mountinfo" else read_text(self, **kwargs)
+    )
     assert file_system_of(tmp_path / "a b" / "c") == "tmpfs"
     assert file_system_of(tmp_path / "a") == "nfs4"
     assert file_system_of(Path(f"{tmp_path}x")) == "ext4"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.clocks import TimeWithoutWaits
-from tests.support.interrupts import interrupts
+from tests.support.interrupts import WITH_IS_BROKEN, interrupts
 from tests.support.origins import MemoryOrigin
 from tests.support.waiting import wait_until
 
@@ -291,6 +291,7 @@ def test_interrupted_wait_leaves_no_slot_and_no_waiter(path: Path, waits_for: st
     assert not limiter._held
 
 
+@pytest.mark.skipif(WITH_IS_BROKEN, reason="python/cpython#148874: an interrupt at `with lock:` leaves the lock held")
 def test_interrupt_at_any_moment_leaves_no_slot_and_no_waiter(path: Path) -> None:
     limiter = make(path, most=2)
     stop = threading.Event()

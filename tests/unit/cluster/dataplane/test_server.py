@@ -496,6 +496,20 @@ def test_server_listens_on_its_address_only() -> None:
 # --- TLS ----------------------------------------------------------------------------------------------
 
 
+def _key_usage(is_ca: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not is_ca,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=is_ca,
+        crl_sign=is_ca,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
 def make_certificates(directory: Path, name: str, ca: Any = None) -> tuple[Tls, Any]:
     """A certificate for 127.0.0.1, signed by `ca`, or by a new authority."""
     directory.mkdir(exist_ok=True)
@@ -515,6 +529,10 @@ def make_certificates(directory: Path, name: str, ca: Any = None) -> tuple[Tls, 
             .add_extension(
                 x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
             )
+            # Required since Python 3.13 by `ssl.create_default_context`.
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
+            .add_extension(_key_usage(is_ca), critical=True)
         )
         return builder.sign(issuer_key, hashes.SHA256())
 
