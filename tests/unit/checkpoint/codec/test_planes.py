@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import pathlib
 import struct
 import subprocess
@@ -124,7 +125,7 @@ def test_halved_chunk_of_another_kind_or_length_is_refused():
 
 
 def test_max_effort_on_text_finds_matches_and_is_smaller():
-    text = np.frombuffer(pathlib.Path(pathlib.__file__).read_bytes(), np.uint8)
+    text = np.frombuffer(pathlib.Path(argparse.__file__).read_bytes(), np.uint8)
     assert len(stored(text, OPAQUE, effort=Effort.MAX)) < 0.9 * len(stored(text, OPAQUE))
 
 
