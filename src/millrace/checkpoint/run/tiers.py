@@ -19,7 +19,7 @@ from millrace.checkpoint.arguments import ReadThroughMode, mapping, path_text
 from millrace.checkpoint.format.manifest import MANIFEST_NAME
 from millrace.checkpoint.run.peers import ClusterAccess, Peers
 from millrace.checkpoint.run.run_info import CheckpointInfo, directory_of
-from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, open_run
+from millrace.checkpoint.run.run_layout import ListedCheckpoint, Run, open_run, parse_name
 from millrace.checkpoint.run.timeline import age_of, last_revisions
 from millrace.checkpoint.storage.layered import LayeredStorage, StoredManifest, files_exist, missing_files
 from millrace.checkpoint.storage.replicating import publish_manifest
@@ -265,14 +265,14 @@ def outdated(near: Iterable[CheckpointInfo], origin: Iterable[ListedCheckpoint])
 
     `near` are complete checkpoints that the origin lacks, `origin` the complete ones there. A node was lost with saves that
     were not uploaded yet, and the run continued elsewhere from an older checkpoint. When the node returns, such a save may
-    have the highest step, but it follows a checkpoint that is not the newest at the origin, or another save of that name,
-    also through other near ones. Where that is unknown, it is not outdated.
+    have the highest step, but it follows a checkpoint that is not the newest at the origin (and may have been pruned there
+    since), or another save of that name, also through other near ones. Where that is unknown, it is not outdated.
     """
     complete = {found.name: found for found in origin}
-    by_name = {info.name: info for info in near if info.name not in complete}
     newest = max(complete.values(), key=age_of, default=None)
     if newest is None:
         return frozenset()
+    by_name = {info.name: info for info in near if info.name not in complete and age_of(info) > age_of(newest)}
     data = {file.name for file in newest.files if file.name != MANIFEST_NAME}
     found: set[str] = set()
     for info in by_name.values():
@@ -283,7 +283,9 @@ def outdated(near: Iterable[CheckpointInfo], origin: Iterable[ListedCheckpoint])
         # A complete checkpoint has all of its files.
         is_other_save = first.after_file is not None and bool(data) and first.after_file not in data
         follows_newest = first.after == newest.name and not is_other_save
-        if first.after in complete and not follows_newest and age_of(info) > age_of(newest):
+        point = None if first.after is None else parse_name(first.after)
+        # Of those that are older than the newest one at the origin, some were pruned there.
+        if point is not None and age_of(point) <= age_of(newest) and not follows_newest:
             found.add(info.name)
     return frozenset(found)
 

@@ -342,6 +342,24 @@ def test_disk_of_a_node_that_was_away_restores_no_outdated_history(tmp_path: Pat
     assert not (url / "step-000000000400").exists()
 
 
+def test_disk_of_a_node_that_was_away_restores_no_history_after_a_pruned_checkpoint(tmp_path: Path) -> None:
+    url, state = tmp_path / "run", make_state()
+    with CheckpointManager(url, local=tmp_path / "a", full_every=1) as run:
+        for step in (300, 400):
+            run.save(step, state)
+    shutil.rmtree(url / "step-000000000400")  # as if the node was lost before the upload
+    change(state)
+    with CheckpointManager(url, local=tmp_path / "b", full_every=1, keep=1) as run:
+        assert run.restore(empty_like(state)) == 300
+        for step in (310, 320, 330):
+            run.save(step, state)
+        assert run.steps() == [320, 330]
+    with CheckpointManager(url, local=tmp_path / "a") as run:
+        found = empty_like(state)
+        assert run.restore(found) == 330
+        assert_same_state(found, state)
+
+
 def test_disk_that_returns_during_a_run_with_an_outdated_save_of_the_same_step_is_skipped(tmp_path: Path) -> None:
     url, state = tmp_path / "run", make_state()
     with CheckpointManager(url, local=tmp_path / "a") as run:

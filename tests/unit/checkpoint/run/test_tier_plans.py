@@ -279,6 +279,8 @@ def test_plan_skips_saves_older_than_the_origins_newest():
             [300, 450],
             [],
         ),  # older than the newest: never uploaded, and not the one that a restore begins with
+        ([(400, 300), (410, 400)], [320, 340], [400, 410]),  # and 300 was pruned since
+        ([(300, None), (400, 300)], [320, 340], [400]),  # but not on the disk of the node
         ([(400, 390)], [300, 320], []),  # 390 is gone: unknown
         ([(400, None)], [300, 320], []),  # saved by an earlier version: unknown
         ([(400, 410), (410, 400)], [300, 320], []),  # no writer makes this
