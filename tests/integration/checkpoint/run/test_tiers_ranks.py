@@ -93,6 +93,26 @@ def refuse_one_manifest(root: Path) -> None:
     assert ("checkpoint.tier.refused" in {event.name for event in seen}) == (dist.get_rank() == 1)
 
 
+def save_over_an_outdated_manifest(root: Path) -> None:
+    """The second node's disk has another save of step 2, which the first rank does not know."""
+    with manager(root) as run:
+        run.save(1, state(1))
+        dist.barrier()
+        if dist.get_rank() == 1:
+            local = tiers_of(root, 1).local
+            Path(local.url_of(checkpoint_name(2))).mkdir()
+            shutil.copy(Path(local.url_of(checkpoint_name(1))) / "manifest.millrace", local.url_of(checkpoint_name(2)))
+        dist.barrier()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            run.save_async(2, state(2)).result()
+            run.save_async(3, state(3)).result()
+        loaded = state(0)
+        for step in (2, 3):
+            assert run.restore(loaded, step=step) == step
+            assert torch.equal(loaded["moving"].to_local(), state(step)["moving"].to_local())
+
+
 def find_only_half(root: Path) -> None:
     with warnings.catch_warnings(record=True) as warned, manager(root) as run:
         warnings.simplefilter("always")
@@ -186,6 +206,13 @@ def test_manifest_refused_by_the_disk_of_one_node_is_an_event(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_step_of_which_the_disk_of_the_second_rank_has_another_save_is_saved(tmp_path: Path) -> None:
+    ranks.run(__file__, "save_over_an_outdated_manifest", 2, tmp_path)
+    for step in (1, 2, 3):
+        assert tiers_of(tmp_path, 0).is_at_origin(checkpoint_name(step))
+
+
+@pytest.mark.slow
 def test_checkpoint_that_only_the_disk_of_the_second_rank_has_is_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +262,7 @@ if __name__ == "__main__":
         restore_the_later,
         find_only_half,
         refuse_one_manifest,
+        save_over_an_outdated_manifest,
         leave_files_on_one_node,
         restore_on_two_nodes,
     )
