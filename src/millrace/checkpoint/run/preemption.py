@@ -92,9 +92,9 @@ class PreemptionWatch:
         with contextlib.suppress(RuntimeError):  # no more threads: an error would end the loop before it saves
             self._timer.start()
             report.start()
-        earlier = getattr(self._before.get(number), "__self__", None)
-        if isinstance(earlier, PreemptionWatch):  # of another manager, which saves as well
-            earlier._note(number, frame)
+        earlier = self._handler_before(number)
+        if isinstance(getattr(earlier, "__self__", None), PreemptionWatch):  # of another manager, which saves as well
+            earlier(number, frame)
 
     def _give_up(self, number: int) -> None:
         if self._closed:
@@ -103,17 +103,24 @@ class PreemptionWatch:
         with contextlib.suppress(OSError):  # no stderr; one that is full, with a reader that has stopped, is left out
             if select.select([], [2], [], 0)[1]:
                 os.write(2, text.encode())
-        if self._before.get(number) in (signal.SIG_DFL, None):
+        if self._handler_before(number) in (signal.SIG_DFL, None):
             os._exit(128 + number)  # the main thread may be in a call that no handler interrupts
         os.kill(os.getpid(), number)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        before = self._before.get(number, signal.SIG_DFL)
+        before = self._handler_before(number)
         if callable(before):
             before(number, frame)
         elif before != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+    def _handler_before(self, number: int) -> Any:
+        """The handler of the signal before this watch. Watches that are closed by now are skipped."""
+        before = self._before.get(number, signal.SIG_DFL)
+        while isinstance(watch := getattr(before, "__self__", None), PreemptionWatch) and watch._closed:
+            before = watch._before.get(number, signal.SIG_DFL)
+        return before
 
 
 def _name_of(number: int) -> str:

@@ -87,6 +87,22 @@ def test_signal_after_watches_were_closed_in_the_order_of_their_creation_has_its
         signal.signal(signal.SIGUSR1, handler)
 
 
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_signal_after_one_of_three_watches_was_closed_is_only_recorded_by_the_others(closed: int) -> None:
+    received: list[int] = []
+    handler = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
+    watches = [PreemptionWatch([signal.SIGUSR1]) for _ in range(3)]
+    try:
+        watches[closed].close()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert [watch.noted for watch in watches] == [index != closed for index in range(3)]
+        assert received == []
+    finally:
+        for watch in reversed(watches):
+            watch.close()
+        signal.signal(signal.SIGUSR1, handler)
+
+
 def test_end_of_the_grace_period_after_close_has_no_effect() -> None:
     """The timer has started its function when `close` cancels it."""
     watch = PreemptionWatch([signal.SIGUSR1])
