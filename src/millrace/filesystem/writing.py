@@ -215,6 +215,8 @@ class WritingFileSystem(ListingFileSystem):
             found = self.expand_path(path1, recursive=recursive, maxdepth=maxdepth)
             into = (names_directory(path2) or self.isdir(path2)) and not names_directory(path1)
             path1 = [each for each in found if recursive or not self.isdir(each)]
+            if not path1:  # a directory without `recursive`
+                return
             path2 = other_paths(path1, self.key_of(path2), exists=into)
         super().copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error=on_error, **kwargs)
 

@@ -199,6 +199,15 @@ def test_move_of_name_with_wildcards_moves_exactly_this_name(name: str, bucket: 
     assert found == {**{each: each for each in NAMES if each not in moved}, **expected}
 
 
+def test_copy_of_directory_with_wildcards_without_recursive_copies_nothing(bucket: str, fs: MillraceFileSystem) -> None:
+    fs.pipe({f"{bucket}/d/{name}/x": b"1" for name in ("run", "run[1]", "run1")})
+    before = fs.find(bucket)
+    for name in ("run", "run[1]"):
+        fs.cp(f"{bucket}/d/{name}", f"{bucket}/new")
+    fs.invalidate_cache()
+    assert fs.find(bucket) == before
+
+
 def test_move_of_missing_name_with_wildcards_moves_nothing(bucket: str, fs: MillraceFileSystem) -> None:
     fs.pipe(f"{bucket}/run1/x", b"1")
     with pytest.raises(FileNotFoundError):
