@@ -162,15 +162,25 @@ class Retention:
             self._report_failure(self.run, error)
 
     def make_room(self, place: Run) -> int:
-        """Prune the run or the copies on this node's disk because a disk is full; returns the freed bytes. Never raises."""
+        """Prune the run or the copies on this node's disk because a disk is full. Never raises.
+
+        Returns the number of removed files, also of a pruning that raised after it had removed them.
+        """
+        removed = 0
+
+        def count(done: int, _: int) -> None:
+            nonlocal removed
+            removed = done
+
         try:
             if place is self.run:
-                return self._prune(self.policy).freed_bytes
-            waiting = {upload.name for upload in pending_uploads(place, self.run)}
-            return prune(place, KeepLast(self.local_keep), protected=waiting, independent=False).freed_bytes
+                self._prune(self.policy, progress=count)
+            else:
+                waiting = {upload.name for upload in pending_uploads(place, self.run)}
+                prune(place, KeepLast(self.local_keep), protected=waiting, independent=False, progress=count)
         except MillraceError as error:
             self._report_failure(place, error)
-            return 0
+        return removed
 
     def warn_of_mistakes(self, step: int, metrics: Mapping[str, float], last_save: tuple[int, float] | None) -> None:
         """Warn, once of each, where the policy may keep nothing because of a metric or a step that does not match.
@@ -194,9 +204,22 @@ class Retention:
             self._warned.add(text)
         emit(Event(name="run.prune.failed", subject=place.url, detail=text))
 
-    def _prune(self, policy: Policy, *, dry_run: bool = False, strict: bool = False) -> PruneReport:
+    def _prune(
+        self,
+        policy: Policy,
+        *,
+        dry_run: bool = False,
+        strict: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> PruneReport:
         return prune(
-            self.run, policy, dry_run=dry_run, independent=self.independent, damaged=self.damaged, strict=strict
+            self.run,
+            policy,
+            dry_run=dry_run,
+            independent=self.independent,
+            damaged=self.damaged,
+            strict=strict,
+            progress=progress,
         )
 
 

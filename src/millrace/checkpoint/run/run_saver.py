@@ -124,7 +124,7 @@ class RunSaver:
     a save may be of any step, also of one below the newest; `may_go_back`: the same for the next save only, after a restore.
     `independent`: whether deltas are made only while the run has a checkpoint that shares no file with them. `damaged`
     receives the names of checkpoints that were found to be damaged. `make_room` prunes one of the places and returns the
-    freed bytes; it never raises. `on_claim` is called with each new claim.
+    number of removed files; it never raises. `on_claim` is called with each new claim.
     """
 
     run: Run

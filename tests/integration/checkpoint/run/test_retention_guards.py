@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,16 @@ from tests.support.harms import flip_in_the_middle
 from millrace.checkpoint import CheckpointManager
 from millrace.checkpoint.run.retention import KeepLast
 from millrace.checkpoint.run.run_layout import checkpoint_name
+from millrace.checkpoint.storage.storage import LocalStorage
 from millrace.cli import main
-from millrace.errors import ConfigurationError, CorruptCheckpointError, MillraceError, StateMismatchError, UsageError
+from millrace.errors import (
+    ConfigurationError,
+    CorruptCheckpointError,
+    DeniedError,
+    MillraceError,
+    StateMismatchError,
+    UsageError,
+)
 from millrace.events import Event
 from millrace.origin import open_origin
 from millrace.testing.s3 import S3Server
@@ -236,6 +244,28 @@ def test_policy_that_fails_is_reported_once_and_ends_no_save(
         assert run.steps() == [1, 2, 3]
         run.prune(Custom(lambda found: [each.name for each in found[:1]]))
         assert run.steps() == [1, 3]
+
+
+def test_room_that_a_pruning_makes_before_it_is_denied_one_file_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Event]
+) -> None:
+    with CheckpointManager(tmp_path, full_every=1) as run:
+        for step in (1, 2, 3):
+            run.save(step, state_of(step))
+    delete = LocalStorage.delete
+
+    def delete_unlocked(self: LocalStorage, names: Collection[str]) -> None:
+        if names and self.url.endswith(checkpoint_name(1)):
+            raise DeniedError("step 1 is locked")
+        delete(self, names)
+
+    monkeypatch.setattr(LocalStorage, "delete", delete_unlocked)
+    with CheckpointManager(tmp_path, keep=1, independent=False) as run:
+        retention = run._engine.retention
+        assert retention.make_room(run._run) > 0
+        assert run.steps() == [1, 3]
+        assert retention.make_room(run._run) == 0
+    assert [event.name for event in events].count("run.prune.failed") == 2
 
 
 def test_policy_given_as_a_class_is_refused(tmp_path: Path) -> None:
