@@ -293,8 +293,10 @@ class WritingFileSystem(ListingFileSystem):
                 versions[source] = self._copy(source, target)
             elif self._rooted:
                 self.makedirs(target, exist_ok=True)
-        # Of a link to a directory only the link is removed, not its target.
-        self._remove_copied({key: version for key, version in versions.items() if not key.startswith(behind)})
+        # Of a link only the link is removed, not its target. Nothing is lost if that has changed or was moved, too.
+        links += [key for key in versions if self._rooted and os.path.islink(key)]
+        copied = versions.keys() - links
+        self._remove_copied({key: versions[key] for key in sorted(copied) if not key.startswith(behind)})
         self._delete([key for key in links if not key.startswith(behind)])
         self._remove_empty(sorted((key for key in directories if not key.startswith(behind)), reverse=True))
 

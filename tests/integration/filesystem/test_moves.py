@@ -11,7 +11,7 @@ import pyarrow.fs as pafs
 import pytest
 
 from millrace.errors import IsDirectoryError, ObjectChangedError, UsageError
-from millrace.filesystem import MillraceFileSystem, filesystem
+from millrace.filesystem import MillraceFileSystem, filesystem, writing
 from millrace.testing.s3 import S3Server
 
 FILES = {"d/a": b"A", "d/b": b"B", "d/e/x": b"X", "d/e/y/z": b"Z"}
@@ -139,6 +139,24 @@ def test_file_that_is_overwritten_after_its_copy_stays(root: tuple[Any, str], mo
         "d/e/x": b"newer",
         **{f"new/{name[2:]}": value for name, value in FILES.items()},
     }
+
+
+def test_links_to_files_are_moved_before_and_after_their_targets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "_DELETE_KEYS", 1)
+    fs = filesystem("file", cache_dir=str(tmp_path / "cache"), min_free=0)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "b").write_bytes(b"B")
+    for name in ("a", "c"):
+        (tmp_path / "d" / name).symlink_to("b")
+    fs.mv(str(tmp_path / "d"), str(tmp_path / "new"), recursive=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()} == dict.fromkeys("abc", b"B")
+    assert not (tmp_path / "d").exists()
+    (tmp_path / "link").symlink_to("new/b")
+    fs.mv(str(tmp_path / "link"), str(tmp_path / "new" / "b"))
+    assert (tmp_path / "new" / "b").read_bytes() == b"B"
+    assert not (tmp_path / "link").is_symlink()
 
 
 @pytest.mark.parametrize("recursive", [False, True])
