@@ -160,6 +160,8 @@ class CompressedUpload(io.RawIOBase):
         self._end()
 
     def close(self) -> None:
+        if not self.closed and _is_by_destructor():
+            self._dealloc_warn(self)
         self._upload.fail_under_exception()
         self._end()
 

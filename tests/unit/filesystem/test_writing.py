@@ -228,6 +228,26 @@ def test_parquet_writer_that_is_never_closed_publishes_nothing(
     assert list(data.iterdir()) == []
 
 
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_file_that_the_destructor_of_its_owner_closes_is_not_published(
+    compression: str | None, fs: millrace.MillraceFileSystem, data: Path
+) -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.file = fs.open(f"{data}/x", "wb", compression=compression)
+            self.file.write(bytes(1000))
+
+        def close(self) -> None:
+            self.file.close()
+
+        def __del__(self) -> None:
+            self.close()
+
+    with pytest.warns(ResourceWarning, match="x was not written"):
+        Owner()
+    assert list(data.iterdir()) == []
+
+
 def test_close_inside_except_block_logs_a_warning(
     fs: millrace.MillraceFileSystem, data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
