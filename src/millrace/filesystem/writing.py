@@ -210,14 +210,16 @@ class WritingFileSystem(ListingFileSystem):
         on_error: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """fsspec's; an existing object or directory with `*`, `?` or `[` in its name gets the same target as any other."""
+        """fsspec's; an existing object or directory with `*`, `?` or `[` in its name gets the same target as any other.
+
+        Without `recursive`, an object is copied also where a directory has the same name, and a directory is not.
+        """
+        if isinstance(path1, str) and not recursive and self._is_only_directory(self.key_of(path1)):
+            return
         if isinstance(path1, str) and isinstance(path2, str) and has_magic(path1) and self.exists(path1):
             found = self.expand_path(path1, recursive=recursive, maxdepth=maxdepth)
             into = (names_directory(path2) or self.isdir(path2)) and not names_directory(path1)
-            path1 = [each for each in found if recursive or not self.isdir(each)]
-            if not path1:  # a directory without `recursive`
-                return
-            path2 = other_paths(path1, self.key_of(path2), exists=into)
+            path1, path2 = found, other_paths(found, self.key_of(path2), exists=into)
         super().copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error=on_error, **kwargs)
 
     def _copy(self, source: str, target: str) -> str:
@@ -253,7 +255,7 @@ class WritingFileSystem(ListingFileSystem):
         two files with one target. Files that were overwritten after they were copied stay: then it raises
         `ObjectChangedError` at the end.
         """
-        if isinstance(path1, str) and not recursive and self.isdir(path1):
+        if isinstance(path1, str) and not recursive and self._is_only_directory(self.key_of(path1)):
             raise IsDirectoryError(f"{self.unstrip_protocol(path1)} is a directory", next_step="pass recursive=True")
         planned: list[tuple[str, str]] = []
         token = _planned_copies.set(planned)

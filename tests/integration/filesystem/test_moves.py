@@ -167,19 +167,22 @@ def test_object_that_has_the_name_of_a_directory_is_copied_moved_and_removed_wha
     fs, other = (
         filesystem("s3", s3.target_options, cache_dir=str(tmp_path / name), min_free=0) for name in ("cache", "other")
     )
+
+    def look() -> None:
+        fs.invalidate_cache()
+        if listed:
+            fs.find(f"{bucket}/{listed}")
+
     fs.pipe({f"{bucket}/d/a": b"A", f"{bucket}/d/a/x": b"X"})
-    fs.invalidate_cache()
-    if listed:
-        fs.find(f"{bucket}/{listed}")
-        fs.cat_file(f"{bucket}/d/a")
+    look()
     fs.cp(f"{bucket}/d/a", f"{bucket}/copy", recursive=recursive)
     assert other.cat_file(f"{bucket}/copy") == b"A"
+    look()
     fs.mv(f"{bucket}/d/a", f"{bucket}/moved", recursive=recursive)
     assert other.cat_file(f"{bucket}/moved") == b"A"
     assert other.cat_file(f"{bucket}/moved/x" if recursive else f"{bucket}/d/a/x") == b"X"
     fs.pipe({f"{bucket}/d/a": b"A", f"{bucket}/d/a/x": b"X"})
-    if listed:
-        fs.find(f"{bucket}/d/a")
+    look()
     fs.rm(f"{bucket}/d/a")
     assert other.find(f"{bucket}/d") == [f"{bucket}/d/a/x"]
 
