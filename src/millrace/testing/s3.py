@@ -110,6 +110,7 @@ def _remove_dead_sockets() -> None:
     """
     for path in _SOCKETS.glob("seaweedfs-*-grpc-*.sock"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)  # a server that is stopped may have as many connections waiting as it accepts
             status = path.stat()
             is_new = time.time() - status.st_mtime < 1.0  # its server is perhaps between `bind` and `listen`
             if status.st_uid == os.getuid() and not is_new and probe.connect_ex(str(path)) == errno.ECONNREFUSED:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,6 +158,28 @@ def test_sockets_of_a_killed_server_are_removed_by_the_next_one_elsewhere(tmp_pa
             assert not [path for path in of_killed if path.exists()]
             assert all(path.exists() for path in of_running)
     assert not [path for path in of_running if path.exists()]
+
+
+def test_socket_of_a_server_that_accepts_nothing_is_kept_without_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the full path may be too long for a socket
+    monkeypatch.setattr(s3_module, "_SOCKETS", Path())
+    path = "seaweedfs-s3-grpc-1.sock"
+    with socket.socket(socket.AF_UNIX) as server, contextlib.ExitStack() as waiting:
+        server.bind(path)
+        server.listen(0)
+        os.utime(path, (0, 0))
+        refused = 0
+        while not refused:
+            client = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            refused = client.connect_ex(path)
+        probe = threading.Thread(target=s3_module._remove_dead_sockets, daemon=True)
+        probe.start()
+        probe.join(10)
+        assert not probe.is_alive()
+        assert os.path.exists(path)
 
 
 def test_missing_server_binary_raises_with_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
