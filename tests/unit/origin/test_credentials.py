@@ -213,7 +213,9 @@ def test_provider_renew_returns_whether_credentials_changed() -> None:
     assert provider()["token"] == "two"
 
 
-def test_provider_keeps_its_error_until_it_succeeds() -> None:
+def test_provider_keeps_its_error_until_it_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A failure that takes no time is shared with no later request.
+    monkeypatch.setattr("millrace.origin.credentials.provider.time", SimpleNamespace(monotonic=lambda: 1000.0))
     works = [False]
 
     def answer() -> dict[str, Any]:
