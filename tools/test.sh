@@ -40,10 +40,10 @@ export RAY_TRAIN_ENABLE_PREEMPTION_WATCHER=0 RAY_USAGE_STATS_ENABLED=0
 # Ray ends processes that are idle for a second, and starts others, which import all modules again.
 export RAY_idle_worker_killing_time_threshold_ms=60000
 
-# Five files at a time, in the order of tests/conftest.py: most of what those do is wait, for leases, deadlines and
-# processes that start, so that two cores have room for three more.
+# Four files at a time, in the order of tests/conftest.py: most of what those do is wait, for leases, deadlines and
+# processes that start, so that two cores have room for two more.
 # The limit is far above what it takes; pyproject.toml limits each test.
-timeout --foreground --kill-after=30 4500 .venv/bin/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5 "$@" 2>&1 | tee "$scratch/output"
+timeout --foreground --kill-after=30 4500 .venv/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5 "$@" 2>&1 | tee "$scratch/output"
 status=${PIPESTATUS[0]}
 
 counts=$(grep -E '^=*.*(passed|failed|error|no tests ran).* in [0-9]' "$scratch/output" | tail -n 1 | tr -d '=')
