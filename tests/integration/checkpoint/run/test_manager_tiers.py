@@ -319,12 +319,17 @@ def test_leftover_whose_manifest_fails_for_a_passing_reason_is_published_later(
     assert steps_at(open_run(tmp_path / "run")) == [1, 2, 3, 4]
 
 
-def test_disk_of_a_node_that_was_away_restores_no_outdated_history(tmp_path: Path) -> None:
-    url, state = tmp_path / "run", make_state()
-    with CheckpointManager(url, local=tmp_path / "a", full_every=1) as run:
+def save_and_lose_last_upload(url: Path, near: Path, state: Any, **options: Any) -> None:
+    """Save steps 300 and 400, of which the URL gets only the first: as if the node was lost before the upload."""
+    with CheckpointManager(url, local=near, **options) as run:
         for step in (300, 400):
             run.save(step, state)
-    shutil.rmtree(url / "step-000000000400")  # as if the node was lost before the upload
+    shutil.rmtree(url / "step-000000000400")
+
+
+def test_disk_of_a_node_that_was_away_restores_no_outdated_history(tmp_path: Path) -> None:
+    url, state = tmp_path / "run", make_state()
+    save_and_lose_last_upload(url, tmp_path / "a", state, full_every=1)
     change(state)
     with CheckpointManager(url, local=tmp_path / "b", full_every=1) as run:
         assert run.restore(empty_like(state)) == 300
@@ -344,10 +349,7 @@ def test_disk_of_a_node_that_was_away_restores_no_outdated_history(tmp_path: Pat
 
 def test_disk_of_a_node_that_was_away_restores_no_history_after_a_pruned_checkpoint(tmp_path: Path) -> None:
     url, state = tmp_path / "run", make_state()
-    with CheckpointManager(url, local=tmp_path / "a", full_every=1) as run:
-        for step in (300, 400):
-            run.save(step, state)
-    shutil.rmtree(url / "step-000000000400")  # as if the node was lost before the upload
+    save_and_lose_last_upload(url, tmp_path / "a", state, full_every=1)
     change(state)
     with CheckpointManager(url, local=tmp_path / "b", full_every=1, keep=1) as run:
         assert run.restore(empty_like(state)) == 300
@@ -362,10 +364,7 @@ def test_disk_of_a_node_that_was_away_restores_no_history_after_a_pruned_checkpo
 
 def test_disk_that_returns_during_a_run_with_an_outdated_save_of_the_same_step_is_skipped(tmp_path: Path) -> None:
     url, state = tmp_path / "run", make_state()
-    with CheckpointManager(url, local=tmp_path / "a") as run:
-        for step in (300, 400):
-            run.save(step, state)
-    shutil.rmtree(url / "step-000000000400")  # as if the node was lost before the upload
+    save_and_lose_last_upload(url, tmp_path / "a", state)
     (tmp_path / "a").rename(tmp_path / "away")
     with CheckpointManager(url, local=tmp_path / "a") as run:
         assert run.restore(empty_like(state)) == 300
