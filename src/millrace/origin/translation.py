@@ -185,23 +185,13 @@ def translate(
             f"{url}: the origin refuses the request (status 400), without a reason",
             next_step="check that the credentials have not expired, and the name",
         )
-    if url.startswith("file:") and any(f"(os error {number})" in str(error) for number in _DENIED):
-        return DeniedError(
-            f"access to {url} was denied", next_step="check the owner, the mode and the mount of its directory"
-        )
-    if url.startswith("file:") and any(f"(os error {number})" in str(error) for number in _FULL):
-        return DiskFullError(
-            f"{url}: no space left on the disk", next_step="free disk space, or raise the quota or limit"
-        )
+    if url.startswith("file:") and (local := _of_local_file(error, url)) is not None:
+        return local
     refused = isinstance(error, library.PermissionDeniedError | library.UnauthenticatedError | PermissionError)
     if refused or code in _REFUSALS or http_status(error) in (401, 403):
         return DeniedError(
             f"access to {url} was denied",
             next_step="check the credentials and their rights on this " + bucket_word(url.partition(":")[0]),
-        )
-    if url.startswith("file:") and "Filenames containing trailing" in str(error):
-        return ObjectNotFoundError(
-            f"{url} is not a valid object name", next_step="rename it: '#' and a number mark unfinished writes"
         )
     if isinstance(error, library.InvalidPathError):
         return ObjectNotFoundError(f"{url} is not a valid object name", next_step="check the name")
@@ -211,17 +201,6 @@ def translate(
             f"{url}: {identity} requests a lower rate ({reason})",
             next_step="try again later, or with fewer workers",
         )
-    if url.startswith("file:") and f"(os error {errno.ENOTDIR})" in str(error):
-        return NotDirectoryError(f"{url} is below a file, not a directory", next_step="check the name")
-    if url.startswith("file:") and f"(os error {errno.ELOOP})" in str(error):
-        if os.path.isdir(path := url.removeprefix("file://")):
-            failed = OriginUnavailableError(
-                f"{url} contains a link that leads to itself",
-                next_step=f"find it with 'find {path} -maxdepth 1 -type l', and remove it",
-            )
-            failed.is_final = True
-            return failed
-        return ObjectNotFoundError(f"{url} is a link that leads to itself", next_step="remove the link")
     if isinstance(error, library.BaseError):
         for words, (problem, next_step) in _PERMANENT.items():
             if words in str(error):
@@ -240,6 +219,35 @@ def translate(
         )
         failed.is_final = _is_final(http_status(error))
         return failed
+    return None
+
+
+def _of_local_file(error: Exception, url: str) -> MillraceError | None:
+    """The Millrace error for one of the kernel, or for a name that obstore reserves; None for another error."""
+    text = str(error)
+    if any(f"(os error {number})" in text for number in _DENIED):
+        return DeniedError(
+            f"access to {url} was denied", next_step="check the owner, the mode and the mount of its directory"
+        )
+    if any(f"(os error {number})" in text for number in _FULL):
+        return DiskFullError(
+            f"{url}: no space left on the disk", next_step="free disk space, or raise the quota or limit"
+        )
+    if "Filenames containing trailing" in text:
+        return ObjectNotFoundError(
+            f"{url} is not a valid object name", next_step="rename it: '#' and a number mark unfinished writes"
+        )
+    if f"(os error {errno.ENOTDIR})" in text:
+        return NotDirectoryError(f"{url} is below a file, not a directory", next_step="check the name")
+    if f"(os error {errno.ELOOP})" in text:
+        if os.path.isdir(path := url.removeprefix("file://")):
+            failed = OriginUnavailableError(
+                f"{url} contains a link that leads to itself",
+                next_step=f"find it with 'find {path} -maxdepth 1 -type l', and remove it",
+            )
+            failed.is_final = True
+            return failed
+        return ObjectNotFoundError(f"{url} is a link that leads to itself", next_step="remove the link")
     return None
 
 
