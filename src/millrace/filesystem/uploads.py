@@ -130,7 +130,7 @@ class UploadFile(io.RawIOBase):
 
 
 def _is_by_destructor() -> bool:
-    """Whether the `close` that calls this is called by the `__del__` of an object, or by its `close` for it."""
+    """Whether a `__del__` has called the `close` that calls this, perhaps through the `close` of other objects."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name == "close":
         frame = frame.f_back

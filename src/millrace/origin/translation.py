@@ -223,7 +223,7 @@ def translate(
 
 
 def _of_local_file(error: Exception, url: str) -> MillraceError | None:
-    """The Millrace error for one of the kernel, or for a name that obstore reserves; None for another error."""
+    """The Millrace error for an error of the kernel, or for a name that obstore reserves; None for any other."""
     text = str(error)
     if any(f"(os error {number})" in text for number in _DENIED):
         return DeniedError(
