@@ -87,7 +87,10 @@ class LocalFolder:
             raise
         finally:
             if guard is not None:
-                os.close(guard)
+                try:
+                    fcntl.flock(guard, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor open, too
+                finally:
+                    os.close(guard)
         return self
 
     def __exit__(self, *_: object) -> None:

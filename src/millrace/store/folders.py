@@ -29,6 +29,7 @@ from millrace.store.setup import FOLDERS_NAME
 from millrace.store.store import Store, unlink
 
 _READ_ONLY = 0o444
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Folder:
@@ -73,31 +74,37 @@ def remove_abandoned(directory: Path) -> Iterator[str]:
     A folder with content that this user may not remove stays.
     """
     root = directory / FOLDERS_NAME
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     with disk_errors(root):
         try:
-            guard = os.open(root, flags)
+            guard = os.open(root, _FOLDER)
         except (FileNotFoundError, NotADirectoryError):
             return
         try:
             if not _try_lock(guard):
                 return
-            for name in os.listdir(guard):
-                try:
-                    folder = os.open(name, flags, dir_fd=guard)
-                except OSError:  # not a folder of ours
-                    continue
-                try:
-                    if _try_lock(folder):
-                        try:
-                            shutil.rmtree(root / name)
-                        except PermissionError:  # another user has written to it; the others must not wait for that
-                            continue
-                        yield str(root / name)
-                finally:
-                    os.close(folder)
+            try:
+                yield from _remove_unlocked(root, guard)
+            finally:
+                fcntl.flock(guard, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor open, too
         finally:
             os.close(guard)
+
+
+def _remove_unlocked(root: Path, guard: int) -> Iterator[str]:
+    for name in os.listdir(guard):
+        try:
+            folder = os.open(name, _FOLDER, dir_fd=guard)
+        except OSError:  # not a folder of ours
+            continue
+        try:
+            if _try_lock(folder):
+                try:
+                    shutil.rmtree(root / name)
+                except PermissionError:  # another user has written to it; the others must not wait for that
+                    continue
+                yield str(root / name)
+        finally:
+            os.close(folder)
 
 
 def _try_lock(descriptor: int) -> bool:

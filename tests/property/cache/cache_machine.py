@@ -10,6 +10,7 @@ Run as a program, it tries a mutant: `python cache_machine.py MUTANT` ends with 
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import os
 import pickle
@@ -387,12 +388,15 @@ class CacheMachine(RuleBasedStateMachine):
     def _child(self, seed: int, *, reads: int, kill: bool = False) -> bytes:
         """Fork a process that reads; with `kill` it reads on and on until it is ended in the middle."""
         here, there = os.pipe()
+        stacks = os.memfd_create("stacks")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about forks with threads, which this tests
             pid = os.fork()
         if pid == 0:
             try:
                 os.close(here)
+                # Not `dump_traceback_later`: it waits without end for a thread that only the parent has.
+                faulthandler.register(signal.SIGUSR1, file=stacks)
                 self._in_child(there, random.Random(seed), endless=kill)
             finally:
                 os._exit(1)
@@ -400,7 +404,7 @@ class CacheMachine(RuleBasedStateMachine):
         received = io.BytesIO()
         try:
             while not kill or received.tell() < reads:
-                assert wait([here], CHILD_SECONDS), "the other process hangs"
+                assert wait([here], CHILD_SECONDS), f"the other process hangs: {_stacks_of(pid, stacks)}"
                 data = os.read(here, 1 if kill else 1 << 20)
                 if not data:
                     break
@@ -410,6 +414,7 @@ class CacheMachine(RuleBasedStateMachine):
         finally:
             os.kill(pid, signal.SIGKILL)
             os.close(here)
+            os.close(stacks)
             status = os.waitpid(pid, 0)[1]
         if kill:
             assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL  # it was at work until then
@@ -484,6 +489,14 @@ def _read_at(file: Any, start: int, stop: int) -> bytes:
     file.seek(start)
     data: bytes = file.read(stop - start)
     return data
+
+
+def _stacks_of(pid: int, stacks: int) -> str:
+    """Where the threads of a process wait, in the kernel and in Python."""
+    os.kill(pid, signal.SIGUSR1)
+    time.sleep(1)
+    waits = [f"{each.parent.name} {each.read_text()}" for each in Path(f"/proc/{pid}/task").glob("*/wchan")]
+    return "\n".join([*waits, os.pread(stacks, 1 << 20, 0).decode()])
 
 
 def _damage(path: Path, damage: str, choice: random.Random) -> bool:

@@ -341,6 +341,29 @@ def test_folder_stays_while_a_forked_child_of_its_process_lives(
     assert list(remove_abandoned(tmp_path)) == [str(path)]
 
 
+def test_child_that_was_forked_during_the_removal_holds_no_lock(
+    hold: Callable[..., tuple[subprocess.Popen[str], Path]], tmp_path: Path
+) -> None:
+    process, path = hold()
+    process.kill()
+    process.wait()
+    removal = remove_abandoned(tmp_path)
+    assert next(removal) == str(path)
+    waiting, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        os.read(waiting, 1)
+        os._exit(0)
+    assert list(removal) == []
+    try:
+        in_other_thread(lambda: Folder(tmp_path).remove())
+    finally:
+        os.close(end)
+        os.waitpid(child, 0)
+        os.close(waiting)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="root can take on another user")
 def test_folder_that_cannot_be_removed_does_not_hold_up_the_others() -> None:
     def use() -> str:
