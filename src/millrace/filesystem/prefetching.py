@@ -23,6 +23,7 @@ from millrace.filesystem.hot import open_hooks
 from millrace.filesystem.scheduling import FetchScheduler, ObjectFetch
 from millrace.origin import ObjectInfo
 from millrace.runtime import forks
+from millrace.runtime.failures import reason_of
 from millrace.store.records import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -382,7 +383,7 @@ class Prefetch:
         with self._lock:
             self._failed += 1
         shown = shown_key(str(path))  # which may be of any type
-        emit(Event(name="prefetch.failed", subject=shown, detail=str(error)))
+        emit(Event(name="prefetch.failed", subject=shown, detail=reason_of(error)))
         if self._on_error is not None:
             try:
                 self._on_error(path, error)

@@ -31,9 +31,15 @@ NO_FILE_ERRNOS = (errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.E
 """The errors of opening (without following links or waiting) or reading anything else in the place of a file."""
 
 
-def reason_of(error: Exception) -> str:
-    """The text of an error for a log line: without the number that the operating system's have."""
-    return str(error) if isinstance(error, MillraceError) else getattr(error, "strerror", None) or str(error)
+def reason_of(error: BaseException) -> str:
+    """The text of an error for a log line: without the number that the operating system's have. Never empty."""
+    if isinstance(error, MillraceError):
+        return str(error)
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+DEFECT = "a defect of Millrace, whose traceback is in the log"
+"""The reason of an error that is logged with its traceback."""
 
 
 @contextmanager

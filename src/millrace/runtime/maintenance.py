@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from millrace.errors import MillraceError
 from millrace.events import Event, emit
 from millrace.runtime import forks
+from millrace.runtime.failures import DEFECT
 
 _log = logging.getLogger("millrace.runtime")
 
@@ -84,7 +85,8 @@ class PeriodicThread:
         except Exception as error:  # noqa: BLE001 - the thread must continue; the next call may succeed
             if not isinstance(error, MillraceError):
                 _log.exception("%s: a periodic task failed because of a defect", self._name)
-            emit(Event(name="cache.maintenance.failed", subject=repr(task), detail=str(error)))
+            reason = str(error) if isinstance(error, MillraceError) else DEFECT
+            emit(Event(name="cache.maintenance.failed", detail=reason))
             return None
 
     def _run(self) -> None:

@@ -27,6 +27,7 @@ from millrace.config import parse_timeout, resolve_limits
 from millrace.errors import MillraceError
 from millrace.events import Event, emit
 from millrace.origin.base import Operation, part_of
+from millrace.runtime.failures import reason_of
 
 _MEMORY_SHARE = 0.5
 _UNLIMITED = 1 << 62
@@ -258,7 +259,7 @@ class SaveEngine:
 
 def failed(url: str, step: int, error: Exception) -> Event:
     """The event of a save that failed."""
-    text = f"step {step}: {type(error).__name__}: {error!s:.300}"
+    text = f"step {step}: {reason_of(error):.300}"
     return Event(name="run.save.ended", subject=url, detail=text, values={"save_failures": 1, "step": step})
 
 

@@ -59,6 +59,7 @@ from millrace.errors import ConfigurationError, MillraceError, RetryableError, S
 from millrace.events import Event, emit
 from millrace.origin.base import part_of
 from millrace.runtime import forks
+from millrace.runtime.failures import reason_of
 
 _Result = TypeVar("_Result")
 
@@ -698,9 +699,9 @@ class CheckpointManager:
             try:
                 self._check()
             except Exception as error:  # noqa: BLE001 - whatever ended a save
-                text = f"an earlier save failed ({type(error).__name__}: {error!s:.300})"
-                emit(Event(name="run.save.failed", subject=self.url, detail=text))
-                warnings.warn(text, RuntimeWarning, stacklevel=3)
+                reason = reason_of(error)[:300]
+                emit(Event(name="run.save.failed", subject=self.url, detail=reason))
+                warnings.warn(f"an earlier save failed ({reason})", RuntimeWarning, stacklevel=3)
             else:
                 return
 

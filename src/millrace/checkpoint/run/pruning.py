@@ -331,14 +331,14 @@ def _read_note(run: Run, file: StoredFile) -> Note:
         return Note.decode(bytes(memoryview(run.storage.read(file, 0, file.size))))
     except (MissingError, ChangedError):
         return Note()
-    except ValueError as error:
-        emit(Event(name="checkpoint.prune.note.unreadable", subject=f"{run.url}/{file.name}", detail=str(error)))
+    except ValueError:
+        emit(Event(name="checkpoint.prune.note.unreadable", subject=f"{run.url}/{file.name}"))
         return Note()
 
 
 def _report(run: Run, work: PruneWork, deleted: Mapping[str, int]) -> None:
     for name in work.unreadable:
-        emit(Event(name="checkpoint.prune.unreadable", subject=run.url_of(name), detail="left alone"))
+        emit(Event(name="checkpoint.prune.unreadable", subject=run.url_of(name)))
     if deleted:
         detail = ", ".join(name for name in work.plan.remove if f"{name}/{MANIFEST_NAME}" in deleted) or "leftovers"
         emit(Event(name="checkpoint.pruned", subject=run.url, nbytes=sum(deleted.values()), detail=detail))

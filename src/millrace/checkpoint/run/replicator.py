@@ -24,6 +24,7 @@ from millrace.checkpoint.storage.peer_files import Peer, PeerStorage
 from millrace.checkpoint.storage.replicating import publish_manifest
 from millrace.errors import MillraceError, ObjectExistsError, PeerError
 from millrace.events import Event, emit
+from millrace.runtime.failures import reason_of
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _END_SECONDS, _STOP_SECONDS, _LOOK_SECONDS = 600.0, 15.0, 0.05
@@ -290,5 +291,5 @@ class Replicator:
                     emit(Event(name="run.prune.failed", subject=peer.url, detail=f"obsolete replicas: {error}"))
 
     def _failed(self, copy: _Copy, error: Exception) -> None:
-        detail = str(error) if isinstance(error, MillraceError) else f"{type(error).__name__}: {error!s:.300}"
+        detail = str(error) if isinstance(error, MillraceError) else reason_of(error)[:300]
         emit(Event(name="checkpoint.replica.failed", subject=f"{self._origin.url}/{copy.name}", detail=detail))

@@ -69,6 +69,7 @@ from millrace.checkpoint.writing.state_plan import PlannedState
 from millrace.errors import MillraceError, RetryableError, SaverDiedError, UsageError
 from millrace.events import emit
 from millrace.runtime import forks
+from millrace.runtime.failures import reason_of
 
 _NICENESS = 10
 _END_SECONDS = 10.0
@@ -143,7 +144,7 @@ class SaverProcess:
         try:
             options = pickle.dumps(self._options, protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:
-            raise SaverUnavailable(f"the options cannot be pickled ({type(error).__name__}: {error!s:.200})") from error
+            raise SaverUnavailable(f"the options cannot be pickled ({reason_of(error):.200})") from error
         child = _Child(self._url, self._known.claim)
         self._end = weakref.finalize(self, _end, os.getpid(), child)
         self._planned = None

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from millrace.errors import RetryableError, UsageError
 from millrace.events import Event, emit
 from millrace.runtime import forks
+from millrace.runtime.failures import reason_of
 
 Phase = Literal["staging", "writing", "uploading", "done"]
 
@@ -330,8 +331,7 @@ def _safe(on_progress: Report | None) -> Report:
         try:
             on_progress(progress)
         except BaseException as error:  # noqa: BLE001 - a fault of the listener, of any kind
-            detail = f"{type(error).__name__}: {error}"
-            emit(Event(name="checkpoint.progress.failed", subject=f"step {progress.step}", detail=detail))
+            emit(Event(name="checkpoint.progress.failed", subject=f"step {progress.step}", detail=reason_of(error)))
         finally:
             _in_progress.active = False
 

@@ -185,9 +185,9 @@ class Connection:
             pass  # the other side is gone, too slow, or not a member
         except BrokenResponseError as error:
             emit(Event(name="peer.answer.broken", subject=self._server.address, detail=str(error)))
-        except Exception as error:  # noqa: BLE001 - an error in one connection must not end the server
+        except Exception:  # noqa: BLE001 - an error in one connection must not end the server
             _log.exception("a defect in the data plane")
-            emit(Event(name="peer.server.failed", subject=self._server.address, detail=repr(error)))
+            emit(Event(name="peer.server.failed", subject=self._server.address))
         finally:
             self._server.remove(self)
             self.transport.shut_down()  # a child forked just now may have the descriptor, too

@@ -155,7 +155,7 @@ class PlaneServer:
             try:
                 self._take(connection)
             except Exception as error:  # noqa: BLE001 - no thread or no memory: only this connection ends
-                emit(Event(name="peer.server.exhausted", subject=self.address, detail=repr(error)))
+                emit(Event(name="peer.server.exhausted", subject=self.address, detail=reason_of(error)))
                 connection.close()
 
     def _take(self, accepted: socket.socket) -> None:

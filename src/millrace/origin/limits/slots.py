@@ -235,7 +235,7 @@ class NodeLimiter:
             window = after_success(self._window())
             self._set_window(window)
         if closings:
-            detail = f"after {closings} closings; {window.requests} requests at once now"
+            detail = f"pauses before: {closings}; requests at once now: {window.requests}"
             emit(Event(name="origin.gate.opened", subject=self._identity, detail=detail))
 
     def _closed_for(self) -> float:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from millrace.errors import ConfigurationError
 from millrace.events import Event, emit
 from millrace.origin.options.store import checked_mapping, reject_unknown
+from millrace.runtime.failures import reason_of
 
 SILENCE_SECONDS = 20.0
 """A server that sends nothing for this time has stalled."""
@@ -168,7 +169,9 @@ def netrc_header(url: str, environ: Mapping[str, str]) -> dict[str, str]:
     try:
         found = netrc.netrc(str(path)).authenticators(urlsplit(url).hostname or "") if os.path.exists(path) else None
     except (OSError, UnicodeDecodeError, netrc.NetrcParseError) as error:
-        emit(Event(name="origin.netrc.unusable", subject=str(path), detail=type(error).__name__))
+        # The text of another error may contain a password.
+        reason = reason_of(error) if isinstance(error, OSError) else "it is not valid"
+        emit(Event(name="origin.netrc.unusable", subject=str(path), detail=reason))
         return {}
     if found is None:
         return {}
