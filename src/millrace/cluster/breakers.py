@@ -101,6 +101,8 @@ class Breakers:
         self, path: Path | None, *, clock: Callable[[], float] | None = None, start_seconds: float = 0.0
     ) -> None:
         self._clock = clock or boot_seconds
+        self.name_of: Callable[[str], str] = str
+        """Returns the name of a peer in events."""
         self._started_by = self._clock() + start_seconds
         self._responded: set[str] = set()
         self._reported: set[str] = set()
@@ -140,7 +142,7 @@ class Breakers:
                 self._reported.discard(member_id)  # another process may have closed it since
             is_new = before is None and self._is_to_report(member_id, now)
         if is_new:
-            emit(Event(name="peer.breaker.opened", subject=member_id))
+            emit(Event(name="peer.breaker.opened", subject=self.name_of(member_id)))
 
     def worked(self, member_id: str) -> None:
         """Record a response."""
@@ -153,7 +155,7 @@ class Breakers:
             self._write(member_id, None, now)
             self._reported.discard(member_id)
         if before is not None:
-            emit(Event(name="peer.breaker.closed", subject=member_id))
+            emit(Event(name="peer.breaker.closed", subject=self.name_of(member_id)))
 
     def report(self, member_id: str) -> None:
         """Emit the event of a change that another process has made. For the node, which reports for its machine."""
@@ -165,7 +167,8 @@ class Breakers:
             if not is_open:
                 self._reported.discard(member_id)
         if is_new:
-            emit(Event(name=f"peer.breaker.{'opened' if is_open else 'closed'}", subject=member_id))
+            change = "opened" if is_open else "closed"
+            emit(Event(name=f"peer.breaker.{change}", subject=self.name_of(member_id)))
 
     # --- inside -----------------------------------------------------------------------------------
 

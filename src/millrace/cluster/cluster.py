@@ -45,10 +45,16 @@ class Cluster:
     def __init__(self, link: NodeLink, *, breakers: Breakers, client: PeerClient | None = None) -> None:
         self.link = link
         self.breakers = breakers
+        breakers.name_of = self.address_of
         self.client = PeerClient(token=link.token, tls=link.tls) if client is None else client
         self.handover = Handover(self.client, breakers)
         self._current: _Current | None = None
         self._unauthorized: set[str] = set()
+
+    def address_of(self, member_id: str) -> str:
+        """The address of a member, for people; the id if the newest view does not have the member."""
+        member = self.link.views.view().member(member_id)
+        return member_id if member is None else member.address
 
     def placement(self) -> Placement:
         """The placement by the newest view."""
@@ -123,7 +129,7 @@ class Cluster:
         """Report once for each member that it has another token, which would otherwise go unnoticed."""
         if error.status == _UNAUTHORIZED and member.id not in self._unauthorized:
             self._unauthorized.add(member.id)
-            emit(Event(name="peer.unauthorized", subject=member.id, detail=member.address))
+            emit(Event(name="peer.unauthorized", subject=member.address))
             _log.warning(
                 "%s: another cluster_token than this process; reads skip it. Use the same token on all nodes and readers",
                 member.address,

@@ -124,7 +124,7 @@ class Handover:
         except MillraceError as error:
             if isinstance(error, PeerSilentError):
                 self._breakers.failed(member.id)
-            emit(Event(name="peer.handover.failed", subject=member.id, nbytes=len(data), detail=str(error)))
+            emit(Event(name="peer.handover.failed", subject=member.address, nbytes=len(data), detail=str(error)))
 
 
 def whole_blocks(start: int, stop: int, size: int) -> tuple[int, int]:

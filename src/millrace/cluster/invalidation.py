@@ -165,7 +165,7 @@ class Invalidations:
                 except RuntimeError:  # the interpreter is ending
                     self._pending.clear()
         if dropped:
-            emit(Event(name="peer.invalidation_dropped", subject=identity, detail=f"{dropped} keys, of too many"))
+            emit(Event(name="peer.invalidation_dropped", subject=identity, detail=f"{dropped} objects"))
 
     def _run(self) -> None:
         try:
@@ -204,16 +204,16 @@ class Invalidations:
                     del self._pending[member_id, identity, key]
         # Members and readers may have requested the old metadata from it in between, and cached it.
         self._send_all([each for each in members if each.id != member_id], identity, keys)
-        emit(Event(name="peer.invalidation_late", subject=member_id, detail=f"{len(keys)} keys of {identity}"))
+        emit(Event(name="peer.invalidation_late", subject=member.address, detail=f"{len(keys)} objects of {identity}"))
 
 
 def record_failure(cluster: Cluster, member: Member, error: MillraceError) -> None:
     """Record a failed request: opens the breaker of a silent member, and emits an event."""
     if isinstance(error, PeerSilentError):
         cluster.breakers.failed(member.id)
-        emit(Event(name="peer.failed", subject=member.id, detail=str(error)))
+        emit(Event(name="peer.failed", subject=member.address, detail=str(error)))
     else:
-        emit(Event(name="peer.refused", subject=member.id, detail=str(error)))
+        emit(Event(name="peer.refused", subject=member.address, detail=str(error)))
 
 
 def batches(keys: Sequence[str], most_bytes: int = _BATCH_BYTES) -> Iterator[list[str]]:

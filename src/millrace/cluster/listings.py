@@ -151,8 +151,8 @@ class ClusterListings:
                     record_failure(self._cluster, member, error)
                 if not isinstance(error, PeerSilentError):
                     return None  # the origin's own error is the one to raise
-            except (KeyError, TypeError, ValueError, OverflowError) as error:
-                emit(Event(name="peer.refused", subject=member.id, detail=f"an invalid response: {error!r}"))
+            except (KeyError, TypeError, ValueError, OverflowError):
+                emit(Event(name="peer.refused", subject=member.address, detail="its response is invalid"))
                 return None
         return None
 

@@ -37,6 +37,7 @@ from millrace.errors import (
     shown_key,
 )
 from millrace.events import Event, emit
+from millrace.figures import size_text
 from millrace.store.records import BLOCK_BYTES, RUN_BLOCKS, blocks_of, span_of
 
 _log = logging.getLogger("millrace.cluster")
@@ -138,7 +139,9 @@ class Mover:
             if self.stopped.is_set() or (move.report.moved_bytes == before and not is_incomplete):
                 break
         report = replace(move.report, stopped=self.stopped.is_set(), seconds=time.monotonic() - started)
-        emit(Event(name="cluster.moved", subject=me, nbytes=report.moved_bytes, detail=_text(report)))
+        unread = ", ".join(map(self.cluster.address_of, report.unread))
+        detail = _text(report) + (f", no list of blocks from {unread}" if unread else "")
+        emit(Event(name="cluster.moved", subject=self.cluster.address_of(me), nbytes=report.moved_bytes, detail=detail))
         return report
 
 
@@ -356,7 +359,8 @@ class _Move:
         return None
 
     def _report(self, name: str, what: ObjectDescription, error: Exception) -> None:
-        emit(Event(name="peer.failed", subject=name, detail=f"moving {shown_key(what.key)}: {error}"))
+        detail = f"moving {shown_key(what.key)}: {error}"
+        emit(Event(name="peer.failed", subject=self._members[name].address, detail=detail))
 
     def _note(
         self,
@@ -380,7 +384,6 @@ class _Move:
 
 
 def _text(report: MoveReport) -> str:
-    rest = f", {report.skipped_bytes} bytes found no space" if report.skipped_bytes else ""
-    rest += f", {report.failed_bytes} bytes had no giver" if report.failed_bytes else ""
-    rest += f", not read: {', '.join(report.unread)}" if report.unread else ""
+    rest = f", no space for {size_text(report.skipped_bytes)}" if report.skipped_bytes else ""
+    rest += f", {size_text(report.failed_bytes)} could not be read from any node" if report.failed_bytes else ""
     return f"{report.moved_objects} objects in {report.seconds:.1f} s{rest}"

@@ -286,7 +286,7 @@ class _Visit:
     def _failed(self, member: Member, error: MillraceError, *, busy: bool = False) -> None:
         self._failures += 1
         self._source.count("peer_failures")
-        emit(Event(name="peer.failed", subject=member.id, detail=str(error)))
+        emit(Event(name="peer.failed", subject=member.address, detail=str(error)))
         if busy:
             self._cluster.breakers.worked(member.id)
         else:

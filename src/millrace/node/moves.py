@@ -17,6 +17,7 @@ from millrace.cluster.membership import Member, MemberState, View
 from millrace.cluster.moving import Mover
 from millrace.errors import MillraceError, PeerError
 from millrace.events import Event, emit
+from millrace.runtime.failures import DEFECT
 
 _log = logging.getLogger("millrace.node")
 
@@ -98,7 +99,7 @@ class Moves:
         if found:
             for what, members in (("here", found.came), ("leaving", found.leaving), ("lost", found.lost)):
                 for member in () if is_first else members:
-                    emit(Event(name=f"cluster.member.{what}", subject=member.address, detail=member.id))
+                    emit(Event(name=f"cluster.member.{what}", subject=member.address))
             self._work.put(found)
 
     def stop(self) -> None:
@@ -177,5 +178,7 @@ class Moves:
         except Exception as error:  # noqa: BLE001 - missing blocks are fetched again; the node must continue
             if not isinstance(error, MillraceError):
                 _log.exception("a defect: %s", what)
-            emit(Event(name="cluster.move.failed", subject=self._me, detail=f"{what}: {error}"))
+            reason = str(error) if isinstance(error, MillraceError) else DEFECT
+            subject = self._cluster.address_of(self._me)
+            emit(Event(name="cluster.move.failed", subject=subject, detail=f"{what}: {reason}"))
             return None

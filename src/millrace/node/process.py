@@ -265,7 +265,7 @@ class NodeProcess:
                 self._change.notify_all()
         self._publish_member()
         if self._state is MemberState.HERE:
-            emit(Event(name="cluster.joined", subject=self.address, detail=self.member_id))
+            emit(Event(name="cluster.joined", subject=self.address))
             if not is_filled:
                 self._moves.refill()
         published_at = announced_at = time.monotonic()
@@ -371,7 +371,9 @@ class NodeProcess:
             self._is_doubled = True
             emit(
                 Event(
-                    name="cluster.member.doubled", subject=self.address, detail=f"{self.member_id} {published.address}"
+                    name="cluster.member.doubled",
+                    subject=self.address,
+                    detail=f"the other one is at {published.address}",
                 )
             )
             _log.warning(

@@ -233,7 +233,7 @@ def test_read_after_an_owners_death_fetches_its_share_only(make: Callable[..., N
     assert nodes.epoch([first, third]) <= lost
     assert nodes.epoch([first, third]) == 0
     failed = [event.subject for event in events if event.name == "peer.failed"]
-    assert set(failed) <= {second.id}
+    assert set(failed) <= {second.server.address}
     assert third.reading.counters()["peer_failures"] >= 1
 
 

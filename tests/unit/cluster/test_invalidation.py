@@ -79,4 +79,4 @@ def test_invalidation_of_a_node_whose_disk_hangs_ends(tmp_path: Path, monkeypatc
         finally:
             responds.set()
             cluster.client.close()
-    assert [(event.name, event.subject) for event in seen][:1] == [("peer.failed", "m")]
+    assert [(event.name, event.subject) for event in seen][:1] == [("peer.failed", member.address)]

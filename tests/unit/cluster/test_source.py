@@ -304,7 +304,7 @@ def test_read_with_failing_peers_makes_three_attempts(
     assert totals["peer_requests"] == totals["peer_failures"] == failed
     assert (totals["origin_requests"], totals["origin_bytes"]) == (1, SIZE)
     assert [event.subject for event in events if event.name == "peer.failed"] == [
-        member.id for member in place.members[:failed]
+        member.address for member in place.members[:failed]
     ]
     with place.impatient(*impatient):
         assert data_of(place.read()) == DATA
@@ -726,6 +726,6 @@ def test_silent_holder_costs_one_deadline_and_the_next_serves(place: Place, even
             assert data_of(place.read()) == DATA
     assert place.totals() == {"peer_requests": 4, "peer_failures": 1, "peer_bytes": 3 * SIZE}
     assert [(event.name, event.subject) for event in events] == [
-        ("peer.failed", place.members[0].id),
-        ("peer.breaker.opened", place.members[0].id),
+        ("peer.failed", place.members[0].address),
+        ("peer.breaker.opened", place.members[0].address),
     ]

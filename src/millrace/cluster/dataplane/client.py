@@ -399,7 +399,7 @@ def _report_wrong(member: Member, what: ObjectDescription, wrong: Sequence[Span]
     emit(
         Event(
             name="peer.corrupt",
-            subject=member.id,
+            subject=member.address,
             nbytes=sum(stop - start for start, stop in wrong),
             detail=f"{shown_key(what.key)}: wrong bytes from {wrong[0][0]} on",
         )

@@ -19,6 +19,7 @@ from millrace.cluster.membership.ray_records import NodeRecord, actor_name, clus
 from millrace.config import CacheOptions, resolve
 from millrace.errors import ConfigurationError, MillraceError, OriginUnavailableError
 from millrace.events import Event, emit
+from millrace.runtime.failures import reason_of
 
 __all__ = ["ACTOR_NAMESPACE", "RayMembers", "find_node", "ray_nodes", "start_everywhere"]
 
@@ -78,14 +79,15 @@ def start_everywhere(options: CacheOptions, *, start: StartNode) -> set[str]:
         if node["Alive"]:
             ray_node = str(node["NodeID"])
             actor = _actor(actor_name(cluster, options, ray_node), ray_node, start, options, cluster)
-            started_actors.append((ray_node, actor.record.remote()))
+            started_actors.append((str(node["NodeManagerAddress"]), actor.record.remote()))
     found = set()
-    for ray_node, record in started_actors:
+    for address, record in started_actors:
         try:
             left = max(0.1, started + _START_SECONDS - time.monotonic())
             found.add(NodeRecord.from_bytes(ray.get(record, timeout=left)).member_id)
         except (MillraceError, ray.exceptions.RayError) as error:
-            emit(Event(name="cluster.node.failed", subject=ray_node, detail=str(error)))
+            reason = reason_of(error).partition("\n")[0]
+            emit(Event(name="cluster.node.failed", subject=address, detail=reason))
     return found
 
 

@@ -363,10 +363,11 @@ def test_wrong_bytes_are_requested_once_more(
             body = framed(request, wrong="Millrace-Verify" not in request)
             visit.send(head_of(body), body)
 
-    assert read(client, peer(handle)) == DATA[10 : BLOCK_BYTES + 10]
+    member = peer(handle)
+    assert read(client, member) == DATA[10 : BLOCK_BYTES + 10]
     assert len(requests) == 2
     assert [(event.name, event.subject, event.nbytes) for event in events] == [
-        ("peer.corrupt", "peer", BLOCK_BYTES - 10),
+        ("peer.corrupt", member.address, BLOCK_BYTES - 10),
     ]
 
 
