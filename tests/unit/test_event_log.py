@@ -29,16 +29,21 @@ COMPOSED = {
 }
 
 
-def _emitted() -> Iterator[str]:
+def _emitted() -> Iterator[ast.Call]:
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Event":
-                names = [each.value for each in node.keywords if each.arg == "name"]
-                yield from (name.value for name in names if isinstance(name, ast.Constant))
+                yield node
 
 
 def test_every_event_in_the_source_is_declared() -> None:
-    assert {*_emitted(), *COMPOSED} == set(EVENTS)
+    values = [each.value for call in _emitted() for each in call.keywords if each.arg == "name"]
+    assert {*(value.value for value in values if isinstance(value, ast.Constant)), *COMPOSED} == set(EVENTS)
+
+
+def test_events_in_the_source_contain_no_python_representations() -> None:
+    calls = [ast.unparse(call) for call in _emitted()]
+    assert [call for call in calls if "repr(" in call or "!r}" in call or "__name__" in call] == []
 
 
 @pytest.mark.parametrize("name", PAGES)
