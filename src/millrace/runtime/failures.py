@@ -35,6 +35,8 @@ def reason_of(error: BaseException) -> str:
     """The text of an error for a log line: without the number that the operating system's have. Never empty."""
     if isinstance(error, MillraceError):
         return str(error)
+    if isinstance(error, LookupError):  # its text is only the key
+        return f"{type(error).__name__}: {error}"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
