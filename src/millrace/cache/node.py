@@ -187,6 +187,7 @@ class CacheNode:
             on_changed=self.discard,
             report=disk.report,
             source=lambda: self._metadata_source,
+            ahead=self._threads.ahead,
         )
 
     def metadata_within(self, max_age_seconds: float, since: float = -math.inf) -> MetadataCache | UncachedMetadata:

@@ -7,9 +7,11 @@ that no listing has named is requested alone. Figures and reasons: docs/design/0
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from functools import partial
 from typing import TypeVar
 
@@ -27,7 +29,7 @@ from millrace.cache.metadata.sources import (
     base_of,
     end_of,
 )
-from millrace.errors import DeniedError, DiskFullError, StorageError, UsageError
+from millrace.errors import DeniedError, DiskFullError, MillraceError, StorageError, UsageError
 from millrace.origin import Listing, ObjectInfo, Origin
 from millrace.runtime.locks import NamedLocks
 
@@ -38,6 +40,9 @@ PAGE_OBJECTS = 1000
 _LEVEL_PAGES = 10
 """A level is derived from at most this many recursive pages, and requested again as a whole up to that length."""
 
+_PAGES_AHEAD = 8
+"""Expired pages that are requested after one that a reader needs, when it has reached that page from the page before."""
+
 _NOWHERE = Space(b"nowhere!")
 _CLEAR_ATTEMPTS, _CLEAR_PAUSE_SECONDS = 50, 0.01
 
@@ -47,8 +52,8 @@ class MetadataCache:
 
     `max_age_seconds` is 0 (request every time), `inf` (never request twice) or a time. Metadata that was requested before
     the time `since` is not used. Metadata that the origin declares immutable is never requested twice. `on_changed` is
-    called with the old description of an object that has changed or was removed. Thread- and process-safe. A disk error
-    disables caching, not the request.
+    called with the old description of an object that has changed or was removed. `ahead` runs requests for pages that
+    a reader needs soon, in other threads. Thread- and process-safe. A disk error disables caching, not the request.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class MetadataCache:
         report: Callable[[StorageError], None],
         clock: Callable[[], float] = time.time,
         source: Callable[[], MetadataSource] = lambda: ORIGIN_METADATA,
+        ahead: Executor | None = None,
     ) -> None:
         self._map = pages
         self._locks = locks
@@ -70,6 +76,7 @@ class MetadataCache:
         self._report_disk = report
         self._clock = clock
         self._source = source
+        self._ahead = ahead
 
     # --- objects ----------------------------------------------------------------------------------
 
@@ -198,12 +205,43 @@ class MetadataCache:
                     part = self._pull(origin, stream)[0]
                 except DeniedError:  # credentials may allow reads but not listings
                     return None
+            self._read_ahead(origin, stream, stretch)
             for info in part.objects:
                 if info.key == key:
                     return info, self.freshness_of(origin, key).stale_from(sent_at - stream.age)
             if space.position(part.through) >= space.position(key):
                 return None
         return None
+
+    def _read_ahead(self, origin: Origin, stream: ListingStream, stretch: Stretch) -> None:
+        """Request the expired pages after `stretch`, which a stream has replaced, if a reader came from the page before."""
+        if self._ahead is None or stream.after == end_of(stream.root):
+            return
+        before = self._listed_in(origin, self._space(origin).key(stretch.lower))
+        if before is not None and self._fresh(self.freshness_of(origin, before.root), before.sent_at):
+            with contextlib.suppress(RuntimeError):  # the process is ending, or has no thread left
+                self._ahead.submit(self._pull_ahead, origin, stream)
+
+    def _pull_ahead(self, origin: Origin, stream: ListingStream) -> None:
+        freshness = self.freshness_of(origin, stream.root)
+        for _ in range(_PAGES_AHEAD):
+            start, space = stream.after, self._space(origin)
+            turn = self._turn(origin, start)
+            with self._locks.threads(turn), self._locks.processes(turn):
+                stale = self._tolerantly(partial(self._is_stale, freshness, space, start), False)
+                try:
+                    if not stale or not self._pull(origin, stream)[1]:
+                        return
+                except MillraceError:  # a reader that needs the page requests it again, and gets the error
+                    return
+
+    def _is_stale(self, freshness: Freshness, space: Space, after: str) -> bool:
+        """Whether there is a page after a key, and it is stale or incomplete."""
+
+        def read(stretch: Stretch, _: Page) -> bool:
+            return not self._complete_to(freshness, stretch)
+
+        return bool(self._map.read_after(space, space.position(after), read))
 
     def _stat_by_level(self, origin: Origin, key: str) -> tuple[ObjectInfo, float] | None:
         """Request the level that named `key`, unless it is long."""

@@ -2,7 +2,7 @@ import math
 import random
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from tests.support.origins import MemoryOrigin
 
 from millrace.cache.metadata.metadata import MetadataCache
 from millrace.cache.metadata.page_map import PageMap
-from millrace.errors import DeniedError, DiskFullError, ObjectNotFoundError
+from millrace.cache.reading.threads import CALLERS_THREAD
+from millrace.errors import DeniedError, DiskFullError, ObjectNotFoundError, OriginUnavailableError
 from millrace.origin import Listing, ListingPage, ObjectInfo, Origin
 from millrace.runtime.locks import NamedLocks
 from millrace.store.index import Index
@@ -23,7 +24,7 @@ from millrace.store.index import Index
 def make(index: Index, tmp_path: Path) -> Iterator[Callable[..., tuple[MetadataCache, Clock, list[ObjectInfo]]]]:
     locks = NamedLocks(tmp_path / "locks")
 
-    def build(max_age: float) -> tuple[MetadataCache, Clock, list[ObjectInfo]]:
+    def build(max_age: float, ahead: Executor | None = None) -> tuple[MetadataCache, Clock, list[ObjectInfo]]:
         clock, changed = Clock(), []
         cache = MetadataCache(
             PageMap(index),
@@ -32,6 +33,7 @@ def make(index: Index, tmp_path: Path) -> Iterator[Callable[..., tuple[MetadataC
             on_changed=lambda _, info: changed.append(info),
             report=fail_on,
             clock=clock,
+            ahead=ahead,
         )
         return cache, clock, changed
 
@@ -356,6 +358,57 @@ def test_expired_epoch_costs_one_request_per_thousand_keys(make: Make, count: in
         assert origin.count("head") == 0
         assert origin.count("list") == -(-count // 1000)
     assert changed == []
+
+
+def expired(make: Make, count: int) -> tuple[MetadataCache, MemoryOrigin, list[str]]:
+    """A listing whose pages have expired, in a cache that requests pages ahead, in the same thread."""
+    origin = MemoryOrigin()
+    keys = fill(origin, count)
+    cache, clock, _ = make(60, ahead=CALLERS_THREAD.ahead)
+    listed(cache, origin, "b/d")
+    clock.now += 61
+    origin.requests.clear()
+    return cache, origin, keys
+
+
+def test_pages_are_requested_before_a_reader_that_follows_the_listing_needs_them(make: Make) -> None:
+    cache, origin, keys = expired(make, 12_500)
+    requests = []
+    for start in range(0, len(keys), 1000):
+        assert cache.stat(origin, keys[start]).size == 1
+        requests.append(origin.count("list"))
+    # The second page is reached from the first one, so eight are requested after it; then the twelfth in the same way.
+    assert requests == [1, *[10] * 9, *[13] * 3]
+    assert cache.known(origin, keys[-1]) is not None
+    assert origin.count("head") == 0
+
+
+@pytest.mark.parametrize("number", [0, 5000])
+def test_reader_of_one_object_requests_one_page(make: Make, number: int) -> None:
+    cache, origin, keys = expired(make, 12_500)
+    assert cache.stat(origin, keys[number]).size == 1
+    assert origin.count("list") == 1
+
+
+def test_failure_of_a_page_that_is_requested_ahead_reaches_only_a_reader_that_needs_it(make: Make) -> None:
+    cache, origin, keys = expired(make, 4_000)
+    cache.stat(origin, keys[0])
+    real, pages = origin.list_pages, []
+
+    def one_page(*args: Any, **options: Any) -> Iterator[ListingPage]:
+        for page in real(*args, **options):
+            if pages:
+                raise OriginUnavailableError("no answer")
+            pages.append(page)
+            yield page
+
+    origin.list_pages = one_page  # type: ignore[method-assign]
+    assert cache.stat(origin, keys[1000]).size == 1
+    assert pages
+    with pytest.raises(OriginUnavailableError, match="no answer"):
+        cache.stat(origin, keys[2000])
+    origin.list_pages = real  # type: ignore[method-assign]
+    assert cache.stat(origin, keys[2000]).size == 1
 
 
 def test_many_threads_request_each_page_once(make: Make) -> None:
