@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
@@ -121,23 +120,24 @@ class ObjectDescription:
     version: str
     size: int
 
-    @cached_property
-    def _id(self) -> bytes:
-        return records.object_id(self.origin, self.key, self.version, self.size)
-
-    @cached_property
-    def _header(self) -> str:
-        fields = {"origin": self.origin, "key": self.key, "version": self.version, "size": self.size}
-        text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
-        return base64.urlsafe_b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")
+    # Both are computed once. Not by `cached_property`: in Python 3.11 it has a lock, which a fork could copy while it is held.
 
     def object_id(self) -> bytes:
         """Its 16 bytes in every index, the same on every node."""
-        return self._id
+        found: bytes | None = self.__dict__.get("_id")
+        if found is None:
+            found = self.__dict__["_id"] = records.object_id(self.origin, self.key, self.version, self.size)
+        return found
 
     def to_header(self) -> str:
         """The value of the header `Millrace-Object`."""
-        return self._header
+        found: str | None = self.__dict__.get("_header")
+        if found is None:
+            fields = {"origin": self.origin, "key": self.key, "version": self.version, "size": self.size}
+            text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+            found = base64.urlsafe_b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")
+            self.__dict__["_header"] = found
+        return found
 
     @classmethod
     def from_header(cls, value: str) -> ObjectDescription:

@@ -1,5 +1,10 @@
 """Requests and responses as bytes: round trips are equal, and malformed ones are refused with their status."""
 
+import os
+import signal
+import threading
+from unittest import mock
+
 import pytest
 
 from millrace.cluster.dataplane import wire
@@ -26,6 +31,38 @@ def test_framed_request_round_trip_is_equal() -> None:
     assert (get.mode, get.rank, get.verify) == (GetMode.FETCH, 3, True)
     assert ObjectDescription.from_header(get.described) == WHAT
     assert wire.head_bytes(head) == len(head)
+
+
+@pytest.mark.parametrize(("module", "name"), [(wire.json, "dumps"), (wire.records, "object_id")])
+def test_description_in_a_child_forked_while_another_is_encoded_is_encoded(module: object, name: str) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    encode = getattr(module, name)
+
+    def wait_in_thread(*arguments: object, **options: object) -> object:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            go_on.wait()
+        return encode(*arguments, **options)
+
+    def headers() -> tuple[bytes, str]:
+        what = ObjectDescription(WHAT.origin, WHAT.key, WHAT.version, WHAT.size)
+        return what.object_id(), what.to_header()
+
+    with mock.patch.object(module, name, wait_in_thread):
+        thread = threading.Thread(target=headers)
+        thread.start()
+        begun.wait()
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                signal.alarm(120)  # ends a child that waits for a lock
+                status = int(headers() != (WHAT.object_id(), WHAT.to_header()))
+            finally:
+                os._exit(status)
+        go_on.set()
+        thread.join()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_request_for_cached_blocks_has_no_description() -> None:
