@@ -6,13 +6,14 @@ import ipaddress
 import json
 import os
 import resource
+import signal
 import socket
 import ssl
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -470,6 +471,25 @@ os.write(write, b"x")
 os.waitpid(child, 0)
 """
     subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", program], check=True, timeout=300)
+
+
+@pytest.mark.parametrize("lock", [lambda server: server._lock, lambda server: server.ended._cond])
+def test_server_in_a_child_forked_while_a_thread_has_its_lock_is_closed(lock: Callable[[PlaneServer], Any]) -> None:
+    with serving() as server:
+        with lock(server):
+            child = os.fork()
+            if child == 0:
+                try:
+                    server.close()
+                finally:
+                    os._exit(0 if server.ended.is_set() else 1)
+        deadline = time.monotonic() + 120
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if ended == (0, 0):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert ended == (child, 0)
 
 
 def test_server_on_an_unusable_address_raises() -> None:
