@@ -20,7 +20,8 @@ import logging  # noqa: F401 - see below
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 # Some modules of Python acquire a lock before each fork and release it afterwards. One that is imported while a fork waits
@@ -50,8 +51,7 @@ def objects_reset_in_child(reset: Callable[[Kept], None]) -> weakref.WeakSet[Kep
     objects: weakref.WeakSet[Kept] = weakref.WeakSet()
 
     def reset_all() -> None:
-        for each in list(objects):
-            reset(each)
+        _run_all([partial(reset, each) for each in list(objects)])
 
     reset_in_child(reset_all)
     return objects
@@ -154,8 +154,14 @@ def _after_fork_in_child() -> None:
     global _import_lock, _depth
     _import_lock = threading.RLock()
     _depth += 1
-    for reset in _resets:
-        reset()
+    _run_all(_resets)
+
+
+def _run_all(resets: Iterable[Callable[[], None]]) -> None:
+    """Run all of these, also after an exception of one: with any state of the parent, the child could wait without end."""
+    with contextlib.ExitStack() as stack:
+        for reset in reversed(list(resets)):
+            stack.callback(reset)
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

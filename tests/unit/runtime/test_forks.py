@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 
+import pytest
 from tests.support.forked import in_child
 
 from millrace.runtime import forks
@@ -35,6 +37,24 @@ def test_reset_of_objects_runs_for_those_alive() -> None:
     del dropped
     assert in_child(lambda: f"{kept.resets} {len(things)}") == "1 1"
     assert kept.resets == 0
+
+
+def test_resets_after_one_that_raises_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Thing:
+        was_reset = False
+
+    def reset(thing: Thing) -> None:
+        thing.was_reset = True
+        raise OSError("its descriptor is closed already")
+
+    monkeypatch.setattr(forks, "_resets", list(forks._resets))
+    things, others, reported = [Thing(), Thing()], [Thing()], list[object]()
+    for each in (things, others):
+        forks.objects_reset_in_child(reset).update(each)
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: reported.append(found.exc_type))
+    assert in_child(lambda: f"{[each.was_reset for each in (*things, *others)]} {reported}") == (
+        "[True, True, True] [<class 'OSError'>]"
+    )
 
 
 def test_per_process_value_is_created_anew_in_a_child() -> None:
