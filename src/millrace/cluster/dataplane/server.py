@@ -250,7 +250,8 @@ class PlaneServer:
 
     def abandon(self) -> None:
         """In a forked child: close this copy of the parent's sockets, so that they end with the parent."""
-        self._lock, self.ended = threading.Lock(), threading.Event()  # threads of the parent may have held the old locks
+        # Threads of the parent may have held the old locks.
+        self._lock, self.ended = threading.Lock(), threading.Event()
         self.ended.set()
         self._listener.close()
         for connection in self._connections:

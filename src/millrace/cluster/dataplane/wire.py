@@ -120,7 +120,7 @@ class ObjectDescription:
     version: str
     size: int
 
-    # Both are computed once. Not by `cached_property`: in Python 3.11 it has a lock, which a fork could copy while it is held.
+    # Both are computed once. `cached_property` has a lock in Python 3.11, which a fork may copy while it is held.
 
     def object_id(self) -> bytes:
         """Its 16 bytes in every index, the same on every node."""
