@@ -252,6 +252,7 @@ class _Segment:
         # Only this object closes them: closed twice, they could be another thread's.
         self._data = self._idx = -1
         self._data_end = self._idx_end = 0
+        _segments.add(self)
 
     def _measure(self) -> None:
         # After all written bytes: the rest of a failed append is never read.
@@ -335,6 +336,10 @@ class _Segment:
 
     def __del__(self) -> None:
         self.close()  # an interrupt has lost it; locked, it could not be evicted before this process ends
+
+
+# Also one that another thread of the parent was creating: its lock would not end with the parent's use.
+_segments = forks.objects_reset_in_child(_Segment.close)
 
 
 def _write_all(descriptor: int, data: Buffer, offset: int) -> None:

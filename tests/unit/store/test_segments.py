@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -321,6 +322,36 @@ def test_forked_child_appends_to_a_separate_segment(tmp_path: Path) -> None:
     for descriptor in (*ready, *done):
         os.close(descriptor)
     assert {record.object_id for record in scan(tmp_path, 1)} == {id_of(1), id_of(4), id_of(3)}
+
+
+def test_child_forked_while_a_segment_is_created_does_not_hold_it(tmp_path: Path) -> None:
+    (begun, begin), (waiting, end) = os.pipe(), os.pipe()
+    children: list[int] = []
+
+    class Forking(Table):
+        def add_segment(self, generation: int, group: str) -> None:
+            child = os.fork()
+            if child == 0:
+                os.close(end)
+                os.write(begin, b"x")
+                os.read(waiting, 1)
+                os._exit(0)
+            children.append(child)
+            os.read(begun, 1)
+            super().add_segment(generation, group)
+
+    try:
+        with contextlib.closing(Segments(tmp_path, Forking())) as segments:
+            append(segments, 1, b"parent")
+        with opened(tmp_path, 2) as others:
+            assert append(others, 2, b"another process").segment == 1
+            assert others.remove(1, lambda: None)
+    finally:
+        os.close(end)
+        for child in children:
+            assert os.waitpid(child, 0)[1] == 0
+        for descriptor in (begun, begin, waiting):
+            os.close(descriptor)
 
 
 # --- crashes ------------------------------------------------------------------------------------------
