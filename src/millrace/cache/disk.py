@@ -557,4 +557,3 @@ class Disk:
         self.segments.abandon()
         self.attribution.abandon()
         self.counters.abandon()
-        self.store.index.abandon()

@@ -37,6 +37,7 @@ from typing_extensions import Buffer
 
 from millrace.errors import DiskFullError, StorageError
 from millrace.events import Event, emit
+from millrace.runtime import forks
 from millrace.runtime.failures import FULL_ERRNOS, disk_errors
 from millrace.runtime.locks import FileLock, try_lock_byte
 from millrace.runtime.private_files import new_file
@@ -79,6 +80,7 @@ class IndexGuard:
         self._inside = 0  # not in the page, which may be damaged
         self._error: DamagedIndexError | None = None
         self._file = self._lock = -1
+        _guards.add(self)
         with disk_errors(signals.path):
             # A separate descriptor: LMDB moves the position of its own.
             self._lock = os.open(signals.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -161,11 +163,15 @@ class IndexGuard:
             return  # a full disk, or the index is gone: the next process that opens it finds the damage itself
 
     def close(self) -> None:
-        """Release everything; in a forked child, close the parent's files."""
+        """Release everything; also called in a forked child, where it closes the parent's files."""
         for descriptor in (self._file, self._lock):
             if descriptor >= 0:
                 os.close(descriptor)
         self._file = self._lock = -1
+
+
+# Also that of an index that another thread of the parent was opening: while the child lives, its death would not be noticed.
+_guards = forks.objects_reset_in_child(IndexGuard.close)
 
 
 _T = TypeVar("_T")
@@ -425,10 +431,6 @@ class IndexTransactions:
         if hasattr(self, "_guard"):
             self._guard.close()
         self._write_lock.close()
-
-    def abandon(self) -> None:
-        """In a forked child: close the parent's locks, and leave the rest."""
-        self._guard.close()
 
     def clear_dead_readers(self) -> None:
         """Free the reader slots of killed processes. A slot in use makes the file grow."""

@@ -17,8 +17,8 @@ from millrace.errors import StorageError
 from millrace.runtime.locks import is_byte_locked
 from millrace.store.index import Index
 from millrace.store.records import Entry, ObjectName, SegmentRecord
-from millrace.store.signals import REMOVALS
-from millrace.store.transactions import WRITE_LOCK_NAME, Writing
+from millrace.store.signals import FIRST, REMOVALS, WORDS
+from millrace.store.transactions import SIGNALS_NAME, WRITE_LOCK_NAME, Table, Writing
 
 NAME = ObjectName("s3://?region=eu", "bucket/a key with ü and \udc80", "etag")
 ID = bytes(range(16))
@@ -302,6 +302,44 @@ def test_forked_child_in_a_copied_store_uses_the_index_of_the_copy(tmp_path: Pat
     fill(index, OTHER)
     assert in_child(lambda: keys(copy)) == "[True, True]"
     index.close()
+
+
+def test_child_forked_while_an_index_is_opened_does_not_hold_its_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (begun, begin), (waiting, end) = os.pipe(), os.pipe()
+    children: list[int] = []
+    open_tables = Index._open_tables
+
+    def fork_then_open(index: Index) -> list[Table]:
+        child = os.fork()
+        if child == 0:
+            os.close(end)
+            os.write(begin, b"x")
+            os.read(waiting, 1)
+            os._exit(0)
+        children.append(child)
+        os.read(begun, 1)
+        return open_tables(index)
+
+    monkeypatch.setattr(Index, "_open_tables", fork_then_open)
+    index = Index(tmp_path)
+    try:
+        assert words_in_use(tmp_path) == 1
+        index.close()
+        assert words_in_use(tmp_path) == 0  # otherwise a death of this process would not be noticed
+    finally:
+        os.close(end)
+        for child in children:
+            assert os.waitpid(child, 0)[1] == 0
+        for descriptor in (begun, begin, waiting):
+            os.close(descriptor)
+
+
+def words_in_use(directory: Path) -> int:
+    """The number of words of processes in the page of signals that are locked."""
+    with open(directory / SIGNALS_NAME, "rb+") as page:
+        return sum(is_byte_locked(page.fileno(), word) for word in range(FIRST, FIRST + WORDS))
 
 
 def test_index_of_forked_child_is_in_use(tmp_path: Path) -> None:
