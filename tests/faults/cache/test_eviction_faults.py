@@ -292,7 +292,8 @@ def test_processes_that_share_a_store_reach_the_optimum_together(
     readers = start_readers(processes, capacity, sizes, epochs=5, shuffled=shuffled)
     epochs = [readers.epoch() for _ in range(5)]
     readers.end()
-    assert sum(ratio for ratio, _ in epochs[1:]) / 4 >= 0.95 * 0.5
+    # Mostly above .5, since they help each other; how much depends on how far apart they are. With LRU it would be 0.
+    assert sum(ratio for ratio, _ in epochs[1:]) / 4 >= 0.9 * 0.5
     assert max(highest for _, highest in epochs) <= capacity
     node = open_node(tmp_path / "cache", capacity=capacity, min_free=0)
     used = node.open_disks[0].store.index.used_bytes()
