@@ -48,13 +48,13 @@ def test_resets_after_one_that_raises_run(monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError("its descriptor is closed already")
 
     monkeypatch.setattr(forks, "_resets", list(forks._resets))
-    things, others, reported = [Thing(), Thing()], [Thing()], list[object]()
+    things, others, reported = [Thing(), Thing()], [Thing()], list[str]()
     for each in (things, others):
         forks.objects_reset_in_child(reset).update(each)
-    monkeypatch.setattr(sys, "unraisablehook", lambda found: reported.append(found.exc_type))
-    assert in_child(lambda: f"{[each.was_reset for each in (*things, *others)]} {reported}") == (
-        "[True, True, True] [<class 'OSError'>]"
-    )
+    # Other objects of the parent may also be reported: files that its threads have open, for example.
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: reported.append(str(found.exc_value)))
+    assert in_child(lambda: str([each.was_reset for each in (*things, *others)])) == "[True, True, True]"
+    assert in_child(lambda: str("its descriptor is closed already" in reported)) == "True"
 
 
 def test_per_process_value_is_created_anew_in_a_child() -> None:
