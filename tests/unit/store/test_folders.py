@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.support.forked import in_child
+from tests.support.forked import WaitingChild, in_child
 from tests.support.harms import kept_times
 from tests.support.interrupts import interrupted_at
 from tests.support.waiting import in_other_thread, wait_until
@@ -349,19 +349,12 @@ def test_child_that_was_forked_during_the_removal_holds_no_lock(
     process.wait()
     removal = remove_abandoned(tmp_path)
     assert next(removal) == str(path)
-    waiting, end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(end)
-        os.read(waiting, 1)
-        os._exit(0)
+    child = WaitingChild()
     assert list(removal) == []
     try:
         in_other_thread(lambda: Folder(tmp_path).remove())
     finally:
-        os.close(end)
-        os.waitpid(child, 0)
-        os.close(waiting)
+        child.end()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="root can take on another user")

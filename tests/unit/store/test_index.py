@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.forked import in_child
+from tests.support.forked import WaitingChild, in_child
 from tests.support.interrupts import interrupted_at
 from tests.support.waiting import in_other_thread, wait_until
 
@@ -307,19 +307,11 @@ def test_forked_child_in_a_copied_store_uses_the_index_of_the_copy(tmp_path: Pat
 def test_child_forked_while_an_index_is_opened_does_not_hold_its_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (begun, begin), (waiting, end) = os.pipe(), os.pipe()
-    children: list[int] = []
+    children: list[WaitingChild] = []
     open_tables = Index._open_tables
 
     def fork_then_open(index: Index) -> list[Table]:
-        child = os.fork()
-        if child == 0:
-            os.close(end)
-            os.write(begin, b"x")
-            os.read(waiting, 1)
-            os._exit(0)
-        children.append(child)
-        os.read(begun, 1)
+        children.append(WaitingChild())
         return open_tables(index)
 
     monkeypatch.setattr(Index, "_open_tables", fork_then_open)
@@ -329,11 +321,8 @@ def test_child_forked_while_an_index_is_opened_does_not_hold_its_word(
         index.close()
         assert words_in_use(tmp_path) == 0  # otherwise a death of this process would not be noticed
     finally:
-        os.close(end)
         for child in children:
-            assert os.waitpid(child, 0)[1] == 0
-        for descriptor in (begun, begin, waiting):
-            os.close(descriptor)
+            child.end()
 
 
 def words_in_use(directory: Path) -> int:

@@ -16,6 +16,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.descriptors import open_below
+from tests.support.forked import WaitingChild
 from tests.support.interrupts import interrupted_at
 
 from millrace.errors import StorageError
@@ -325,19 +326,11 @@ def test_forked_child_appends_to_a_separate_segment(tmp_path: Path) -> None:
 
 
 def test_child_forked_while_a_segment_is_created_does_not_hold_it(tmp_path: Path) -> None:
-    (begun, begin), (waiting, end) = os.pipe(), os.pipe()
-    children: list[int] = []
+    children: list[WaitingChild] = []
 
     class Forking(Table):
         def add_segment(self, generation: int, group: str) -> None:
-            child = os.fork()
-            if child == 0:
-                os.close(end)
-                os.write(begin, b"x")
-                os.read(waiting, 1)
-                os._exit(0)
-            children.append(child)
-            os.read(begun, 1)
+            children.append(WaitingChild())
             super().add_segment(generation, group)
 
     try:
@@ -347,11 +340,8 @@ def test_child_forked_while_a_segment_is_created_does_not_hold_it(tmp_path: Path
             assert append(others, 2, b"another process").segment == 1
             assert others.remove(1, lambda: None)
     finally:
-        os.close(end)
         for child in children:
-            assert os.waitpid(child, 0)[1] == 0
-        for descriptor in (begun, begin, waiting):
-            os.close(descriptor)
+            child.end()
 
 
 # --- crashes ------------------------------------------------------------------------------------------
