@@ -8,6 +8,7 @@ that no listing has named is requested alone. Figures and reasons: docs/design/0
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +33,8 @@ from millrace.cache.metadata.sources import (
 from millrace.errors import DeniedError, DiskFullError, MillraceError, StorageError, UsageError
 from millrace.origin import Listing, ObjectInfo, Origin
 from millrace.runtime.locks import NamedLocks
+
+_log = logging.getLogger("millrace.cache")
 
 _T = TypeVar("_T")
 
@@ -215,7 +218,7 @@ class MetadataCache:
 
     def _read_ahead(self, origin: Origin, stream: ListingStream, stretch: Stretch) -> None:
         """Request the expired pages after `stretch`, which a stream has replaced, if a reader came from the page before."""
-        if self._ahead is None or stream.after == end_of(stream.root):
+        if self._ahead is None:
             return
         before = self._listed_in(origin, self._space(origin).key(stretch.lower))
         if before is not None and self._fresh(self.freshness_of(origin, before.root), before.sent_at):
@@ -226,6 +229,8 @@ class MetadataCache:
         freshness = self.freshness_of(origin, stream.root)
         for _ in range(_PAGES_AHEAD):
             start, space = stream.after, self._space(origin)
+            if start == end_of(stream.root):
+                return
             turn = self._turn(origin, start)
             with self._locks.threads(turn), self._locks.processes(turn):
                 stale = self._tolerantly(partial(self._is_stale, freshness, space, start), False)
@@ -233,6 +238,9 @@ class MetadataCache:
                     if not stale or not self._pull(origin, stream)[1]:
                         return
                 except MillraceError:  # a reader that needs the page requests it again, and gets the error
+                    return
+                except Exception:  # noqa: BLE001 - no caller sees it
+                    _log.exception("a defect in a request for a page of %s ahead of its reader", stream.root)
                     return
 
     def _is_stale(self, freshness: Freshness, space: Space, after: str) -> bool:

@@ -383,6 +383,23 @@ def test_pages_are_requested_before_a_reader_that_follows_the_listing_needs_them
     assert origin.count("head") == 0
 
 
+def test_pages_ahead_end_with_the_listing_also_before_another_expired_one(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    origin = MemoryOrigin()
+    keys = fill(origin, 2500)
+    fill(origin, 1, "b/e/")
+    cache, clock, _ = make(60, ahead=CALLERS_THREAD.ahead)
+    for prefix in ("b/d", "b"):
+        listed(cache, origin, prefix)
+    clock.now += 61
+    origin.requests.clear()
+    for start in range(0, len(keys), 1000):
+        cache.stat(origin, keys[start])
+    assert origin.count("list") == 3
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("number", [0, 5000])
 def test_reader_of_one_object_requests_one_page(make: Make, number: int) -> None:
     cache, origin, keys = expired(make, 12_500)
