@@ -505,7 +505,7 @@ def _open_cluster(options: CacheOptions, link: NodeLink) -> Cluster:
     except OSError as error:
         _log.warning("%s: %s; breakers are not shared with other processes", directory, error.strerror)
         path = None
-    return Cluster(link, breakers=Breakers(path))
+    return Cluster(link, breakers=Breakers(path, name_of=link.address_of))
 
 
 _process = _Process()

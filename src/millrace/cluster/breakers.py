@@ -94,15 +94,20 @@ class Breakers:
 
     `path` is the file that the machine's processes share, created if it is missing; None keeps the states in this process.
     `clock` returns seconds of a clock that all these processes share. For `start_seconds` after the creation, a peer that
-    has not responded yet may not have started: its breaker opens without an event.
+    has not responded yet may not have started: its breaker opens without an event. `name_of` returns the name of a peer in
+    events.
     """
 
     def __init__(
-        self, path: Path | None, *, clock: Callable[[], float] | None = None, start_seconds: float = 0.0
+        self,
+        path: Path | None,
+        *,
+        clock: Callable[[], float] | None = None,
+        start_seconds: float = 0.0,
+        name_of: Callable[[str], str] = str,
     ) -> None:
         self._clock = clock or boot_seconds
-        self.name_of: Callable[[str], str] = str
-        """Returns the name of a peer in events."""
+        self._name_of = name_of
         self._started_by = self._clock() + start_seconds
         self._responded: set[str] = set()
         self._reported: set[str] = set()
@@ -142,7 +147,7 @@ class Breakers:
                 self._reported.discard(member_id)  # another process may have closed it since
             is_new = before is None and self._is_to_report(member_id, now)
         if is_new:
-            emit(Event(name="peer.breaker.opened", subject=self.name_of(member_id)))
+            emit(Event(name="peer.breaker.opened", subject=self._name_of(member_id)))
 
     def worked(self, member_id: str) -> None:
         """Record a response."""
@@ -155,7 +160,7 @@ class Breakers:
             self._write(member_id, None, now)
             self._reported.discard(member_id)
         if before is not None:
-            emit(Event(name="peer.breaker.closed", subject=self.name_of(member_id)))
+            emit(Event(name="peer.breaker.closed", subject=self._name_of(member_id)))
 
     def report(self, member_id: str) -> None:
         """Emit the event of a change that another process has made. For the node, which reports for its machine."""
@@ -168,7 +173,7 @@ class Breakers:
                 self._reported.discard(member_id)
         if is_new:
             change = "opened" if is_open else "closed"
-            emit(Event(name=f"peer.breaker.{change}", subject=self.name_of(member_id)))
+            emit(Event(name=f"peer.breaker.{change}", subject=self._name_of(member_id)))
 
     # --- inside -----------------------------------------------------------------------------------
 

@@ -45,16 +45,10 @@ class Cluster:
     def __init__(self, link: NodeLink, *, breakers: Breakers, client: PeerClient | None = None) -> None:
         self.link = link
         self.breakers = breakers
-        breakers.name_of = self.address_of
         self.client = PeerClient(token=link.token, tls=link.tls) if client is None else client
         self.handover = Handover(self.client, breakers)
         self._current: _Current | None = None
         self._unauthorized: set[str] = set()
-
-    def address_of(self, member_id: str) -> str:
-        """The address of a member, for people; the id if the newest view does not have the member."""
-        member = self.link.views.view().member(member_id)
-        return member_id if member is None else member.address
 
     def placement(self) -> Placement:
         """The placement by the newest view."""

@@ -139,9 +139,10 @@ class Mover:
             if self.stopped.is_set() or (move.report.moved_bytes == before and not is_incomplete):
                 break
         report = replace(move.report, stopped=self.stopped.is_set(), seconds=time.monotonic() - started)
-        unread = ", ".join(map(self.cluster.address_of, report.unread))
+        address_of = self.cluster.link.address_of
+        unread = ", ".join(map(address_of, report.unread))
         detail = _text(report) + (f", no list of blocks from {unread}" if unread else "")
-        emit(Event(name="cluster.moved", subject=self.cluster.address_of(me), nbytes=report.moved_bytes, detail=detail))
+        emit(Event(name="cluster.moved", subject=address_of(me), nbytes=report.moved_bytes, detail=detail))
         return report
 
 

@@ -179,6 +179,6 @@ class Moves:
             if not isinstance(error, MillraceError):
                 _log.exception("a defect: %s", what)
             reason = str(error) if isinstance(error, MillraceError) else DEFECT
-            subject = self._cluster.address_of(self._me)
+            subject = self._cluster.link.address_of(self._me)
             emit(Event(name="cluster.move.failed", subject=subject, detail=f"{what}: {reason}"))
             return None

@@ -161,7 +161,8 @@ class NodeProcess:
             tls=options.tls,
             replicas=options.replicas,
         )
-        self._cluster = Cluster(link, breakers=Breakers(self._folder.breakers_path, start_seconds=_START_SECONDS))
+        path = self._folder.breakers_path
+        self._cluster = Cluster(link, breakers=Breakers(path, start_seconds=_START_SECONDS, name_of=link.address_of))
         opened.callback(self._cluster.close)
         self.drains = DrainCoordinator(self._cluster, me=self.member_id)
         self._node.connect(source=ClusterSources(self._cluster, serving=True))

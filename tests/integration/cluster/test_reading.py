@@ -52,8 +52,10 @@ class Node:
             {"cache_dir": str(directory), "members": "none", "min_free": 0, "capacity": "200MB"}, environ={}, file={}
         )
         link = NodeLink(views=nodes.views, folder="local", member_id=self.id, token=TOKEN, replicas=nodes.replicas)
-        self.cluster = Cluster(link, breakers=Breakers(directory.with_suffix(".breakers")))
-        self.serving_cluster = Cluster(link, breakers=Breakers(directory.with_suffix(".breakers")))
+        self.cluster = Cluster(link, breakers=Breakers(directory.with_suffix(".breakers"), name_of=link.address_of))
+        self.serving_cluster = Cluster(
+            link, breakers=Breakers(directory.with_suffix(".breakers"), name_of=link.address_of)
+        )
         self.serving = CacheNode(self.options)
         self.serving.connect(source=ClusterSources(self.serving_cluster, serving=True))
         self.reading = CacheNode(self.options)

@@ -171,7 +171,7 @@ class Place:
             token=TOKEN,
             replicas=replicas,
         )
-        self.cluster = Cluster(link, breakers=Breakers(None))
+        self.cluster = Cluster(link, breakers=Breakers(None, name_of=link.address_of))
         return self.cluster
 
     def read(self, start: int = 0, stop: int = SIZE, *, serving: bool = False) -> Fetched:
@@ -670,7 +670,7 @@ def test_read_over_stripes_uses_each_owner() -> None:
     views = Views()
     views.now = View.of(Member(id=name, address=peer.address) for name, peer in peers.items())
     link = NodeLink(views=views, folder="local", member_id=None, token=TOKEN)
-    cluster = Cluster(link, breakers=Breakers(None))
+    cluster = Cluster(link, breakers=Breakers(None, name_of=link.address_of))
     order = cluster.placement().order
     border = next(
         stripe * STRIPE_BYTES

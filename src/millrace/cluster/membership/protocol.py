@@ -200,3 +200,8 @@ class NodeLink:
     replicas: int = 1
     capacity: Amount | None = None
     min_free: Amount | None = None
+
+    def address_of(self, member_id: str) -> str:
+        """The address of a member, for people; the id if the newest view does not have the member."""
+        member = self.views.view().member(member_id)
+        return member_id if member is None else member.address
